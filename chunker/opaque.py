@@ -1,0 +1,23 @@
+"""Cuts of opaque bytes (pickles of data loaders, tokenizers, long strings), whose content may shift between snapshots.
+
+FastCDC 2020 (Xia et al., "The Design of Fast Content-Defined Chunking for Data Deduplication Based Storage Systems"), from a library.
+The lengths are written into the part, so another version of the library, cutting elsewhere, costs dedup and nothing else.
+"""
+
+from typing import Final
+
+OPAQUE_AVERAGE_BYTES: Final = 1 << 20
+OPAQUE_MIN_BYTES: Final = 1 << 18
+OPAQUE_MAX_BYTES: Final = 1 << 22
+
+
+def cut_opaque(data: bytes | memoryview) -> list[int]:
+    """Lengths of the blocks of `data`; one block up to 1 MiB, content-defined above."""
+    if not data:
+        return []
+    if len(data) <= OPAQUE_AVERAGE_BYTES:
+        return [len(data)]
+    from pyfastcdc import FastCDC  # noqa: PLC0415 - only large opaque values pay for the import
+
+    cutter = FastCDC(OPAQUE_AVERAGE_BYTES, min_size=OPAQUE_MIN_BYTES, max_size=OPAQUE_MAX_BYTES)
+    return [piece.length for piece in cutter.cut_buf(data)]

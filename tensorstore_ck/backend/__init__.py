@@ -1,0 +1,83 @@
+"""Backends: bytes by name in a folder, in an object store or in memory, and `open_backend`, which makes one from a URL.
+
+This is the only place that understands URLs. It loads fsspec only for what is not a local path, so that local commands start fast.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.backend.probe import ProbeResult, probe, probe_create
+from tensorstore_ck.backend.protocol import Backend, Buffer, Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.errors import InvalidOptionError, InvalidUrlError, MissingExtraError
+
+__all__ = ["Backend", "Buffer", "Created", "ObjectInfo", "ObjectWriter", "ProbeResult", "open_backend", "probe", "probe_create"]
+
+_URL = re.compile(r"(?P<protocol>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+
+
+def open_backend(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, *, no_sync: bool = False) -> Backend:
+    """The backend for a path, ``file://``, ``s3://bucket/prefix``, ``memory://name`` or another fsspec URL.
+
+    Nothing is asked of the place yet: it need not exist. `no_sync` gives up local durability against power failures.
+
+    Raises:
+        InvalidUrlError: not a URL that a store can be at.
+        InvalidOptionError: `storage_options` that the filesystem does not take.
+        MissingExtraError: the filesystem's library is not installed.
+    """
+    text = os.fspath(url)
+    match = _URL.fullmatch(text)
+    if not text or "\0" in text or "::" in text:
+        raise InvalidUrlError(f"{text!r} is not the URL of a store: give a folder, or s3://bucket/prefix", object_id=text)
+    if match is None or match["protocol"].lower() in ("file", "local"):
+        if storage_options:
+            raise InvalidOptionError(f"storage_options are for remote stores, and {text} is a local folder", object_id=text)
+        return LocalBackend(text if match is None else _file_path(text), sync=not no_sync)
+    return _open_remote(match["protocol"].lower(), text, dict(storage_options or {}))
+
+
+def _file_path(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or not parts.path or parts.query or parts.fragment:
+        raise InvalidUrlError(f"{url} is not a local path: write file:///folder, with three slashes", object_id=url)
+    return unquote(parts.path)
+
+
+def _open_remote(protocol: str, url: str, options: dict[str, Any]) -> Backend:
+    from fsspec.registry import available_protocols, get_filesystem_class  # noqa: PLC0415 - takes longer than a local command
+
+    if protocol not in available_protocols():
+        known = ", ".join(sorted({"file", *_EXTRAS, "memory"}))
+        raise InvalidUrlError(f"{url}: there is no protocol {protocol}://; the usual ones are {known}", object_id=url)
+    try:
+        filesystem_class = get_filesystem_class(protocol)
+    except ImportError as exc:
+        extra = _EXTRAS.get(protocol)
+        advice = f"run `pip install 'tensorstore_ck[{extra}]'`" if extra else str(exc)
+        raise MissingExtraError(f"{protocol}:// needs a library that is not installed: {advice}", object_id=protocol) from exc
+    root = filesystem_class._strip_protocol(url)
+    options = {**filesystem_class._get_kwargs_from_urls(url), **options, "use_listings_cache": False, "skip_instance_cache": True}
+    if not isinstance(root, str) or not root.strip("/"):
+        raise InvalidUrlError(f"{url} names no place: give {protocol}://bucket/prefix", object_id=url)
+    if ".." in root.split("/"):
+        raise InvalidUrlError(f"{url} has a `..` in it; write the prefix that you mean", object_id=url)
+
+    def connect() -> Any:
+        try:
+            return filesystem_class(**options)
+        except (TypeError, ValueError, KeyError) as exc:
+            raise InvalidOptionError(f"{protocol}:// does not take these storage_options: {exc}", object_id=url) from exc
+
+    if _EXTRAS.get(protocol) == "s3":
+        from tensorstore_ck.backend.s3 import S3Backend  # noqa: PLC0415 - loads fsspec
+
+        bucket, _, prefix = root.partition("/")
+        return S3Backend(connect, bucket, prefix.strip("/"))
+    from tensorstore_ck.backend.objectstore import CREATE_CALLS, FsspecBackend  # noqa: PLC0415 - loads fsspec
+
+    return FsspecBackend(connect, root, f"{protocol}://{root.lstrip('/')}", CREATE_CALLS.get(protocol))

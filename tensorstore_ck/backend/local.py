@@ -1,0 +1,317 @@
+"""A folder of a local or network filesystem, by system calls.
+
+Knows no format. What it acknowledges survives a power failure: the file is synced before it gets its name, the folder after,
+and each folder's own entry once per process. A failed fsync is final (the kernel may drop the dirty pages and report success
+next time): the file is given up, and a folder is not trusted again by this backend. Objects written under unique names are opened with
+O_EXCL under their final name, since a torn one is an orphan; `create` and `replace` go through a temporary in the same folder.
+"""
+# ruff: noqa: D102 - protocol.py documents the methods
+
+import contextlib
+import errno
+import os
+import stat
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from tensorstore_ck.backend.localfile import byte_views, read_at, write_at
+from tensorstore_ck.backend.localwriter import LocalWriter
+from tensorstore_ck.backend.names import check_name, check_prefix
+from tensorstore_ck.backend.oserrors import os_errors, store_error
+from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, InvalidUrlError, MissingObjectError, UnsafeBackendError
+from tensorstore_ck.ids import new_ulid, ulid_text
+
+TEMPORARY_PREFIX: Final = ".tmp-"
+
+_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a planted FIFO must not block us
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_NO_HARD_LINKS: Final = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
+_LINK_TRIES: Final = 8
+
+
+class LocalBackend:
+    """Objects as files below `root`, which is made when something is first written.
+
+    `sync=False` skips every fsync: a power failure may then lose or tear what was acknowledged.
+    """
+
+    is_local = True
+
+    def __init__(self, root: str, *, sync: bool = True) -> None:
+        self.url = self._root = os.path.abspath(root)
+        if self._root == os.path.dirname(self._root):
+            raise InvalidUrlError(f"a store cannot be at {self._root}: name a folder of its own", object_id=self._root)
+        self._sync = sync
+        self._lock = threading.Lock()
+        self._durable_folders: set[str] = set()
+        self._failed_folders: set[str] = set()
+
+    # --- read ---
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        with os_errors("read", name):
+            fd = os.open(self._path(name), _READ)
+            try:
+                size = _regular_size(os.fstat(fd), name)
+                if size > max_bytes:
+                    raise CorruptObjectError(f"{name} has {size} bytes, more than the {max_bytes} it may have", object_id=name)
+                data = bytearray(size)
+                count = read_at(fd, memoryview(data), 0)
+            finally:
+                os.close(fd)
+        return bytes(memoryview(data)[:count])
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        try:  # no context manager: many small blocks are read one by one
+            fd = os.open(self._path(name), _READ)
+            try:
+                count = read_at(fd, target, offset)
+            finally:
+                os.close(fd)
+        except OSError as exc:
+            raise store_error(exc, "read", name) from exc
+        if count < len(target):
+            raise CorruptObjectError(f"{name} ends at {offset + count}, before byte {offset + len(target)}", object_id=name)
+
+    def size(self, name: str) -> int:
+        with os_errors("look at", name):
+            found = os.stat(self._path(name), follow_symlinks=False)
+        return _regular_size(found, name)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        check_prefix(prefix)
+        return (info for info in self._walk(prefix) if not _is_temporary(info.name))
+
+    def free_bytes(self) -> int | None:
+        folder = self._root
+        while not os.path.isdir(folder):
+            folder = os.path.dirname(folder)
+        with os_errors("look at the free space of", self._root):
+            found = os.statvfs(folder)
+        return found.f_bavail * found.f_frsize
+
+    # --- write ---
+
+    def put(self, name: str, data: Buffer) -> None:
+        with os_errors("write", name):
+            path = self._path(name)
+            self._write_file(path, data)
+            self._sync_folder(os.path.dirname(path))
+
+    def replace(self, name: str, data: Buffer) -> None:
+        with os_errors("write", name):
+            path = self._path(name)
+            temporary = self._write_temporary(path, data)
+            try:
+                os.replace(temporary, path)
+            except OSError:
+                _unlink_quietly(temporary)
+                raise
+            self._sync_folder(os.path.dirname(path))
+
+    def create(self, name: str, data: Buffer) -> Created:
+        path = self._path(name)
+        for _ in range(_LINK_TRIES):
+            with os_errors("write", name):
+                temporary = self._write_temporary(path, data)
+            try:
+                os.link(temporary, path, follow_symlinks=False)
+            except FileExistsError:
+                return Created.EXISTS  # perhaps our own, when a network filesystem repeated a request whose reply was lost
+            except FileNotFoundError:
+                continue  # somebody took our temporary for a leftover
+            except OSError as exc:
+                return _link_failed(name, exc)
+            else:
+                return self._linked(path)
+            finally:
+                _unlink_quietly(temporary)
+        raise BackendUnavailableError(f"cannot create {name}: its temporary was deleted {_LINK_TRIES} times; try again", object_id=name)
+
+    def sync_folders(self, name: str) -> None:
+        with os_errors("sync the folders of", name):
+            folder = os.path.dirname(self._path(name))
+            self._fsync_folder(folder)
+            while folder != self._root:
+                folder = os.path.dirname(folder)
+                self._fsync_folder(folder)
+            self._sync_root_entry()
+
+    def open_writer(self, name: str) -> ObjectWriter:
+        path = self._path(name)
+        with os_errors("write", name):
+            fd = self._open_new(path)
+
+        def seal(fd: int) -> None:
+            with os_errors("write", name):
+                self._fsync_and_close(fd)
+                self._sync_folder(os.path.dirname(path))
+
+        return LocalWriter(fd, path, name, seal)
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            with os_errors("delete", name), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                os.unlink(self._path(name))
+
+    def list_uploads(self) -> Iterator[ObjectInfo]:
+        return (info for info in self._walk("") if _is_temporary(info.name))
+
+    def abort_upload(self, name: str) -> None:
+        temporary = name.rpartition("/")[2]
+        check_prefix(name.removesuffix(temporary))
+        check_name(temporary.removeprefix("."))
+        if not _is_temporary(name):
+            raise CorruptObjectError(f"{name} is not a temporary of this store", object_id=name)
+        with os_errors("delete", name), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.unlink(f"{self._root}/{name}")
+
+    def close(self) -> None:
+        """Nothing stays open between calls."""
+
+    # --- files ---
+
+    def _linked(self, path: str) -> Created:
+        try:
+            self._sync_folder(os.path.dirname(path))
+        except OSError:
+            return Created.UNKNOWN  # it is there, but perhaps not durable: `sync_folders` will say
+        return Created.CREATED
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{check_name(name)}"
+
+    def _open_new(self, path: str) -> int:
+        try:
+            return os.open(path, _NEW, 0o666)
+        except FileNotFoundError:
+            self._make_folder(os.path.dirname(path))
+            return os.open(path, _NEW, 0o666)
+
+    def _write_file(self, path: str, data: Buffer) -> None:
+        fd = self._open_new(path)
+        try:
+            try:
+                write_at(fd, byte_views([data]), 0)
+            except BaseException:
+                os.close(fd)
+                raise
+            self._fsync_and_close(fd)
+        except BaseException:
+            _unlink_quietly(path)
+            raise
+
+    def _write_temporary(self, path: str, data: Buffer) -> str:
+        temporary = f"{os.path.dirname(path)}/{TEMPORARY_PREFIX}{ulid_text(new_ulid())}"
+        self._write_file(temporary, data)
+        return temporary
+
+    def _fsync_and_close(self, fd: int) -> None:
+        try:
+            if self._sync:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        folders = [prefix]
+        while folders:
+            folder = folders.pop()
+            with os_errors("list", folder or self._root):
+                try:
+                    with os.scandir(f"{self._root}/{folder}") as entries:
+                        found = list(entries)
+                except (FileNotFoundError, NotADirectoryError):
+                    continue
+            for entry in found:
+                with os_errors("list", folder + entry.name), contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(f"{folder}{entry.name}/")
+                        continue
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        yield ObjectInfo(folder + entry.name, status.st_size, status.st_mtime_ns)
+
+    # --- folders ---
+
+    def _make_folder(self, folder: str) -> None:
+        try:
+            os.mkdir(folder, 0o777)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            self._make_folder(os.path.dirname(folder))
+            self._make_folder(folder)
+            return
+        if self._root.startswith(f"{folder}/"):  # above the root: nobody else will
+            self._fsync_folder(os.path.dirname(folder))
+
+    def _sync_folder(self, folder: str) -> None:
+        """Makes an entry just made in `folder` durable, and the entries of the folders on the way from the root.
+
+        Those are synced once per process, even if another process made them: it may have died before it could.
+        """
+        self._fsync_folder(folder)
+        while folder not in self._durable_folders:
+            entry, folder = folder, os.path.dirname(folder)
+            if entry == self._root:
+                self._sync_root_entry()
+                folder = entry
+            else:
+                self._fsync_folder(folder)
+            with self._lock:
+                self._durable_folders.add(entry)
+
+    def _sync_root_entry(self) -> None:
+        with contextlib.suppress(PermissionError):  # the folder above is somebody else's, and need not be readable
+            self._fsync_folder(os.path.dirname(self._root))
+
+    def _fsync_folder(self, folder: str) -> None:
+        if not self._sync:
+            return
+        if folder in self._failed_folders:
+            raise OSError(errno.EIO, "an earlier fsync of this folder failed: open the store anew", folder)
+        fd = os.open(folder, _FOLDER)
+        try:
+            os.fsync(fd)
+        except OSError as exc:
+            if exc.errno != errno.EINVAL:  # EINVAL: this filesystem has no fsync for folders, so nothing was promised
+                with self._lock:
+                    self._failed_folders.add(folder)
+                exc.filename = folder
+                raise
+        finally:
+            os.close(fd)
+
+
+def _is_temporary(name: str) -> bool:
+    return name.rpartition("/")[2].startswith(TEMPORARY_PREFIX)
+
+
+def _regular_size(status: os.stat_result, name: str) -> int:
+    if not stat.S_ISREG(status.st_mode):
+        raise MissingObjectError(f"{name} is not a file; the store's files are made by this package alone", object_id=name)
+    return status.st_size
+
+
+def _unlink_quietly(path: str) -> None:
+    """Removes what nothing refers to; what cannot be removed is found by `list_uploads` later."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def _link_failed(name: str, exc: OSError) -> Created:
+    """Raises what surely made no link; otherwise the link may have been made."""
+    if exc.errno in _NO_HARD_LINKS:
+        raise UnsafeBackendError(
+            f"cannot create {name}: {os.strerror(exc.errno)}; this filesystem has no hard links, so commits cannot be exclusive on it. "
+            "Keep the store on another filesystem or on an object store",
+            object_id=name,
+        ) from exc
+    error = store_error(exc, "create", name)
+    if isinstance(error, BackendUnavailableError):
+        return Created.UNKNOWN
+    raise error from exc

@@ -1,0 +1,129 @@
+"""A backend in a dict: for tests, and the model that the others are compared with.
+
+Knows nothing of files or servers. One lock guards the dict, so that `create` is atomic; what it acknowledges lives as long
+as the object does.
+"""
+# ruff: noqa: D102 - protocol.py documents the methods
+
+import itertools
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from tensorstore_ck.backend.names import check_name, check_prefix
+from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, MissingObjectError
+from tensorstore_ck.ids import Clock
+
+
+class MemoryBackend:
+    """Objects in this process's memory; not shared with any other `MemoryBackend`."""
+
+    url = "memory:"
+    is_local = True
+
+    def __init__(self, *, clock: Clock = time.time_ns) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._objects: dict[str, tuple[bytes, int]] = {}
+        self._uploads: dict[str, int] = {}
+        self._upload_numbers = itertools.count()
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        data = self._data(name)
+        if len(data) > max_bytes:
+            raise CorruptObjectError(f"{name} has {len(data)} bytes, more than the {max_bytes} it may have", object_id=name)
+        return data
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        data = self._data(name)
+        if offset + len(target) > len(data):
+            raise CorruptObjectError(f"{name} ends at {len(data)}, before byte {offset + len(target)}", object_id=name)
+        target[:] = memoryview(data)[offset : offset + len(target)]
+
+    def size(self, name: str) -> int:
+        return len(self._data(name))
+
+    def put(self, name: str, data: Buffer) -> None:
+        if self.create(name, data) is not Created.CREATED:
+            raise BackendUnavailableError(f"{name} is there already, though its name was new; try again", object_id=name)
+
+    def replace(self, name: str, data: Buffer) -> None:
+        with self._lock:
+            self._objects[check_name(name)] = bytes(data), self._clock()
+
+    def create(self, name: str, data: Buffer) -> Created:
+        stored = bytes(data), self._clock()
+        with self._lock:
+            return Created.CREATED if self._objects.setdefault(check_name(name), stored) is stored else Created.EXISTS
+
+    def sync_folders(self, name: str) -> None:
+        check_name(name)
+
+    def open_writer(self, name: str) -> ObjectWriter:
+        return _MemoryWriter(self, check_name(name))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        check_prefix(prefix)
+        with self._lock:
+            found = [ObjectInfo(name, len(data), at) for name, (data, at) in self._objects.items() if name.startswith(prefix)]
+        yield from found
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            with self._lock:
+                self._objects.pop(check_name(name), None)
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def list_uploads(self) -> Iterator[ObjectInfo]:
+        with self._lock:
+            found = [ObjectInfo(upload, 0, at) for upload, at in self._uploads.items()]
+        yield from found
+
+    def abort_upload(self, name: str) -> None:
+        with self._lock:
+            self._uploads.pop(name, None)
+
+    def close(self) -> None:
+        """Nothing to release; the objects stay."""
+
+    def _data(self, name: str) -> bytes:
+        with self._lock:
+            stored = self._objects.get(check_name(name))
+        if stored is None:
+            raise MissingObjectError(f"{name} is not in the store", object_id=name)
+        return stored[0]
+
+    def _begin_upload(self, name: str) -> str:
+        with self._lock:
+            upload = f"{name}?upload={next(self._upload_numbers)}"
+            self._uploads[upload] = self._clock()
+        return upload
+
+
+class _MemoryWriter:
+    """Like a multipart upload: invisible until `close`, and listed as an upload until then."""
+
+    def __init__(self, backend: MemoryBackend, name: str) -> None:
+        self._backend = backend
+        self._name = name
+        self._upload = backend._begin_upload(name)
+        self._lock = threading.Lock()
+        self._data = bytearray()
+
+    def append(self, data: Sequence[Buffer]) -> int:
+        with self._lock:
+            offset = len(self._data)
+            for piece in data:
+                self._data += piece
+        return offset
+
+    def close(self) -> None:
+        self._backend.put(self._name, self._data)
+        self._backend.abort_upload(self._upload)
+
+    def abort(self) -> None:
+        self._data.clear()
+        self._backend.abort_upload(self._upload)

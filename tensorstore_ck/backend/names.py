@@ -1,0 +1,30 @@
+"""Which names a backend takes: relative, ``/``-separated, plain ASCII, no component that begins with a dot.
+
+Names may come out of a store, which nobody trusts: a name that could leave the store's folder is damage, not a path. The leading
+dot is kept for a backend's own temporaries, so that no object is ever taken for one.
+"""
+
+import re
+from typing import Final
+
+from tensorstore_ck.errors import CorruptObjectError
+
+MAX_NAME_CHARS: Final = 512
+
+_COMPONENT = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
+_NAME = re.compile(rf"{_COMPONENT}(?:/{_COMPONENT})*")
+_PREFIX = re.compile(rf"(?:{_COMPONENT}/)*")
+
+
+def check_name(name: str) -> str:
+    """`name`, if it can be an object's."""
+    if len(name) > MAX_NAME_CHARS or not _NAME.fullmatch(name):
+        raise CorruptObjectError(f"{name!r} cannot be an object's name; what named it is damaged: run `tsck fsck`", object_id=name)
+    return name
+
+
+def check_prefix(prefix: str) -> str:
+    """`prefix`, if it is empty or a folder's name with its ``/``."""
+    if len(prefix) > MAX_NAME_CHARS or not _PREFIX.fullmatch(prefix):
+        raise CorruptObjectError(f"{prefix!r} cannot be a folder's name", object_id=prefix)
+    return prefix

@@ -1,0 +1,66 @@
+"""From an `OSError` to this package's errors: one table for whatever a filesystem can answer.
+
+Knows errno values and nothing of stores. What is not in the table is a passing fault: the object may be fine, the filesystem is not.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tensorstore_ck.errors import (
+    BackendUnavailableError,
+    MissingObjectError,
+    NoSpaceError,
+    PermissionDeniedError,
+    StoreError,
+)
+
+_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMLINK}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP}
+_ADVICE = {
+    errno.ENOENT: "it may have been deleted, or this is not the store you meant",
+    errno.EISDIR: "a folder is there instead of a file",
+    errno.ENOTDIR: "a file is there instead of a folder",
+    errno.ENOSPC: "free space or inodes on that filesystem, then try again",
+    errno.EDQUOT: "your quota is used up: free space or have it raised, then try again",
+    errno.EFBIG: "the filesystem or `ulimit -f` does not allow files of that size",
+    errno.EMLINK: "the folder cannot hold more entries",
+    errno.EACCES: "check the owner and mode of the file and of the folders above it",
+    errno.EPERM: "check the owner and attributes of the file",
+    errno.EROFS: "the filesystem is mounted read-only",
+    errno.ELOOP: "a symbolic link is there instead of a file; the store never follows links",
+    errno.EMFILE: "this process has too many open files: raise `ulimit -n`",
+    errno.ENFILE: "this host has too many open files",
+    errno.ENOMEM: "the host is out of memory",
+    errno.EEXIST: "something of that name is there already, though the name was new: try again, and a new name is drawn",
+    errno.ESTALE: "the network filesystem lost its handle: try again",
+    errno.ETIMEDOUT: "the network filesystem did not answer: try again",
+    errno.EIO: "the device or network filesystem reported an error: see the system's log, then try again",
+}
+
+
+def store_error(exc: OSError, action: str, name: str) -> StoreError:
+    """The error of ours for `exc`, met while doing `action` to the object `name`."""
+    code = exc.errno or errno.EIO
+    text = f"cannot {action} {name}: {os.strerror(code)} ({errno.errorcode.get(code, code)})"
+    if exc.filename:
+        text += f" at {os.fsdecode(exc.filename)}"
+    text += f"; {_ADVICE.get(code, 'try again')}"
+    if code in _MISSING:
+        return MissingObjectError(text, object_id=name)
+    if code in _NO_SPACE:
+        return NoSpaceError(text, object_id=name)
+    if code in _DENIED:
+        return PermissionDeniedError(text, object_id=name)
+    return BackendUnavailableError(text, object_id=name)
+
+
+@contextmanager
+def os_errors(action: str, name: str) -> Iterator[None]:
+    """Turns every `OSError` raised inside into a `StoreError`."""
+    try:
+        yield
+    except OSError as exc:
+        raise store_error(exc, action, name) from exc

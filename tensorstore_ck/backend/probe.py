@@ -1,0 +1,191 @@
+"""Finds out by trying whether a backend keeps its promises, and how fast it is.
+
+Some S3 servers accept conditional writes and ignore the condition; a store shared on one would lose commits. So `init` asks
+`probe_create`, and `probe` tells a user more. Both write below ``probe/<ulid>/`` only, and remove it.
+Uses nothing but the `Backend` protocol.
+"""
+
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar
+
+from tensorstore_ck.backend.protocol import Backend, Created
+from tensorstore_ck.errors import BackendUnavailableError, MissingObjectError, PermissionDeniedError, StoreError, UnsafeBackendError
+from tensorstore_ck.ids import new_ulid, ulid_text
+
+RACERS: Final = 4
+QUICK_ROUNDS: Final = 2
+ROUNDS: Final = 8
+RACE_SECONDS: Final = 5
+"""No further round is begun after that long: a contested create costs 1.5 s on some servers."""
+SPEED_BYTES: Final = 64 << 20
+PIECE_BYTES: Final = 4 << 20
+RANGE_BYTES: Final = 8 << 20
+TIMED_CREATES: Final = 5
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What a backend was found to do."""
+
+    exclusive_create: bool
+    """Of several writers that create one name, one wins and the others are told: needed by every store with several writers."""
+    read_after_write: bool
+    list_after_write: bool
+    write_bytes_per_second: float
+    read_bytes_per_second: float
+    create_seconds: float
+    """Median of an uncontested create: what a commit waits for."""
+    problems: tuple[str, ...]
+    """What is not as it should be, for a person to read."""
+
+
+def probe_create(backend: Backend) -> bool:
+    """Whether `create` is exclusive, as far as two quick races can tell."""
+    return _in_folder(backend, lambda folder: not _create_problems(backend, folder, QUICK_ROUNDS))[0]
+
+
+def probe(backend: Backend) -> ProbeResult:
+    """Tries everything; takes some seconds and 64 MiB for a while."""
+    result, left_behind = _in_folder(backend, lambda folder: _probe(backend, folder))
+    return replace(result, problems=result.problems + left_behind)
+
+
+def _probe(backend: Backend, folder: str) -> ProbeResult:
+    create_problems = _create_problems(backend, folder, ROUNDS)
+    read_problems = _read_problems(backend, folder)
+    list_problems = _list_problems(backend, folder)
+    create_seconds = float("nan") if create_problems else _time_creates(backend, folder)
+    write_speed, read_speed = _measure_speed(backend, f"{folder}speed")
+    return ProbeResult(
+        exclusive_create=not create_problems,
+        read_after_write=not read_problems,
+        list_after_write=not list_problems,
+        write_bytes_per_second=write_speed,
+        read_bytes_per_second=read_speed,
+        create_seconds=create_seconds,
+        problems=(*create_problems, *read_problems, *list_problems),
+    )
+
+
+def _in_folder(backend: Backend, work: Callable[[str], T]) -> tuple[T, tuple[str, ...]]:
+    """Runs `work` on a folder of its own; returns its result, and what to say if the folder could not be removed."""
+    folder = f"probe/{ulid_text(new_ulid())}/"
+    problems: tuple[str, ...] = ()
+    try:
+        result = work(folder)
+    finally:
+        try:
+            backend.delete([found.name for found in backend.list(folder)])
+        except StoreError as exc:
+            problems = (f"could not remove {folder}: {exc}",)
+    return result, problems
+
+
+def _create_problems(backend: Backend, folder: str, rounds: int) -> list[str]:
+    name = f"{folder}twice"
+    try:
+        first, second = backend.create(name, b"first"), backend.create(name, b"second")
+    except UnsafeBackendError as exc:
+        return [str(exc)]
+    if first is Created.UNKNOWN or second is Created.UNKNOWN:
+        raise BackendUnavailableError(f"{backend.url} did not answer a create; try again", object_id=name)
+    if second is Created.CREATED or backend.get(name, max_bytes=64) != b"first":
+        return ["a second create of the same name was not refused: the backend ignores the condition"]
+    began = time.monotonic()
+    for number in range(rounds):
+        if number and time.monotonic() - began > RACE_SECONDS:
+            break
+        problem = _race(backend, f"{folder}race-{number}")
+        if problem:
+            return [problem]
+    return []
+
+
+def _race(backend: Backend, name: str) -> str:
+    """Lets several threads create `name` at once; returns what went wrong, if anything did."""
+    start = threading.Barrier(RACERS)
+    bodies = [f"racer {number}".encode() for number in range(RACERS)]
+
+    def create(body: bytes) -> Created:
+        start.wait()
+        return backend.create(name, body)
+
+    with ThreadPoolExecutor(RACERS) as threads:
+        outcomes = list(threads.map(create, bodies))
+    winners = [body for body, outcome in zip(bodies, outcomes, strict=True) if outcome is Created.CREATED]
+    if len(winners) > 1:
+        return f"{len(winners)} of {RACERS} writers that created one name at once were each told that they won"
+    try:
+        stored = backend.get(name, max_bytes=64)
+    except MissingObjectError:
+        return "an object that writers raced to create is not there" if winners or Created.EXISTS in outcomes else ""
+    if stored not in (winners or bodies):
+        return "an object that writers raced to create does not hold the winner's bytes"
+    return ""
+
+
+def _read_problems(backend: Backend, folder: str) -> list[str]:
+    for number in range(4):
+        name, body = f"{folder}read-{number}", os.urandom(1024)
+        backend.put(name, body)
+        try:
+            if backend.get(name, max_bytes=len(body)) == body and backend.size(name) == len(body):
+                continue
+        except MissingObjectError:
+            pass
+        return ["an object just written could not be read back"]
+    return []
+
+
+def _list_problems(backend: Backend, folder: str) -> list[str]:
+    for number in range(4):
+        name = f"{folder}list/{number}"
+        backend.put(name, b"x")
+        if name not in {found.name for found in backend.list(f"{folder}list/")}:
+            return ["an object just written was not in a listing"]
+    try:
+        backend.delete([name])
+    except PermissionDeniedError:
+        return []  # a writer's credentials: that the folder stays behind is told elsewhere
+    if name in {found.name for found in backend.list(f"{folder}list/")}:
+        return ["an object just deleted was still in a listing"]
+    return []
+
+
+def _time_creates(backend: Backend, folder: str) -> float:
+    seconds = []
+    for number in range(TIMED_CREATES):
+        began = time.perf_counter()
+        backend.create(f"{folder}timed-{number}", b"x" * 512)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def _measure_speed(backend: Backend, name: str) -> tuple[float, float]:
+    """Bytes per second of one large write and of parallel range reads."""
+    piece = os.urandom(PIECE_BYTES)
+    began = time.perf_counter()
+    writer = backend.open_writer(name)
+    try:
+        for _ in range(SPEED_BYTES // PIECE_BYTES):
+            writer.append([piece])
+        writer.close()
+    except BaseException:
+        writer.abort()
+        raise
+    written = time.perf_counter()
+
+    def read(offset: int) -> None:
+        backend.read_into(name, offset, memoryview(bytearray(RANGE_BYTES)))
+
+    with ThreadPoolExecutor(RACERS) as threads:
+        list(threads.map(read, range(0, SPEED_BYTES, RANGE_BYTES)))
+    return SPEED_BYTES / (written - began), SPEED_BYTES / (time.perf_counter() - written)

@@ -1,0 +1,98 @@
+"""What the store asks of a place to keep bytes: bytes by name, and one atomic primitive, `create`.
+
+A backend knows no format. Names are relative, ``/``-separated and made by this package. Every method may be called
+from several threads. Errors are this package's: `MissingObjectError` where a name is not there, `PermissionDeniedError`,
+`NoSpaceError`, `BackendUnavailableError`; nothing else escapes. What `put`, `create` and `ObjectWriter.close` acknowledge is durable.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+Buffer = bytes | bytearray | memoryview
+
+
+class ObjectInfo(NamedTuple):
+    """One listed object."""
+
+    name: str
+    size_bytes: int
+    modified_ns: int
+
+
+class Created(Enum):
+    """Outcome of a create-if-absent."""
+
+    CREATED = "created"
+    """This call made the object (it is durable)."""
+    EXISTS = "exists"
+    """An object of that name is there, perhaps made by an earlier try of this very call: read it to know."""
+    UNKNOWN = "unknown"
+    """No usable answer came: the object may be there, may come later, or neither. Read it to know."""
+
+
+class ObjectWriter(Protocol):
+    """One object being written, under a name that nobody else uses; visible or orphaned until `close` returns."""
+
+    def append(self, data: Sequence[Buffer]) -> int:
+        """Adds the buffers, one after another, and returns the offset of the first byte. Safe from several threads.
+
+        The caller's buffers may be reused when it returns.
+        """
+
+    def close(self) -> None:
+        """Makes everything appended durable under the object's name."""
+
+    def abort(self) -> None:
+        """Gives the object up, removing what can be removed; never raises."""
+
+
+class Backend(Protocol):
+    """A directory or an object-store prefix."""
+
+    url: str
+    """For messages: without credentials."""
+    is_local: bool
+    """Reads are cheap per request: readers then do not merge ranges."""
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        """The whole object; more than `max_bytes` is a `CorruptObjectError`."""
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        """Fills `target` (writable, contiguous, bytes) from `offset`; a shorter object is a `CorruptObjectError`."""
+
+    def size(self, name: str) -> int:
+        """The object's bytes."""
+
+    def put(self, name: str, data: Buffer) -> None:
+        """Writes a small object, whole, under a name that was never used (local: O_EXCL)."""
+
+    def replace(self, name: str, data: Buffer) -> None:
+        """Atomically writes over an object. Only for what is derived, or by offline repair."""
+
+    def create(self, name: str, data: Buffer) -> Created:
+        """Creates `name` with `data`, whole and durable, only if it is absent; of several callers one at the most wins."""
+
+    def sync_folders(self, name: str) -> None:
+        """Makes sure that the entries of `name`'s folder, and of the folder's parents, survive a power failure."""
+
+    def open_writer(self, name: str) -> ObjectWriter:
+        """Begins a large object under a name that was never used."""
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Every object whose name begins with `prefix` (``""`` or ending in ``/``), recursively, in no order; none for a missing folder."""
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Deletes; names that are gone already are fine."""
+
+    def free_bytes(self) -> int | None:
+        """Bytes that can still be written, where the backend can tell."""
+
+    def list_uploads(self) -> Iterator[ObjectInfo]:
+        """What unfinished writes left behind: multipart uploads, temporaries. ``name`` is what `abort_upload` takes."""
+
+    def abort_upload(self, name: str) -> None:
+        """Frees what an unfinished write left behind."""
+
+    def close(self) -> None:
+        """Releases connections and descriptors; idempotent."""

@@ -1,0 +1,106 @@
+"""What all remote backends share: a filesystem object per process, and errors by HTTP status.
+
+Knows fsspec's and botocore's habits, no formats. An fsspec filesystem has a thread with an event loop, which a fork does not
+copy: a child makes its own. Whatever an fsspec library raises becomes one of our errors here; what is not recognised is a
+passing fault, so that nobody takes it for an answer.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from tensorstore_ck.errors import (
+    BackendUnavailableError,
+    CorruptObjectError,
+    InvalidOptionError,
+    InvalidUrlError,
+    MissingObjectError,
+    NoSpaceError,
+    PermissionDeniedError,
+    StoreError,
+)
+
+_NO_SPACE_CODES: Final = {"QuotaExceeded", "XMinioStorageFull", "InsufficientCapacity"}
+_CREDENTIAL_ERRORS: Final = {
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "CredentialRetrievalError",
+    "ProfileNotFound",
+    "TokenRetrievalError",
+}
+_OPTION_ERRORS: Final = {"ParamValidationError", "NoRegionError", "InvalidEndpointConfigurationError", "UnknownEndpointError"}
+
+
+class ProcessLocal:
+    """Makes a filesystem on first use, and another one after a fork."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._current: tuple[int, Any] | None = None
+        self._inherited: list[object] = []
+
+    def get(self) -> Any:
+        """This process's filesystem; two threads that come first at once may make one each, and either serves."""
+        current = self._current
+        if current is None or current[0] != os.getpid():
+            # What was inherited stays referred to: to close it here would be to wait for a thread that only the parent has.
+            self._inherited.append(current)
+            self._current = current = (os.getpid(), self._make())
+        return current[1]
+
+    def close(self) -> None:
+        """Lets go of this process's filesystem, which closes its connections."""
+        if self._current is not None and self._current[0] == os.getpid():
+            self._current = None
+
+
+def http_status(exc: BaseException) -> int:
+    """The HTTP status that `exc`, or the error it was translated from, came with; 0 without."""
+    for error in (exc, exc.__cause__):
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        status = getattr(error, "status_code", None) or getattr(error, "code", None)
+        if isinstance(status, int):
+            return status
+    return 0
+
+
+def error_code(exc: BaseException) -> str:
+    """The S3 error code that `exc`, or the error it was translated from, came with; empty without."""
+    for error in (exc, exc.__cause__):
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            return str(response.get("Error", {}).get("Code", ""))
+    return ""
+
+
+@contextmanager
+def remote_errors(action: str, name: str, url: str) -> Iterator[None]:
+    """Turns whatever is raised inside into a `StoreError`."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception as exc:
+        raise store_error(exc, f"cannot {action} {name or 'objects'} in {url}", name) from exc
+
+
+def store_error(exc: Exception, what: str, name: str) -> StoreError:
+    """The error of ours for `exc`; `what` begins its message."""
+    status, code, kind = http_status(exc), error_code(exc), type(exc).__name__
+    text = f"{what}: {exc or kind}"
+    if code == "NoSuchBucket":
+        return InvalidUrlError(f"{text}; make the bucket, or correct the URL", object_id=name)
+    if code in _NO_SPACE_CODES or status == 507:
+        return NoSpaceError(f"{text}; free space or have the quota raised, then try again", object_id=name)
+    if status in (401, 403) or isinstance(exc, PermissionError) or kind in _CREDENTIAL_ERRORS:
+        return PermissionDeniedError(f"{text}; check the credentials, the bucket's policy and this host's clock", object_id=name)
+    if status == 404 or isinstance(exc, FileNotFoundError):
+        return MissingObjectError(f"{text}; it may have been deleted, or this is not the store you meant", object_id=name)
+    if status == 416:
+        return CorruptObjectError(f"{text}; the object is shorter than what names it says: run `tsck fsck`", object_id=name)
+    if isinstance(exc, TypeError | KeyError | ImportError) or kind in _OPTION_ERRORS:
+        return InvalidOptionError(f"{text}; check storage_options", object_id=name)
+    return BackendUnavailableError(f"{text} ({kind}); check the connection, then try again", object_id=name)

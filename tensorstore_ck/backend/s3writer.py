@@ -1,0 +1,151 @@
+"""One large S3 object, uploaded in pieces while it grows.
+
+Pieces fill up in reused buffers under a lock and go out on a few threads, so memory is bounded by `PIECES_IN_FLIGHT` + 1 pieces.
+An object that fits into one piece is a single PutObject. A failed piece is final. A completion whose reply was lost is settled by
+looking: the name is ours alone, so an object of the right size under it is the one.
+"""
+# ruff: noqa: D102 - protocol.py documents the methods
+
+import contextlib
+import io
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, Protocol
+
+from tensorstore_ck.backend.localfile import byte_views
+from tensorstore_ck.backend.protocol import Buffer
+from tensorstore_ck.errors import BackendUnavailableError, StoreError
+
+PIECE_BYTES: Final = 16 << 20
+PIECES_IN_FLIGHT: Final = 4
+_PIECES_OF_ONE_SIZE: Final = 1000  # of the 10,000 that S3 allows: sizes double after each 1,000
+
+
+class Requests(Protocol):
+    """What the writer needs of a backend."""
+
+    def call(self, action: str, name: str, method: str, **arguments: Any) -> dict[str, Any]:
+        """One request on the bucket."""
+
+
+class S3Writer:
+    """See `ObjectWriter`."""
+
+    def __init__(self, requests: Requests, name: str, key: str) -> None:
+        self._requests = requests
+        self._name = name
+        self._key = key
+        self._lock = threading.Lock()
+        self._open = True
+        self._end = 0
+        self._piece = io.BytesIO()
+        self._upload_id = ""
+        self._sent: list[Future[str]] = []
+        self._spare: queue.SimpleQueue[io.BytesIO] = queue.SimpleQueue()
+        self._threads: ThreadPoolExecutor | None = None
+
+    def append(self, data: Sequence[Buffer]) -> int:
+        with self._lock:
+            if not self._open:
+                raise BackendUnavailableError(f"{self._name} was closed or given up while it was written", object_id=self._name)
+            offset = self._end
+            try:
+                for view in byte_views(data):
+                    self._add(view)
+            except BaseException:
+                self._open = False
+                raise
+            return offset
+
+    def close(self) -> None:
+        with self._lock:
+            was_open, self._open = self._open, False
+            if not was_open:
+                raise BackendUnavailableError(f"{self._name} could not be written whole; write it anew", object_id=self._name)
+            self._piece.truncate()
+            if not self._sent:
+                self._piece.seek(0)
+                self._requests.call("write", self._name, "put_object", Key=self._key, Body=self._piece)
+                return
+            if self._piece.tell():
+                self._send()
+            try:
+                tags = [sent.result() for sent in self._sent]
+            finally:
+                self._stop_threads()
+            self._complete(tags)
+
+    def abort(self) -> None:
+        with self._lock:
+            self._open = False
+            self._stop_threads()
+            if self._upload_id:
+                with contextlib.suppress(StoreError):
+                    self._requests.call("abort", self._name, "abort_multipart_upload", Key=self._key, UploadId=self._upload_id)
+
+    def _add(self, view: memoryview) -> None:
+        while len(view):
+            room = self._piece_bytes() - self._piece.tell()
+            self._piece.write(view[:room])
+            self._end += min(room, len(view))
+            if len(view) < room:
+                return
+            view = view[room:]
+            self._send()
+            self._piece = self._next_buffer()
+
+    def _piece_bytes(self) -> int:
+        return PIECE_BYTES << (len(self._sent) // _PIECES_OF_ONE_SIZE)
+
+    def _send(self) -> None:
+        if self._threads is None:
+            reply = self._requests.call("begin an upload of", self._name, "create_multipart_upload", Key=self._key)
+            self._upload_id = reply["UploadId"]
+            self._threads = ThreadPoolExecutor(PIECES_IN_FLIGHT, thread_name_prefix="tsck-upload")
+        self._sent.append(self._threads.submit(self._upload, len(self._sent) + 1, self._piece))
+
+    def _upload(self, number: int, piece: io.BytesIO) -> str:
+        """Runs on a thread; the buffer comes back whatever happens, so that `append` never waits for ever."""
+        try:
+            piece.seek(0)
+            reply = self._requests.call(
+                "write", self._name, "upload_part", Key=self._key, UploadId=self._upload_id, PartNumber=number, Body=piece
+            )
+            return str(reply["ETag"])
+        finally:
+            piece.seek(0)
+            self._spare.put(piece)
+
+    def _next_buffer(self) -> io.BytesIO:
+        for sent in self._sent[-2 * PIECES_IN_FLIGHT :]:
+            if sent.done():
+                sent.result()  # a failure ends the whole object
+        return self._spare.get() if len(self._sent) > PIECES_IN_FLIGHT else io.BytesIO()
+
+    def _complete(self, tags: list[str]) -> None:
+        parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
+        try:
+            self._requests.call(
+                "complete",
+                self._name,
+                "complete_multipart_upload",
+                Key=self._key,
+                UploadId=self._upload_id,
+                MultipartUpload={"Parts": parts},
+            )
+        except StoreError:
+            if not self._is_there():
+                raise
+
+    def _is_there(self) -> bool:
+        try:
+            reply = self._requests.call("look at", self._name, "head_object", Key=self._key)
+        except StoreError:
+            return False
+        return int(reply["ContentLength"]) == self._end
+
+    def _stop_threads(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)

@@ -1,0 +1,93 @@
+"""The `tsck` command group: which commands there are, and how an error leaves the process.
+
+Every `StoreError` becomes one line on stderr (with ``--json``: a document on stdout) and its kind's exit code; 2 is a
+misuse of the command line, 130 an interrupt. Anything else is a bug, and keeps its traceback.
+"""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any, Final, NoReturn, TextIO
+
+import click
+
+import tensorstore_ck
+from tensorstore_ck.cli import history, maintenance, refs, transfer
+from tensorstore_ck.cli.output import emit, printable
+from tensorstore_ck.errors import StoreError
+
+USAGE_EXIT: Final = 2
+INTERRUPTED_EXIT: Final = 130
+ORDER: Final = ("init", "put", "get", "log", "show", "diff", "branch", "reset", "tag", "untag", "annotate", "mark", "usage", "fsck", "salvage", "probe")
+
+
+class Program(click.Group):
+    """The group of all commands."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order that a newcomer meets them, not that of the alphabet."""
+        return sorted(self.commands, key=ORDER.index)
+
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *others: Any, **more: Any) -> NoReturn:
+        """Runs one command and exits."""
+        arguments = list(sys.argv[1:] if args is None else args)
+        more["standalone_mode"] = False
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            sys.exit(self._run(arguments, prog_name or "tsck", *others, **more))
+
+    def _run(self, arguments: list[str], *others: Any, **more: Any) -> int:
+        as_json = "--json" in arguments
+        try:
+            code = super().main(arguments, *others, **more)
+        except click.UsageError as exc:
+            where = exc.ctx.command_path if exc.ctx else "tsck"
+            advice = f"see `{where} --help`"
+            _fail("usage", f"{exc.format_message()} {advice[0].upper()}{advice[1:]}", where, as_json=as_json)
+            return USAGE_EXIT
+        except click.Abort:
+            _fail("interrupted", "interrupted; what was not published yet is not visible", "", as_json=as_json)
+            return INTERRUPTED_EXIT
+        except StoreError as exc:
+            _fail(exc.kind, str(exc), exc.object_id, as_json=as_json)
+            return exc.exit_code
+        return code if isinstance(code, int) else 0
+
+
+def _fail(kind: str, message: str, object_id: str, *, as_json: bool) -> None:
+    if as_json:
+        emit({"error": {"kind": kind, "message": message, "object": object_id}}, (), as_json=True)
+    else:
+        click.echo(f"tsck: {printable(message)}", err=True)
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
+) -> None:
+    """A warning as a user wants it: what it says, not where the code is."""
+    click.echo(f"tsck: warning: {printable(message)}", err=True)
+
+
+@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(tensorstore_ck.__version__, prog_name="tsck", message="%(prog)s %(version)s")
+def main() -> None:
+    """Keep every snapshot of training state in one store that never holds the same bytes twice.
+
+    \b
+    A first look:
+      tsck init ./ckpt                                      make a store
+      tsck put model.safetensors --ref runs/gpt -s ./ckpt   store a file as a snapshot
+      tsck log runs/gpt -s ./ckpt                           see what is there
+      tsck get runs/gpt~1 old.safetensors -s ./ckpt         bring one back
+
+    \b
+    An ADDRESS names a snapshot:
+      runs/gpt         a branch or tag         runs/gpt@1000    its newest snapshot of step 1000
+      runs/gpt~2       two before it           9f86d081         the first digits (8 or more) of a root
+
+    With TSCK_STORE set, or inside the store's folder, -s is not needed.
+    """
+
+
+for _command in (*transfer.COMMANDS, *history.COMMANDS, *refs.COMMANDS, *maintenance.COMMANDS):
+    main.add_command(_command)

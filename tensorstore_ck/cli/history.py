@@ -1,0 +1,171 @@
+"""Commands that look: log, show, diff, usage. They change nothing, read no tensor data and need no torch."""
+
+from typing import Final
+
+import click
+
+from tensorstore_ck.cli.options import StoreChoice, store_options
+from tensorstore_ck.cli.output import (
+    counted,
+    emit,
+    facts,
+    human_bytes,
+    indented,
+    iso_time,
+    mark_text,
+    metrics_text,
+    printable,
+    red,
+    snapshot_table,
+    table,
+)
+from tensorstore_ck.gc.usage import RefUsage, Usage
+from tensorstore_ck.inspection import SnapshotDiff
+from tensorstore_ck.snapshot import SnapshotDetails
+
+MAX_SHOWN: Final = 40
+"""Tensors and values that `show` prints without ``--all``."""
+
+
+@click.command(short_help="Show the history of a branch or tag.")
+@click.argument("ref", required=False)
+@click.option("-n", "--limit", type=click.IntRange(min=1), metavar="N", help="Only the newest N.")
+@store_options()
+def log(ref: str | None, limit: int | None, choice: StoreChoice, *, as_json: bool) -> None:
+    """Show the history of a branch or tag, newest first; of all branches together without REF.
+
+    \b
+      tsck log runs/gpt -n 10
+    """
+    with choice.open() as store:
+        snapshots = store.log(ref, limit=limit)
+    names = None if ref else [snapshot.ref for snapshot in snapshots]
+    lines = snapshot_table(snapshots, names) if snapshots else ["no snapshots yet: `tsck put FILE --ref NAME` makes one"]
+    emit(snapshots, lines, as_json=as_json)
+
+
+@click.command(short_help="Show what is in a snapshot.")
+@click.argument("address")
+@click.option("--all", "everything", is_flag=True, help=f"All tensors and values, not only the first {MAX_SHOWN}.")
+@store_options()
+def show(address: str, choice: StoreChoice, *, everything: bool, as_json: bool) -> None:
+    """Show what is in the snapshot at ADDRESS: its metrics and metadata, tensors and values.
+
+    \b
+      tsck show runs/gpt@1000
+    """
+    with choice.open() as store:
+        details = store.show(address)
+    emit(details, _details_lines(details, None if everything else MAX_SHOWN), as_json=as_json)
+
+
+def _details_lines(details: SnapshotDetails, limit: int | None) -> list[str]:
+    snapshot = details.snapshot
+    sizes = f"{human_bytes(snapshot.logical_bytes)}, stored as {human_bytes(details.stored_bytes)}, {human_bytes(snapshot.new_bytes)} of it new then"
+    lines = facts(
+        [
+            ("root", snapshot.root),
+            ("ref", printable(snapshot.ref)),
+            ("step", "" if snapshot.step is None else str(snapshot.step)),
+            ("time", iso_time(snapshot.time_ns)),
+            ("parent", snapshot.parent or "none"),
+            ("metrics", metrics_text(snapshot.metrics)),
+            ("mark", red(mark_text(snapshot)) if snapshot.mark else ""),
+            ("size", sizes),
+            ("id", snapshot.id),
+        ]
+    )
+    if details.metadata:
+        lines += ["", "metadata", *indented(facts((printable(key), printable(value)) for key, value in details.metadata.items()))]
+    if details.values:
+        shown = list(details.values.items())[:limit]
+        lines += ["", counted(len(details.values), "value"), *indented(facts((printable(path), printable(value)) for path, value in shown))]
+        lines += _rest(len(details.values) - len(shown))
+    if details.tensors:
+        rows = [
+            [printable(name), dtype, _shape(shape), human_bytes(size)] for name, dtype, shape, size in details.tensors[:limit]
+        ]
+        lines += ["", counted(len(details.tensors), "tensor"), *indented(table(["NAME", "DTYPE", "SHAPE", "SIZE"], rows, right={"SIZE"}))]
+        lines += _rest(len(details.tensors) - len(rows))
+    return lines
+
+
+def _rest(count: int) -> list[str]:
+    return [f"  ... and {count:,} more (--all shows them)"] if count > 0 else []
+
+
+@click.command(short_help="Show what differs between two snapshots.")
+@click.argument("old")
+@click.argument("new")
+@store_options()
+def diff(old: str, new: str, choice: StoreChoice, *, as_json: bool) -> None:
+    """Show which tensors and values differ between two snapshots, and by how many bytes.
+
+    \b
+      tsck diff runs/gpt~1 runs/gpt
+      tsck diff runs/gpt exp/lr2
+    """
+    with choice.open() as store:
+        found = store.diff(old, new)
+    emit(found, _diff_lines(found), as_json=as_json)
+
+
+def _diff_lines(found: SnapshotDiff) -> list[str]:
+    changed = len(found.tensors)
+    lines = snapshot_table([found.old, found.new], ["old", "new"], "")
+    lines += ["", _summary(found)]
+    if found.tensors:
+        rows = [
+            [printable(change.name), change.change, _form(change.old), _form(change.new), human_bytes(change.changed_bytes)] for change in found.tensors
+        ]
+        lines += ["", counted(changed, "tensor"), *indented(table(["NAME", "CHANGE", "OLD", "NEW", "BYTES"], rows, right={"BYTES"}))]
+    if found.values:
+        values = [[printable(change.path), change.change, _value(change.old), _value(change.new)] for change in found.values]
+        lines += ["", counted(len(found.values), "value"), *indented(table(["NAME", "CHANGE", "OLD", "NEW"], values))]
+    return lines
+
+
+def _summary(found: SnapshotDiff) -> str:
+    if not found.tensors and not found.values and not found.layout_changed:
+        return "the same tensors and values"
+    alike = f"{counted(found.unchanged_tensors, 'tensor')} and {counted(found.unchanged_values, 'value')} are the same"
+    layout = "; the layout differs" if found.layout_changed else ""
+    return f"{human_bytes(found.changed_bytes)} of {human_bytes(found.tensor_bytes)} differ; {alike}{layout}"
+
+
+def _form(form: tuple[str, tuple[int, ...], int] | None) -> str:
+    return "-" if form is None else f"{form[0]} {_shape(form[1])}"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _value(value: object) -> str:
+    return "-" if value is None else printable(value)
+
+
+@click.command(short_help="Show how many bytes each branch and tag takes.")
+@store_options()
+def usage(choice: StoreChoice, *, as_json: bool) -> None:
+    """Show how many bytes each branch and tag takes, and how many they share.
+
+    LOGICAL is what was put, UNIQUE what is left of it without repetitions, STORED what that takes on disk, and SHARED
+    how much of it belongs to another ref as well.
+
+    \b
+      tsck usage
+    """
+    with choice.open() as store:
+        found = store.usage()
+    every: list[tuple[str, RefUsage | Usage]] = [*((printable(ref.ref), ref) for ref in found.refs), ("all refs", found)]
+    rows = [
+        [name, str(row.snapshots), *map(human_bytes, (row.logical_bytes, row.unique_bytes, row.stored_bytes, row.shared_bytes))] for name, row in every
+    ]
+    header = ["REF", "SNAPSHOTS", "LOGICAL", "UNIQUE", "STORED", "SHARED"]
+    lines = table(header, rows, right=frozenset(header[1:]))
+    unused = f", {human_bytes(found.unreferenced_bytes)} of it used by no ref" if found.unreferenced_bytes else ""
+    emit(found, [*lines, "", f"in the store: {human_bytes(found.objects_bytes)}{unused}"], as_json=as_json)
+
+
+COMMANDS: Final = (log, show, diff, usage)

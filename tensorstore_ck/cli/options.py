@@ -1,0 +1,161 @@
+"""The options that commands share: which store, how to open it, how to print.
+
+A command that works on a store takes a `StoreChoice`; nothing is opened before the command asks for it. Constructed from
+the command line and the two environment variables named here, nothing else.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar, cast
+
+import click
+
+from tensorstore_ck.backend import open_backend
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.cli.progress import Bar, CountingBackend
+from tensorstore_ck.config import CONFIG_NAME
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.errors import NotAStoreError
+from tensorstore_ck.opening import open_engine
+from tensorstore_ck.store import Store
+
+STORE_VARIABLE: Final = "TSCK_STORE"
+CACHE_VARIABLE: Final = "TSCK_CACHE_DIR"
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+@dataclass(frozen=True, slots=True)
+class StoreChoice:
+    """Which store was asked for, and how it is to be opened."""
+
+    url: str | None
+    """None: the current folder, if it is a store."""
+    storage_options: dict[str, Any]
+    cache_dir: str | None = None
+    single_writer_unsafe: bool = False
+    no_sync: bool = False
+
+    def require_url(self) -> str:
+        """Where the store is.
+
+        Raises:
+            NotAStoreError: nothing was said, and the current folder is not a store.
+        """
+        if self.url:
+            return self.url
+        if not os.path.isfile(CONFIG_NAME):
+            raise NotAStoreError(
+                f"which store? Give --store URL, set {STORE_VARIABLE}, or change into the store's folder (this one holds no {CONFIG_NAME})",
+                object_id=os.getcwd(),
+            )
+        return "."
+
+    def open(self, bar: Bar | None = None) -> Store:
+        """The store; close it, or use it as a context manager. `bar` is told of the blocks' bytes that are read and written."""
+        engine = self.open_engine()
+        if bar is not None:
+            engine.backend = cast(Backend, CountingBackend(engine.backend, bar))
+        return Store(engine)
+
+    def open_engine(self) -> Engine:
+        """The engine of the store, for operations that `Store` does not offer."""
+        return open_engine(
+            self.require_url(),
+            storage_options=self.storage_options,
+            single_writer_unsafe=self.single_writer_unsafe,
+            no_sync=self.no_sync,
+            cache_dir=self.cache_dir,
+        )
+
+    def open_backend(self) -> Backend:
+        """The place alone, where there may be no store (yet, or any more)."""
+        return open_backend(self.require_url(), self.storage_options, no_sync=self.no_sync)
+
+
+class _Pairs(click.ParamType):
+    """``NAME=VALUE``."""
+
+    name = "NAME=VALUE"
+
+    def __init__(self, parse: Callable[[str], object], wanted: str) -> None:
+        self._parse, self._wanted = parse, wanted
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, object]:
+        """Splits at the first ``=``."""
+        name, equals, text = value.partition("=")
+        try:
+            if name and equals:
+                return name, self._parse(text)
+        except ValueError:
+            pass
+        self.fail(f"{value!r} is not NAME=VALUE with {self._wanted}", param, ctx)
+
+
+def json_or_text(text: str) -> object:
+    """``3e-4`` is a number, ``true`` a bool, ``[1, 2]`` a list; what is not JSON is text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+NAMED_VALUE: Final = _Pairs(json_or_text, "a value in JSON, or text")
+NAMED_NUMBER: Final = _Pairs(float, "a number as VALUE")
+
+
+def json_option(command: Command) -> Command:
+    """Adds ``--json`` as the argument `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")(command)
+
+
+def store_options(*, writes: bool = False, url_argument: bool = False) -> Callable[[Command], Callable[..., None]]:
+    """Adds the options that choose a store, as the argument `choice`, and ``--json``.
+
+    Args:
+        writes: Whether the command can write, so that the two weakenings of safety are offered.
+        url_argument: Whether the store can be given as the command's first argument, too.
+    """
+
+    def decorate(command: Command) -> Callable[..., None]:
+        def run(
+            store: str | None,
+            storage_option: tuple[tuple[str, object], ...],
+            cache_dir: str | None,
+            *args: Any,
+            single_writer_unsafe: bool = False,
+            no_sync: bool = False,
+            url: str | None = None,
+            **kwargs: Any,
+        ) -> None:
+            choice = StoreChoice(url or store, dict(storage_option), cache_dir, single_writer_unsafe, no_sync)
+            command(*args, choice=choice, **kwargs)
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__click_params__ = getattr(command, "__click_params__", [])  # type: ignore[attr-defined]
+        options = [
+            click.option(
+                "-s", "--store", metavar="URL", envvar=STORE_VARIABLE, help=f"Where the store is (or ${STORE_VARIABLE}). Default: the current folder."
+            ),
+            click.option(
+                "--storage-option", metavar="KEY=VALUE", type=NAMED_VALUE, multiple=True, help="For the storage service, e.g. endpoint_url=... (repeatable)."
+            ),
+            click.option("--cache-dir", metavar="FOLDER", envvar=CACHE_VARIABLE, help=f"Where this host keeps its cache (or ${CACHE_VARIABLE})."),
+        ]
+        if writes:
+            options += [
+                click.option(
+                    "--single-writer-unsafe", is_flag=True, help="Write where creation is not exclusive: a second writer would lose commits."
+                ),
+                click.option("--no-sync", is_flag=True, help="Skip fsync: a power failure may lose what was acknowledged."),
+            ]
+        if url_argument:
+            options.insert(0, click.argument("url", required=False))
+        decorated: Callable[..., None] = json_option(run)
+        for option in reversed(options):
+            decorated = option(decorated)
+        return decorated
+
+    return decorate

@@ -1,0 +1,180 @@
+"""What commands print: aligned tables and human units for people, one JSON document for programs.
+
+Everything that comes from a store is untrusted: control characters are escaped before they reach a terminal. Colours are
+click's, which drops them where stdout is no terminal.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from datetime import UTC, datetime
+from pathlib import PurePath
+from typing import Any, Final
+
+import click
+
+from tensorstore_ck.snapshot import Snapshot
+
+ROOT_DIGITS: Final = 12
+"""Of a root in a table; 8 are enough for an address."""
+_UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+def emit(document: object, lines: Iterable[str], *, as_json: bool) -> None:
+    """Prints a command's result in the form that was asked for."""
+    if as_json:
+        click.echo(json.dumps(_plain(document), indent=2, ensure_ascii=False))
+    else:
+        for line in lines:
+            click.echo(line)
+
+
+def human_bytes(count: int) -> str:
+    """1536 -> ``1.5 KiB``."""
+    if abs(count) < 1024:
+        return f"{count} B"
+    size = float(count)
+    for unit in _UNITS:
+        size /= 1024
+        if abs(size) < 1023.95 or unit == _UNITS[-1]:
+            break
+    return f"{size:.1f} {unit}"
+
+
+def iso_time(time_ns: int) -> str:
+    """Nanoseconds since 1970 -> ``2026-01-31T12:00:00Z``."""
+    try:
+        return datetime.fromtimestamp(time_ns // 1_000_000_000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (OverflowError, OSError, ValueError):  # a clock can say anything
+        return f"{time_ns} ns"
+
+
+def short_root(root: str | None) -> str:
+    """The first digits of a root."""
+    return root[:ROOT_DIGITS] if root else "-"
+
+
+def short_number(value: float) -> str:
+    """A metric, in at most six digits."""
+    return f"{value:.6g}"
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 tensor``, ``2 tensors``, ``2 entries``."""
+    if count != 1:
+        noun = noun[:-1] + "ies" if noun.endswith("ry") else noun + "s"
+    return f"{count:,} {noun}"
+
+
+def printable(text: object) -> str:
+    """`text` with control characters escaped, on one line."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in str(text))
+
+
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """``name=number``, sorted by name."""
+    return " ".join(f"{printable(name)}={short_number(value)}" for name, value in sorted(metrics.items()))
+
+
+def mark_text(snapshot: Snapshot) -> str:
+    """``bad: reason``, or nothing."""
+    return ": ".join(printable(text) for text in (snapshot.mark, snapshot.reason) if text) if snapshot.mark else ""
+
+
+def bad_if_marked(snapshot: Snapshot) -> Callable[[str], str]:
+    """Colours the row of a snapshot that is marked."""
+    return red if snapshot.mark else str
+
+
+def red(text: str) -> str:
+    """For what is wrong."""
+    return click.style(text, fg="red")
+
+
+def green(text: str) -> str:
+    """For what is right."""
+    return click.style(text, fg="green")
+
+
+def bold(text: str) -> str:
+    """For headings."""
+    return click.style(text, bold=True)
+
+
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Set[str] = frozenset(), styles: Sequence[Callable[[str], str]] = ()
+) -> list[str]:
+    """Aligned columns under a heading; those named in `right` end on one edge, and columns that are empty throughout are left out.
+
+    `styles` colours whole rows, after they are padded.
+    """
+    kept = [at for at, title in enumerate(header) if not rows or any(row[at] for row in rows) or at == 0]
+    widths = {at: max(len(header[at]), *(len(row[at]) for row in rows), 0) for at in kept}
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (cells[at].rjust(widths[at]) if header[at] in right else cells[at].ljust(widths[at]) for at in kept)
+        return "  ".join(padded).rstrip()
+
+    body = [line(row) for row in rows]
+    return [bold(line(header)), *(style(text) for style, text in zip(styles, body, strict=True))] if styles else [bold(line(header)), *body]
+
+
+def facts(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """``name  value`` lines, the values aligned; those without a value are left out."""
+    kept = [(name, value) for name, value in pairs if value]
+    width = max((len(name) for name, _ in kept), default=0)
+    return [f"{bold(name.ljust(width))}  {value}" for name, value in kept]
+
+
+def indented(lines: Iterable[str]) -> list[str]:
+    """Two spaces deeper."""
+    return [f"  {line}" for line in lines]
+
+
+def snapshot_table(snapshots: Sequence[Snapshot], names: Sequence[str] | None = None, title: str = "REF") -> list[str]:
+    """A row for each snapshot, led by a column `names` where given."""
+    header = ["ROOT", "STEP", "TIME (UTC)", "SIZE", "NEW", "METRICS", "MARK"]
+    rows = [
+        [
+            short_root(snapshot.root),
+            "-" if snapshot.step is None else str(snapshot.step),
+            iso_time(snapshot.time_ns),
+            human_bytes(snapshot.logical_bytes),
+            human_bytes(snapshot.new_bytes),
+            metrics_text(snapshot.metrics),
+            mark_text(snapshot),
+        ]
+        for snapshot in snapshots
+    ]
+    if names is not None:
+        header, rows = [title, *header], [[printable(name), *row] for name, row in zip(names, rows, strict=True)]
+    return table(header, rows, right={"STEP", "SIZE", "NEW"}, styles=[bad_if_marked(snapshot) for snapshot in snapshots])
+
+
+def snapshot_line(what: str, snapshot: Snapshot) -> str:
+    """One line for a command that made or moved something."""
+    step = "" if snapshot.step is None else f", step {snapshot.step}"
+    mark = f", {red(mark_text(snapshot))}" if snapshot.mark else ""
+    return f"{what} {short_root(snapshot.root)}{step}{mark}"
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold: dataclasses and named tuples as objects, numbers that are not finite as text, bytes as hex."""
+    if isinstance(value, Snapshot):
+        return {**{field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}, "time": iso_time(value.time_ns)}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return _plain(value._asdict())
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | Set):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, bytes | bytearray):
+        return value.hex()
+    return str(value) if isinstance(value, PurePath) else repr(value)

@@ -1,0 +1,101 @@
+"""What every operation works on: backend, configuration, log and block index of one open store.
+
+Operations (writer, reader, fsck, gc) take an `Engine`, never a `Store`. Injected for tests: the backend, the clock and the
+source of ids.
+"""
+
+import os
+import socket
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Final
+
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.config import StoreConfig
+from tensorstore_ck.envelope import MAX_OBJECT_BYTES
+from tensorstore_ck.errors import CorruptObjectError, UnsafeBackendError
+from tensorstore_ck.ids import DIGEST_BYTES, Clock, IdSource, Ulid
+from tensorstore_ck.index import BlockIndex
+from tensorstore_ck.log import Log, SnapshotInfo
+from tensorstore_ck.part import Part, decode_part, part_name
+from tensorstore_ck.record import Record, decode_record, record_name
+from tensorstore_ck.table import Table
+
+MAX_CACHED_PARTS: Final = 4
+
+
+@dataclass(slots=True)
+class Engine:
+    """One open store."""
+
+    backend: Backend
+    config: StoreConfig
+    table: Table
+    log: Log
+    index: BlockIndex
+    clock: Clock
+    new_id: IdSource
+    single_writer: bool = False
+    """Opened by a caller who vouches that no other process writes."""
+    _parts: "OrderedDict[Ulid, Part]" = field(default_factory=OrderedDict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def require_writable(self) -> None:
+        """Refuses to write where two writers could overwrite each other's commits."""
+        if not self.config.exclusive_create and not self.single_writer:
+            raise UnsafeBackendError(
+                f"{self.backend.url} does not create objects exclusively, so two writers could lose each other's commits: "
+                "open it with single_writer_unsafe=True if this is the only process that writes",
+                object_id=self.backend.url,
+            )
+
+    def read_record(self, info: SnapshotInfo) -> Record:
+        """The record of a snapshot, checked against what the log says of it."""
+        name = record_name(info.ulid)
+        record = decode_record(self.backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
+        if record.root() != info.root:
+            raise CorruptObjectError(f"{name} is not the snapshot that the log names", object_id=name)
+        return record
+
+    def read_part(self, record: Record, rank: int) -> Part:
+        """A part of a snapshot, checked against its id; the last few are kept."""
+        ulid = record.parts[rank]
+        with self._lock:
+            part = self._parts.get(ulid)
+        if part is None:
+            name = part_name(ulid)
+            part = decode_part(self.backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
+            if part.part_id() != record.part_ids[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES] or part.rank != rank:
+                raise CorruptObjectError(f"{name} is not the part that its snapshot names", object_id=name)
+            self.keep_part(ulid, part)
+        return part
+
+    def keep_part(self, ulid: Ulid, part: Part) -> None:
+        """Remembers a part that the next put is likely to need."""
+        with self._lock:
+            self._parts[ulid] = part
+            self._parts.move_to_end(ulid)
+            while len(self._parts) > MAX_CACHED_PARTS:
+                self._parts.popitem(last=False)
+
+    def close(self) -> None:
+        """Releases the backend and the cache."""
+        self.table.close()
+        self.backend.close()
+
+
+def current_actor() -> str:
+    """``user@host:pid``, for the log."""
+    return f"{_user()}@{socket.gethostname()}:{os.getpid()}"
+
+
+def _user() -> str:
+    import pwd  # noqa: PLC0415 - not there on every platform
+
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+

@@ -1,0 +1,211 @@
+"""Every error that a caller can meet: one tree, grouped by what a handler would do.
+
+Three groups under `StoreError`: `RetryableError` (try again, perhaps after reading the store anew), `InputError`
+(the caller must change something) and `DamageError` (stored data cannot be used). `kind` is stable and shows up in
+``--json``; `exit_code` is the CLI's. A message says what happened, to which object, and what to do next.
+"""
+
+from typing import ClassVar
+
+
+class StoreError(Exception):
+    """Base of every error raised by tensorstore_ck."""
+
+    kind: ClassVar[str] = "store_error"
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, object_id: str = "") -> None:
+        """`object_id` names the object that is hit: a storage name, a ref, a tensor or an option."""
+        super().__init__(message)
+        self.object_id = object_id
+
+
+# --- retry --------------------------------------------------------------------------------------------------------
+
+
+class RetryableError(StoreError):
+    """The same call may succeed later."""
+
+    kind = "retryable"
+    exit_code = 10
+
+
+class ConflictError(RetryableError):
+    """A ref is not where the caller expected it: another process moved it."""
+
+    kind = "conflict"
+    exit_code = 11
+
+
+class UndecidedError(RetryableError):
+    """The backend did not say whether a commit happened; the log will tell."""
+
+    kind = "undecided"
+    exit_code = 12
+
+
+class BackendUnavailableError(RetryableError):
+    """The backend did not answer, or answered with a passing fault."""
+
+    kind = "backend_unavailable"
+    exit_code = 13
+
+
+class SnapshotAbortedError(RetryableError):
+    """A put was given up before it was published; nothing of it is visible."""
+
+    kind = "snapshot_aborted"
+    exit_code = 14
+
+
+# --- ask the user -------------------------------------------------------------------------------------------------
+
+
+class InputError(StoreError):
+    """The caller must change an argument, an option or the environment."""
+
+    kind = "input"
+    exit_code = 20
+
+
+class InvalidNameError(InputError):
+    """A ref, address, glob or tensor name is malformed."""
+
+    kind = "invalid_name"
+    exit_code = 21
+
+
+class InvalidOptionError(InputError):
+    """An option or argument has an unusable value."""
+
+    kind = "invalid_option"
+    exit_code = 22
+
+
+class InvalidUrlError(InputError):
+    """A store URL cannot be understood."""
+
+    kind = "invalid_url"
+    exit_code = 23
+
+
+class UnsupportedValueError(InputError):
+    """The state holds a value that cannot be stored; the message has the path to it."""
+
+    kind = "unsupported_value"
+    exit_code = 24
+
+
+class NotFoundError(InputError):
+    """No such ref, snapshot or tensor."""
+
+    kind = "not_found"
+    exit_code = 25
+
+
+class AmbiguousAddressError(InputError):
+    """A root prefix fits several snapshots."""
+
+    kind = "ambiguous_address"
+    exit_code = 26
+
+
+class MismatchError(InputError):
+    """A snapshot does not fit what it should be restored into."""
+
+    kind = "mismatch"
+    exit_code = 27
+
+
+class AlreadyExistsError(InputError):
+    """A tag, branch or store is already there."""
+
+    kind = "already_exists"
+    exit_code = 28
+
+
+class NotAStoreError(InputError):
+    """There is no store at this URL."""
+
+    kind = "not_a_store"
+    exit_code = 30
+
+
+class FormatVersionError(InputError):
+    """The store, or an entry in it, needs a newer build."""
+
+    kind = "format_version"
+    exit_code = 31
+
+
+class UnsafeBackendError(InputError):
+    """The backend lacks a guarantee that the operation needs."""
+
+    kind = "unsafe_backend"
+    exit_code = 32
+
+
+class PermissionDeniedError(InputError):
+    """The backend refused access, or the filesystem is read-only."""
+
+    kind = "permission_denied"
+    exit_code = 33
+
+
+class NoSpaceError(InputError):
+    """The backend has no space, quota or inodes left."""
+
+    kind = "no_space"
+    exit_code = 34
+
+
+class MissingExtraError(InputError):
+    """An optional dependency is not installed; the message names the extra."""
+
+    kind = "missing_extra"
+    exit_code = 35
+
+
+class SnapshotMarkedBadError(InputError):
+    """The snapshot was marked, and is not resumed from unless asked for."""
+
+    kind = "marked_bad"
+    exit_code = 36
+
+
+# --- give up ------------------------------------------------------------------------------------------------------
+
+
+class DamageError(StoreError):
+    """Stored data cannot be used."""
+
+    kind = "damage"
+    exit_code = 40
+
+
+class CorruptObjectError(DamageError):
+    """An object's bytes are not what was written."""
+
+    kind = "corrupt_object"
+    exit_code = 41
+
+
+class MissingObjectError(DamageError):
+    """An object that others name is gone."""
+
+    kind = "missing_object"
+    exit_code = 42
+
+
+class BrokenLogError(DamageError):
+    """The log is damaged: an entry is missing, corrupt or off the hash chain."""
+
+    kind = "broken_log"
+    exit_code = 43
+
+
+class SnapshotExpiredError(DamageError):
+    """The snapshot's objects were freed."""
+
+    kind = "snapshot_expired"
+    exit_code = 44

@@ -1,0 +1,65 @@
+"""Names and hashes: ULIDs name stored objects, BLAKE3 names content.
+
+Knows no backend and no format. Storage keys are ULIDs, drawn once and never reused; content ids are 32-byte BLAKE3
+hashes. A block id is the plain hash of the block's bytes (so that anyone can recompute it with ``b3sum``); every other
+kind has a derive-key context of its own, so that one kind never passes for another.
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable
+from typing import Final, NewType
+
+from blake3 import blake3
+
+Digest = NewType("Digest", bytes)
+"""A 32-byte BLAKE3 hash."""
+Ulid = NewType("Ulid", bytes)
+"""16 bytes: 48 bits of milliseconds since 1970, then 80 random bits. https://github.com/ulid/spec"""
+
+DIGEST_BYTES: Final = 32
+ULID_BYTES: Final = 16
+ZERO_DIGEST: Final = Digest(bytes(DIGEST_BYTES))
+
+_CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+_CROCKFORD_VALUE = {char: value for value, char in enumerate(_CROCKFORD)}
+_ULID_TEXT = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}")
+
+Clock = Callable[[], int]
+"""Returns nanoseconds since 1970."""
+IdSource = Callable[[], Ulid]
+
+
+def new_ulid() -> Ulid:
+    """Draws a ULID from the system's clock and random source."""
+    return Ulid((time.time_ns() // 1_000_000).to_bytes(6, "big") + os.urandom(10))
+
+
+def ulid_text(ulid: Ulid) -> str:
+    """The 26 characters of a ULID."""
+    number = int.from_bytes(ulid, "big")
+    return "".join(_CROCKFORD[(number >> shift) & 31] for shift in range(125, -1, -5))
+
+
+def parse_ulid(text: str) -> Ulid | None:
+    """The ULID that `text` spells, or None when it spells none."""
+    if not _ULID_TEXT.fullmatch(text):
+        return None
+    number = 0
+    for char in text:
+        number = number << 5 | _CROCKFORD_VALUE[char]
+    return Ulid(number.to_bytes(ULID_BYTES, "big"))
+
+
+def block_id(data: bytes | bytearray | memoryview) -> Digest:
+    """The block id: BLAKE3-256 of the raw bytes."""
+    return Digest(blake3(data).digest())
+
+
+def derived_hash(kind: str, *pieces: bytes | memoryview) -> Digest:
+    """BLAKE3 of `pieces` under the derive-key context of `kind`; a fixed-width or self-delimiting framing is the caller's."""
+    hasher = blake3(derive_key_context=f"tensorstore_ck v1 {kind}")
+    for piece in pieces:
+        hasher.update(piece)
+    return Digest(hasher.digest())

@@ -1,0 +1,137 @@
+"""Checkpoints: a sealed dump of the ref table at one entry. Pure but for the table. Format: FORMAT.md, "Checkpoints".
+
+Derived from the log, and never trusted beyond it: one whose hash is not that of its log entry, or that another version of
+the fold made, is ignored. The same fold gives the same bytes on every host.
+"""
+
+import re
+import struct
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from typing import Final, NamedTuple
+
+from tensorstore_ck.envelope import seal, unseal
+from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
+from tensorstore_ck.ids import Digest
+from tensorstore_ck.log import rows
+from tensorstore_ck.log.ops import is_count, is_digest
+from tensorstore_ck.table import Batch, Reader
+
+MIN_TAIL_ENTRIES: Final = 64
+MAX_TAIL_ENTRIES: Final = 2000
+
+_NUMBER: Final = re.compile(r"[0-9]{20}")
+_TAIL_KEY: Final = b"l/tail"
+_TAIL: Final = struct.Struct("<4Q")
+_SIZES: Final = ("key_sizes", "value_sizes")
+
+
+class Checkpoint(NamedTuple):
+    """A decoded checkpoint."""
+
+    n: int
+    entry_hash: Digest
+    keys: list[bytes]
+    values: list[bytes]
+
+
+class Tail(NamedTuple):
+    """The entries since the newest checkpoint that this host knows of; kept in its table."""
+
+    checkpoint_n: int
+    checkpoint_bytes: int
+    entries: int
+    entry_bytes: int
+
+    def is_due(self) -> bool:
+        """Whether reading the tail has come to cost more than reading the checkpoint."""
+        return self.entries >= MIN_TAIL_ENTRIES and (self.entry_bytes > self.checkpoint_bytes or self.entries >= MAX_TAIL_ENTRIES)
+
+    @classmethod
+    def read(cls, reader: Reader) -> "Tail":
+        """The one in a table or batch."""
+        value = reader.get(_TAIL_KEY)
+        return cls(*_TAIL.unpack(value)) if value is not None else cls(0, 0, 0, 0)
+
+    def write(self, batch: Batch) -> None:
+        """Puts it there."""
+        batch.put(_TAIL_KEY, _TAIL.pack(*self))
+
+
+def checkpoint_folder(log_prefix: str) -> str:
+    """Where the checkpoints of a log lie, with the slash."""
+    return "checkpoint/" if log_prefix == "log" else f"{log_prefix}-checkpoint/"
+
+
+def checkpoint_name(log_prefix: str, n: int) -> str:
+    """Where the checkpoint at entry `n` lies."""
+    return f"{checkpoint_folder(log_prefix)}{n:020d}"
+
+
+def checkpoint_number(name: str) -> int | None:
+    """The entry of the checkpoint of that name; None for what is none."""
+    number = name.rpartition("/")[2]
+    return int(number) if _NUMBER.fullmatch(number) else None
+
+
+def dump(batch: Batch, n: int, entry_hash: Digest) -> bytes | None:
+    """The sealed checkpoint of a table whose head is entry `n`; None when it would be larger than an object may be.
+
+    Takes a batch, because nobody must fold on while it is read.
+    """
+    items = [(key[len(rows.PREFIX) :], value) for key, value in batch.scan(rows.PREFIX) if key != rows.HEAD_KEY]
+    body = {
+        "n": n,
+        "entry_hash": entry_hash,
+        "fold": rows.FOLD_VERSION,
+        "key_sizes": _sizes([key for key, _ in items]),
+        "value_sizes": _sizes([value for _, value in items]),
+        "keys": b"".join(key for key, _ in items),
+        "values": b"".join(value for _, value in items),
+    }
+    try:
+        return seal("checkpoint", body)
+    except UnsupportedValueError:
+        return None
+
+
+def load(batch: Batch, checkpoint: Checkpoint) -> None:
+    """Replaces the ref table in `batch`."""
+    batch.clear(rows.PREFIX)
+    for key, value in zip(checkpoint.keys, checkpoint.values, strict=True):
+        batch.put(rows.PREFIX + key, value)
+    batch.put(rows.HEAD_KEY, rows.encode_row(rows.Head(checkpoint.n, checkpoint.entry_hash)))
+
+
+def decode_checkpoint(data: bytes, name: str) -> Checkpoint:
+    """Decodes a checkpoint, every row of it.
+
+    Raises:
+        CorruptObjectError: not a checkpoint of this version of the fold.
+        FormatVersionError: written by a newer format.
+    """
+    body = unseal("checkpoint", data, name)
+    sound = is_count(body.get("n")) and is_digest(body.get("entry_hash")) and body.get("fold") == rows.FOLD_VERSION
+    if not sound or any(type(body.get(field)) is not bytes for field in (*_SIZES, "keys", "values")):
+        raise CorruptObjectError(f"{name} is not a checkpoint that this build can use", object_id=name)
+    if any(len(body[field]) % 4 for field in _SIZES) or len(body["key_sizes"]) != len(body["value_sizes"]):
+        raise CorruptObjectError(f"{name}: its keys and values are not equally many", object_id=name)
+    key_sizes, value_sizes = (struct.unpack(f"<{len(body[field]) // 4}I", body[field]) for field in _SIZES)
+    if sum(key_sizes) != len(body["keys"]) or sum(value_sizes) != len(body["values"]):
+        raise CorruptObjectError(f"{name}: its keys and values are not as long as it says", object_id=name)
+    checkpoint = Checkpoint(
+        body["n"], body["entry_hash"], list(_pieces(body["keys"], key_sizes)), list(_pieces(body["values"], value_sizes))
+    )
+    ascending = all(before < after for before, after in pairwise(checkpoint.keys))
+    if not ascending or not all(map(rows.is_item, checkpoint.keys, checkpoint.values)):
+        raise CorruptObjectError(f"{name}: it holds rows that are none of the ref table's", object_id=name)
+    return checkpoint
+
+
+def _sizes(pieces: list[bytes]) -> bytes:
+    return struct.pack(f"<{len(pieces)}I", *map(len, pieces))
+
+
+def _pieces(joined: bytes, sizes: tuple[int, ...]) -> Iterator[bytes]:
+    for size, end in zip(sizes, accumulate(sizes), strict=True):
+        yield joined[end - size : end]

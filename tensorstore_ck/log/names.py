@@ -1,0 +1,47 @@
+"""What a branch or tag may be called: checked when it is written and when it is read."""
+
+import re
+from typing import Final
+
+from tensorstore_ck.errors import InvalidNameError
+
+MAX_REF_CHARS: Final = 255
+"""So that a name fits into a key of the ref table."""
+
+_COMPONENT = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+_NAME: Final = re.compile(rf"{_COMPONENT}(/{_COMPONENT}){{0,8}}")
+_ROOT: Final = re.compile(r"[0-9a-fA-F]{8,64}")
+
+
+def validate_ref_name(name: object) -> str:
+    """`name`, when a ref may be called so.
+
+    Raises:
+        InvalidNameError: it may not; the message says why.
+    """
+    problem = _problem(name)
+    if problem is not None:
+        shown = repr(name)[:80]
+        raise InvalidNameError(f"{shown} cannot be the name of a branch or tag: {problem}. Use a name like runs/gpt-2", object_id=shown)
+    return str(name)
+
+
+def is_ref_name(name: object) -> bool:
+    """Whether a ref may be called so."""
+    return _problem(name) is None
+
+
+def _problem(name: object) -> str | None:
+    if not isinstance(name, str):
+        return f"it is a {type(name).__name__}, not a string"
+    if len(name) > MAX_REF_CHARS:
+        return f"it is longer than {MAX_REF_CHARS} characters"
+    if not _NAME.fullmatch(name):
+        return "it must be up to 9 parts joined by '/', each of letters, digits, '.', '_' and '-' and beginning with a letter or digit"
+    if ".." in name:
+        return "'..' is not allowed"
+    if any(part.endswith(".lock") for part in name.split("/")):
+        return "'.lock' at the end of a part is not allowed"
+    if _ROOT.fullmatch(name):
+        return "it looks like the root of a snapshot"
+    return None

@@ -1,0 +1,248 @@
+"""Reads a whole log, damaged or not, for fsck and salvage: every entry and checkpoint is checked, and what is left is folded.
+
+Where entries are gone the fold goes on behind the gap, and from a checkpoint behind it that can be trusted. Uses no host's cache, and
+never raises for damage.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final, NamedTuple
+
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.envelope import MAX_OBJECT_BYTES
+from tensorstore_ck.errors import DamageError, FormatVersionError, MissingObjectError, StoreError
+from tensorstore_ck.ids import Digest
+from tensorstore_ck.log import Chain, Entry, RefTable, chain_break
+from tensorstore_ck.log.checkpoint import Checkpoint, checkpoint_folder, checkpoint_number, decode_checkpoint, dump, load
+from tensorstore_ck.log.fold import fold
+from tensorstore_ck.parallel import for_each
+from tensorstore_ck.table import MemoryTable
+
+MAX_NUMBER: Final = (1 << 63) - 1
+_WINDOW: Final = 256
+_READERS: Final = 16
+_UNLISTED_TRIES: Final = 16
+"""A listing that runs beside writers can miss an entry that is there: so many are looked for by name before they count as missing."""
+
+
+class LogProblem(NamedTuple):
+    """Something wrong with the log or a checkpoint."""
+
+    kind: str
+    object: str
+    message: str
+    is_error: bool = True
+
+
+@dataclass(slots=True)
+class LogCheck:
+    """What a log holds, as far as it can be read."""
+
+    table: MemoryTable = field(default_factory=MemoryTable)
+    """The fold of all that was readable."""
+    problems: list[LogProblem] = field(default_factory=list)
+    last: int = 0
+    """The highest number that an entry or a trusted checkpoint has."""
+    last_hash: Digest | None = None
+    entries: int = 0
+    """Entries that were read."""
+    lost: list[range] = field(default_factory=list)
+    """Numbers of entries whose operations are not in `table`."""
+
+    @property
+    def view(self) -> RefTable:
+        """The ref table."""
+        return RefTable(self.table)
+
+
+def check_log(backend: Backend, *, prefix: str, uuid: bytes | None) -> LogCheck:
+    """Reads the log under `prefix`. Without the store's `uuid` it is not checked what entry 1 follows.
+
+    Raises:
+        BackendUnavailableError: the backend does not answer.
+    """
+    return _LogChecker(backend, prefix, uuid).run()
+
+
+class _LogChecker:
+    def __init__(self, backend: Backend, prefix: str, uuid: bytes | None) -> None:
+        self._backend = backend
+        self._prefix = prefix
+        self._chain = Chain(backend, uuid=uuid or bytes(16), prefix=prefix)
+        self._check = LogCheck()
+        self._prev: Digest | None = self._chain.genesis if uuid is not None else None
+        """The hash of the entry before; None where that is not known."""
+        self._unverified: Checkpoint | None = None
+        """A checkpoint whose own entry is lost: the next entry must name its hash."""
+
+    def run(self) -> LogCheck:
+        checkpoints = self._list_checkpoints()  # before the entries, so that each has its own
+        for n, entry in self._entries(self._list_entries()):
+            behind = self._check.last + 1
+            if n > behind:
+                self._lose(range(behind, n), checkpoints)
+            if isinstance(entry, LogProblem):
+                self._check.problems.append(entry)
+                self._lose(range(n, n + 1), checkpoints, reported=True)
+            else:
+                self._take(entry)
+                if n in checkpoints:
+                    checkpoints.discard(n)
+                    self._compare(n)
+        if self._unverified is not None:  # nothing came behind it that could contradict it
+            self._adopt(self._unverified)
+        for n in sorted(checkpoints):
+            found = self._load_checkpoint(n)
+            if found is not None:
+                self._lose(range(self._check.last + 1, n + 1), set())
+                self._adopt(found)
+                self._check.last, self._check.last_hash = n, found.entry_hash
+        return self._check
+
+    # --- entries ------------------------------------------------------------------------------------------------------
+
+    def _list_entries(self) -> list[int]:
+        pattern = re.compile(rf"{re.escape(self._prefix)}/([0-9]{{17}})/(\1[0-9]{{3}})")
+        numbers = []
+        for info in self._backend.list(f"{self._prefix}/"):
+            match = pattern.fullmatch(info.name)
+            if match and 0 < int(match[2]) <= MAX_NUMBER:
+                numbers.append(int(match[2]))
+            else:
+                self._note(
+                    "foreign_object", info.name, "it is no log entry, and nothing reads it: delete it if nobody knows it", is_error=False
+                )
+        return sorted(numbers)
+
+    def _entries(self, listed: list[int]) -> Iterator[tuple[int, Entry | LogProblem]]:
+        """The entries that are there, in order; instead of a damaged one, what is wrong with it."""
+        pending = iter(self._with_unlisted(listed))
+        while window := list(islice(pending, _WINDOW)):
+            found: dict[int, Entry | LogProblem | None] = {}
+
+            def read(n: int, found: dict[int, Entry | LogProblem | None] = found) -> None:
+                try:
+                    found[n] = self._chain.read(n)
+                except (DamageError, FormatVersionError) as exc:
+                    found[n] = LogProblem(exc.kind, self._chain.name(n), str(exc))
+
+            for_each(window, read, 1 if self._backend.is_local else _READERS)
+            for n in window:
+                entry = found[n]
+                if entry is not None:
+                    yield n, entry
+
+    @staticmethod
+    def _with_unlisted(listed: list[int]) -> Iterator[int]:
+        behind = 1
+        for n in listed:
+            yield from range(behind, n) if n - behind <= _UNLISTED_TRIES else ()
+            yield n
+            behind = n + 1
+
+    def _take(self, entry: Entry) -> None:
+        check = self._check
+        if self._unverified is not None and entry.prev == self._unverified.entry_hash:
+            self._adopt(self._unverified)
+        elif self._prev is not None and entry.prev != self._prev:
+            exc = chain_break(self._chain.name(entry.n))
+            self._note("broken_log", self._chain.name(entry.n), str(exc))
+            check.lost.append(range(entry.n, entry.n))
+        self._unverified = None
+        with check.table.batch() as batch:
+            fold(entry, batch)
+        self._prev = check.last_hash = entry.hash
+        check.last = entry.n
+        check.entries += 1
+
+    def _lose(self, numbers: range, checkpoints: set[int], *, reported: bool = False) -> None:
+        """Entries that are missing or damaged; a checkpoint among them may hold what they did."""
+        check = self._check
+        first, last = self._chain.name(numbers[0]), self._chain.name(numbers[-1])
+        if not reported:
+            these = f"log entry {first} is" if len(numbers) == 1 else f"log entries {first} to {last} are"
+            message = f"{these} missing: restore from a copy, or make a new log of what is left with `tsck salvage`"
+            self._note("broken_log", first, message)
+        check.lost.append(numbers)
+        self._prev = check.last_hash = None
+        check.last = numbers[-1]
+        self._unverified = None
+        for n in sorted(n for n in checkpoints if n in numbers):
+            checkpoints.discard(n)
+            found = self._load_checkpoint(n)
+            self._unverified = found if n == numbers[-1] else None
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _list_checkpoints(self) -> set[int]:
+        listed = set()
+        for info in self._backend.list(checkpoint_folder(self._prefix)):
+            number = checkpoint_number(info.name)
+            if number and number <= MAX_NUMBER and info.name == self._checkpoint_name(number):
+                listed.add(number)
+            else:
+                self._note(
+                    "foreign_object", info.name, "it is no checkpoint, and nothing reads it: delete it if nobody knows it", is_error=False
+                )
+        return listed
+
+    def _checkpoint_name(self, n: int) -> str:
+        return f"{checkpoint_folder(self._prefix)}{n:020d}"
+
+    def _load_checkpoint(self, n: int) -> Checkpoint | None:
+        name = self._checkpoint_name(n)
+        try:
+            found = decode_checkpoint(self._backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
+        except MissingObjectError:
+            return None
+        except (DamageError, FormatVersionError) as exc:
+            self._note("corrupt_object", name, f"{exc} (it is derived from the log, and ignored: delete it)")
+            return None
+        if found.n != n:
+            self._note("corrupt_object", name, f"it is the checkpoint of entry {found.n}: it is ignored; delete it")
+            return None
+        return found
+
+    def _compare(self, n: int) -> None:
+        """A checkpoint whose entry was just folded must be what the log folds to."""
+        check, name = self._check, self._checkpoint_name(n)
+        found = self._load_checkpoint(n)
+        if found is None or check.last_hash is None:
+            return
+        if found.entry_hash != check.last_hash:
+            self._note("corrupt_object", name, "it was not made from this log: it is ignored; delete it")
+        elif check.lost:
+            self._adopt(found)
+        else:
+            with check.table.batch() as batch:
+                expected = dump(batch, n, check.last_hash)
+            if expected is not None and decode_checkpoint(expected, name) != found:
+                self._note("corrupt_object", name, "it differs from what the log folds to: delete it")
+
+    def _adopt(self, checkpoint: Checkpoint) -> None:
+        """Takes the ref table from a checkpoint: no operation up to there is lost."""
+        with self._check.table.batch() as batch:
+            load(batch, checkpoint)
+        self._check.lost.clear()
+
+    def _note(self, kind: str, object_name: str, message: str, *, is_error: bool = True) -> None:
+        self._check.problems.append(LogProblem(kind, object_name, message, is_error))
+
+
+def host_saw_more(check: LogCheck, seen: RefTable, chain: Chain) -> LogProblem | None:
+    """Whether this host's cache was folded from entries that the log does not hold any more; `seen` as it was before the check."""
+    try:
+        head = seen.head()
+    except StoreError:  # a cache that cannot be read tells nothing
+        return None
+    replaced = head is not None and head.n == check.last and check.last_hash not in (None, head.hash)
+    if head is None or (head.n <= check.last and not replaced):
+        return None
+    name = chain.name(head.n)
+    message = (
+        f"this host read log entry {name} earlier, and it is not there any more: if the store was not restored from a copy, entries "
+        "were destroyed; `tsck salvage` makes a new log that holds every complete snapshot"
+    )
+    return LogProblem("broken_log", name, message)

@@ -1,0 +1,93 @@
+"""Opens or makes a store: from a URL to an `Engine`."""
+
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorstore_ck.backend import open_backend, probe_create
+from tensorstore_ck.backend.protocol import Backend, Created
+from tensorstore_ck.config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
+from tensorstore_ck.engine import Engine, current_actor
+from tensorstore_ck.errors import AlreadyExistsError, BackendUnavailableError, CorruptObjectError, MissingObjectError, NotAStoreError, UnsafeBackendError
+from tensorstore_ck.ids import Clock, IdSource, new_ulid
+from tensorstore_ck.index import BlockIndex
+from tensorstore_ck.log import Log
+from tensorstore_ck.table import Table, open_table
+
+
+def open_engine(
+    url: str | os.PathLike[str],
+    *,
+    create: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    single_writer_unsafe: bool = False,
+    no_sync: bool = False,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Engine:
+    """The engine of the store at `url`; with `create`, makes the store if there is none."""
+    backend = open_backend(url, storage_options, no_sync=no_sync)
+    try:
+        config = read_config(backend)
+        if config is None and create:
+            config = init_store(backend, single_writer_unsafe=single_writer_unsafe)
+        if config is None:
+            raise NotAStoreError(f"there is no store at {backend.url}: make one with `tsck init`, or open(..., create=True)", object_id=backend.url)
+        table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
+        return make_engine(backend, config, table, single_writer=single_writer_unsafe)
+    except BaseException:
+        backend.close()
+        raise
+
+
+def make_engine(
+    backend: Backend, config: StoreConfig, table: Table, *, single_writer: bool = False, clock: Clock = time.time_ns, new_id: IdSource = new_ulid
+) -> Engine:
+    """An engine from its pieces; tests pass a clock and ids of their own."""
+    log = Log(
+        backend, table, uuid=uuid.UUID(config.uuid).bytes, prefix=config.log, clock=clock, actor=current_actor(), new_id=new_id, shared=not single_writer
+    )
+    return Engine(backend, config, table, log, BlockIndex(table), clock, new_id, single_writer)
+
+
+def read_config(backend: Backend) -> StoreConfig | None:
+    """The store's configuration, or None where there is no store.
+
+    Raises:
+        CorruptObjectError: store.json is damaged, or gone while the rest of a store is there.
+    """
+    try:
+        data = backend.get(CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)
+    except MissingObjectError:
+        if next(iter(backend.list("log/")), None) is not None:
+            raise CorruptObjectError(
+                f"{backend.url} holds a log but no {CONFIG_NAME}: restore that file, or run `tsck salvage`", object_id=CONFIG_NAME
+            ) from None
+        return None
+    return decode_config(data, backend.url)
+
+
+def init_store(backend: Backend, *, single_writer_unsafe: bool = False, exist_ok: bool = True) -> StoreConfig:
+    """Probes the backend and writes store.json; of several processes at once one wins and all agree.
+
+    Raises:
+        AlreadyExistsError: there is a store, and `exist_ok` is false.
+        UnsafeBackendError: the backend does not create exclusively, and the caller did not vouch to be the only writer.
+    """
+    exclusive = probe_create(backend)
+    if not exclusive and not single_writer_unsafe:
+        raise UnsafeBackendError(
+            f"{backend.url} lets two writers create the same object, so commits could be lost (see `tsck probe`): "
+            "use another backend, or single_writer_unsafe=True if one process alone will ever write, without gc",
+            object_id=backend.url,
+        )
+    mine = new_config(exclusive_create=exclusive)
+    outcome = backend.create(CONFIG_NAME, mine.encode())
+    config = read_config(backend)
+    if config is None:
+        raise BackendUnavailableError(f"{CONFIG_NAME} could not be written to {backend.url}: try again", object_id=CONFIG_NAME)
+    if config.uuid != mine.uuid and outcome is not Created.CREATED and not exist_ok:
+        raise AlreadyExistsError(f"there is a store at {backend.url} already", object_id=backend.url)
+    return config

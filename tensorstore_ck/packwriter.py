@@ -1,0 +1,149 @@
+"""Writes blocks into packs, each once: hash, look up, encode, append. Used by several threads at once.
+
+Order matters in one place only: a location is handed out for good when its pack is sealed, that is durable. Until `close`
+returns, nothing that names these packs may be written.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.backend.protocol import Backend, Buffer, ObjectWriter
+from tensorstore_ck.codec import Codec, encode_lz4
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.ids import Digest, IdSource, Ulid, block_id
+from tensorstore_ck.index import Location
+from tensorstore_ck.pack import ENTRY_DTYPE, HEADER, PACK_LIMIT_BYTES, decode_footer, encode_footer, encode_header, pack_name, stored_check
+
+
+class _Block(NamedTuple):
+    """A new block on its way into a pack."""
+
+    id: Digest
+    codec: Codec
+    stored: Buffer
+    raw_bytes: int
+
+
+class _OpenPack:
+    """One pack that is being written."""
+
+    def __init__(self, ulid: Ulid, writer: ObjectWriter) -> None:
+        self.ulid = ulid
+        self.writer = writer
+        self.reserved_bytes = HEADER.size
+        self.appending = 0
+        self.full = False
+        self.rows: list[tuple[int, _Block]] = []
+        """(offset, block), in any order until the pack is sealed."""
+
+
+class PackWriter:
+    """Takes runs of blocks from any thread; packs of up to `limit_bytes` come out."""
+
+    def __init__(
+        self, backend: Backend, new_id: IdSource, known: Callable[[Digest], Location | None], limit_bytes: int = PACK_LIMIT_BYTES
+    ) -> None:
+        """`known` says where a block lies already; it is called under a lock."""
+        self._backend = backend
+        self._new_id = new_id
+        self._known = known
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._open: _OpenPack | None = None
+        self._unsealed: list[_OpenPack] = []
+        self._claimed: set[Digest] = set()
+        self.found: dict[Digest, Location] = {}
+        """Blocks that lay in the store already."""
+        self.added: dict[Digest, Location] = {}
+        """Blocks of sealed packs."""
+        self.new_bytes = 0
+
+    def add(self, run: Sequence[Buffer], *, compress: bool = False) -> list[Digest]:
+        """Stores the blocks of `run` that are not there yet; returns all their ids. The buffers may be reused afterwards."""
+        ids = [block_id(raw) for raw in run]
+        with self._lock:
+            fresh = [(block, raw) for block, raw in zip(ids, run, strict=True) if self._claim(block)]
+        if fresh:
+            blocks = []
+            for block, raw in fresh:
+                codec, stored = encode_lz4(raw) if compress else (Codec.RAW, raw)
+                blocks.append(_Block(block, codec, stored, len(raw)))
+            self._append(blocks)
+        return ids
+
+    def location(self, block: Digest) -> Location:
+        """Where a block that was added lies; only after `close`."""
+        return self.added.get(block) or self.found[block]
+
+    def close(self) -> None:
+        """Seals what is still open: everything added is durable afterwards."""
+        pack, self._open = self._open, None
+        if pack is not None:
+            self._seal(pack)
+
+    def abort(self) -> None:
+        """Gives up packs that are not sealed yet; sealed ones stay behind as orphans."""
+        for pack in self._unsealed:
+            pack.writer.abort()
+
+    def _claim(self, block: Digest) -> bool:
+        if block in self._claimed:
+            return False
+        self._claimed.add(block)
+        location = self._known(block)
+        if location is not None:
+            self.found[block] = location
+        return location is None
+
+    def _append(self, blocks: list[_Block]) -> None:
+        size = sum(len(block.stored) for block in blocks)
+        with self._lock:
+            pack = self._open
+            if pack is None:
+                pack = self._open = self._begin()
+            pack.reserved_bytes += size
+            pack.appending += 1
+            if pack.reserved_bytes >= self._limit_bytes:
+                pack.full = True
+                self._open = None
+        offset = pack.writer.append([block.stored for block in blocks])
+        with self._lock:
+            for block in blocks:
+                pack.rows.append((offset, block._replace(stored=b"" if block.codec == Codec.RAW else block.stored)))
+                offset += len(block.stored)
+            pack.appending -= 1
+            last = pack.full and not pack.appending
+        if last:
+            self._seal(pack)
+
+    def _begin(self) -> _OpenPack:
+        ulid = self._new_id()
+        pack = _OpenPack(ulid, self._backend.open_writer(pack_name(ulid)))
+        self._unsealed.append(pack)
+        pack.writer.append([encode_header()])
+        return pack
+
+    def _seal(self, pack: _OpenPack) -> None:
+        """Writes the footer and makes the pack durable."""
+        pack.rows.sort(key=lambda row: row[0])
+        entries = np.zeros(len(pack.rows), ENTRY_DTYPE)
+        sizes = []
+        for number, (offset, block) in enumerate(pack.rows):
+            stored = len(block.stored) if block.codec != Codec.RAW else block.raw_bytes
+            check = stored_check(block.stored) if block.codec != Codec.RAW else 0
+            entries[number] = (block.id, offset, check, stored, block.raw_bytes, block.codec, 0, 0)
+            sizes.append(stored)
+        header, data_bytes = encode_header(), HEADER.size + sum(sizes)
+        footer = encode_footer(header, entries)
+        decode_footer(header, footer, data_bytes + len(footer), pack_name(pack.ulid))
+        if pack.writer.append([footer]) != data_bytes:
+            raise CorruptObjectError(f"{pack_name(pack.ulid)}: its footer does not follow its blocks", object_id=pack_name(pack.ulid))
+        pack.writer.close()
+        with self._lock:
+            self._unsealed.remove(pack)
+            self.new_bytes += data_bytes + len(footer)
+            for number, (offset, block) in enumerate(pack.rows):
+                self.added[block.id] = Location(pack.ulid, number, offset, sizes[number], block.raw_bytes, block.codec)

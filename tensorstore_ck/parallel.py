@@ -1,0 +1,44 @@
+"""A bounded number of threads over a stream of tasks: hashing, copying and I/O release the GIL."""
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+Task = TypeVar("Task")
+
+
+def cpu_threads() -> int:
+    """As many threads as cores that this process may use, at the most 16."""
+    return min(len(os.sched_getaffinity(0)), 16)
+
+
+def for_each(tasks: Iterable[Task], work: Callable[[Task], None], threads: int) -> None:
+    """Calls `work` on each task, from up to `threads` threads, and returns when all are done.
+
+    After the first error no further task is begun, and that error is raised. Tasks are drawn lazily, under a lock.
+    """
+    queue = iter(tasks)
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+
+    def drain() -> None:
+        try:
+            while not errors:
+                with lock:
+                    task = next(queue, stop)
+                if task is stop:
+                    return
+                work(task)  # type: ignore[arg-type]
+        except BaseException as exc:  # noqa: BLE001 - raised below, in the caller's thread
+            errors.append(exc)
+
+    stop = object()
+    helpers = [threading.Thread(target=drain, name="tsck", daemon=True) for _ in range(threads - 1)]
+    for helper in helpers:
+        helper.start()
+    drain()
+    for helper in helpers:
+        helper.join()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,181 @@
+"""Parts: what one rank contributes to one snapshot. Pure: bytes in, bytes out.
+
+Logical section: layout, coordinate, block ids, values, small tensors; the part id hashes exactly this. Physical section: where each
+block lies. The same logical section may lie elsewhere (compaction, another store) and keeps its id. Ids and extents are raw
+little-endian arrays, one row per block: first the blocks of the blobs (blob 0 is the layout), then those of the tensors, in the order
+of the layout and the grid; after them, in the extents only, delta bases that lie outside. Format: FORMAT.md, "Parts".
+"""
+
+import struct
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorstore_ck.envelope import MAX_OBJECT_BYTES, pack_body, seal, take, take_count, take_digest, unpack_body, unseal
+from tensorstore_ck.errors import CorruptObjectError, FormatVersionError
+from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, derived_hash, ulid_text
+from tensorstore_ck.pack import HEADER, MAX_BLOCK_BYTES
+
+EXTENT_DTYPE: Final = np.dtype(
+    [
+        ("pack", "<u4"),
+        ("entry", "<u4"),
+        ("offset", "<u8"),
+        ("stored", "<u4"),
+        ("raw", "<u4"),
+        ("base", "<i4"),
+        ("codec", "<u2"),
+        ("flags", "<u2"),
+    ]
+)
+"""``pack`` counts in the part's pack table; ``base`` is the row of the delta base, after all rows of blocks, or -1."""
+BLOB_DTYPE: Final = np.dtype([("blocks", "<u4"), ("reserved", "<u4"), ("size", "<u8")])
+MAX_PACK_BYTES: Final = 1 << 40
+
+Extents = npt.NDArray[np.void]
+
+
+class Part(NamedTuple):
+    """One decoded part."""
+
+    layout_id: Digest
+    rank: int
+    world_size: int
+    blobs: Extents
+    """Rows of `BLOB_DTYPE`; row 0 is the layout."""
+    ids: bytes
+    """32 bytes per block."""
+    values: bytes
+    """msgpack list: one encoded value for each hole of the layout's tree."""
+    inline: bytes
+    """The bytes of every tensor of up to `INLINE_TENSOR_BYTES`, in order."""
+    packs: Sequence[Ulid]
+    extents: Extents
+    """Rows of `EXTENT_DTYPE`."""
+    base_ids: bytes
+    """Block ids of the rows after the last block: delta bases that are not blocks of this part."""
+    anchor: int
+    """The log entry under which the extents were chosen."""
+
+    @property
+    def block_count(self) -> int:
+        """Blocks of this part, repeated ones counted each time."""
+        return len(self.ids) // DIGEST_BYTES
+
+    def block_id(self, row: int) -> Digest:
+        """The id of the block in extent row `row`."""
+        ids, at = (self.ids, row) if row < self.block_count else (self.base_ids, row - self.block_count)
+        return Digest(ids[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES])
+
+    def part_id(self) -> Digest:
+        """The logical hash."""
+        blobs = self.blobs.tobytes()
+        sizes = struct.pack("<IIQQQQ", self.rank, self.world_size, len(blobs), len(self.ids), len(self.values), len(self.inline))
+        return derived_hash("part", self.layout_id, sizes, blobs, self.ids, self.values, self.inline)
+
+    def encode(self) -> bytes:
+        """The sealed part object."""
+        return seal(
+            "part",
+            {
+                "layout": self.layout_id,
+                "rank": self.rank,
+                "world_size": self.world_size,
+                "coordinate": None,
+                "regions": None,
+                "blobs": self.blobs.tobytes(),
+                "ids": self.ids,
+                "values": self.values,
+                "inline": self.inline,
+                "packs": b"".join(self.packs),
+                "extents": self.extents.tobytes(),
+                "base_ids": self.base_ids,
+                "anchor": self.anchor,
+            },
+        )
+
+
+def part_name(part: Ulid) -> str:
+    """Where a part lies in the store."""
+    text = ulid_text(part)
+    return f"parts/{text[-2:]}/{text}"
+
+
+def encode_values(values: Sequence[object]) -> bytes:
+    """The part's ``values``."""
+    return pack_body(list(values))
+
+
+def decode_values(part: Part, name: str) -> list[Any]:
+    """The list of encoded values, strictly decoded."""
+    values = unpack_body(memoryview(part.values), name)
+    if not isinstance(values, list):
+        raise CorruptObjectError(f"{name}: its values are not a list", object_id=name)
+    return values
+
+
+def decode_part(data: bytes, name: str) -> Part:
+    """Decodes and checks a sealed part.
+
+    Raises:
+        CorruptObjectError: not a part, or one that contradicts itself.
+        FormatVersionError: uses features of a newer build.
+    """
+    body = unseal("part", data, name)
+    if body.get("regions") is not None or body.get("coordinate") is not None:
+        raise FormatVersionError(f"{name} holds regions of tensors spread over ranks: upgrade tensorstore_ck", object_id=name)
+    try:
+        packs = take(body, "packs", bytes)
+        part = Part(
+            take_digest(body, "layout"),
+            take_count(body, "rank"),
+            take_count(body, "world_size"),
+            np.frombuffer(take(body, "blobs", bytes), BLOB_DTYPE),
+            take(body, "ids", bytes),
+            take(body, "values", bytes),
+            take(body, "inline", bytes),
+            [Ulid(packs[at : at + ULID_BYTES]) for at in range(0, len(packs), ULID_BYTES)],
+            np.frombuffer(take(body, "extents", bytes), EXTENT_DTYPE),
+            take(body, "base_ids", bytes),
+            take_count(body, "anchor"),
+        )
+    except (TypeError, ValueError) as exc:
+        raise CorruptObjectError(f"{name} is not a valid part: {exc!r}", object_id=name) from exc
+    _check(part, len(packs), name)
+    return part
+
+
+def _check(part: Part, pack_table_bytes: int, name: str) -> None:
+    """Cross-checks all counts, lengths and offsets, so that nothing after it allocates or reads by a false one."""
+    extents, blocks = part.extents, part.block_count
+    base_count = len(part.base_ids) // DIGEST_BYTES
+    rows = blocks + base_count
+    problem = ""
+    if pack_table_bytes % ULID_BYTES or len(part.ids) % DIGEST_BYTES or len(part.base_ids) % DIGEST_BYTES:
+        problem = "an id is cut short"
+    elif len(extents) != rows or int(part.blobs["blocks"].sum(dtype=np.int64)) > blocks or not len(part.blobs):
+        problem = "its tables differ in length"
+    elif not part.rank < part.world_size <= 1 << 24:
+        problem = "its rank or world size is impossible"
+    elif int(part.blobs["size"][0]) > MAX_OBJECT_BYTES:
+        problem = "its layout is too large"
+    elif rows and (
+        int(extents["pack"].max()) >= len(part.packs)
+        or int(extents["raw"].max()) > MAX_BLOCK_BYTES
+        or int(extents["stored"].max()) > MAX_BLOCK_BYTES
+        or int(extents["raw"].min()) == 0
+        or int(extents["offset"].min()) < HEADER.size
+        or int(extents["offset"].max()) > MAX_PACK_BYTES
+    ):
+        problem = "an extent is out of bounds"
+    else:
+        # A base lies after the row that needs it and after all blocks, so chains end.
+        bases = extents["base"].astype(np.int64)
+        has_base = bases != -1
+        own_row = np.arange(rows)
+        if not np.all(~has_base | ((bases > own_row) & (bases >= blocks) & (bases < rows))):
+            problem = "a delta base is out of bounds"
+    if problem:
+        raise CorruptObjectError(f"{name} is not a valid part: {problem}", object_id=name)

@@ -1,0 +1,171 @@
+"""Snapshot records: the root of one snapshot. Pure: bytes in, bytes out.
+
+The *root* is the Merkle hash over logical content only (part ids, step, parent root, metadata), so it is the same on any
+backend, however blocks are packed. Format: FORMAT.md, "Snapshot records".
+"""
+
+import struct
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from tensorstore_ck.envelope import pack_body, seal, take, take_count, take_digest, unpack_body, unseal
+from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError
+from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, ZERO_DIGEST, Digest, Ulid, derived_hash, ulid_text
+
+MAX_METADATA_BYTES: Final = 1 << 20
+MAX_STEP: Final = (1 << 63) - 1
+
+
+class Record(NamedTuple):
+    """One decoded snapshot record."""
+
+    ref: str
+    """The ref that it was put to; a hint for salvage."""
+    step: int | None
+    parent: Digest | None
+    metadata: bytes
+    """msgpack of a map."""
+    metrics: dict[str, float]
+    time_ns: int
+    parts: list[Ulid]
+    part_ids: bytes
+    """32 bytes per part, in rank order."""
+    logical_bytes: int
+    new_bytes: int
+    """Bytes of the packs and parts that this snapshot added to the store."""
+
+    def root(self) -> Digest:
+        """The Merkle root."""
+        return snapshot_root(self.part_ids, self.step, self.parent, self.metadata)
+
+    def encode(self) -> bytes:
+        """The sealed record object."""
+        return seal(
+            "snapshot",
+            {
+                "ref": self.ref,
+                "step": self.step,
+                "parent": self.parent,
+                "metadata": self.metadata,
+                "metrics": self.metrics,
+                "time_ns": self.time_ns,
+                "parts": b"".join(self.parts),
+                "part_ids": self.part_ids,
+                "logical_bytes": self.logical_bytes,
+                "new_bytes": self.new_bytes,
+                "root": self.root(),
+                "signatures": [],
+            },
+        )
+
+
+def snapshot_root(part_ids: bytes, step: int | None, parent: Digest | None, metadata: bytes) -> Digest:
+    """The root of a snapshot."""
+    head = struct.pack("<QBqBQ", len(part_ids), step is not None, step or 0, parent is not None, len(metadata))
+    return derived_hash("root", head, part_ids, parent or ZERO_DIGEST, metadata)
+
+
+def record_name(snapshot: Ulid) -> str:
+    """Where a snapshot's record lies in the store."""
+    text = ulid_text(snapshot)
+    return f"snapshots/{text[-2:]}/{text}"
+
+
+def decode_record(data: bytes, name: str) -> Record:
+    """Decodes and checks a sealed record.
+
+    Raises:
+        CorruptObjectError: not a record, or one whose root is not that of its content.
+    """
+    body = unseal("snapshot", data, name)
+    try:
+        parts, metrics = take(body, "parts", bytes), take(body, "metrics", dict)
+        if any(type(value) is not float for value in metrics.values()):
+            raise TypeError("a metric is not a float")
+        record = Record(
+            take(body, "ref", str),
+            None if body["step"] is None else take(body, "step", int),
+            None if body["parent"] is None else take_digest(body, "parent"),
+            take(body, "metadata", bytes),
+            metrics,
+            take_count(body, "time_ns"),
+            [Ulid(parts[at : at + ULID_BYTES]) for at in range(0, len(parts), ULID_BYTES)],
+            take(body, "part_ids", bytes),
+            take_count(body, "logical_bytes"),
+            take_count(body, "new_bytes"),
+        )
+        root = record.root()
+    except (KeyError, TypeError, ValueError, struct.error) as exc:
+        raise CorruptObjectError(f"{name} is not a valid record: {exc!r}", object_id=name) from exc
+    is_whole = len(parts) % ULID_BYTES == 0 and len(record.part_ids) == len(record.parts) * DIGEST_BYTES and record.parts
+    if not is_whole or len(record.metadata) > MAX_METADATA_BYTES or root != body["root"]:
+        raise CorruptObjectError(f"{name}: its root is not that of its content", object_id=name)
+    return record
+
+
+def encode_metadata(metadata: Mapping[str, object] | None) -> bytes:
+    """The msgpack of user metadata: None, bool, int, float, str, lists and maps with str keys.
+
+    Raises:
+        InvalidOptionError: anything else, or more than 1 MiB.
+    """
+    packed = pack_body(_plain(metadata or {}, "metadata", 0))
+    if len(packed) > MAX_METADATA_BYTES:
+        raise InvalidOptionError(f"metadata has {len(packed)} bytes, the limit is {MAX_METADATA_BYTES}: put large values into the state")
+    return packed
+
+
+def decode_metadata(record: Record, name: str) -> dict[str, Any]:
+    """The user's metadata."""
+    value = unpack_body(memoryview(record.metadata), name)
+    if not isinstance(value, dict):
+        raise CorruptObjectError(f"{name}: its metadata is not a map", object_id=name)
+    return value
+
+
+def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """User metrics as floats by name.
+
+    Raises:
+        InvalidOptionError: a name or a value that cannot rank snapshots.
+    """
+    checked: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as exc:
+            raise InvalidOptionError(f"metric {name!r} is {type(value).__name__}, not a number", object_id=str(name)) from exc
+        if not isinstance(name, str) or not 0 < len(name) <= 256 or not _is_unicode(name):
+            raise InvalidOptionError(f"metric name {name!r} must be text of 1 to 256 characters", object_id=repr(name))
+        checked[name] = number
+    return checked
+
+
+def _is_unicode(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _plain(value: object, path: str, depth: int) -> object:
+    if depth > 16:
+        raise InvalidOptionError(f"{path} is nested too deep", object_id=path)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        if not _is_unicode(value):
+            raise InvalidOptionError(f"{path} has half a surrogate pair, which is not text", object_id=path)
+        return str(value)
+    if isinstance(value, int):
+        if not -(1 << 63) <= value < 1 << 64:
+            raise InvalidOptionError(f"{path} does not fit in 64 bits", object_id=path)
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{path}[{at}]", depth + 1) for at, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str) or not _is_unicode(key):
+                raise InvalidOptionError(f"{path} has the key {key!r}: keys must be text", object_id=path)
+        return {key: _plain(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
+    hint = "" if not hasattr(value, "item") else ": call .item() first"
+    raise InvalidOptionError(f"{path} is a {type(value).__name__}, which metadata cannot hold{hint}", object_id=path)

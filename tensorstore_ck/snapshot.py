@@ -1,0 +1,67 @@
+"""What users see of a snapshot."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tensorstore_ck.ids import ulid_text
+from tensorstore_ck.log import SnapshotInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One published snapshot."""
+
+    root: str
+    """The Merkle root, 64 hex digits: the same content, step, parent and metadata have the same root on any store."""
+    id: str
+    """The ULID of its record."""
+    ref: str
+    """The ref that it was put to."""
+    step: int | None
+    time_ns: int
+    """Nanoseconds since 1970, by the clock of the host that put it."""
+    parent: str | None
+    metrics: Mapping[str, float]
+    mark: str
+    """``bad``, or empty."""
+    reason: str
+    logical_bytes: int
+    """Bytes of its tensors and large values."""
+    new_bytes: int
+    """Bytes that it added to the store."""
+    entry: int
+    """The log entry that published it."""
+
+    @classmethod
+    def from_info(cls, info: SnapshotInfo) -> "Snapshot":
+        """The public form of a row of the ref table."""
+        return cls(
+            info.root.hex(),
+            ulid_text(info.ulid),
+            info.ref,
+            info.step,
+            info.time_ns,
+            info.parent.hex() if info.parent else None,
+            dict(info.metrics),
+            info.mark,
+            info.reason,
+            info.logical_bytes,
+            info.new_bytes,
+            info.n,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotDetails:
+    """A snapshot with what its record and layout say."""
+
+    snapshot: Snapshot
+    metadata: Mapping[str, Any]
+    tensors: tuple[tuple[str, str, tuple[int, ...], int], ...]
+    """(name, dtype, shape, bytes) of each."""
+    values: Mapping[str, Any]
+    """Path -> value, for display; large ones by type and size."""
+    stored_bytes: int
+    """Bytes of the distinct encoded blocks that it refers to."""
+    packs: tuple[str, ...]

@@ -1,0 +1,78 @@
+"""Makes containers and values of a parsed tree. Imports nothing and calls nothing that stored data names (see `types`)."""
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any, Final
+
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.layout import Content
+from tensorstore_ck.state.types import FACTORIES, decode_torch, namedtuple_class, registered_name
+from tensorstore_ck.tree import Branch, Leaf, Tree
+from tensorstore_ck.values import decode
+
+NOTHING: Final = Leaf("", "value", -1, None)
+"""Stands for an element of a list or tuple that was not selected; is built as None."""
+_PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
+
+
+def build(tree: Tree, content: Content, tensor_of: Callable[[Leaf], Any]) -> Any:
+    """The state that `tree` describes; `tensor_of` gives its tensors."""
+    if isinstance(tree, Branch):
+        return _container(tree, [build(child, content, tensor_of) for child in tree.children], content, tensor_of)
+    if tree.kind != "value":
+        return tensor_of(tree)
+    if tree is NOTHING:
+        return None
+    encoded = content.values[tree.index]
+    return encoded if type(encoded) in _PLAIN else decode(encoded, decode_other=decode_torch, blob=content.blob, name=tree.path)
+
+
+def require_types(tree: Tree) -> None:
+    """Checks that every type in the tree can be made, so that nothing is read in vain.
+
+    Raises:
+        UnsupportedValueError: one is not loaded or not registered in this process.
+    """
+    if isinstance(tree, Leaf):
+        return
+    if tree.node[0] == "n":
+        namedtuple_class(tree.node[1], list(tree.keys))
+    elif tree.node[0] == "r":
+        registered_name(tree.node[1])
+    for child in tree.children:
+        if isinstance(child, Branch):
+            require_types(child)
+
+
+def _container(branch: Branch, items: list[Any], content: Content, tensor_of: Callable[[Leaf], Any]) -> Any:
+    tag = branch.node[0]
+    if tag == "l":
+        return items
+    if tag == "u":
+        return tuple(items)
+    if tag == "n":
+        return tuple.__new__(namedtuple_class(branch.node[1], list(branch.keys)), items)
+    if tag == "r":
+        return registered_name(branch.node[1]).from_state(items[0])
+    made: dict[Any, Any]
+    if tag == "d":
+        made = {}
+    elif tag == "o":
+        made = OrderedDict()
+        if branch.attributes is not None:
+            made._metadata = build(branch.attributes, content, tensor_of)  # type: ignore[attr-defined]
+    elif tag == "c":
+        made = Counter()
+    else:
+        factory = branch.node[1]
+        if factory is not None and factory not in FACTORIES:
+            raise CorruptObjectError(f"{branch.path!r} is a defaultdict of {factory!r}, which is not in the format", object_id=branch.path)
+        made = defaultdict(None if factory is None else FACTORIES[factory])
+    try:
+        for key, item in zip(branch.keys, items, strict=True):
+            made[key if type(key) is str else decode(key, decode_other=decode_torch, name=f"a key of {branch.path!r}")] = item
+    except TypeError as exc:
+        raise CorruptObjectError(f"{branch.path!r} has a key that cannot be one ({exc}); run `tsck fsck`", object_id=branch.path) from exc
+    if len(made) != len(items):
+        raise CorruptObjectError(f"{branch.path!r} has a key twice; run `tsck fsck`", object_id=branch.path)
+    return made

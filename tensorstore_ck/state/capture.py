@@ -1,0 +1,359 @@
+"""Takes a state apart: containers become a tree, tensors become bytes where they lie, everything else becomes values.
+
+Nothing is copied or read here. What cannot be stored is refused with its path, never dropped and never pickled. Leaves are numbered and
+named depth-first, as `tree.parse` does it. Which of them share memory is settled at the end, by address.
+"""
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.layout import MAX_ITEM_BYTES, ByteSource, Captured, Layout, Node, SharedStorage, TensorSpec
+from tensorstore_ck.state.memory import Array, CopySource, MemorySource, address_of
+from tensorstore_ck.state.sharing import Area, Extent, Extra, Place, find_sharing, find_suspects
+from tensorstore_ck.state.types import DTYPE_NAMES, FACTORIES, encode_torch, namedtuple_name, registered_class
+from tensorstore_ck.tree import ATTRIBUTES, PARAMETER, REQUIRES_GRAD, ROOT, Names
+from tensorstore_ck.values import MAX_NESTING, encode, key_text, numpy_dtype_name, packed, split_large
+
+_INLINE: Final = frozenset({type(None), bool, float})
+_CONTAINERS: Final = frozenset({dict, list, tuple, OrderedDict, Counter, defaultdict})
+_FACTORY_NAMES: Final = {factory: name for name, factory in FACTORIES.items()}
+
+Refuse = Callable[[UnsupportedValueError], None]
+
+
+def capture(state: object) -> Captured:
+    """Takes `state` apart. Its tensors must neither move nor change until the result has been stored.
+
+    Raises:
+        UnsupportedValueError: something in it cannot be stored; the message has its path and what to do.
+    """
+    walk = Walk()
+    walk.visit(state)
+    return walk.finish()
+
+
+class Walk:
+    """One walk over a state. With `refuse`, it goes on after what cannot be stored."""
+
+    def __init__(self, refuse: Refuse | None = None) -> None:
+        self._values: list[Any] = []
+        self._blobs: list[bytes] = []
+        self._names = Names()
+        self._refuse = refuse
+        self._root: list[Node] = [None]
+        self._kept: list[object] = []
+        """What `to_state` made: an id is only good while its object lives."""
+        # Tensors and arrays, by number, as columns: 20,000 small objects would cost more than the walk, in garbage collection.
+        self._number_of: dict[int, int] = {}
+        """id of a tensor or array -> its number: one object comes back as one object."""
+        self._objects: list[torch.Tensor | Array] = []
+        self._specs: list[TensorSpec] = []
+        self._flags: list[int] = []
+        self._sources: list[ByteSource] = []
+        self._areas: list[Area] = []
+        # Where a tensor's number stands in for its node until sharing is known.
+        self._hole_nodes: list[list[Any]] = []
+        self._hole_positions: list[int] = []
+
+    def visit(self, state: object) -> None:
+        """Walks the whole state."""
+        self._visit(state, "", self._root, 0, 0)
+
+    def finish(self) -> Captured:
+        """Settles which tensors share memory."""
+        suspects = find_suspects(self._areas)
+        sharing = find_sharing({leaf: _extent_of(self._objects[leaf]) for leaf in suspects})
+        specs, sources = self._specs, self._sources
+        number_of: Sequence[int] | dict[int, int] = range(len(specs))
+        if sharing.views:
+            own = [leaf for leaf in range(len(specs)) if leaf not in sharing.views]
+            number_of = {leaf: number for number, leaf in enumerate(own)}
+            specs, sources = [specs[leaf] for leaf in own], [sources[leaf] for leaf in own]
+            for position, extra in enumerate(sharing.extras):
+                number_of[-1 - position] = len(specs)
+                name = self._names.name(f"{self._specs[extra.first].name}.__storage__")
+                specs.append(TensorSpec(name, "uint8", 1, (extra.stop - extra.start,)))
+                sources.append(_source_of_extra(extra, self._objects[extra.first]))
+        storages = []
+        for storage in sharing.storages:
+            for base, _ in storage.places:
+                self._check_addressable(base)
+            members = sorted((number_of[base], offset) for base, offset in storage.places)
+            storages.append(SharedStorage(storage.size_bytes, tuple(m for m, _ in members), tuple(offset for _, offset in members)))
+        for nodes, position in zip(self._hole_nodes, self._hole_positions, strict=True):
+            leaf = nodes[position]
+            flags = self._flags[leaf]
+            if leaf in sharing.views:
+                nodes[position] = self._view_node(leaf, sharing.views[leaf], number_of)
+            else:
+                nodes[position] = ["t", number_of[leaf], flags] if flags else number_of[leaf]
+        return Captured(Layout(specs, self._root[0], storages), self._values, self._blobs, sources)
+
+    def _view_node(self, leaf: int, place: Place, number_of: Sequence[int] | dict[int, int]) -> Node:
+        self._check_addressable(leaf)
+        spec, found = self._specs[leaf], self._objects[leaf]
+        strides = found.stride() if isinstance(found, torch.Tensor) else tuple(step // found.itemsize for step in found.strides)
+        return ["w", number_of[place.base], spec.dtype, list(spec.shape), list(strides), place.offset_bytes, self._flags[leaf]]
+
+    def _check_addressable(self, leaf: int) -> None:
+        """What shares memory must be reachable by strides when it comes back."""
+        if leaf < 0:
+            return
+        found = self._objects[leaf]
+        if isinstance(found, torch.Tensor):
+            is_addressable = not (found.is_conj() or found.is_neg() or found.data_ptr() % found.itemsize)
+        else:
+            is_addressable = not any(step % found.itemsize for step in found.strides)
+        if not is_addressable:
+            what = "it shares memory with another tensor in a way that strides cannot tell"
+            self._fail(self._specs[leaf].name, what, "store a copy of it (.clone() or .copy())")
+
+    # --- containers ---------------------------------------------------------------------------------------------------
+
+    def _visit(self, value: Any, path: str, nodes: list[Any], position: int, depth: int) -> None:
+        """Puts the node of `value` into ``nodes[position]``. `path` ends with a dot, or is empty."""
+        kind = type(value)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            self._visit_tensor(value, path, nodes, position)
+        elif kind in _INLINE:
+            self._names.name(path[:-1] if path else ROOT)
+            self._values.append(value)
+        elif kind is np.ndarray or kind is np.memmap:
+            self._visit_array(value, path, nodes, position)
+        elif kind in _CONTAINERS:
+            if kind in (list, tuple) and (array := packed(value)) is not None:
+                self._names.name(path[:-1] if path else ROOT)
+                self._values.append(split_large(array, path[:-1], self._blobs))
+            else:
+                self._visit_container(value, path, nodes, position, depth)
+        elif (registered := registered_class(kind)) is not None:
+            if self._is_too_deep(path, depth):
+                return
+            node = ["r", registered.name, None]
+            nodes[position] = node
+            inner = registered.to_state(value)
+            self._kept.append(inner)
+            self._visit(inner, path, node, 2, depth + 1)
+        elif isinstance(value, tuple) and kind is not torch.Size and isinstance(getattr(kind, "_fields", None), tuple):
+            self._visit_container(value, path, nodes, position, depth)
+        elif isinstance(value, torch.Tensor | np.ndarray) or advice_for(value) is not None:
+            what, advice = advice_for(value) or (f"it is a {kind.__module__}.{kind.__qualname__}", "store a plain tensor or array")
+            self._fail(path[:-1], what, advice)
+        else:
+            self._visit_value(value, path)
+
+    def _visit_value(self, value: object, path: str) -> None:
+        name = self._names.name(path[:-1] if path else ROOT)
+        try:
+            self._values.append(split_large(encode(value, name, encode_torch), name, self._blobs))
+        except UnsupportedValueError as exc:
+            self._refused(exc)
+
+    def _visit_container(self, value: Any, path: str, nodes: list[Any], position: int, depth: int) -> None:
+        if self._is_too_deep(path, depth):
+            return
+        kind = type(value)
+        children: list[Any] = [None] * len(value)
+        keys: Iterable[Any]
+        if kind is list or kind is tuple:
+            nodes[position] = ["l" if kind is list else "u", children]
+            keys, items = range(len(value)), value
+        elif isinstance(value, tuple):
+            name = namedtuple_name(kind)
+            if name is None:
+                what = f"the namedtuple {kind.__qualname__} could not be found again by its module and name"
+                self._fail(path[:-1], what, "define it at the top level of a module, or use tsck.register_type")
+                return
+            keys, items = kind._fields, value
+            nodes[position] = ["n", name, list(keys), children]
+        else:
+            items = value.values()
+            is_plain = set(map(type, value)) <= {str} and all(map(str.isascii, value))
+            keys = list(value) if is_plain else [self._key(key, path) for key in value]
+            nodes[position] = self._dict_node(value, path, keys, children)
+        for number, (key, child) in enumerate(zip(keys, items, strict=True)):
+            self._visit(child, f"{path}{key if type(key) is str else key_text(key)}.", children, number, depth + 1)
+        if kind is OrderedDict and (attributes := vars(value)):
+            if set(attributes) != {"_metadata"}:
+                self._fail(path[:-1], f"its OrderedDict has attributes {sorted(attributes)}", "move them into the dict")
+                return
+            self._visit(attributes["_metadata"], f"{path}{ATTRIBUTES}.", nodes[position], 3, depth + 1)
+
+    def _dict_node(self, value: Any, path: str, keys: list[Any], children: list[Any]) -> list[Any]:
+        kind = type(value)
+        if kind is OrderedDict:
+            return ["o", keys, children, False]
+        if kind is not defaultdict:
+            return ["d" if kind is dict else "c", keys, children]
+        factory = value.default_factory
+        if factory is not None and _FACTORY_NAMES.get(factory) is None:
+            advice = f"convert it with dict(...); a factory can be {', '.join(sorted(FACTORIES))}, or None"
+            self._fail(path[:-1], f"its defaultdict makes values with {factory!r}, which has no stored form", advice)
+            return ["d", keys, children]
+        return ["f", None if factory is None else _FACTORY_NAMES[factory], keys, children]
+
+    def _key(self, key: object, path: str) -> Any:
+        try:
+            return encode(key, f"{path}{key!r:.80} (a dict key)", encode_torch)
+        except UnsupportedValueError as exc:
+            self._refused(exc)
+            return None
+
+    def _is_too_deep(self, path: str, depth: int) -> bool:
+        if depth >= MAX_NESTING:
+            shown = path[:-1] if len(path) < 100 else f"{path[:60]}...{path[-30:-1]}"
+            self._fail(shown, f"it is nested deeper than {MAX_NESTING} levels", "flatten it; does something contain itself?")
+        return depth >= MAX_NESTING
+
+    # --- tensors ------------------------------------------------------------------------------------------------------
+
+    def _visit_tensor(self, tensor: torch.Tensor, path: str, nodes: list[Any], position: int) -> None:
+        name = self._names.name(path[:-1] if path else ROOT)
+        number = self._number_of.get(id(tensor))
+        if number is None:
+            try:
+                number = self._add_tensor(tensor, name)
+            except UnsupportedValueError as exc:
+                self._refused(exc)
+                return
+            except (RuntimeError, NotImplementedError) as exc:
+                self._fail(name, f"torch cannot reach its memory ({exc})", "store a plain tensor with the same values")
+                return
+        nodes[position] = number
+        self._hole_nodes.append(nodes)
+        self._hole_positions.append(position)
+
+    def _add_tensor(self, tensor: torch.Tensor, name: str) -> int:
+        dtype = DTYPE_NAMES.get(tensor.dtype)
+        if dtype is None or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+            what, advice = advice_for(tensor) or ("it is not a dense tensor", "convert it to one")
+            raise UnsupportedValueError(f"cannot store {name}: {what}; {advice}", object_id=name)
+        storage = tensor.untyped_storage()
+        area_start, area_bytes, size = storage.data_ptr(), storage.nbytes(), tensor.nbytes
+        is_whole = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+        span = size if is_whole or not size else _span(tensor)
+        if tensor.storage_offset() * tensor.itemsize + span > area_bytes and size:
+            advice = "gather it first (a sharded module frees its parameters between uses)"
+            raise UnsupportedValueError(f"cannot store {name}: its memory was freed; {advice}", object_id=name)
+        on_cpu = tensor.is_cpu
+        source = MemorySource(tensor.data_ptr(), storage) if is_whole and on_cpu else CopySource(tensor)
+        area = (None if on_cpu else tensor.device, area_start, area_start + area_bytes, size > span) if size else None
+        flags = REQUIRES_GRAD if tensor.requires_grad else 0
+        if type(tensor) is torch.nn.Parameter:
+            flags |= PARAMETER
+        return self._add(tensor, TensorSpec(name, dtype, tensor.itemsize, tuple(tensor.shape)), flags, source, area)
+
+    def _visit_array(self, array: Array, path: str, nodes: list[Any], position: int) -> None:
+        name = self._names.name(path[:-1] if path else ROOT)
+        number = self._number_of.get(id(array))
+        if number is None:
+            dtype = numpy_dtype_name(array.dtype)
+            if dtype is None or not 0 < array.itemsize <= MAX_ITEM_BYTES:
+                advice = "split it into plain arrays, or convert it with .tolist()"
+                self._fail(name, f"its numpy dtype {array.dtype} has no stored form", advice)
+                return
+            source = MemorySource(address_of(array), array) if array.flags.c_contiguous else CopySource(array)
+            area = None
+            if array.size:
+                extent = _extent_of(array)
+                area = (None, extent.area_start, extent.area_stop, extent.size_bytes > extent.stop - extent.start)
+            number = self._add(array, TensorSpec(name, f"np:{dtype}", array.itemsize, array.shape), 0, source, area)
+        nodes[position] = number
+        self._hole_nodes.append(nodes)
+        self._hole_positions.append(position)
+
+    def _add(self, found: torch.Tensor | Array, spec: TensorSpec, flags: int, source: ByteSource, area: Area) -> int:
+        number = self._number_of[id(found)] = len(self._objects)
+        self._objects.append(found)
+        self._specs.append(spec)
+        self._flags.append(flags)
+        self._sources.append(source)
+        self._areas.append(area)
+        return number
+
+    # --- refusals -----------------------------------------------------------------------------------------------------
+
+    def _fail(self, path: str, what: str, advice: str) -> None:
+        self._refused(UnsupportedValueError(f"cannot store {path or 'the state'}: {what}; {advice}", object_id=path))
+
+    def _refused(self, error: UnsupportedValueError) -> None:
+        if self._refuse is None:
+            raise error
+        self._refuse(error)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to the end of its last."""
+    return (sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.itemsize
+
+
+def _extent_of(found: torch.Tensor | Array) -> Extent:
+    if isinstance(found, torch.Tensor):
+        address, storage = found.data_ptr(), found.untyped_storage()
+        start, stop = address, address + _span(found)
+        area, area_stop = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        is_whole = found.is_contiguous() and not found.is_conj() and not found.is_neg()
+        return Extent(None if found.is_cpu else found.device, start, stop, area, area_stop, address, found.nbytes, is_whole)
+    address, start, stop = _bounds(found)
+    root = found
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    _, area, area_stop = _bounds(root) if root.size else (address, start, stop)
+    return Extent(None, start, stop, min(area, start), max(area_stop, stop), address, found.nbytes, bool(found.flags.c_contiguous))
+
+
+def _bounds(array: Array) -> tuple[int, int, int]:
+    """Its first element, its lowest byte, and the end of its highest."""
+    address = start = stop = address_of(array)
+    for extent, step in zip(array.shape, array.strides, strict=True):
+        if step < 0:
+            start += (extent - 1) * step
+        else:
+            stop += (extent - 1) * step
+    return address, start, stop + array.itemsize
+
+
+def _source_of_extra(extra: Extra, first: torch.Tensor | Array) -> ByteSource:
+    if isinstance(first, np.ndarray) or first.is_cpu:
+        return MemorySource(extra.start, first)
+    storage = first.untyped_storage()
+    plain = torch.empty(0, dtype=torch.uint8, device=first.device)
+    return CopySource(plain.set_(storage, extra.start - storage.data_ptr(), (extra.stop - extra.start,), (1,)))
+
+
+def advice_for(value: object) -> tuple[str, str] | None:
+    """What `value` is and what to do, for what people often try to store."""
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(value, torch.Tensor):
+        if kind.__name__ == "DTensor":
+            return "it is a DTensor", "store .to_local() or .full_tensor()"
+        if kind.__module__.startswith("torch._subclasses"):
+            return f"it is a {kind.__name__}, which has no data", "leave FakeTensorMode before storing"
+        if value.is_nested:
+            return "it is a nested tensor", "store .unbind(), or .values() and .offsets()"
+        if kind not in (torch.Tensor, torch.nn.Parameter):
+            return f"it is a {name}, a tensor subclass", "store a plain tensor (.as_subclass(torch.Tensor)), or use tsck.register_type"
+        if value.is_meta:
+            return "it is a meta tensor, which has no data", "materialize it first (.to_empty(), then load or initialize it)"
+        if value.is_quantized:
+            return "it is a quantized tensor", "store .int_repr() with its scale and zero point, or .dequantize()"
+        if value.layout is not torch.strided:
+            return f"its layout is {value.layout}", "store .to_dense(), or its indices and values"
+        return None
+    if isinstance(value, np.ndarray):
+        return f"it is a {name}, a numpy subclass", "store a plain array (np.asarray; for a masked array .data and .mask)"
+    if kind.__name__ == "ShardedTensor":
+        return "it is a ShardedTensor", "store its local shards as plain tensors"
+    if isinstance(value, torch.Generator):
+        return "it is a torch.Generator", "store .get_state()"
+    if callable(getattr(kind, "state_dict", None)):
+        return f"it is a {name}", "store its .state_dict()"
+    if isinstance(value, torch.UntypedStorage | torch.storage.TypedStorage):
+        return "it is a bare storage", "store a tensor over it"
+    return None

@@ -1,0 +1,230 @@
+"""New tensors and arrays for stored ones: where they lie, which share memory, and what they are once their bytes have arrived.
+
+Every size and stride comes from a store: it is checked here, before torch or numpy sees it. Bytes are read by the caller.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.layout import Layout, SharedStorage, TensorSpec
+from tensorstore_ck.state.memory import Array, ByteSink, new_array, new_tensor, strided, target_of
+from tensorstore_ck.state.sharing import ALIGNMENT_BYTES, MAX_GAP_BYTES
+from tensorstore_ck.state.types import torch_dtype
+from tensorstore_ck.tree import PARAMETER, REQUIRES_GRAD, Leaf
+from tensorstore_ck.values import numpy_dtype
+
+CONVERTIBLE: Final = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+    }
+)
+"""What ``dtype=`` converts from and to: numbers of their own. float8_e8m0fnu is the scale of others, float4 packs two."""
+_CPU: Final = torch.device("cpu")
+
+Found = torch.Tensor | Array
+AnyDtype = torch.dtype | np.dtype[Any]
+
+
+class Form(NamedTuple):
+    """What a leaf looks like."""
+
+    dtype: AnyDtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements."""
+    offset_bytes: int
+    """From the beginning of its base."""
+
+
+def is_array(dtype: str) -> bool:
+    """Whether a stored dtype is numpy's."""
+    return dtype.startswith("np:")
+
+
+def dtype_of(name: str, item_bytes: int | None) -> AnyDtype:
+    """The torch or numpy dtype of a stored name; `item_bytes` is checked where that is stored, too."""
+    if not is_array(name):
+        return torch_dtype(name, item_bytes)
+    try:
+        dtype = numpy_dtype(name[3:])
+    except (ValueError, TypeError) as exc:
+        raise CorruptObjectError(f"{name!r} is not a numpy dtype of this machine: {exc}", object_id=name) from exc
+    if item_bytes not in (None, dtype.itemsize):
+        raise CorruptObjectError(f"a layout claims that {name} takes {item_bytes} bytes; run `tsck fsck`", object_id=name)
+    return dtype
+
+
+def form_of(layout: Layout, leaf: Leaf) -> Form:
+    """The checked form of a tensor or view: it lies within its base."""
+    spec = layout.tensors[leaf.index]
+    if leaf.kind == "tensor":
+        return Form(dtype_of(spec.dtype, spec.item_bytes), spec.shape, contiguous_strides(spec.shape), 0)
+    _, _, name, shape, strides, offset, _ = leaf.node
+    dtype = dtype_of(name, None)
+    reaches = [(extent - 1) * step for extent, step in zip(shape, strides, strict=True)]
+    first = offset + sum(reach for reach in reaches if reach < 0) * dtype.itemsize
+    last = offset + (sum(reach for reach in reaches if reach > 0) + 1) * dtype.itemsize
+    is_negative = isinstance(dtype, torch.dtype) and any(step < 0 for step in strides)
+    if is_negative or 0 in shape or first < 0 or last > spec.size_bytes:
+        raise CorruptObjectError(f"view {leaf.path!r} does not lie within tensor {spec.name!r}; run `tsck fsck`", object_id=leaf.path)
+    return Form(dtype, tuple(shape), tuple(strides), offset)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides, in elements."""
+    return tuple([prod(shape[dim + 1 :]) for dim in range(len(shape))])
+
+
+def view_of(base: Found, form: Form) -> Found:
+    """A tensor or array of `form` over the memory of `base`, which is contiguous."""
+    if isinstance(form.dtype, torch.dtype):
+        if isinstance(base, np.ndarray):
+            base = torch.from_numpy(base.reshape(-1).view(np.uint8))
+        return strided(base, form.dtype, form.shape, form.strides, form.offset_bytes)
+    raw = base.reshape(-1).view(torch.uint8).numpy() if isinstance(base, torch.Tensor) else base.reshape(-1).view(np.uint8)
+    steps = [step * form.dtype.itemsize for step in form.strides]
+    return np.ndarray(form.shape, form.dtype, raw.data, form.offset_bytes, steps)
+
+
+class Wanted(NamedTuple):
+    """A leaf that is to be made."""
+
+    leaf: Leaf
+    dtype: torch.dtype | None = None
+    """What a floating-point tensor is converted to."""
+
+
+class FreshTensors:
+    """Allocates what is wanted; `targets` then take the bytes, and `get` gives the tensors."""
+
+    def __init__(self, layout: Layout, wanted: Iterable[Wanted], device: torch.device) -> None:
+        """`device` is that of torch tensors; arrays, and what shares memory with them when it is read, are on the CPU."""
+        self._layout = layout
+        self._device = device
+        self._forms: dict[str, Form] = {}
+        self._converted: dict[str, torch.dtype] = {}
+        """Path -> the dtype that `get` converts to, where the base is read as it is stored."""
+        self._bases: dict[int, Found] = {}
+        self._made: dict[tuple[int, int, torch.dtype | None], Found] = {}
+        self.targets: dict[int, ByteSink] = {}
+        members: defaultdict[int, list[Wanted]] = defaultdict(list)
+        for want in wanted:
+            self._forms[want.leaf.path] = form_of(layout, want.leaf)
+            members[want.leaf.index].append(want)
+        plain = {number: wants for number, wants in members.items() if not self._add_converted(number, wants)}
+        for storage in layout.storages:
+            self._add_storage(storage, plain)
+        for number, wants in plain.items():
+            self._add_plain(number, wants)
+
+    def _add_converted(self, number: int, wants: list[Wanted]) -> bool:
+        """Makes a base in the wanted dtype, if all its leaves agree; bytes are then converted as they arrive."""
+        spec = self._layout.tensors[number]
+        stored = dtype_of(spec.dtype, spec.item_bytes)
+        for leaf, dtype in wants:
+            if dtype is not None and self._forms[leaf.path].dtype in CONVERTIBLE and dtype != self._forms[leaf.path].dtype:
+                self._converted[leaf.path] = dtype
+        dtypes = {self._converted.get(leaf.path) for leaf, _ in wants}
+        if dtypes == {None} or len(dtypes) > 1 or any(self._forms[leaf.path].dtype != stored for leaf, _ in wants):
+            return False
+        assert isinstance(stored, torch.dtype)
+        dtype = self._converted[wants[0].leaf.path]
+        self._add(number, new_tensor(spec.shape, dtype, self._device), stored)
+        for leaf, _ in wants:
+            form = self._forms[leaf.path]
+            self._forms[leaf.path] = form._replace(dtype=dtype, offset_bytes=form.offset_bytes // stored.itemsize * dtype.itemsize)
+            del self._converted[leaf.path]
+        return True
+
+    def _add_storage(self, storage: SharedStorage, plain: dict[int, list[Wanted]]) -> None:
+        """Makes those bases that lie in one storage, in as much of it as they need, and takes them out of `plain`."""
+        places = {number: offset for number, offset in zip(storage.tensors, storage.offsets_bytes, strict=True) if number in plain}
+        if len(places) <= 1 and not any(offset % ALIGNMENT_BYTES for offset in places.values()):
+            return
+        specs = {number: self._layout.tensors[number] for number in places}
+        start = min(places.values()) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        size = max(offset + specs[number].size_bytes for number, offset in places.items()) - start
+        if size > ALIGNMENT_BYTES + sum(self._layout.tensors[number].size_bytes + MAX_GAP_BYTES for number in storage.tensors):
+            first = specs[min(specs)].name
+            raise CorruptObjectError(f"the storage of tensor {first!r} is larger than what it holds; run `tsck fsck`", object_id=first)
+        on_cpu = any(self._has_array(number, plain[number]) for number in places)
+        memory = new_tensor((size,), torch.uint8, _CPU if on_cpu else self._device)
+        for number, offset in places.items():
+            self._add(number, _whole(specs[number], memory, offset - start))
+            del plain[number]
+
+    def _add_plain(self, number: int, wants: list[Wanted]) -> None:
+        spec = self._layout.tensors[number]
+        dtype = dtype_of(spec.dtype, spec.item_bytes)
+        has_array = self._has_array(number, wants)
+        if isinstance(dtype, torch.dtype) and not has_array:
+            stays = not self._converted or all(leaf.path not in self._converted for leaf, _ in wants)
+            self._add(number, new_tensor(spec.shape, dtype, self._device if stays else _CPU))
+        elif isinstance(dtype, np.dtype) and not any(isinstance(self._forms[leaf.path].dtype, torch.dtype) for leaf, _ in wants):
+            self._add(number, new_array(spec.shape, dtype))
+        else:
+            self._add(number, _whole(spec, new_tensor((spec.size_bytes,), torch.uint8, _CPU), 0))
+
+    def _has_array(self, number: int, wants: list[Wanted]) -> bool:
+        dtypes = [self._forms[want.leaf.path].dtype for want in wants]
+        return is_array(self._layout.tensors[number].dtype) or not all(isinstance(dtype, torch.dtype) for dtype in dtypes)
+
+    def _add(self, number: int, base: Found, stored: torch.dtype | None = None) -> None:
+        self._bases[number] = base
+        if base.nbytes:
+            self.targets[number] = target_of(base, stored)
+
+    def get(self, leaf: Leaf) -> Found:
+        """The tensor or array of a wanted leaf; valid when the bytes have arrived. One stored tensor is one object."""
+        dtype = self._converted.get(leaf.path) if self._converted else None
+        key = (leaf.index, leaf.flags, dtype)
+        if leaf.kind == "tensor" and key in self._made:
+            return self._made[key]
+        found = self._bases[leaf.index]
+        if leaf.kind == "view":
+            found = view_of(found, self._forms[leaf.path])
+        if isinstance(found, torch.Tensor):
+            if dtype is not None:
+                found = _converted(found, dtype)
+            if found.device != self._device:
+                found = found.to(self._device)
+            found = with_flags(found, leaf)
+        if leaf.kind == "tensor":
+            self._made[key] = found
+        return found
+
+
+def with_flags(tensor: torch.Tensor, leaf: Leaf) -> torch.Tensor:
+    """`tensor`, with gradient and as a Parameter, if the leaf says so."""
+    flags = leaf.flags
+    if flags and flags & REQUIRES_GRAD and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise CorruptObjectError(f"{leaf.path!r} is stored as an integer tensor with a gradient; run `tsck fsck`", object_id=leaf.path)
+    if flags & PARAMETER:
+        return torch.nn.Parameter(tensor, requires_grad=bool(flags & REQUIRES_GRAD))
+    return tensor.requires_grad_() if flags else tensor
+
+
+def _whole(spec: TensorSpec, memory: torch.Tensor, offset: int) -> Found:
+    dtype = dtype_of(spec.dtype, spec.item_bytes)
+    if isinstance(dtype, torch.dtype) and offset % dtype.itemsize:
+        raise CorruptObjectError(f"tensor {spec.name!r} lies at an impossible place; run `tsck fsck`", object_id=spec.name)
+    return view_of(memory, Form(dtype, spec.shape, contiguous_strides(spec.shape), offset))
+
+
+def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy in another dtype; what is repeated by strides of 0 stays repeated."""
+    compact = tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
+    return compact.to(dtype).expand(tensor.shape)

@@ -1,0 +1,324 @@
+"""Restores into a state that is there: matches names, checks everything, reads, and only then changes values.
+
+Three steps that never mix: `_Plan` walks the target and decides, `_InPlace` reads tensors' bytes to where they belong, and the
+functions that the plan left behind put values and new containers in place.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from tensorstore_ck.errors import MismatchError, StoreError, UnsupportedValueError
+from tensorstore_ck.layout import Content
+from tensorstore_ck.state.build import build, require_types
+from tensorstore_ck.state.capture import advice_for
+from tensorstore_ck.state.fresh import CONVERTIBLE, FreshTensors, Wanted, form_of
+from tensorstore_ck.state.inplace import Fill, find_conflicts, read_in_place
+from tensorstore_ck.state.report import LoadReport
+from tensorstore_ck.state.select import Selection, listed
+from tensorstore_ck.state.types import encode_torch, registered_class
+from tensorstore_ck.tree import ROOT, Branch, Leaf, Names, Tree, leaves
+from tensorstore_ck.values import MAX_NESTING, encode, key_text
+
+Finish = Callable[[], Any]
+"""Puts what was restored in its place, and gives the object that now stands there."""
+
+
+def fill(
+    into: object,
+    content: Content,
+    tree: Tree,
+    selection: Selection | None,
+    rename: Callable[[str], str | None],
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    strict: bool,
+    report: LoadReport | None,
+) -> Any:
+    """Restores `tree` into `into`, and returns it (or what replaces it, where it cannot be changed in place)."""
+    plan = _Plan(content, tree, selection, rename, dtype)
+    finish = plan.visit(into, "", 0)
+    plan.settle(strict=strict, report=report)
+    for adopted in plan.adopted:
+        require_types(adopted)
+    fresh = FreshTensors(content.layout, plan.wanted, device)
+    plan.tensor_of = fresh.get
+    try:
+        content.read(dict(fresh.targets))
+        read_in_place(content, plan.fills)
+    except StoreError as exc:
+        raise type(exc)(f"{exc} (the tensors of `into` are now undefined: restore into it again)", object_id=exc.object_id) from exc
+    except BaseException as exc:
+        exc.add_note("The tensors of `into` are now undefined: restore into it again.")
+        raise
+    return finish()
+
+
+class _Plan:
+    def __init__(
+        self, content: Content, tree: Tree, selection: Selection | None, rename: Callable[[str], str | None], dtype: torch.dtype | None
+    ) -> None:
+        self.fills: list[Fill] = []
+        self.wanted: list[Wanted] = []
+        self.adopted: list[Tree] = []
+        self.tensor_of: Callable[[Leaf], Any]
+        self._content = content
+        self._tree = tree
+        self._selection = selection
+        self._dtype = dtype
+        self._report = LoadReport()
+        self._names = Names()
+        self._used: set[str] = set()
+        self._stored: dict[str, Leaf] = {}
+        """Name in the target -> leaf."""
+        for leaf in _own_leaves(tree):
+            name = rename(leaf.path)
+            if name is None:
+                continue
+            if name in self._stored:
+                other = self._stored[name].path
+                raise MismatchError(f"rename gives {other!r} and {leaf.path!r} the same name {name!r}", object_id=name)
+            self._stored[name] = leaf
+        self._below = _ByPrefix(self._stored)
+        self._branches = {branch.path: branch for branch in reversed(list(_branches(tree)))}
+
+    def settle(self, *, strict: bool, report: LoadReport | None) -> None:
+        """Checks that everything fits."""
+        conflicts = find_conflicts(self.fills)
+        self._report.mismatched += [f"{name}: shares memory with {other} here, but not in the snapshot" for name, other in conflicts.items()]
+        self.fills = [fill for fill in self.fills if fill.name not in conflicts]
+        self._report.unexpected += [name for name in self._stored if name not in self._used]
+        self._report.settle(strict=strict, report=report)
+
+    # --- the walk -----------------------------------------------------------------------------------------------------
+
+    def visit(self, target: Any, path: str, depth: int) -> Finish:
+        """Plans for `target`. `path` ends with a dot, or is empty."""
+        if depth > MAX_NESTING:
+            raise UnsupportedValueError(f"`into` is nested deeper than {MAX_NESTING} levels; does something contain itself?", object_id=path[:60])
+        if isinstance(target, torch.Tensor | np.ndarray):
+            return self._visit_tensor(target, self._name(path))
+        if (advice := advice_for(target)) is not None:
+            raise UnsupportedValueError(f"cannot restore into {path[:-1] or 'this'}: {advice[0]}; {advice[1]}", object_id=path[:-1])
+        kind = type(target)
+        registered = registered_class(kind)
+        if registered is not None:
+            inner = self.visit(registered.to_state(target), path, depth + 1)
+            return lambda: registered.from_state(inner())
+        if isinstance(target, dict) and kind is not Counter:
+            return self._visit_dict(target, path, depth)
+        if isinstance(target, list | tuple) and kind is not torch.Size:
+            return self._visit_list(target, path, depth)
+        return self._visit_value(target, path)
+
+    def _visit_dict(self, target: dict[Any, Any], path: str, depth: int) -> Finish:
+        if not target:
+            return self._adopt(target, path) or (lambda: target)
+        children = []
+        for key, child in target.items():
+            text = key if type(key) is str and key.isascii() else key_text(encode(key, f"{path}{key!r:.80} (a dict key)", encode_torch))
+            children.append((key, child, self.visit(child, f"{path}{text}.", depth + 1)))
+        stored = self._branches.get(path[:-1]) if path else self._tree
+        attributes = stored.attributes if isinstance(stored, Branch) and isinstance(target, OrderedDict) else None
+        if attributes is not None:
+            self._want(attributes)
+
+        def finish() -> Any:
+            for key, child, child_finish in children:
+                restored = child_finish()
+                if restored is not child:
+                    target[key] = restored
+            if attributes is not None:
+                target._metadata = self._build(attributes)  # type: ignore[attr-defined]
+            return target
+
+        return finish
+
+    def _visit_list(self, target: list[Any] | tuple[Any, ...], path: str, depth: int) -> Finish:
+        stored = self._stored_at(path)
+        is_same_length = isinstance(stored, Branch) and len(stored.children) == len(target)
+        if stored is not None and not is_same_length and not _has_tensors(target, depth):
+            adopted = self._adopt(target, path)
+            if adopted is not None:
+                return adopted
+        fields = getattr(type(target), "_fields", range(len(target)))
+        children = [(child, self.visit(child, f"{path}{field}.", depth + 1)) for field, child in zip(fields, target, strict=True)]
+
+        def finish() -> Any:
+            restored = [child_finish() for _, child_finish in children]
+            if all(new is old for new, (old, _) in zip(restored, children, strict=True)):
+                return target
+            if isinstance(target, list):
+                target[:] = restored
+                return target
+            return tuple.__new__(type(target), restored)
+
+        return finish
+
+    def _visit_value(self, target: object, path: str) -> Finish:
+        name = self._name(path)
+        adopted = self._adopt(target, path, name)
+        if adopted is None:
+            self._miss(name)
+            return lambda: target
+        return adopted
+
+    def _visit_tensor(self, target: Any, name: str) -> Finish:
+        if isinstance(target, torch.Tensor) and not target.is_meta and (advice := advice_for(target)) is not None:
+            raise UnsupportedValueError(f"cannot restore into {name}: {advice[0]}; {advice[1]}", object_id=name)
+        leaf = self._stored.get(name)
+        if leaf is None:
+            self._miss(name)
+            return lambda: target
+        self._used.add(name)
+        problem = self._problem(target, leaf)
+        if problem is not None:
+            self._report.mismatched.append(f"{name}: {problem}")
+            return lambda: target
+        if not isinstance(target, torch.Tensor) or not target.is_meta:
+            self.fills.append(Fill(target, leaf, name))
+            return lambda: target
+        wanted = Leaf(leaf.path, leaf.kind, leaf.index, leaf.node)
+        self.wanted.append(Wanted(wanted, target.dtype))
+
+        def finish() -> Any:
+            fresh = self.tensor_of(wanted)
+            if isinstance(target, torch.nn.Parameter):
+                return torch.nn.Parameter(fresh.detach(), requires_grad=target.requires_grad)
+            return fresh.detach().requires_grad_(target.requires_grad)
+
+        return finish
+
+    def _problem(self, target: Any, leaf: Leaf) -> str | None:
+        """Why a stored leaf does not fit a tensor, or None."""
+        if leaf.kind == "value":
+            return "a tensor here, a plain value in the snapshot"
+        form = form_of(self._content.layout, leaf)
+        if form.shape != tuple(target.shape):
+            return f"shape {list(target.shape)} here, {list(form.shape)} in the snapshot"
+        converts = self._dtype is not None and target.dtype == self._dtype and form.dtype in CONVERTIBLE
+        if form.dtype != target.dtype and not converts:
+            return f"{_dtype_text(target.dtype)} here, {_dtype_text(form.dtype)} in the snapshot"
+        if isinstance(target, np.ndarray):
+            return None if target.flags.writeable else "the array here is read-only"
+        if any(step == 0 and extent > 1 for step, extent in zip(target.stride(), target.shape, strict=True)):
+            return "the tensor here is expanded: its elements share memory"
+        return None
+
+    # --- stored subtrees ----------------------------------------------------------------------------------------------
+
+    def _adopt(self, target: object, path: str, name: str | None = None) -> Finish | None:
+        """Plans to put whatever is stored at `path` in the place of `target`, which has no tensors; None if nothing is."""
+        found: Tree | None = self._stored.get(name) if name is not None else None
+        found = found or self._stored_at(path)
+        if found is None:
+            return None
+        inside = path[:-1] if path else ROOT
+        self._used.update(name for name in (inside if name is None else name,) if name in self._stored)
+        self._used.update(self._below.names(path))
+        self._want(found)
+
+        def finish() -> Any:
+            restored = self._build(found)
+            if isinstance(target, dict) and type(restored) is type(target):
+                target.clear()
+                target.update(restored)
+                if isinstance(target, OrderedDict):
+                    vars(target).update(vars(restored))
+                return target
+            if isinstance(target, list) and isinstance(restored, list):
+                target[:] = restored
+                return target
+            return restored
+
+        return finish
+
+    def _stored_at(self, path: str) -> Tree | None:
+        """What is stored under the target's `path`: a leaf, or the container of all that is below."""
+        if not path:
+            return self._tree
+        leaf = self._stored.get(path[:-1])
+        if leaf is not None:
+            return leaf
+        roots = set()
+        for name in self._below.names(path):
+            tail = name[len(path) - 1 :]
+            stored = self._stored[name].path
+            if not stored.endswith(tail) and stored != tail[1:]:
+                return None
+            roots.add(stored[: -len(tail)] if stored.endswith(tail) else "")
+            if len(roots) > 1:
+                return None
+        if roots:
+            (root,) = roots
+            return self._branches.get(root) if root else self._tree
+        return self._branches.get(path[:-1])
+
+    def _want(self, tree: Tree) -> None:
+        self.adopted.append(tree)
+        self.wanted += [Wanted(leaf, self._dtype) for leaf in leaves(tree) if leaf.kind != "value"]
+
+    def _build(self, tree: Tree) -> Any:
+        return build(tree, self._content, self.tensor_of)
+
+    def _name(self, path: str) -> str:
+        return self._names.name(path[:-1] if path else ROOT)
+
+    def _miss(self, name: str) -> None:
+        if self._selection is None or self._selection.fits(name):
+            self._report.missing.append(name)
+
+
+class _ByPrefix:
+    """Names by prefix."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = sorted(names)
+
+    def names(self, prefix: str) -> list[str]:
+        """The names that begin with `prefix`."""
+        from bisect import bisect_left
+
+        first = bisect_left(self._names, prefix)
+        last = first
+        while last < len(self._names) and self._names[last].startswith(prefix):
+            last += 1
+        return self._names[first:last]
+
+
+def _own_leaves(tree: Tree) -> Iterable[Leaf]:
+    """Leaves, without those of OrderedDicts' attributes, which follow their dict."""
+    if isinstance(tree, Leaf):
+        if tree.index >= 0:
+            yield tree
+        return
+    for child in tree.children:
+        yield from _own_leaves(child)
+
+
+def _branches(tree: Tree) -> Iterable[Branch]:
+    if isinstance(tree, Branch):
+        yield tree
+        for child in tree.children:
+            yield from _branches(child)
+
+
+def _has_tensors(target: Any, depth: int) -> bool:
+    if isinstance(target, torch.Tensor | np.ndarray):
+        return True
+    if depth > MAX_NESTING:
+        return False
+    if isinstance(target, dict):
+        return any(_has_tensors(child, depth + 1) for child in target.values())
+    return isinstance(target, list | tuple) and any(_has_tensors(child, depth + 1) for child in target)
+
+
+def _dtype_text(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else f"numpy {dtype.str}"
+
+
+__all__ = ["fill", "listed"]

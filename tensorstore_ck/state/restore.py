@@ -1,0 +1,68 @@
+"""Restores a stored state: as a new one, or into one that is there.
+
+All that can be known beforehand is checked before any tensor's bytes are read.
+"""
+
+from typing import Any
+
+import torch
+
+from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.layout import Content
+from tensorstore_ck.state.build import build, require_types
+from tensorstore_ck.state.fresh import CONVERTIBLE, FreshTensors, Wanted
+from tensorstore_ck.state.into import fill
+from tensorstore_ck.state.report import LoadReport
+from tensorstore_ck.state.select import Rename, Selection, renamer
+from tensorstore_ck.tree import leaves, parse
+
+
+def restore(
+    content: Content,
+    *,
+    into: object = None,
+    select: Any = None,
+    strict: bool = True,
+    rename: Rename | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    report: LoadReport | None = None,
+) -> Any:
+    """The state that `content` holds; see `Store.checkout` for the options.
+
+    With `into`, values of `into` are replaced by what is stored, lists and dicts in place. Tensors on the meta device and empty
+    dicts are filled with new tensors. When reading fails, the contents of its tensors are undefined, and the error says so.
+
+    Raises:
+        MismatchError: a glob fits nothing, or the snapshot does not fit `into`.
+        UnsupportedValueError: a type or dtype in it cannot be made here.
+        DamageError: what is stored is damaged.
+    """
+    place = _device(device)
+    if dtype is not None and dtype not in CONVERTIBLE:
+        options = ", ".join(sorted(str(option).removeprefix("torch.") for option in CONVERTIBLE))
+        raise InvalidOptionError(f"dtype must be a floating-point torch.dtype ({options}), not {dtype!r}", object_id="dtype")
+    if into is None and rename is not None:
+        raise InvalidOptionError("rename needs into=: names matter only where they are matched", object_id="rename")
+    selection = None if select is None else Selection(select)
+    stored = tree = parse(content.layout, len(content.values))
+    if selection is not None:
+        selection.require_used(stored)
+        tree = selection.prune(stored) or stored
+    if into is not None:
+        return fill(into, content, tree, selection, renamer(rename), dtype, place, strict=strict, report=report)
+    require_types(tree)
+    fresh = FreshTensors(content.layout, [Wanted(leaf, dtype) for leaf in leaves(tree) if leaf.kind != "value"], place)
+    content.read(dict(fresh.targets))
+    return build(tree, content, fresh.get)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, TypeError, AssertionError) as exc:
+        raise InvalidOptionError(f"device={device!r} cannot be used here: {exc}", object_id="device") from exc
+    if place.type == "meta":
+        raise InvalidOptionError("device='meta' holds no data; use open_snapshot to look at shapes", object_id="device")
+    return place

@@ -1,0 +1,89 @@
+"""Which leaves of a stored state are restored, and under which names. Pure: trees and names in, trees and names out."""
+
+import fnmatch
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from tensorstore_ck.errors import InvalidOptionError, MismatchError
+from tensorstore_ck.state.build import NOTHING
+from tensorstore_ck.tree import Branch, Leaf, Tree, leaves
+
+Rename = Mapping[str, str] | Callable[[str], str | None]
+
+
+class Selection:
+    """Globs over leaf paths. ``*`` crosses dots; a glob that fits a container's path selects all of it."""
+
+    def __init__(self, select: Sequence[str] | str) -> None:
+        globs = [select] if isinstance(select, str) else list(select)
+        if not globs or not all(isinstance(glob, str) for glob in globs):
+            raise InvalidOptionError(f"select must be globs such as 'model.*', not {select!r}", object_id="select")
+        self._patterns = {glob: re.compile(f"{fnmatch.translate(glob)}|{fnmatch.translate(glob + '.*')}") for glob in globs}
+
+    def fits(self, path: str) -> bool:
+        """Whether any glob fits."""
+        return any(pattern.match(path) for pattern in self._patterns.values())
+
+    def require_used(self, tree: Tree) -> None:
+        """Checks that each glob fits some leaf.
+
+        Raises:
+            MismatchError: it names the globs that do not, and what there is.
+        """
+        names = [leaf.path for leaf in leaves(tree)]
+        unused = [glob for glob, pattern in self._patterns.items() if not any(map(pattern.match, names))]
+        if unused:
+            there = sorted({name.partition(".")[0] + (".*" if "." in name else "") for name in names})
+            raise MismatchError(
+                f"nothing in the snapshot fits {', '.join(map(repr, unused))}; there is {listed(there, 12)}", object_id=unused[0]
+            )
+
+    def prune(self, tree: Tree) -> Tree | None:
+        """What is selected: dict entries vanish, elements of lists and tuples become None; None if nothing is left.
+
+        A registered type is kept whole, and so is the attribute of an OrderedDict.
+        """
+        if isinstance(tree, Leaf):
+            return tree if self.fits(tree.path) else None
+        if not tree.children:
+            return tree if self.fits(tree.path) else None
+        tag = tree.node[0]
+        if tag == "r":
+            return tree if any(self.fits(leaf.path) for leaf in leaves(tree)) else None
+        kept = [self.prune(child) for child in tree.children]
+        if not any(kept):
+            return None
+        if tag in ("l", "u", "n"):
+            return Branch(tree.node, tree.path, tree.keys, [child or NOTHING for child in kept], None)
+        keys = [key for key, child in zip(tree.keys, kept, strict=True) if child]
+        return Branch(tree.node, tree.path, keys, [child for child in kept if child], tree.attributes)
+
+
+def renamer(rename: Rename | None) -> Callable[[str], str | None]:
+    """A function from stored names to names in the target; None: leave it out.
+
+    In a mapping the longest prefix wins, and a prefix ends at a dot: ``{"module": "model"}`` leaves ``module_ema.w`` alone.
+    """
+    if rename is None:
+        return str
+    if not isinstance(rename, Mapping):
+        if not callable(rename):
+            raise InvalidOptionError(f"rename must be a mapping of prefixes or a function, not {rename!r}", object_id="rename")
+        return rename
+    if not all(isinstance(text, str) for pair in rename.items() for text in pair):
+        raise InvalidOptionError("rename must map strings to strings", object_id="rename")
+    prefixes = sorted(((old.rstrip("."), new.rstrip(".")) for old, new in rename.items()), key=lambda pair: -len(pair[0]))
+
+    def renamed(name: str) -> str:
+        for old, new in prefixes:
+            if not old or name == old or name.startswith(old + "."):
+                rest = name if not old else name[len(old) + 1 :]
+                return f"{new}.{rest}" if new and rest else new or rest
+        return name
+
+    return renamed
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """At most `most` names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

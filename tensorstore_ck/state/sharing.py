@@ -1,0 +1,149 @@
+"""Which tensors of a state share memory, and how that is stored. Pure: addresses in, a plan out.
+
+Two leaves share an *area* when their allocations overlap, and memory when their own bytes do. In one area, leaves whose bytes are
+disjoint stay tensors of their own, placed in one `SharedStorage`. Leaves that overlap become views: of one that covers them all, or
+else of an extra tensor of plain bytes. So every byte is stored once, and comes back shared.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+ALIGNMENT_BYTES: Final = 16
+"""Every allocator's alignment. Positions in a storage keep their address modulo it, so that views stay addressable."""
+MAX_GAP_BYTES: Final = 4096
+"""Unused bytes between two tensors of a storage are kept up to here: two rows of a large buffer must not bring it along."""
+
+
+class Extent(NamedTuple):
+    """Where one leaf lies."""
+
+    device: object
+    start: int
+    """Its lowest byte."""
+    stop: int
+    area_start: int
+    area_stop: int
+    """Its allocation."""
+    address: int
+    """Its first element."""
+    size_bytes: int
+    """Bytes when stored on its own: more than ``stop - start`` where elements repeat, less where there are gaps."""
+    is_whole: bool
+    """Contiguous: its bytes are ``[start, stop)``."""
+
+
+Area = tuple[object, int, int, bool] | None
+"""What `find_suspects` needs of a leaf: device, start and stop of its allocation, and whether elements repeat; None without bytes."""
+
+
+class Extra(NamedTuple):
+    """A tensor of plain bytes that covers leaves of which none covers the others."""
+
+    first: int
+    """The first leaf in it, which it is named after."""
+    start: int
+    stop: int
+
+
+class Place(NamedTuple):
+    """A base (a leaf's number; ``-1 - i`` for extra i) and bytes from there."""
+
+    base: int
+    offset_bytes: int
+
+
+class Storage(NamedTuple):
+    """Bases that lie side by side in one allocation."""
+
+    size_bytes: int
+    places: Sequence[Place]
+
+
+class Sharing(NamedTuple):
+    """The plan."""
+
+    views: dict[int, Place]
+    """Leaf -> where it begins, for every leaf that is not stored on its own."""
+    extras: list[Extra]
+    storages: list[Storage]
+
+
+class _Cluster(NamedTuple):
+    base: int
+    start: int
+    size_bytes: int
+
+
+def find_suspects(areas: Sequence[Area]) -> list[int]:
+    """The leaves whose allocation overlaps another's, or whose elements repeat: few or none, in most states."""
+    suspects: set[int] = set()
+    reach: dict[object, tuple[int, int]] = {}
+    for leaf in sorted((leaf for leaf, area in enumerate(areas) if area is not None), key=lambda leaf: areas[leaf][1]):  # type: ignore[index]
+        device, start, stop, repeats = areas[leaf]  # type: ignore[misc]
+        furthest, other = reach.get(device, (-1, -1))
+        if start < furthest:
+            suspects.update((leaf, other))
+        elif repeats:
+            suspects.add(leaf)
+        if stop > furthest:
+            reach[device] = stop, leaf
+    return sorted(suspects)
+
+
+def find_sharing(extents: dict[int, Extent]) -> Sharing:
+    """Plans for the suspects."""
+    plan = Sharing({}, [], [])
+    by_device: defaultdict[object, list[tuple[int, int, int]]] = defaultdict(list)
+    for leaf, extent in extents.items():
+        by_device[extent.device].append((extent.area_start, extent.area_stop, leaf))
+    for intervals in by_device.values():
+        for area in _runs(intervals):
+            _plan_area(area, extents, plan)
+    return plan
+
+
+def _runs(intervals: list[tuple[int, int, int]]) -> Iterator[list[int]]:
+    """Groups leaves whose intervals (start, stop, leaf) overlap, one with the next."""
+    run: list[int] = []
+    reach = -1
+    for start, stop, leaf in sorted(intervals):
+        if run and start >= reach:
+            yield run
+            run, reach = [], -1
+        run.append(leaf)
+        reach = max(reach, stop)
+    if run:
+        yield run
+
+
+def _plan_area(area: list[int], extents: dict[int, Extent], plan: Sharing) -> None:
+    runs = _runs([(extents[leaf].start, extents[leaf].stop, leaf) for leaf in area])
+    clusters = [_plan_cluster(sorted(run), extents, plan) for run in runs]
+    if len(clusters) == 1 and (clusters[0].start % ALIGNMENT_BYTES == 0 or len(area) == 1):
+        return
+    places = []
+    position, stop = clusters[0].start % ALIGNMENT_BYTES, clusters[0].start
+    for cluster in clusters:
+        gap = cluster.start - stop
+        position += gap if gap < MAX_GAP_BYTES else gap % MAX_GAP_BYTES
+        places.append(Place(cluster.base, position))
+        position += cluster.size_bytes
+        stop = cluster.start + cluster.size_bytes
+    plan.storages.append(Storage(position, places))
+
+
+def _plan_cluster(members: list[int], extents: dict[int, Extent], plan: Sharing) -> _Cluster:
+    """Leaves whose bytes overlap: chooses the base that they are views of."""
+    first = extents[members[0]]
+    if len(members) == 1 and first.size_bytes <= first.stop - first.start:
+        return _Cluster(members[0], first.start, first.size_bytes)
+    start, stop = min(extents[leaf].start for leaf in members), max(extents[leaf].stop for leaf in members)
+    for base in members:
+        if extents[base].is_whole and extents[base].start == start and extents[base].stop == stop:
+            break
+    else:
+        plan.extras.append(Extra(members[0], start, stop))
+        base = -len(plan.extras)
+    plan.views.update({leaf: Place(base, extents[leaf].address - start) for leaf in members if leaf != base})
+    return _Cluster(base, start, stop - start)

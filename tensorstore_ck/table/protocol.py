@@ -1,0 +1,98 @@
+"""What the log and the block index ask of the host's cache: an ordered map of bytes with atomic batches.
+
+A table may lose everything at any moment, but only all of it, and it says so: `TableDamagedError` means that it is empty
+now and works again. It never returns bytes that were not put. Methods may be called from several threads and, for tables
+on disk, processes; a batch excludes all other batches.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Final, Protocol
+
+from tensorstore_ck.errors import RetryableError
+
+MAX_KEY_BYTES: Final = 511
+"""LMDB's limit, kept by every table."""
+
+PAGE_ITEMS: Final = 256
+"""Items that a scan takes at once, so that no lock and no transaction is held while the caller works."""
+
+Item = tuple[bytes, bytes]
+
+
+class CacheWarning(UserWarning):
+    """The host's cache is of less use than it should be; nothing is lost."""
+
+
+class TableDamagedError(RetryableError):
+    """The cache was damaged and has been emptied; the same call builds it again."""
+
+
+class Reader(Protocol):
+    """Reads of a table, or of a batch that sees its own writes."""
+
+    def get(self, key: bytes) -> bytes | None:
+        """The value of `key`."""
+
+    def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
+        """The items whose keys begin with `prefix`, in order: from `start` on, or in reverse from `start` down.
+
+        Taken in pages: what is put meanwhile may or may not show up.
+        """
+
+
+class Batch(Reader, Protocol):
+    """Writes that become visible, and durable, together or not at all."""
+
+    def put(self, key: bytes, value: bytes) -> None:
+        """Sets the value of `key`."""
+
+    def delete(self, key: bytes) -> None:
+        """Removes `key`, if it is there."""
+
+    def clear(self, prefix: bytes) -> None:
+        """Removes every key that begins with `prefix`."""
+
+
+class Table(Reader, Protocol):
+    """An ordered map of bytes."""
+
+    def batch(self) -> AbstractContextManager[Batch]:
+        """A batch: committed at the end of the ``with`` block, dropped when that raises."""
+
+    def close(self) -> None:
+        """Gives the table up; idempotent."""
+
+
+def check_key(key: bytes) -> None:
+    """Refuses a key that some table could not hold: a mistake of the caller."""
+    if not 0 < len(key) <= MAX_KEY_BYTES:
+        raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
+
+
+def prefix_end(prefix: bytes) -> bytes | None:
+    """The first key after all that begin with `prefix`; None when there is none."""
+    stripped = prefix.rstrip(b"\xff")
+    return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else None
+
+
+Page = Callable[[bytes, bytes | None, bool], list[Item]]
+"""(low, high, reverse) -> up to `PAGE_ITEMS` of the items with low <= key < high, from the end when reverse."""
+
+
+def scan_pages(page: Page, prefix: bytes, start: bytes | None, reverse: bool) -> Iterator[Item]:
+    """`Reader.scan` on top of a function that reads one page."""
+    low, high = prefix, prefix_end(prefix)
+    if start is not None and reverse:
+        after = start + b"\0"
+        high = after if high is None else min(high, after)
+    elif start is not None:
+        low = max(low, start)
+    while items := page(low, high, reverse):
+        yield from items
+        if len(items) < PAGE_ITEMS:
+            return
+        if reverse:
+            high = items[-1][0]
+        else:
+            low = items[-1][0] + b"\0"

@@ -1,0 +1,186 @@
+"""One real object of each kind, small and with every field in use; and what tests do to them."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgpack
+import numpy as np
+
+from tensorstore_ck import codec, values
+from tensorstore_ck.config import decode_config, new_config
+from tensorstore_ck.envelope import HEADER_BYTES, KINDS, MAGIC
+from tensorstore_ck.ids import DIGEST_BYTES, Digest, Ulid, block_id, derived_hash
+from tensorstore_ck.layout import Layout, SharedStorage, TensorSpec, decode_layout
+from tensorstore_ck.log import checkpoint
+from tensorstore_ck.log.entry import Entry, decode_entry, genesis_hash, seal_entry
+from tensorstore_ck.log.fold import fold
+from tensorstore_ck.log.ops import Op
+from tensorstore_ck.pack import ENTRY_DTYPE, HEADER, TRAILER, Footer, decode_footer, encode_footer, encode_header, footer_bytes, stored_check
+from tensorstore_ck.part import BLOB_DTYPE, EXTENT_DTYPE, Part, decode_part, encode_values
+from tensorstore_ck.record import Record, decode_record, encode_metadata
+from tensorstore_ck.table import MemoryTable
+
+ROOT = Digest(bytes(range(32)))
+ULID = Ulid(bytes(range(16)))
+
+
+def layout() -> Layout:
+    """Every kind of node; tensors inline, of one block and of none; a shared storage."""
+    tensors = [
+        TensorSpec("model.weight", "bfloat16", 2, (64, 48)),
+        TensorSpec("model.bias", "float32", 4, (48,)),
+        TensorSpec("array", "np:<f8", 8, (2, 0, 3)),
+        TensorSpec("scalar", "int64", 8, ()),
+    ]
+    tree = [
+        "d",
+        ["model", 7, ["u", [1, "a"]], "moment", "rest", "config"],
+        [
+            ["o", ["weight", "bias"], [["t", 0, 3], ["w", 1, "float32", [4, 12], [12, 1], 0, 1]], ["d", ["version"], [None]]],
+            ["l", [2, None, ["u", [3, None]]]],
+            ["c", ["x"], [None]],
+            ["f", "builtins.list", ["y"], [["l", []]]],
+            ["n", "module:Point", ["x", "y"], [None, None]],
+            ["r", "a.Type", ["d", [], []]],
+        ],
+    ]
+    return Layout(tensors, tree, [SharedStorage(256, (1, 3), (0, 192))])
+
+
+def value_list() -> list[object]:
+    """One value for each hole of the layout's tree."""
+    return [values.encode(value, "x") for value in (1, (2, "é", b"\0"), 1 << 70, {1 + 2j, "s"}, np.float16(1.5), None)]
+
+
+def part() -> Part:
+    sealed = layout().encode()
+    blobs = np.array([(1, 0, len(sealed)), (1, 0, 70_000)], BLOB_DTYPE)
+    extents = np.zeros(4, EXTENT_DTYPE)
+    extents[:] = [
+        (0, 0, 64, len(sealed), len(sealed), -1, 0, 0),
+        (0, 1, 64 + len(sealed), 300, 70_000, -1, 1, 0),
+        (1, 5, 4096, 6000, 6144, 3, 3, 0),
+        (1, 9, 1 << 20, 6144, 6144, -1, 0, 0),
+    ]
+    ids = b"".join(block_id(bytes([number])) for number in range(3))
+    packs = [Ulid(bytes([1] * 16)), Ulid(bytes([2] * 16))]
+    inline = bytes(range(200))
+    return Part(Digest(sealed[-32:]), 0, 1, blobs, ids, encode_values(value_list()), inline, packs, extents, block_id(b"base"), 17)
+
+
+def record() -> Record:
+    metadata = encode_metadata({"lr": 3e-4, "list": [1, None, True, "é"], "nested": {"a": {}}})
+    return Record("runs/gpt", 1000, ROOT, metadata, {"loss": 2.5, "nan": float("nan")}, 1_700_000_000_000_000_000, [ULID], bytes(32), 12, 34)
+
+
+def operations() -> list[Op]:
+    sealed = record().encode()
+    unknown = Op({"op": "invented", "critical": False, "field": [1, {"a": b"x"}]})
+    return [
+        Op.put("runs/gpt", ULID, record(), sealed, anchor=3, txn=bytes(16)),
+        Op.branch("copy", record().root()),
+        Op.reset("copy", record().root()),
+        Op.tag("v1", record().root()),
+        Op.annotate(record().root(), {"later": 1.0}),
+        Op.mark(record().root(), "bad", "diverged"),
+        Op.abort(bytes([9] * 16)),
+        unknown,
+    ]
+
+
+def sealed_entry() -> bytes:
+    return seal_entry(1, genesis_hash(bytes(16)), operations(), write_id=bytes(16), time_ns=1_700_000_000, actor="me@host:1")[0]
+
+
+def sealed_checkpoint() -> bytes:
+    table = MemoryTable()
+    entry = decode_entry(sealed_entry(), "entry", 1)
+    with table.batch() as batch:
+        fold(entry, batch)
+        dumped = checkpoint.dump(batch, 1, entry.hash)
+    assert dumped is not None
+    return dumped
+
+
+def pack_of(blocks: list[bytes], *, compress: bool = True) -> bytes:
+    """A pack with these blocks."""
+    header = encode_header()
+    body = bytearray(header)
+    entries = np.zeros(len(blocks), ENTRY_DTYPE)
+    for number, raw in enumerate(blocks):
+        kind, stored = codec.encode_lz4(raw) if compress else (codec.Codec.RAW, raw)
+        entries[number] = (block_id(raw), len(body), stored_check(stored) if kind else 0, len(stored), len(raw), kind, 0, 0)
+        body += stored
+    return bytes(body) + encode_footer(header, entries)
+
+
+def pack() -> bytes:
+    return pack_of([b"a" * 1000, bytes(range(100)), b"z"])
+
+
+def decode_pack(data: bytes, name: str = "a pack") -> Footer:
+    """Footer first, as fsck reads it; then every block."""
+    size = footer_bytes(data[-TRAILER.size :], len(data), name)
+    footer = decode_footer(data[: HEADER.size], data[-size:], len(data), name)
+    for entry in footer.entries:
+        start, stored = int(entry["offset"]), int(entry["stored"])
+        codec.decode(int(entry["codec"]), memoryview(data)[start : start + stored], int(entry["raw"]), name)
+    return footer
+
+
+class Format(NamedTuple):
+    """A kind of object: one of it, and its decoder."""
+
+    sample: bytes
+    decode: Callable[[bytes], object]
+
+
+def decode_log(data: bytes) -> Entry:
+    return decode_entry(data, "an entry", 1)
+
+
+SEALED: Mapping[str, Format] = {
+    "layout": Format(layout().encode(), lambda data: decode_layout(data, "a layout")),
+    "part": Format(part().encode(), lambda data: decode_part(data, "a part")),
+    "snapshot": Format(record().encode(), lambda data: decode_record(data, "a record")),
+    "log": Format(sealed_entry(), decode_log),
+    "checkpoint": Format(sealed_checkpoint(), lambda data: checkpoint.decode_checkpoint(data, "a checkpoint")),
+}
+ALL: Mapping[str, Format] = {
+    **SEALED,
+    "pack": Format(pack(), decode_pack),
+    "config": Format(new_config(exclusive_create=True).encode(), lambda data: decode_config(data, "memory://")),
+}
+
+
+def sealed_body(kind: str, body: bytes) -> bytes:
+    """Any bytes under a right seal, so that what is behind it is reached."""
+    head = MAGIC + KINDS[kind] + body
+    return head + derived_hash(f"{kind} object", head)
+
+
+def body_of(sealed: bytes) -> dict[str, Any]:
+    decoded: dict[str, Any] = msgpack.unpackb(sealed[HEADER_BYTES:-DIGEST_BYTES])
+    return decoded
+
+
+def with_fields(kind: str, **fields: object) -> bytes:
+    """The sample of `kind` with other fields, under a right seal."""
+    return sealed_body(kind, msgpack.packb({**body_of(SEALED[kind].sample), **fields}))
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(container, key) of everything inside a body."""
+    items = value.items() if type(value) is dict else enumerate(value) if type(value) is list else ()
+    for key, item in list(items):
+        yield value, key
+        yield from places(item)
+
+
+def replaced(body: dict[str, Any], number: int, value: object) -> dict[str, Any]:
+    """A copy of `body` with the value at place `number` replaced."""
+    body = copy.deepcopy(body)
+    container, key = list(places(body))[number]
+    container[key] = value
+    return body

@@ -1,0 +1,143 @@
+"""S3 servers on loopback for the tests: moto (quick), SeaweedFS (real) and rclone (ignores conditional writes).
+
+Each is a context manager that starts the server on a free port, waits until it answers, makes a bucket and stops it at the end.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import botocore.session
+
+BUCKET = "bucket"
+KEY = "AKIATEST"
+SECRET = "sekret123"
+START_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """Where a server listens."""
+
+    port: int
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """What `tsck.open(..., storage_options=)` takes."""
+        return storage_options(self.endpoint)
+
+    def client(self) -> Any:
+        """A plain botocore client, which shares nothing with what is tested."""
+        return botocore.session.Session().create_client(
+            "s3", "us-east-1", endpoint_url=self.endpoint, aws_access_key_id=KEY, aws_secret_access_key=SECRET
+        )
+
+
+def storage_options(endpoint: str) -> dict[str, Any]:
+    """s3fs's options for a server at `endpoint`."""
+    return {"key": KEY, "secret": SECRET, "endpoint_url": endpoint, "client_kwargs": {"region_name": "us-east-1"}}
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+@contextlib.contextmanager
+def moto() -> Iterator[S3Server]:
+    port = free_port()
+    script = _tool("moto_server")
+    with _running([sys.executable, script, "-H", "127.0.0.1", "-p", str(port)], S3Server(port)) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def seaweedfs(folder: Path) -> Iterator[S3Server]:
+    """One process with master, volume server, filer and S3 gateway; SeaweedFS derives its gRPC ports as port + 10000."""
+    data = folder / "data"
+    data.mkdir()
+    config = folder / "s3.json"
+    identity = {
+        "name": "t",
+        "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
+        "actions": ["Admin", "Read", "List", "Tagging", "Write"],
+    }
+    config.write_text(json.dumps({"identities": [identity]}))
+    ports = dict(zip(("master", "volume", "filer", "s3"), _ports_with_grpc(), strict=False))
+    command = [_tool("weed"), "server", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", f"-s3.config={config}"]
+    command += ["-master.volumeSizeLimitMB=1024", "-volume.max=20"]
+    for role, port in ports.items():
+        command += [f"-{role}.port={port}", f"-{role}.port.grpc={port + 10000}"]
+    with _running(command, S3Server(ports["s3"]), cwd=folder) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def rclone(folder: Path) -> Iterator[S3Server]:
+    """A server that answers 200 to every conditional write."""
+    port = free_port()
+    command = [_tool("rclone"), "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", f"{KEY},{SECRET}", str(folder)]
+    command += ["--config", str(folder / "none.conf"), "--vfs-cache-mode", "off"]
+    with _running(command, S3Server(port)) as server:
+        yield server
+
+
+def _tool(name: str) -> str:
+    return os.path.join(os.path.dirname(sys.executable), name)
+
+
+def _ports_with_grpc() -> Iterator[int]:
+    """Free ports whose numbers plus 10,000 are free too."""
+    for port in range(20000 + os.getpid() % 1000 * 10, 50000):
+        with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as two:
+            one.bind(("127.0.0.1", port))
+            two.bind(("127.0.0.1", port + 10000))
+            yield port
+
+
+@contextlib.contextmanager
+def _running(command: Sequence[str], server: S3Server, cwd: Path | None = None) -> Iterator[S3Server]:
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, cwd=cwd) as process:
+        try:
+            _make_bucket(process, server)
+            yield server
+        finally:
+            process.kill()
+
+
+def _make_bucket(process: "subprocess.Popen[bytes]", server: S3Server) -> None:
+    """Makes the bucket, and writes an object: a server may answer before it can store."""
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        if process.poll() is not None:
+            raise RuntimeError(f"{process.args!r} ended with {process.returncode}")
+        try:
+            socket.create_connection(("127.0.0.1", server.port), timeout=1).close()
+            client = server.client()
+            with contextlib.closing(client):
+                with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists):
+                    client.create_bucket(Bucket=BUCKET)
+                client.put_object(Bucket=BUCKET, Key="ready", Body=b"x")
+                client.delete_object(Bucket=BUCKET, Key="ready")
+        except Exception:  # whatever it is, the server is not ready
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+        else:
+            return
