@@ -88,7 +88,9 @@ def unpack_body(data: memoryview, name: str) -> Any:
         raise CorruptObjectError(f"{name} is {len(data)} bytes, more than an object may have", object_id=name)
     check_msgpack(data, name)
     try:
-        return msgpack.unpackb(data, object_pairs_hook=_map, max_array_len=len(data), max_map_len=len(data), max_ext_len=0)
+        return msgpack.unpackb(
+            data, object_pairs_hook=_map, strict_map_key=False, max_array_len=len(data), max_map_len=len(data), max_ext_len=0
+        )
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as exc:
         raise CorruptObjectError(f"{name} is not decodable: {exc}", object_id=name) from exc
 

@@ -7,6 +7,10 @@ import threading
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.config import CONFIG_NAME
+from tensorstore_ck.errors import BackendUnavailableError, StoreError
+
 MAX_HITS: Final = 10
 
 Severity = Literal["error", "notice"]
@@ -56,6 +60,17 @@ class _Gathered:
     repairable: bool
     hits: list[str] = field(default_factory=list)
     hit_count: int = 0
+
+
+def require_reachable(backend: Backend, exc: StoreError) -> None:
+    """Raises `exc` when it is the backend that cannot be read, and not just one object of it."""
+    if isinstance(exc, BackendUnavailableError):
+        try:
+            backend.size(CONFIG_NAME)
+        except BackendUnavailableError:
+            raise exc from None
+        except StoreError:
+            return
 
 
 class Findings:

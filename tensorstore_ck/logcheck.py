@@ -12,7 +12,8 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES
-from tensorstore_ck.errors import DamageError, FormatVersionError, MissingObjectError, StoreError
+from tensorstore_ck.errors import MissingObjectError, StoreError
+from tensorstore_ck.findings import require_reachable
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import Chain, Entry, RefTable, chain_break
 from tensorstore_ck.log.checkpoint import Checkpoint, checkpoint_folder, checkpoint_number, decode_checkpoint, dump, load
@@ -111,9 +112,7 @@ class _LogChecker:
             if match and 0 < int(match[2]) <= MAX_NUMBER:
                 numbers.append(int(match[2]))
             else:
-                self._note(
-                    "foreign_object", info.name, "it is no log entry, and nothing reads it: delete it if nobody knows it", is_error=False
-                )
+                self._check.problems.append(_foreign(info.name, "log entry"))
         return sorted(numbers)
 
     def _entries(self, listed: list[int]) -> Iterator[tuple[int, Entry | LogProblem]]:
@@ -125,7 +124,8 @@ class _LogChecker:
             def read(n: int, found: dict[int, Entry | LogProblem | None] = found) -> None:
                 try:
                     found[n] = self._chain.read(n)
-                except (DamageError, FormatVersionError) as exc:
+                except StoreError as exc:
+                    require_reachable(self._backend, exc)
                     found[n] = LogProblem(exc.kind, self._chain.name(n), str(exc))
 
             for_each(window, read, 1 if self._backend.is_local else _READERS)
@@ -183,9 +183,7 @@ class _LogChecker:
             if number and number <= MAX_NUMBER and info.name == self._checkpoint_name(number):
                 listed.add(number)
             else:
-                self._note(
-                    "foreign_object", info.name, "it is no checkpoint, and nothing reads it: delete it if nobody knows it", is_error=False
-                )
+                self._check.problems.append(_foreign(info.name, "checkpoint"))
         return listed
 
     def _checkpoint_name(self, n: int) -> str:
@@ -197,8 +195,9 @@ class _LogChecker:
             found = decode_checkpoint(self._backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
         except MissingObjectError:
             return None
-        except (DamageError, FormatVersionError) as exc:
-            self._note("corrupt_object", name, f"{exc} (it is derived from the log, and ignored: delete it)")
+        except StoreError as exc:
+            require_reachable(self._backend, exc)
+            self._note(exc.kind, name, f"{exc} (it is derived from the log, and ignored: delete it)")
             return None
         if found.n != n:
             self._note("corrupt_object", name, f"it is the checkpoint of entry {found.n}: it is ignored; delete it")
@@ -227,8 +226,12 @@ class _LogChecker:
             load(batch, checkpoint)
         self._check.lost.clear()
 
-    def _note(self, kind: str, object_name: str, message: str, *, is_error: bool = True) -> None:
-        self._check.problems.append(LogProblem(kind, object_name, message, is_error))
+    def _note(self, kind: str, object_name: str, message: str) -> None:
+        self._check.problems.append(LogProblem(kind, object_name, message))
+
+
+def _foreign(name: str, kind: str) -> LogProblem:
+    return LogProblem("foreign_object", name, f"it is no {kind}, and nothing reads it: delete it if nobody knows it", is_error=False)
 
 
 def host_saw_more(check: LogCheck, seen: RefTable, chain: Chain) -> LogProblem | None:

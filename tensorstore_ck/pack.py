@@ -18,7 +18,8 @@ from tensorstore_ck.ids import Ulid, derived_hash, ulid_text
 
 PACK_LIMIT_BYTES: Final = 1 << 30
 MAX_BLOCK_BYTES: Final = 64 << 20
-MAX_ENTRIES: Final = 1 << 26
+MAX_ENTRIES: Final = 1 << 22
+"""256 MiB of footer: what a reader may have to hold. Raw blocks of tensors average more than 2 KiB, so a full pack has far fewer."""
 PACK_MAGIC: Final = b"TSCKPACK"
 FOOTER_MAGIC: Final = b"TSCKFOOT"
 PACK_VERSION: Final = 1

@@ -94,11 +94,11 @@ def decode_record(data: bytes, name: str) -> Record:
             take_count(body, "logical_bytes"),
             take_count(body, "new_bytes"),
         )
-        root = record.root()
+        is_root = record.root() == body["root"]
     except (KeyError, TypeError, ValueError, struct.error) as exc:
         raise CorruptObjectError(f"{name} is not a valid record: {exc!r}", object_id=name) from exc
     is_whole = len(parts) % ULID_BYTES == 0 and len(record.part_ids) == len(record.parts) * DIGEST_BYTES and record.parts
-    if not is_whole or len(record.metadata) > MAX_METADATA_BYTES or root != body["root"]:
+    if not is_whole or len(record.metadata) > MAX_METADATA_BYTES or not is_root:
         raise CorruptObjectError(f"{name}: its root is not that of its content", object_id=name)
     return record
 

@@ -147,13 +147,13 @@ class _Parser:
     def _branch(self, node: list[Any], path: str, depth: int) -> Branch:
         tag, *rest = node
         match tag, rest:
-            case ("d" | "c"), [list(keys), list(nodes)]:
+            case (("d" | "c"), [list(keys), list(nodes)]):
                 pass
             case "o", [list(keys), list(nodes), _]:
                 pass
             case "f", [(None | str()), list(keys), list(nodes)]:
                 pass
-            case ("l" | "u"), [list(nodes)]:
+            case (("l" | "u"), [list(nodes)]):
                 keys = list(range(len(nodes)))
             case "n", [str(), list(keys), list(nodes)]:
                 if not all(type(key) is str for key in keys):

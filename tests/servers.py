@@ -1,6 +1,8 @@
-"""S3 servers on loopback for the tests: moto (quick), SeaweedFS (real) and rclone (ignores conditional writes).
+"""Object stores on loopback for the tests.
 
-Each is a context manager that starts the server on a free port, waits until it answers, makes a bucket and stops it at the end.
+moto (quick), SeaweedFS (a real one) and rclone (ignores conditional writes) speak S3; a fake of Google Cloud Storage and Azurite are
+tried where they are installed. Each is a context manager that starts the server on a free port, waits until it answers, makes a
+bucket and stops it at the end.
 """
 
 import contextlib
@@ -10,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,23 @@ START_SECONDS = 60
 
 
 @dataclass(frozen=True)
+class ObjectServer:
+    """A bucket's URL and what reaching it takes."""
+
+    url: str
+    storage_options: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class S3Server:
-    """Where a server listens."""
+    """Where an S3 server listens."""
 
     port: int
+
+    @property
+    def url(self) -> str:
+        """The bucket's."""
+        return f"s3://{BUCKET}"
 
     @property
     def endpoint(self) -> str:
@@ -97,6 +112,39 @@ def rclone(folder: Path) -> Iterator[S3Server]:
         yield server
 
 
+@contextlib.contextmanager
+def fake_gcs(program: Path) -> Iterator[ObjectServer]:
+    """fsouza's fake-gcs-server, with gcsfs."""
+    import gcsfs
+
+    port = free_port()
+    place = f"127.0.0.1:{port}"
+    command = [str(program), "-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-backend", "memory"]
+    command += ["-external-url", f"http://{place}", "-public-host", place]
+    options = {"endpoint_url": f"http://{place}", "token": "anon", "project": "p"}
+    with _process(command) as process:
+        _wait(process, port, lambda: gcsfs.GCSFileSystem(**options).mkdir(BUCKET))
+        yield ObjectServer(f"gs://{BUCKET}", options)
+
+
+@contextlib.contextmanager
+def azurite(program: Path, folder: Path) -> Iterator[ObjectServer]:
+    """Microsoft's emulator of Azure's blob storage, with adlfs; account and key are its published ones."""
+    import adlfs
+
+    port = free_port()
+    account, key = "devstoreaccount1", "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+    command = [str(program), "--blobHost", "127.0.0.1", "--blobPort", str(port), "-l", str(folder)]
+    command += ["--silent", "--skipApiVersionCheck", "--disableTelemetry"]
+    options = {
+        "connection_string": f"DefaultEndpointsProtocol=http;AccountName={account};AccountKey={key};"
+        f"BlobEndpoint=http://127.0.0.1:{port}/{account};"
+    }
+    with _process(command) as process:
+        _wait(process, port, lambda: adlfs.AzureBlobFileSystem(**options).mkdir(BUCKET))
+        yield ObjectServer(f"az://{BUCKET}", options)
+
+
 def _tool(name: str) -> str:
     return os.path.join(os.path.dirname(sys.executable), name)
 
@@ -112,32 +160,43 @@ def _ports_with_grpc() -> Iterator[int]:
 
 @contextlib.contextmanager
 def _running(command: Sequence[str], server: S3Server, cwd: Path | None = None) -> Iterator[S3Server]:
+    with _process(command, cwd) as process:
+        _wait(process, server.port, lambda: _make_bucket(server))
+        yield server
+
+
+@contextlib.contextmanager
+def _process(command: Sequence[str], cwd: Path | None = None) -> Iterator["subprocess.Popen[bytes]"]:
     quiet = subprocess.DEVNULL
     with subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, cwd=cwd) as process:
         try:
-            _make_bucket(process, server)
-            yield server
+            yield process
         finally:
             process.kill()
 
 
-def _make_bucket(process: "subprocess.Popen[bytes]", server: S3Server) -> None:
-    """Makes the bucket, and writes an object: a server may answer before it can store."""
+def _wait(process: "subprocess.Popen[bytes]", port: int, prepare: Callable[[], object]) -> None:
+    """Repeats `prepare` until it passes."""
     deadline = time.monotonic() + START_SECONDS
     while True:
         if process.poll() is not None:
             raise RuntimeError(f"{process.args!r} ended with {process.returncode}")
         try:
-            socket.create_connection(("127.0.0.1", server.port), timeout=1).close()
-            client = server.client()
-            with contextlib.closing(client):
-                with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists):
-                    client.create_bucket(Bucket=BUCKET)
-                client.put_object(Bucket=BUCKET, Key="ready", Body=b"x")
-                client.delete_object(Bucket=BUCKET, Key="ready")
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            prepare()
         except Exception:  # whatever it is, the server is not ready
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
         else:
             return
+
+
+def _make_bucket(server: S3Server) -> None:
+    """Makes the bucket, and writes an object: a server may answer before it can store."""
+    client = server.client()
+    with contextlib.closing(client):
+        with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists):
+            client.create_bucket(Bucket=BUCKET)
+        client.put_object(Bucket=BUCKET, Key="ready", Body=b"x")
+        client.delete_object(Bucket=BUCKET, Key="ready")

@@ -38,7 +38,8 @@ def open_backend(url: str | os.PathLike[str], storage_options: Mapping[str, Any]
         if storage_options:
             raise InvalidOptionError(f"storage_options are for remote stores, and {text} is a local folder", object_id=text)
         return LocalBackend(text if match is None else _file_path(text), sync=not no_sync)
-    return _open_remote(match["protocol"].lower(), text, dict(storage_options or {}))
+    protocol = match["protocol"].lower()
+    return _open_remote(protocol, f"{protocol}://{match['rest']}", dict(storage_options or {}))
 
 
 def _file_path(url: str) -> str:
@@ -62,7 +63,7 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any]) -> Backend:
         raise MissingExtraError(f"{protocol}:// needs a library that is not installed: {advice}", object_id=protocol) from exc
     root = filesystem_class._strip_protocol(url)
     options = {**filesystem_class._get_kwargs_from_urls(url), **options, "use_listings_cache": False, "skip_instance_cache": True}
-    if not isinstance(root, str) or not root.strip("/"):
+    if not isinstance(root, str) or not root.strip("/") or (protocol in _EXTRAS and url.startswith(f"{protocol}:///")):
         raise InvalidUrlError(f"{url} names no place: give {protocol}://bucket/prefix", object_id=url)
     if ".." in root.split("/"):
         raise InvalidUrlError(f"{url} has a `..` in it; write the prefix that you mean", object_id=url)

@@ -45,17 +45,14 @@ class MemoryBackend:
         return len(self._data(name))
 
     def put(self, name: str, data: Buffer) -> None:
-        if self.create(name, data) is not Created.CREATED:
-            raise BackendUnavailableError(f"{name} is there already, though its name was new; try again", object_id=name)
+        self._insert_new(name, data)
 
     def replace(self, name: str, data: Buffer) -> None:
         with self._lock:
             self._objects[check_name(name)] = bytes(data), self._clock()
 
     def create(self, name: str, data: Buffer) -> Created:
-        stored = bytes(data), self._clock()
-        with self._lock:
-            return Created.CREATED if self._objects.setdefault(check_name(name), stored) is stored else Created.EXISTS
+        return Created.CREATED if self._insert(name, data) else Created.EXISTS
 
     def sync_folders(self, name: str) -> None:
         check_name(name)
@@ -96,6 +93,15 @@ class MemoryBackend:
             raise MissingObjectError(f"{name} is not in the store", object_id=name)
         return stored[0]
 
+    def _insert(self, name: str, data: Buffer) -> bool:
+        stored = bytes(data), self._clock()
+        with self._lock:
+            return self._objects.setdefault(check_name(name), stored) is stored
+
+    def _insert_new(self, name: str, data: Buffer) -> None:
+        if not self._insert(name, data):
+            raise BackendUnavailableError(f"{name} is there already, though its name was new; try again", object_id=name)
+
     def _begin_upload(self, name: str) -> str:
         with self._lock:
             upload = f"{name}?upload={next(self._upload_numbers)}"
@@ -121,7 +127,7 @@ class _MemoryWriter:
         return offset
 
     def close(self) -> None:
-        self._backend.put(self._name, self._data)
+        self._backend._insert_new(self._name, self._data)
         self._backend.abort_upload(self._upload)
 
     def abort(self) -> None:

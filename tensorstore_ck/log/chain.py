@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, DamageError, MissingObjectError
+from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, MissingObjectError
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log.entry import ENTRIES_A_FOLDER, MAX_ENTRY_BYTES, Entry, decode_entry, entry_name, folder_name, genesis_hash
 
@@ -89,25 +89,6 @@ class Chain:
             match = pattern.fullmatch(info.name)
             if match:
                 yield int(match[2])
-
-    def audit(self) -> Iterator[tuple[str, Entry | DamageError]]:
-        """Every entry that is or should be there, in order, for fsck and salvage.
-
-        Instead of an entry that is missing or damaged comes the error; before one that is off the hash chain, too.
-        """
-        prev: Digest | None = self.genesis
-        for n in range(1, max(self.listed(f"{self._prefix}/"), default=0) + 1):
-            try:
-                entry = self.read(n)
-                if entry is None:
-                    raise self.broken(n, "is missing")
-                if prev is not None and entry.prev != prev:
-                    yield self.name(n), chain_break(self.name(n))
-                yield self.name(n), entry
-                prev = entry.hash
-            except BrokenLogError as exc:
-                yield self.name(n), exc
-                prev = None  # the next one's cannot be checked
 
     def broken(self, n: int, what: str) -> BrokenLogError:
         """The error for a damaged entry."""

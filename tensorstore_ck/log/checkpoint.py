@@ -111,8 +111,8 @@ def decode_checkpoint(data: bytes, name: str) -> Checkpoint:
         FormatVersionError: written by a newer format.
     """
     body = unseal("checkpoint", data, name)
-    sound = is_count(body.get("n")) and is_digest(body.get("entry_hash")) and body.get("fold") == rows.FOLD_VERSION
-    if not sound or any(type(body.get(field)) is not bytes for field in (*_SIZES, "keys", "values")):
+    sound = is_count(body.get("n")) and is_digest(body.get("entry_hash")) and is_count(body.get("fold"))
+    if not sound or body["fold"] != rows.FOLD_VERSION or any(type(body.get(field)) is not bytes for field in (*_SIZES, "keys", "values")):
         raise CorruptObjectError(f"{name} is not a checkpoint that this build can use", object_id=name)
     if any(len(body[field]) % 4 for field in _SIZES) or len(body["key_sizes"]) != len(body["value_sizes"]):
         raise CorruptObjectError(f"{name}: its keys and values are not equally many", object_id=name)

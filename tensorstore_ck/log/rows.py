@@ -25,7 +25,7 @@ from tensorstore_ck.envelope import pack_body
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
 from tensorstore_ck.log.names import is_ref_name
-from tensorstore_ck.log.ops import Check, is_count, is_digest, is_mark, is_metrics, is_parent, is_reason, is_step, is_ulid
+from tensorstore_ck.log.ops import MAX_METRICS, Check, is_count, is_digest, is_mark, is_metrics, is_parent, is_reason, is_step, is_ulid
 
 PREFIX: Final = b"r/"
 FOLD_VERSION: Final = 1
@@ -213,6 +213,8 @@ _KEYS: Final[Mapping[bytes, tuple[type, Callable[[bytes], bool]]]] = {
     b"f": (StopRow, lambda key: len(key) == 1),
 }
 
+_MAX_FIELDS: Final = 16
+
 Row = TypeVar("Row", bound=tuple[object, ...])
 
 
@@ -228,7 +230,7 @@ def decode_row(kind: type[Row], value: bytes) -> Row:
         CorruptObjectError: it is none of that kind.
     """
     try:
-        fields = msgpack.unpackb(value, max_ext_len=0)
+        fields = msgpack.unpackb(value, max_array_len=_MAX_FIELDS, max_map_len=MAX_METRICS, max_ext_len=0)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
         fields = None
     checks = _CHECKS[kind]

@@ -1,5 +1,26 @@
-"""States of torch: taken apart for the store, put together again."""
+"""States of torch: taken apart for the store, and put together again. Knows torch; knows no store, no log and no pack of anybody's.
+
+`capture` makes a `layout.Captured` of a state, `restore` and `LazySnapshot` take a `layout.Content`; whatever writes and reads the bytes is
+below. Nothing is pickled, nothing that a store names is imported or called, and what cannot come back exactly is refused.
+"""
 
 from tensorstore_ck.state.capture import capture
+from tensorstore_ck.state.check import Problem, StateCheck, check_state, problems
+from tensorstore_ck.state.lazy import LazySnapshot, LazyTensor
+from tensorstore_ck.state.report import LoadReport, LoadWarning
+from tensorstore_ck.state.restore import restore
+from tensorstore_ck.state.types import register_type
 
-__all__ = ["capture"]
+__all__ = [
+    "LazySnapshot",
+    "LazyTensor",
+    "LoadReport",
+    "LoadWarning",
+    "Problem",
+    "StateCheck",
+    "capture",
+    "check_state",
+    "problems",
+    "register_type",
+    "restore",
+]

@@ -13,8 +13,9 @@ import torch
 
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.layout import MAX_ITEM_BYTES, ByteSource, Captured, Layout, Node, SharedStorage, TensorSpec
+from tensorstore_ck.state.extents import area_of, extent_of, span_of
 from tensorstore_ck.state.memory import Array, CopySource, MemorySource, address_of
-from tensorstore_ck.state.sharing import Area, Extent, Extra, Place, find_sharing, find_suspects
+from tensorstore_ck.state.sharing import Area, Extra, Place, find_sharing, find_suspects
 from tensorstore_ck.state.types import DTYPE_NAMES, FACTORIES, encode_torch, namedtuple_name, registered_class
 from tensorstore_ck.tree import ATTRIBUTES, PARAMETER, REQUIRES_GRAD, ROOT, Names
 from tensorstore_ck.values import MAX_NESTING, encode, key_text, numpy_dtype_name, packed, split_large
@@ -67,7 +68,7 @@ class Walk:
     def finish(self) -> Captured:
         """Settles which tensors share memory."""
         suspects = find_suspects(self._areas)
-        sharing = find_sharing({leaf: _extent_of(self._objects[leaf]) for leaf in suspects})
+        sharing = find_sharing({leaf: extent_of(self._objects[leaf]) for leaf in suspects})
         specs, sources = self._specs, self._sources
         number_of: Sequence[int] | dict[int, int] = range(len(specs))
         if sharing.views:
@@ -233,20 +234,17 @@ class Walk:
         if dtype is None or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
             what, advice = advice_for(tensor) or ("it is not a dense tensor", "convert it to one")
             raise UnsupportedValueError(f"cannot store {name}: {what}; {advice}", object_id=name)
-        storage = tensor.untyped_storage()
-        area_start, area_bytes, size = storage.data_ptr(), storage.nbytes(), tensor.nbytes
+        size = tensor.nbytes
         is_whole = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-        span = size if is_whole or not size else _span(tensor)
-        if tensor.storage_offset() * tensor.itemsize + span > area_bytes and size:
+        storage = tensor.untyped_storage()
+        if size and tensor.storage_offset() * tensor.itemsize + (size if is_whole else span_of(tensor)) > storage.nbytes():
             advice = "gather it first (a sharded module frees its parameters between uses)"
             raise UnsupportedValueError(f"cannot store {name}: its memory was freed; {advice}", object_id=name)
-        on_cpu = tensor.is_cpu
-        source = MemorySource(tensor.data_ptr(), storage) if is_whole and on_cpu else CopySource(tensor)
-        area = (None if on_cpu else tensor.device, area_start, area_start + area_bytes, size > span) if size else None
+        source = MemorySource(tensor.data_ptr(), storage) if is_whole and tensor.is_cpu else CopySource(tensor)
         flags = REQUIRES_GRAD if tensor.requires_grad else 0
         if type(tensor) is torch.nn.Parameter:
             flags |= PARAMETER
-        return self._add(tensor, TensorSpec(name, dtype, tensor.itemsize, tuple(tensor.shape)), flags, source, area)
+        return self._add(tensor, TensorSpec(name, dtype, tensor.itemsize, tuple(tensor.shape)), flags, source, area_of(tensor))
 
     def _visit_array(self, array: Array, path: str, nodes: list[Any], position: int) -> None:
         name = self._names.name(path[:-1] if path else ROOT)
@@ -258,11 +256,7 @@ class Walk:
                 self._fail(name, f"its numpy dtype {array.dtype} has no stored form", advice)
                 return
             source = MemorySource(address_of(array), array) if array.flags.c_contiguous else CopySource(array)
-            area = None
-            if array.size:
-                extent = _extent_of(array)
-                area = (None, extent.area_start, extent.area_stop, extent.size_bytes > extent.stop - extent.start)
-            number = self._add(array, TensorSpec(name, f"np:{dtype}", array.itemsize, array.shape), 0, source, area)
+            number = self._add(array, TensorSpec(name, f"np:{dtype}", array.itemsize, array.shape), 0, source, area_of(array))
         nodes[position] = number
         self._hole_nodes.append(nodes)
         self._hole_positions.append(position)
@@ -285,37 +279,6 @@ class Walk:
         if self._refuse is None:
             raise error
         self._refuse(error)
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to the end of its last."""
-    return (sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.itemsize
-
-
-def _extent_of(found: torch.Tensor | Array) -> Extent:
-    if isinstance(found, torch.Tensor):
-        address, storage = found.data_ptr(), found.untyped_storage()
-        start, stop = address, address + _span(found)
-        area, area_stop = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        is_whole = found.is_contiguous() and not found.is_conj() and not found.is_neg()
-        return Extent(None if found.is_cpu else found.device, start, stop, area, area_stop, address, found.nbytes, is_whole)
-    address, start, stop = _bounds(found)
-    root = found
-    while isinstance(root.base, np.ndarray):
-        root = root.base
-    _, area, area_stop = _bounds(root) if root.size else (address, start, stop)
-    return Extent(None, start, stop, min(area, start), max(area_stop, stop), address, found.nbytes, bool(found.flags.c_contiguous))
-
-
-def _bounds(array: Array) -> tuple[int, int, int]:
-    """Its first element, its lowest byte, and the end of its highest."""
-    address = start = stop = address_of(array)
-    for extent, step in zip(array.shape, array.strides, strict=True):
-        if step < 0:
-            start += (extent - 1) * step
-        else:
-            stop += (extent - 1) * step
-    return address, start, stop + array.itemsize
 
 
 def _source_of_extra(extra: Extra, first: torch.Tensor | Array) -> ByteSource:

@@ -4,8 +4,8 @@ Every size and stride comes from a store: it is checked here, before torch or nu
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
-from math import prod
+from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -54,6 +54,7 @@ def is_array(dtype: str) -> bool:
     return dtype.startswith("np:")
 
 
+@cache
 def dtype_of(name: str, item_bytes: int | None) -> AnyDtype:
     """The torch or numpy dtype of a stored name; `item_bytes` is checked where that is stored, too."""
     if not is_array(name):
@@ -85,7 +86,12 @@ def form_of(layout: Layout, leaf: Leaf) -> Form:
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Row-major strides, in elements."""
-    return tuple([prod(shape[dim + 1 :]) for dim in range(len(shape))])
+    strides = []
+    step = 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
 
 
 def view_of(base: Found, form: Form) -> Found:
@@ -94,17 +100,13 @@ def view_of(base: Found, form: Form) -> Found:
         if isinstance(base, np.ndarray):
             base = torch.from_numpy(base.reshape(-1).view(np.uint8))
         return strided(base, form.dtype, form.shape, form.strides, form.offset_bytes)
-    raw = base.reshape(-1).view(torch.uint8).numpy() if isinstance(base, torch.Tensor) else base.reshape(-1).view(np.uint8)
+    raw = base.detach().reshape(-1).view(torch.uint8).numpy() if isinstance(base, torch.Tensor) else base.reshape(-1).view(np.uint8)
     steps = [step * form.dtype.itemsize for step in form.strides]
     return np.ndarray(form.shape, form.dtype, raw.data, form.offset_bytes, steps)
 
 
-class Wanted(NamedTuple):
-    """A leaf that is to be made."""
-
-    leaf: Leaf
-    dtype: torch.dtype | None = None
-    """What a floating-point tensor is converted to."""
+Wanted = tuple[Leaf, torch.dtype | None]
+"""A leaf that is to be made, and what it is converted to if it holds floating-point numbers."""
 
 
 class FreshTensors:
@@ -115,16 +117,28 @@ class FreshTensors:
         self._layout = layout
         self._device = device
         self._forms: dict[str, Form] = {}
+        """Path -> form, of what is not simply a stored tensor."""
         self._converted: dict[str, torch.dtype] = {}
         """Path -> the dtype that `get` converts to, where the base is read as it is stored."""
         self._bases: dict[int, Found] = {}
         self._made: dict[tuple[int, int, torch.dtype | None], Found] = {}
         self.targets: dict[int, ByteSink] = {}
-        members: defaultdict[int, list[Wanted]] = defaultdict(list)
+        placed = {number for storage in layout.storages for number in storage.tensors}
+        shared: defaultdict[int, list[Wanted]] = defaultdict(list)
+        alone: dict[int, Wanted] = {}
         for want in wanted:
-            self._forms[want.leaf.path] = form_of(layout, want.leaf)
-            members[want.leaf.index].append(want)
-        plain = {number: wants for number, wants in members.items() if not self._add_converted(number, wants)}
+            leaf = want[0]
+            if leaf.kind == "view" or want[1] is not None or leaf.index in placed:
+                shared[leaf.index].append(want)
+            else:
+                alone[leaf.index] = want
+        for number in alone.keys() & shared.keys():
+            shared[number].append(alone.pop(number))
+        for number in alone:  # nearly all, in nearly all states
+            self._add_plain(number, ())
+        for wants in shared.values():
+            self._forms |= {leaf.path: form_of(layout, leaf) for leaf, _ in wants}
+        plain = {number: wants for number, wants in shared.items() if not self._add_converted(number, wants)}
         for storage in layout.storages:
             self._add_storage(storage, plain)
         for number, wants in plain.items():
@@ -141,7 +155,7 @@ class FreshTensors:
         if dtypes == {None} or len(dtypes) > 1 or any(self._forms[leaf.path].dtype != stored for leaf, _ in wants):
             return False
         assert isinstance(stored, torch.dtype)
-        dtype = self._converted[wants[0].leaf.path]
+        dtype = self._converted[wants[0][0].path]
         self._add(number, new_tensor(spec.shape, dtype, self._device), stored)
         for leaf, _ in wants:
             form = self._forms[leaf.path]
@@ -166,20 +180,20 @@ class FreshTensors:
             self._add(number, _whole(specs[number], memory, offset - start))
             del plain[number]
 
-    def _add_plain(self, number: int, wants: list[Wanted]) -> None:
+    def _add_plain(self, number: int, wants: Sequence[Wanted]) -> None:
         spec = self._layout.tensors[number]
         dtype = dtype_of(spec.dtype, spec.item_bytes)
-        has_array = self._has_array(number, wants)
-        if isinstance(dtype, torch.dtype) and not has_array:
-            stays = not self._converted or all(leaf.path not in self._converted for leaf, _ in wants)
-            self._add(number, new_tensor(spec.shape, dtype, self._device if stays else _CPU))
-        elif isinstance(dtype, np.dtype) and not any(isinstance(self._forms[leaf.path].dtype, torch.dtype) for leaf, _ in wants):
-            self._add(number, new_array(spec.shape, dtype))
-        else:
+        forms = [self._forms[leaf.path].dtype for leaf, _ in wants]
+        if len({isinstance(form, torch.dtype) for form in (dtype, *forms)}) > 1:
             self._add(number, _whole(spec, new_tensor((spec.size_bytes,), torch.uint8, _CPU), 0))
+        elif isinstance(dtype, torch.dtype):
+            is_converted = any(leaf.path in self._converted for leaf, _ in wants)
+            self._add(number, new_tensor(spec.shape, dtype, _CPU if is_converted else self._device))
+        else:
+            self._add(number, new_array(spec.shape, dtype))
 
-    def _has_array(self, number: int, wants: list[Wanted]) -> bool:
-        dtypes = [self._forms[want.leaf.path].dtype for want in wants]
+    def _has_array(self, number: int, wants: Sequence[Wanted]) -> bool:
+        dtypes = [self._forms[leaf.path].dtype for leaf, _ in wants]
         return is_array(self._layout.tensors[number].dtype) or not all(isinstance(dtype, torch.dtype) for dtype in dtypes)
 
     def _add(self, number: int, base: Found, stored: torch.dtype | None = None) -> None:
@@ -189,11 +203,13 @@ class FreshTensors:
 
     def get(self, leaf: Leaf) -> Found:
         """The tensor or array of a wanted leaf; valid when the bytes have arrived. One stored tensor is one object."""
-        dtype = self._converted.get(leaf.path) if self._converted else None
+        found = self._bases[leaf.index]
+        if type(leaf.node) is int and not self._converted and isinstance(found, torch.Tensor) and found.device == self._device:
+            return found  # nearly always
+        dtype = self._converted.get(leaf.path)
         key = (leaf.index, leaf.flags, dtype)
         if leaf.kind == "tensor" and key in self._made:
             return self._made[key]
-        found = self._bases[leaf.index]
         if leaf.kind == "view":
             found = view_of(found, self._forms[leaf.path])
         if isinstance(found, torch.Tensor):

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tensorstore_ck.layout import ByteTarget, Content, Layout
-from tensorstore_ck.state.capture import extent_of
-from tensorstore_ck.state.fresh import Form, FreshTensors, Wanted, form_of, view_of
-from tensorstore_ck.state.memory import MemoryTarget, target_of
-from tensorstore_ck.state.sharing import Extent, overlapping
+from tensorstore_ck.layout import ByteTarget, Content
+from tensorstore_ck.state.extents import area_of, extent_of
+from tensorstore_ck.state.fresh import Form, FreshTensors, view_of
+from tensorstore_ck.state.memory import MemoryTarget, bits_of, target_of
+from tensorstore_ck.state.sharing import Extent, find_suspects, overlapping
 from tensorstore_ck.tree import Leaf
 
 
@@ -23,6 +23,7 @@ class Fill(NamedTuple):
 
     target: Any
     leaf: Leaf
+    form: Form
     name: str
 
 
@@ -30,10 +31,10 @@ def find_conflicts(fills: list[Fill]) -> dict[str, str]:
     """Names of targets whose memory is also another's, though they are stored apart: name -> the one that is filled instead."""
     conflicts: dict[str, str] = {}
     by_device: defaultdict[object, list[tuple[int, int, int]]] = defaultdict(list)
-    extents = [extent_of(fill.target) if fill.target.nbytes else None for fill in fills]
-    for number, extent in enumerate(extents):
-        if extent is not None:
-            by_device[extent.device].append((extent.start, extent.stop, number))
+    extents: dict[int, Extent] = {}
+    for number in find_suspects([area_of(fill.target) for fill in fills]):
+        extent = extents[number] = extent_of(fills[number].target)
+        by_device[extent.device].append((extent.start, extent.stop, number))
     for intervals in by_device.values():
         for run in overlapping(intervals):
             solid = sorted(number for number in run if _is_solid(extents[number]))
@@ -43,15 +44,14 @@ def find_conflicts(fills: list[Fill]) -> dict[str, str]:
     return conflicts
 
 
-def _is_solid(extent: Extent | None) -> bool:
+def _is_solid(extent: Extent) -> bool:
     """Without gaps, so that overlapping intervals mean shared elements."""
-    return extent is not None and extent.size_bytes == extent.stop - extent.start
+    return not extent.repeats and extent.size_bytes == extent.stop - extent.start
 
 
-def _origin(fill: Fill, extent: Extent | None) -> tuple[int, int]:
+def _origin(fill: Fill, extent: Extent) -> tuple[int, int]:
     """The stored tensor, and where it begins if this target shares memory as it did when stored."""
-    assert extent is not None
-    return fill.leaf.index, extent.address - (fill.leaf.node[5] if fill.leaf.kind == "view" else 0)
+    return fill.leaf.index, extent.address - fill.form.offset_bytes
 
 
 def read_in_place(content: Content, fills: list[Fill]) -> None:
@@ -61,53 +61,64 @@ def read_in_place(content: Content, fills: list[Fill]) -> None:
         if fill.target.nbytes:
             by_tensor[fill.leaf.index].append(fill)
     direct: dict[int, ByteTarget] = {}
+    written: list[Any] = []
     copies: list[tuple[Fill, list[Fill]]] = []
     indirect: list[list[Fill]] = []
     for number, members in by_tensor.items():
-        chosen = _choose(content.layout, members)
+        chosen = _choose(members)
         if chosen is None:
             indirect.append(members)
             continue
-        first, rest = chosen
-        direct[number] = _target(content.layout, first)
-        copies.append((first, rest))
+        first, direct[number], rest = chosen
+        written.append(first.target)
+        if rest:
+            copies.append((first, rest))
     content.read(direct)
     for first, rest in copies:
         for fill in rest:
-            _copy(view_of(first.target, form_of(content.layout, fill.leaf)), fill.target)
+            _copy(view_of(first.target, fill.form), fill.target)
     for members in indirect:
-        temporary = FreshTensors(content.layout, [Wanted(fill.leaf) for fill in members], torch.device("cpu"))
+        temporary = FreshTensors(content.layout, [(fill.leaf, None) for fill in members], torch.device("cpu"))
         content.read(dict(temporary.targets))
         for fill in members:
             _copy(temporary.get(fill.leaf), fill.target)
-    written = [first.target for first, _ in copies if isinstance(first.target, torch.Tensor) and not first.target.is_inference()]
-    torch.autograd.graph.increment_version(written)
+    torch.autograd.graph.increment_version([target for target in written if isinstance(target, torch.Tensor)])
 
 
-def _choose(layout: Layout, members: list[Fill]) -> tuple[Fill, list[Fill]] | None:
+def _choose(members: list[Fill]) -> tuple[Fill, ByteTarget, list[Fill]] | None:
     """The fill that takes the bytes of a stored tensor, and those to copy from it afterwards; None if none can take them."""
-    whole = [fill for fill in members if fill.leaf.kind == "tensor"]
-    plain = [fill for fill in whole if isinstance(_target(layout, fill), MemoryTarget)]
-    for first in (plain or whole)[:1]:
-        rest = [fill for fill in members if fill is not first and not _is_alias(layout, first, fill)]
-        if plain or not rest:
-            return first, rest
+    targets = [(fill, _target(fill)) for fill in members if fill.leaf.kind == "tensor"]
+    plain = [(fill, target) for fill, target in targets if isinstance(target, MemoryTarget)]
+    for first, target in (plain or targets)[:1]:
+        rest = [fill for fill in members if fill is not first and not _is_alias(first, fill)]
+        if not rest or (plain and all(_can_be_viewed(first, fill) for fill in rest)):
+            return first, target, rest
     return None
 
 
-def _target(layout: Layout, fill: Fill) -> ByteTarget:
-    dtype = form_of(layout, fill.leaf).dtype
+def _can_be_viewed(first: Fill, other: Fill) -> bool:
+    """Whether torch can address `other` inside of `first`, which may begin at any byte of its storage."""
+    if not isinstance(first.target, torch.Tensor) or not isinstance(other.form.dtype, torch.dtype):
+        return True
+    start = first.target.storage_offset() * first.target.itemsize + other.form.offset_bytes
+    return start % other.form.dtype.itemsize == 0
+
+
+def _target(fill: Fill) -> ByteTarget:
+    dtype = fill.form.dtype
     return target_of(fill.target, dtype if isinstance(dtype, torch.dtype) else None)
 
 
-def _is_alias(layout: Layout, first: Fill, other: Fill) -> bool:
+def _is_alias(first: Fill, other: Fill) -> bool:
     """Whether filling `first` has filled `other`, because it lies there just as it is stored."""
-    a, b, form = extent_of(first.target), extent_of(other.target), form_of(layout, other.leaf)
-    if a.device != b.device or b.address != a.address + form.offset_bytes:
+    a, b = extent_of(first.target), extent_of(other.target)
+    if a.device != b.device or b.address != a.address + other.form.offset_bytes:
         return False
     if other.leaf.kind == "tensor":
         return bool(first.target.dtype == other.target.dtype) and _strides(first.target) == _strides(other.target)
-    return bool(form.dtype == other.target.dtype) and a.is_whole and form.strides == _strides(other.target)
+    strides = tuple(step if extent > 1 else 0 for step, extent in zip(other.form.strides, other.form.shape, strict=True))
+    is_base = a.is_whole and first.form.dtype == first.target.dtype
+    return is_base and bool(other.form.dtype == other.target.dtype) and strides == _strides(other.target)
 
 
 def _strides(found: Any) -> tuple[int, ...]:
@@ -120,12 +131,9 @@ def _copy(source: Any, target: Any) -> None:
     if isinstance(target, np.ndarray):
         target[...] = source
         return
-    target_of(target, source.dtype).write(0, target_bytes(source))
-
-
-def target_bytes(source: torch.Tensor) -> memoryview:
-    """Reserved."""
-    raise NotImplementedError
-
-
-_ = Form
+    once = tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())  # elements that repeat are written once
+    source, target = source[once], target.detach()[once]
+    if source.dtype == target.dtype and not (target.is_conj() or target.is_neg()):
+        source, target = bits_of(source), bits_of(target)
+    with torch.inference_mode(target.is_inference()):
+        target.copy_(source)

@@ -4,6 +4,7 @@ Three steps that never mix: `_Plan` walks the target and decides, `_InPlace` rea
 functions that the plan left behind put values and new containers in place.
 """
 
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,14 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from tensorstore_ck.errors import MismatchError, StoreError, UnsupportedValueError
+from tensorstore_ck.errors import InvalidOptionError, MismatchError, StoreError, UnsupportedValueError
 from tensorstore_ck.layout import Content
 from tensorstore_ck.state.build import build, require_types
 from tensorstore_ck.state.capture import advice_for
-from tensorstore_ck.state.fresh import CONVERTIBLE, FreshTensors, Wanted, form_of
+from tensorstore_ck.state.fresh import CONVERTIBLE, Form, FreshTensors, Wanted, form_of
 from tensorstore_ck.state.inplace import Fill, find_conflicts, read_in_place
 from tensorstore_ck.state.report import LoadReport
-from tensorstore_ck.state.select import Selection, listed
+from tensorstore_ck.state.select import Selection
 from tensorstore_ck.state.types import encode_torch, registered_class
 from tensorstore_ck.tree import ROOT, Branch, Leaf, Names, Tree, leaves
 from tensorstore_ck.values import MAX_NESTING, encode, key_text
@@ -31,11 +32,11 @@ def fill(
     into: object,
     content: Content,
     tree: Tree,
+    *,
     selection: Selection | None,
     rename: Callable[[str], str | None],
     dtype: torch.dtype | None,
     device: torch.device,
-    *,
     strict: bool,
     report: LoadReport | None,
 ) -> Any:
@@ -73,12 +74,16 @@ class _Plan:
         self._report = LoadReport()
         self._names = Names()
         self._used: set[str] = set()
+        self._made: dict[tuple[int, int], torch.Tensor] = {}
+        """What replaces a meta tensor."""
         self._stored: dict[str, Leaf] = {}
         """Name in the target -> leaf."""
         for leaf in _own_leaves(tree):
             name = rename(leaf.path)
             if name is None:
                 continue
+            if not isinstance(name, str):
+                raise InvalidOptionError(f"rename gave {name!r} for {leaf.path!r}: it must give a name, or None", object_id="rename")
             if name in self._stored:
                 other = self._stored[name].path
                 raise MismatchError(f"rename gives {other!r} and {leaf.path!r} the same name {name!r}", object_id=name)
@@ -89,7 +94,8 @@ class _Plan:
     def settle(self, *, strict: bool, report: LoadReport | None) -> None:
         """Checks that everything fits."""
         conflicts = find_conflicts(self.fills)
-        self._report.mismatched += [f"{name}: shares memory with {other} here, but not in the snapshot" for name, other in conflicts.items()]
+        for name, other in conflicts.items():
+            self._report.mismatched.append(f"{name}: shares memory with {other} here, but not in the snapshot")
         self.fills = [fill for fill in self.fills if fill.name not in conflicts]
         self._report.unexpected += [name for name in self._stored if name not in self._used]
         self._report.settle(strict=strict, report=report)
@@ -99,7 +105,8 @@ class _Plan:
     def visit(self, target: Any, path: str, depth: int) -> Finish:
         """Plans for `target`. `path` ends with a dot, or is empty."""
         if depth > MAX_NESTING:
-            raise UnsupportedValueError(f"`into` is nested deeper than {MAX_NESTING} levels; does something contain itself?", object_id=path[:60])
+            message = f"`into` is nested deeper than {MAX_NESTING} levels; does something contain itself?"
+            raise UnsupportedValueError(message, object_id=path[:60])
         if isinstance(target, torch.Tensor | np.ndarray):
             return self._visit_tensor(target, self._name(path))
         if (advice := advice_for(target)) is not None:
@@ -122,8 +129,8 @@ class _Plan:
         for key, child in target.items():
             text = key if type(key) is str and key.isascii() else key_text(encode(key, f"{path}{key!r:.80} (a dict key)", encode_torch))
             children.append((key, child, self.visit(child, f"{path}{text}.", depth + 1)))
-        stored = self._branches.get(path[:-1]) if path else self._tree
-        attributes = stored.attributes if isinstance(stored, Branch) and isinstance(target, OrderedDict) else None
+        stored = self._stored_at(path) if isinstance(target, OrderedDict) else None
+        attributes = stored.attributes if isinstance(stored, Branch) else None
         if attributes is not None:
             self._want(attributes)
 
@@ -175,29 +182,34 @@ class _Plan:
             self._miss(name)
             return lambda: target
         self._used.add(name)
-        problem = self._problem(target, leaf)
+        if leaf.kind == "value":
+            self._report.mismatched.append(f"{name}: a tensor here, a plain value in the snapshot")
+            return lambda: target
+        form = form_of(self._content.layout, leaf)
+        problem = self._problem(target, form)
         if problem is not None:
             self._report.mismatched.append(f"{name}: {problem}")
             return lambda: target
         if not isinstance(target, torch.Tensor) or not target.is_meta:
-            self.fills.append(Fill(target, leaf, name))
+            self.fills.append(Fill(target, leaf, form, name))
             return lambda: target
-        wanted = Leaf(leaf.path, leaf.kind, leaf.index, leaf.node)
-        self.wanted.append(Wanted(wanted, target.dtype))
+        self.wanted.append((leaf, target.dtype))
+        made = self._made
 
         def finish() -> Any:
-            fresh = self.tensor_of(wanted)
-            if isinstance(target, torch.nn.Parameter):
-                return torch.nn.Parameter(fresh.detach(), requires_grad=target.requires_grad)
-            return fresh.detach().requires_grad_(target.requires_grad)
+            """One object in the target, one object again, if it is one stored tensor, too."""
+            key = id(target), leaf.index
+            if key not in made or leaf.kind == "view":
+                fresh = self.tensor_of(leaf).detach()
+                made[key] = fresh.requires_grad_(target.requires_grad)
+                if isinstance(target, torch.nn.Parameter):
+                    made[key] = torch.nn.Parameter(fresh, requires_grad=target.requires_grad)
+            return made[key]
 
         return finish
 
-    def _problem(self, target: Any, leaf: Leaf) -> str | None:
-        """Why a stored leaf does not fit a tensor, or None."""
-        if leaf.kind == "value":
-            return "a tensor here, a plain value in the snapshot"
-        form = form_of(self._content.layout, leaf)
+    def _problem(self, target: Any, form: Form) -> str | None:
+        """Why a stored tensor of that form does not fit `target`, or None."""
         if form.shape != tuple(target.shape):
             return f"shape {list(target.shape)} here, {list(form.shape)} in the snapshot"
         converts = self._dtype is not None and target.dtype == self._dtype and form.dtype in CONVERTIBLE
@@ -205,8 +217,9 @@ class _Plan:
             return f"{_dtype_text(target.dtype)} here, {_dtype_text(form.dtype)} in the snapshot"
         if isinstance(target, np.ndarray):
             return None if target.flags.writeable else "the array here is read-only"
-        if any(step == 0 and extent > 1 for step, extent in zip(target.stride(), target.shape, strict=True)):
-            return "the tensor here is expanded: its elements share memory"
+        dims = zip(target.shape, target.stride(), form.strides, strict=True)
+        if any(extent > 1 and own == 0 and step != 0 for extent, own, step in dims):
+            return "the tensor here is expanded: its elements share memory, but not in the snapshot"
         return None
 
     # --- stored subtrees ----------------------------------------------------------------------------------------------
@@ -217,17 +230,15 @@ class _Plan:
         found = found or self._stored_at(path)
         if found is None:
             return None
-        inside = path[:-1] if path else ROOT
-        self._used.update(name for name in (inside if name is None else name,) if name in self._stored)
-        self._used.update(self._below.names(path))
+        self._used.update(self._below.names(path) if isinstance(found, Branch) else [name or path[:-1]])
         self._want(found)
 
         def finish() -> Any:
             restored = self._build(found)
-            if isinstance(target, dict) and type(restored) is type(target):
+            if isinstance(target, dict) and isinstance(restored, dict):
                 target.clear()
-                target.update(restored)
-                if isinstance(target, OrderedDict):
+                dict.update(target, restored)
+                if isinstance(target, OrderedDict) and isinstance(restored, OrderedDict):
                     vars(target).update(vars(restored))
                 return target
             if isinstance(target, list) and isinstance(restored, list):
@@ -260,7 +271,7 @@ class _Plan:
 
     def _want(self, tree: Tree) -> None:
         self.adopted.append(tree)
-        self.wanted += [Wanted(leaf, self._dtype) for leaf in leaves(tree) if leaf.kind != "value"]
+        self.wanted += [(leaf, self._dtype) for leaf in leaves(tree) if leaf.kind != "value"]
 
     def _build(self, tree: Tree) -> Any:
         return build(tree, self._content, self.tensor_of)
@@ -281,8 +292,6 @@ class _ByPrefix:
 
     def names(self, prefix: str) -> list[str]:
         """The names that begin with `prefix`."""
-        from bisect import bisect_left
-
         first = bisect_left(self._names, prefix)
         last = first
         while last < len(self._names) and self._names[last].startswith(prefix):
@@ -319,6 +328,3 @@ def _has_tensors(target: Any, depth: int) -> bool:
 
 def _dtype_text(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else f"numpy {dtype.str}"
-
-
-__all__ = ["fill", "listed"]

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.errors import CorruptObjectError
 
 Array = npt.NDArray[Any]
 
@@ -225,6 +225,6 @@ def strided(base: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], stri
     """A tensor of its own over the memory of `base`, which begins at its storage's offset. Bounds are the caller's to check."""
     start = base.storage_offset() * base.itemsize + offset_bytes
     if start % dtype.itemsize:
-        raise UnsupportedValueError(f"a view of {dtype} begins at byte {start} of its storage, which torch cannot address")
+        raise CorruptObjectError(f"a stored view of {dtype} begins at byte {start} of its storage, where none can; run `tsck fsck`")
     prototype = torch.empty(0, dtype=dtype, device=base.device) if dtype != torch.complex32 else _complex32((0,), base.device)
     return prototype.set_(base.untyped_storage(), start // dtype.itemsize, shape, strides)

@@ -10,7 +10,7 @@ import torch
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.layout import Content
 from tensorstore_ck.state.build import build, require_types
-from tensorstore_ck.state.fresh import CONVERTIBLE, FreshTensors, Wanted
+from tensorstore_ck.state.fresh import CONVERTIBLE, FreshTensors
 from tensorstore_ck.state.into import fill
 from tensorstore_ck.state.report import LoadReport
 from tensorstore_ck.state.select import Rename, Selection, renamer
@@ -50,9 +50,19 @@ def restore(
         selection.require_used(stored)
         tree = selection.prune(stored) or stored
     if into is not None:
-        return fill(into, content, tree, selection, renamer(rename), dtype, place, strict=strict, report=report)
+        return fill(
+            into,
+            content,
+            tree,
+            selection=selection,
+            rename=renamer(rename),
+            dtype=dtype,
+            device=place,
+            strict=strict,
+            report=report,
+        )
     require_types(tree)
-    fresh = FreshTensors(content.layout, [Wanted(leaf, dtype) for leaf in leaves(tree) if leaf.kind != "value"], place)
+    fresh = FreshTensors(content.layout, ((leaf, dtype) for leaf in leaves(tree) if leaf.kind != "value"), place)
     content.read(dict(fresh.targets))
     return build(tree, content, fresh.get)
 

@@ -28,13 +28,15 @@ class Extent(NamedTuple):
     address: int
     """Its first element."""
     size_bytes: int
-    """Bytes when stored on its own: more than ``stop - start`` where elements repeat, less where there are gaps."""
+    """Bytes when stored on its own: less than ``stop - start`` where there are gaps."""
     is_whole: bool
     """Contiguous: its bytes are ``[start, stop)``."""
+    repeats: bool
+    """Two of its elements may lie at one place: it is expanded, for example."""
 
 
 Area = tuple[object, int, int, bool] | None
-"""What `find_suspects` needs of a leaf: device, start and stop of its allocation, and whether elements repeat; None without bytes."""
+"""What `find_suspects` needs of a leaf: device, start and stop of its allocation, and `Extent.repeats`; None without bytes."""
 
 
 class Extra(NamedTuple):
@@ -98,12 +100,12 @@ def find_sharing(extents: dict[int, Extent]) -> Sharing:
     for leaf, extent in extents.items():
         by_device[extent.device].append((extent.area_start, extent.area_stop, leaf))
     for intervals in by_device.values():
-        for area in _runs(intervals):
+        for area in overlapping(intervals):
             _plan_area(area, extents, plan)
     return plan
 
 
-def _runs(intervals: list[tuple[int, int, int]]) -> Iterator[list[int]]:
+def overlapping(intervals: list[tuple[int, int, int]]) -> Iterator[list[int]]:
     """Groups leaves whose intervals (start, stop, leaf) overlap, one with the next."""
     run: list[int] = []
     reach = -1
@@ -118,7 +120,7 @@ def _runs(intervals: list[tuple[int, int, int]]) -> Iterator[list[int]]:
 
 
 def _plan_area(area: list[int], extents: dict[int, Extent], plan: Sharing) -> None:
-    runs = _runs([(extents[leaf].start, extents[leaf].stop, leaf) for leaf in area])
+    runs = overlapping([(extents[leaf].start, extents[leaf].stop, leaf) for leaf in area])
     clusters = [_plan_cluster(sorted(run), extents, plan) for run in runs]
     if len(clusters) == 1 and (clusters[0].start % ALIGNMENT_BYTES == 0 or len(area) == 1):
         return
@@ -136,7 +138,7 @@ def _plan_area(area: list[int], extents: dict[int, Extent], plan: Sharing) -> No
 def _plan_cluster(members: list[int], extents: dict[int, Extent], plan: Sharing) -> _Cluster:
     """Leaves whose bytes overlap: chooses the base that they are views of."""
     first = extents[members[0]]
-    if len(members) == 1 and first.size_bytes <= first.stop - first.start:
+    if len(members) == 1 and not first.repeats:
         return _Cluster(members[0], first.start, first.size_bytes)
     start, stop = min(extents[leaf].start for leaf in members), max(extents[leaf].stop for leaf in members)
     for base in members:

@@ -159,4 +159,3 @@ def torch_dtype(name: str, item_bytes: int | None) -> torch.dtype:
     if item_bytes not in (None, dtype.itemsize):
         raise CorruptObjectError(f"a layout claims that {name} takes {item_bytes} bytes; run `tsck fsck`", object_id=name)
     return dtype
-

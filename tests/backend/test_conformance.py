@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from tensorstore_ck.backend import Backend, Created, open_backend
+from tensorstore_ck.backend import Backend, Buffer, Created, open_backend
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError
-from tests.servers import BUCKET, S3Server
+from tests.servers import ObjectServer, S3Server
 
 MIB = 1 << 20
 S3_KINDS = ["moto", pytest.param("seaweedfs", marks=pytest.mark.s3)]
+LARGE_BODIES = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # gcsfs and adlfs do
 KINDS = ["local", "memory", "fsspec-memory", *S3_KINDS]
+KINDS += [pytest.param("gcs", marks=LARGE_BODIES), pytest.param("azure", marks=LARGE_BODIES)]
 
 
 def make_backend(kind: str, request: pytest.FixtureRequest) -> Backend:
@@ -31,8 +33,8 @@ def make_backend(kind: str, request: pytest.FixtureRequest) -> Backend:
         return MemoryBackend()
     if kind == "fsspec-memory":
         return open_backend(f"memory://{uuid.uuid4()}")
-    server: S3Server = request.getfixturevalue(f"{kind}_server")
-    return open_backend(f"s3://{BUCKET}/{uuid.uuid4()}/store", server.storage_options)
+    server: S3Server | ObjectServer = request.getfixturevalue(f"{kind}_server")
+    return open_backend(f"{server.url}/{uuid.uuid4()}/store", server.storage_options)
 
 
 @pytest.fixture(params=KINDS)
@@ -166,7 +168,7 @@ def test_writer_keeps_what_was_appended(backend: Backend, total: int) -> None:
     while offset < total:
         size = min(7 * MIB, total - offset)
         third = size // 3
-        pieces = [bytes(data[offset : offset + third]), b"", bytearray(data[offset + third : offset + size])]
+        pieces: list[Buffer] = [bytes(data[offset : offset + third]), b"", bytearray(data[offset + third : offset + size])]
         assert writer.append(pieces) == offset
         offset += size
     writer.close()

@@ -1,6 +1,7 @@
 """One real object of each kind, small and with every field in use; and what tests do to them."""
 
 import copy
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -10,13 +11,24 @@ import numpy as np
 from tensorstore_ck import codec, values
 from tensorstore_ck.config import decode_config, new_config
 from tensorstore_ck.envelope import HEADER_BYTES, KINDS, MAGIC
+from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.ids import DIGEST_BYTES, Digest, Ulid, block_id, derived_hash
 from tensorstore_ck.layout import Layout, SharedStorage, TensorSpec, decode_layout
 from tensorstore_ck.log import checkpoint
 from tensorstore_ck.log.entry import Entry, decode_entry, genesis_hash, seal_entry
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.ops import Op
-from tensorstore_ck.pack import ENTRY_DTYPE, HEADER, TRAILER, Footer, decode_footer, encode_footer, encode_header, footer_bytes, stored_check
+from tensorstore_ck.pack import (
+    ENTRY_DTYPE,
+    HEADER,
+    TRAILER,
+    Footer,
+    decode_footer,
+    encode_footer,
+    encode_header,
+    footer_bytes,
+    stored_check,
+)
 from tensorstore_ck.part import BLOB_DTYPE, EXTENT_DTYPE, Part, decode_part, encode_values
 from tensorstore_ck.record import Record, decode_record, encode_metadata
 from tensorstore_ck.table import MemoryTable
@@ -71,7 +83,9 @@ def part() -> Part:
 
 def record() -> Record:
     metadata = encode_metadata({"lr": 3e-4, "list": [1, None, True, "é"], "nested": {"a": {}}})
-    return Record("runs/gpt", 1000, ROOT, metadata, {"loss": 2.5, "nan": float("nan")}, 1_700_000_000_000_000_000, [ULID], bytes(32), 12, 34)
+    return Record(
+        "runs/gpt", 1000, ROOT, metadata, {"loss": 2.5, "nan": float("nan")}, 1_700_000_000_000_000_000, [ULID], bytes(32), 12, 34
+    )
 
 
 def operations() -> list[Op]:
@@ -120,13 +134,32 @@ def pack() -> bytes:
 
 
 def decode_pack(data: bytes, name: str = "a pack") -> Footer:
-    """Footer first, as fsck reads it; then every block."""
+    """Footer first, then every block: as fsck reads a pack."""
     size = footer_bytes(data[-TRAILER.size :], len(data), name)
     footer = decode_footer(data[: HEADER.size], data[-size:], len(data), name)
     for entry in footer.entries:
-        start, stored = int(entry["offset"]), int(entry["stored"])
-        codec.decode(int(entry["codec"]), memoryview(data)[start : start + stored], int(entry["raw"]), name)
+        start = int(entry["offset"])
+        stored = memoryview(data)[start : start + int(entry["stored"])]
+        raw = codec.decode(int(entry["codec"]), stored, int(entry["raw"]), name)
+        if block_id(raw) != entry["id"].tobytes() or (entry["codec"] and stored_check(stored) != entry["check"]):
+            raise CorruptObjectError(f"{name}: a block does not match its hash")
     return footer
+
+
+def config_body() -> dict[str, Any]:
+    body: dict[str, Any] = json.loads(new_config(exclusive_create=True).encode())
+    del body["checksum"]
+    return body
+
+
+def config_bytes(body: Mapping[str, object]) -> bytes:
+    """store.json of any content, with a right checksum."""
+    checksum = derived_hash("store.json", _json(body)).hex()
+    return _json({**body, "checksum": checksum})
+
+
+def _json(body: Mapping[str, object]) -> bytes:
+    return json.dumps(body, sort_keys=True, indent=1).encode() + b"\n"
 
 
 class Format(NamedTuple):

@@ -1,0 +1,159 @@
+"""A stored state as a mapping of names to tensors, of which only what is asked for is read. Thread-safe as far as its `Content` is."""
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from math import prod
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+import torch
+
+from tensorstore_ck.errors import InvalidOptionError, NotFoundError
+from tensorstore_ck.layout import Content
+from tensorstore_ck.state.fresh import Form, form_of, view_of
+from tensorstore_ck.state.memory import new_tensor
+from tensorstore_ck.state.types import decode_torch
+from tensorstore_ck.tree import Leaf, leaves, parse
+from tensorstore_ck.values import decode
+
+Index = int | slice | EllipsisType | None | torch.Tensor | tuple[Any, ...]
+
+
+class NoSuchTensorError(NotFoundError, KeyError):
+    """The snapshot has no tensor of that name."""
+
+    __str__ = Exception.__str__
+
+
+class BadIndexError(InvalidOptionError, IndexError):
+    """An index does not fit a tensor."""
+
+
+class LazyTensor:
+    """One stored tensor or array: ``t[10:20]`` reads only the blocks that hold these rows; ``t[:]`` reads it all."""
+
+    def __init__(self, content: Content, leaf: Leaf) -> None:
+        self._content = content
+        self._leaf = leaf
+        self._form = form_of(content.layout, leaf)
+
+    @property
+    def name(self) -> str:
+        """Its path in the state."""
+        return self._leaf.path
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape."""
+        return torch.Size(self._form.shape)
+
+    @property
+    def dtype(self) -> torch.dtype | np.dtype[Any]:
+        """The torch dtype, or the numpy dtype of an array."""
+        return self._form.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its elements."""
+        return prod(self._form.shape) * self._form.dtype.itemsize
+
+    def __len__(self) -> int:
+        if not self._form.shape:
+            raise BadIndexError(f"{self.name!r} has no dimensions, so no length", object_id=self.name)
+        return self._form.shape[0]
+
+    def __repr__(self) -> str:
+        return f"LazyTensor({self.name!r}, shape={list(self.shape)}, dtype={self.dtype})"
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[row] for row in range(len(self)))
+
+    def __getitem__(self, index: Index) -> Any:
+        """A tensor (or array) of the elements that `index` picks, as torch (or numpy) would.
+
+        Only leading integers and the first slice narrow what is read; anything else is applied to the rows that were read.
+
+        Raises:
+            BadIndexError: `index` does not fit.
+        """
+        items = index if isinstance(index, tuple) else (index,)
+        form, rest = self._narrow(list(items))
+        found = self._read(form)
+        try:
+            return found[tuple(rest)] if rest else found
+        except (IndexError, ValueError, TypeError) as exc:
+            raise BadIndexError(f"{index!r} does not fit {self!r}: {exc}", object_id=self.name) from exc
+
+    def _narrow(self, items: list[Any]) -> tuple[Form, list[Any]]:
+        """The box that must be read, and the index that is left to apply to it."""
+        form = self._form
+        while items and form.shape:
+            first = items[0]
+            extent, step_bytes = form.shape[0], form.strides[0] * form.dtype.itemsize
+            if hasattr(first, "__index__") and not isinstance(first, bool | np.bool_ | torch.Tensor | np.ndarray):
+                row = first.__index__()
+                if not -extent <= row < extent:
+                    raise BadIndexError(f"row {row} is not in {self!r}", object_id=self.name)
+                offset = form.offset_bytes + row % extent * step_bytes
+                form = Form(form.dtype, form.shape[1:], form.strides[1:], offset)
+                del items[0]
+                continue
+            if isinstance(first, slice):
+                try:
+                    rows = range(*first.indices(extent))
+                except (TypeError, ValueError) as exc:
+                    raise BadIndexError(f"{first!r} does not fit {self!r}: {exc}", object_id=self.name) from exc
+                start, stop = (min(rows[0], rows[-1]), max(rows[0], rows[-1]) + 1) if rows else (0, 0)
+                form = Form(form.dtype, (stop - start, *form.shape[1:]), form.strides, form.offset_bytes + start * step_bytes)
+                items[0] = slice(None, None, rows.step)  # numpy takes a negative step, torch refuses it
+            break
+        return form, items
+
+    def _read(self, form: Form) -> Any:
+        """Reads the bytes between the first and the last element, and looks at them through the strides."""
+        item_bytes = form.dtype.itemsize
+        if 0 in form.shape:
+            dtype, cpu = form.dtype, torch.device("cpu")
+            return new_tensor(form.shape, dtype, cpu) if isinstance(dtype, torch.dtype) else np.empty(form.shape, dtype)
+        reaches = [(extent - 1) * step * item_bytes for extent, step in zip(form.shape, form.strides, strict=True)]
+        start = form.offset_bytes + sum(reach for reach in reaches if reach < 0)
+        stop = form.offset_bytes + sum(reach for reach in reaches if reach > 0) + item_bytes
+        data = self._content.read_range(self._leaf.index, start, stop)
+        return view_of(torch.frombuffer(data, dtype=torch.uint8), form._replace(offset_bytes=form.offset_bytes - start))
+
+
+class LazySnapshot(Mapping[str, LazyTensor]):
+    """The tensors of a snapshot by name; nothing of them is read until one is indexed."""
+
+    def __init__(self, content: Content) -> None:
+        self._content = content
+        self._tree = parse(content.layout, len(content.values))
+        self._leaves = {leaf.path: leaf for leaf in leaves(self._tree)}
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        leaf = self._leaves.get(name)
+        if leaf is None or leaf.kind == "value":
+            there = "a plain value: see .state_values" if leaf is not None else "not in the snapshot; see .names()"
+            raise NoSuchTensorError(f"{name!r} is {there}", object_id=str(name))
+        return LazyTensor(self._content, leaf)
+
+    def __iter__(self) -> Iterator[str]:
+        return (path for path, leaf in self._leaves.items() if leaf.kind != "value")
+
+    def __len__(self) -> int:
+        return sum(leaf.kind != "value" for leaf in self._leaves.values())
+
+    def names(self) -> list[str]:
+        """The names of all tensors, in the state's order."""
+        return list(self)
+
+    @cached_property
+    def state_values(self) -> dict[str, Any]:
+        """Path -> value, for everything that is no tensor."""
+        content = self._content
+        return {
+            path: decode(content.values[leaf.index], decode_other=decode_torch, blob=content.blob, name=path)
+            for path, leaf in self._leaves.items()
+            if leaf.kind == "value"
+        }

@@ -1,0 +1,307 @@
+"""The local backend when system calls fail, fall short or answer twice."""
+
+import errno
+import multiprocessing
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tensorstore_ck.backend import Created
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.errors import (
+    BackendUnavailableError,
+    MissingObjectError,
+    NoSpaceError,
+    PermissionDeniedError,
+    StoreError,
+    UnsafeBackendError,
+)
+
+RACERS = 8
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "some" / "store"
+
+
+@pytest.fixture
+def backend(root: Path) -> LocalBackend:
+    return LocalBackend(str(root))
+
+
+def names(backend: LocalBackend) -> set[str]:
+    return {found.name for found in backend.list("")}
+
+
+def fails(number: int) -> Callable[..., Any]:
+    """A system call that fails."""
+
+    def call(*_: object, **__: object) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+WRITES: dict[str, Callable[[LocalBackend], object]] = {
+    "put": lambda backend: backend.put("a/b", b"data"),
+    "create": lambda backend: backend.create("a/b", b"data"),
+    "replace": lambda backend: backend.replace("a/b", b"data"),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_failed_fsync_is_final_for_the_file(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, write: Callable[..., object]) -> None:
+    synced: list[int] = []
+
+    def fsync(fd: int) -> None:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            synced.append(fd)
+            raise OSError(errno.EIO, "I/O error")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(BackendUnavailableError):
+        write(backend)
+    assert len(synced) == 1
+    assert names(backend) == set()
+    assert list(backend.list_uploads()) == []
+
+
+def test_a_failed_fsync_of_a_folder_is_never_forgotten(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend.create("log/0", b"x")
+    with monkeypatch.context() as patch:
+
+        def fsync(fd: int) -> None:
+            if stat.S_ISDIR(os.fstat(fd).st_mode):
+                raise OSError(errno.EIO, "I/O error")
+
+        patch.setattr(os, "fsync", fsync)
+        assert backend.create("log/1", b"x") is Created.UNKNOWN
+    assert backend.get("log/1", max_bytes=10) == b"x"
+    with pytest.raises(BackendUnavailableError):  # the kernel would report success now
+        backend.sync_folders("log/1")
+    with pytest.raises(BackendUnavailableError):
+        backend.put("log/2", b"x")
+
+
+def test_a_filesystem_without_fsync_for_folders_is_accepted(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not for folders")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert backend.create("log/1", b"x") is Created.CREATED
+
+
+ERRORS = {
+    errno.ENOSPC: NoSpaceError,
+    errno.EDQUOT: NoSpaceError,
+    errno.EFBIG: NoSpaceError,
+    errno.EACCES: PermissionDeniedError,
+    errno.EPERM: PermissionDeniedError,
+    errno.EROFS: PermissionDeniedError,
+    errno.ELOOP: PermissionDeniedError,
+    errno.ENOENT: MissingObjectError,
+    errno.ENOTDIR: MissingObjectError,
+    errno.EMFILE: BackendUnavailableError,
+    errno.ENFILE: BackendUnavailableError,
+    errno.ENOMEM: BackendUnavailableError,
+    errno.EIO: BackendUnavailableError,
+    errno.ESTALE: BackendUnavailableError,
+    errno.ETIMEDOUT: BackendUnavailableError,
+    errno.EBADF: BackendUnavailableError,
+}
+
+
+@pytest.mark.parametrize(("number", "expected"), ERRORS.items(), ids=[errno.errorcode[number] for number in ERRORS])
+def test_errors_are_ours_and_name_the_object(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[StoreError]
+) -> None:
+    backend.put("a/b", b"x")
+    monkeypatch.setattr(os, "preadv", fails(number))
+    with pytest.raises(expected, match="a/b") as caught:
+        backend.get("a/b", max_bytes=10)
+    assert caught.value.object_id == "a/b"
+    with pytest.raises(expected):
+        backend.read_into("a/b", 0, memoryview(bytearray(1)))
+
+
+def test_short_writes_and_reads_are_continued(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pwritev(fd: int, views: list[memoryview], offset: int) -> int:
+        return os.pwrite(fd, views[0][:3], offset)
+
+    def preadv(fd: int, views: list[memoryview], offset: int) -> int:
+        data = os.pread(fd, min(3, len(views[0])), offset)
+        views[0][: len(data)] = data
+        return len(data)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    monkeypatch.setattr(os, "preadv", preadv)
+    backend.put("a/b", b"0123456789")
+    writer = backend.open_writer("a/c")
+    writer.append([b"0123", b"", b"456", b"7", b"89"])
+    writer.close()
+    for name in ("a/b", "a/c"):
+        assert backend.get(name, max_bytes=10) == b"0123456789"
+        target = bytearray(8)
+        backend.read_into(name, 1, memoryview(target))
+        assert target == b"12345678"
+
+
+def test_more_buffers_than_one_call_takes(backend: LocalBackend) -> None:
+    writer = backend.open_writer("a/b")
+    writer.append([bytes([number % 256]) for number in range(3000)])
+    writer.close()
+    assert backend.get("a/b", max_bytes=3000) == bytes(number % 256 for number in range(3000))
+
+
+def test_a_writer_with_a_hole_never_closes(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = backend.open_writer("a/b")
+    writer.append([b"good"])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", fails(errno.ENOSPC))
+        with pytest.raises(NoSpaceError):
+            writer.append([b"lost"])
+    writer.append([b"good"])
+    with pytest.raises(BackendUnavailableError):
+        writer.close()
+    assert names(backend) == set()
+    with pytest.raises(BackendUnavailableError):
+        writer.append([b"late"])
+
+
+def test_a_name_that_was_used_is_not_written_over(backend: LocalBackend) -> None:
+    backend.put("a/b", b"first")
+    with pytest.raises(BackendUnavailableError):
+        backend.put("a/b", b"second")
+    with pytest.raises(BackendUnavailableError):
+        backend.open_writer("a/b")
+    assert backend.get("a/b", max_bytes=10) == b"first"
+
+
+CALLS = ("open", "pwritev", "fsync", "close", "mkdir", "link", "replace", "unlink")
+
+
+class FailingCalls:
+    """Makes the k-th system call fail, and the later ones too if `persistent`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, k: int, persistent: bool, number: int) -> None:
+        self.count = 0
+        for name in CALLS:
+            patch.setattr(os, name, self._failing(name, getattr(os, name), k, persistent, number))
+
+    def _failing(self, name: str, real: Callable[..., Any], k: int, persistent: bool, number: int) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            if self.count == k or (persistent and self.count > k):
+                if name == "close":
+                    real(*args)  # Linux closes, whatever it reports
+                raise OSError(number, os.strerror(number))
+            return real(*args, **kwargs)
+
+        return call
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.ESTALE])
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", WRITES)
+def test_every_system_call_may_fail(root: Path, monkeypatch: pytest.MonkeyPatch, kind: str, persistent: bool, number: int) -> None:
+    """For each k: what is told agrees with what is there."""
+    for k in range(1, 100):
+        backend = LocalBackend(str(root / str(k)))
+        error, outcome = None, None
+        with monkeypatch.context() as patch:
+            failing = FailingCalls(patch, k, persistent, number)
+            try:
+                outcome = WRITES[kind](backend)
+            except StoreError as exc:
+                error = exc
+        there = backend.get("a/b", max_bytes=10) if names(backend) else None
+        if error is None and outcome in (None, Created.CREATED):
+            assert there == b"data"
+        elif kind == "create":
+            assert there is None or outcome is Created.UNKNOWN
+        elif kind == "replace":
+            assert there in (None, b"data")
+        if failing.count < k:
+            assert error is None
+            return
+    pytest.fail("never ran to its end")
+
+
+# --- create ---------------------------------------------------------------------------------------------------------
+
+
+def _create_many(root: str, number: int, barrier: Any, results: Any) -> None:
+    backend = LocalBackend(root)
+    for name in range(20):
+        barrier.wait()
+        results.put((name, number, backend.create(f"log/{name}", b"%d" % number).value))
+
+
+def test_of_racing_processes_one_wins(backend: LocalBackend, root: Path) -> None:
+    spawn = multiprocessing.get_context("fork")
+    barrier, results = spawn.Barrier(RACERS), spawn.Queue()
+    racers = [spawn.Process(target=_create_many, args=(str(root), number, barrier, results)) for number in range(RACERS)]
+    for racer in racers:
+        racer.start()
+    outcomes = [results.get() for _ in range(RACERS * 20)]
+    for racer in racers:
+        racer.join()
+    for name in range(20):
+        winners = [number for at, number, outcome in outcomes if at == name and outcome == "created"]
+        assert len(winners) == 1
+        assert backend.get(f"log/{name}", max_bytes=10) == b"%d" % winners[0]
+    assert list(backend.list_uploads()) == []
+
+
+def link_then_fail(number: int) -> Callable[..., None]:
+    def call(source: str, target: str, real: Callable[..., None] = os.link, **kwargs: Any) -> None:
+        real(source, target, **kwargs)
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("number", "outcome"), [(errno.EEXIST, Created.EXISTS), (errno.EIO, Created.UNKNOWN), (errno.ETIMEDOUT, Created.UNKNOWN)]
+)
+def test_a_link_whose_reply_was_lost_is_no_failure(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, number: int, outcome: Created
+) -> None:
+    monkeypatch.setattr(os, "link", link_then_fail(number))
+    assert backend.create("log/1", b"mine") is outcome
+    assert backend.get("log/1", max_bytes=10) == b"mine"
+    assert list(backend.list_uploads()) == []
+
+
+def test_a_deleted_temporary_is_written_again(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = 3
+
+    def link(source: str, target: str, real: Callable[..., None] = os.link, **kwargs: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            os.unlink(source)
+        real(source, target, **kwargs)
+
+    monkeypatch.setattr(os, "link", link)
+    assert backend.create("log/1", b"mine") is Created.CREATED
+    left = 1000
+    with pytest.raises(BackendUnavailableError):
+        backend.create("log/2", b"mine")
+    assert names(backend) == {"log/1"}
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_filesystem_without_hard_links_is_refused(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(os, "link", fails(number))
+    with pytest.raises(UnsafeBackendError, match="hard links"):
+        backend.create("log/1", b"x")
+    assert list(backend.list_uploads()) == []
