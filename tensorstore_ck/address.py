@@ -1,8 +1,8 @@
 """Addresses: how a user names a snapshot.
 
-    runs/gpt          branch or tag          runs/gpt@1000     newest of step 1000 in the branch's history
-    9f86d081...       root, or a prefix of at least 8 characters of one that is unique
-    runs/gpt~2        two before it, by parents
+runs/gpt          branch or tag          runs/gpt@1000     newest of step 1000 in the branch's history
+9f86d081...       root, or a prefix of at least 8 characters of one that is unique
+runs/gpt~2        two before it, by parents
 """
 
 import re
@@ -36,7 +36,9 @@ def resolve(view: RefTable, address: str) -> Resolved:
     """
     match = _SUFFIX.fullmatch(address) if isinstance(address, str) else None
     if match is None:
-        raise InvalidNameError(f"{address!r} is not an address: use a ref, ref@step, ref~n, or a root (8 or more hex digits)", object_id=str(address))
+        raise InvalidNameError(
+            f"{address!r} is not an address: use a ref, ref@step, ref~n, or a root (8 or more hex digits)", object_id=str(address)
+        )
     base, step, back = match["base"], match["step"], int(match["back"] or 0)
     branch = None if _ROOT.fullmatch(base) else view.branch(base)
     if branch is not None:

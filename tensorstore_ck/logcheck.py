@@ -15,7 +15,7 @@ from tensorstore_ck.envelope import MAX_OBJECT_BYTES
 from tensorstore_ck.errors import MissingObjectError, StoreError
 from tensorstore_ck.findings import require_reachable
 from tensorstore_ck.ids import Digest
-from tensorstore_ck.log import Chain, Entry, RefTable, chain_break
+from tensorstore_ck.log import Chain, Entry, Head, RefTable, chain_break
 from tensorstore_ck.log.checkpoint import Checkpoint, checkpoint_folder, checkpoint_number, decode_checkpoint, dump, load
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.parallel import for_each
@@ -234,14 +234,9 @@ def _foreign(name: str, kind: str) -> LogProblem:
     return LogProblem("foreign_object", name, f"it is no {kind}, and nothing reads it: delete it if nobody knows it", is_error=False)
 
 
-def host_saw_more(check: LogCheck, seen: RefTable, chain: Chain) -> LogProblem | None:
-    """Whether this host's cache was folded from entries that the log does not hold any more; `seen` as it was before the check."""
-    try:
-        head = seen.head()
-    except StoreError:  # a cache that cannot be read tells nothing
-        return None
-    replaced = head is not None and head.n == check.last and check.last_hash not in (None, head.hash)
-    if head is None or (head.n <= check.last and not replaced):
+def host_saw_more(check: LogCheck, head: Head | None, chain: Chain) -> LogProblem | None:
+    """Whether this host's cache, whose head was `head` before the check, was folded from entries that the log does not hold any more."""
+    if head is None or head.n < check.last or (head.n == check.last and check.last_hash in (None, head.hash)):
         return None
     name = chain.name(head.n)
     message = (

@@ -3,7 +3,7 @@
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,14 @@ from tensorstore_ck.backend import open_backend, probe_create
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
 from tensorstore_ck.engine import Engine, current_actor
-from tensorstore_ck.errors import AlreadyExistsError, BackendUnavailableError, CorruptObjectError, MissingObjectError, NotAStoreError, UnsafeBackendError
+from tensorstore_ck.errors import (
+    AlreadyExistsError,
+    BackendUnavailableError,
+    CorruptObjectError,
+    MissingObjectError,
+    NotAStoreError,
+    UnsafeBackendError,
+)
 from tensorstore_ck.ids import Clock, IdSource, new_ulid
 from tensorstore_ck.index import BlockIndex
 from tensorstore_ck.log import Log
@@ -34,7 +41,9 @@ def open_engine(
         if config is None and create:
             config = init_store(backend, single_writer_unsafe=single_writer_unsafe)
         if config is None:
-            raise NotAStoreError(f"there is no store at {backend.url}: make one with `tsck init`, or open(..., create=True)", object_id=backend.url)
+            raise NotAStoreError(
+                f"there is no store at {backend.url}: make one with `tsck init`, or open(..., create=True)", object_id=backend.url
+            )
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
         return make_engine(backend, config, table, single_writer=single_writer_unsafe)
     except BaseException:
@@ -43,11 +52,26 @@ def open_engine(
 
 
 def make_engine(
-    backend: Backend, config: StoreConfig, table: Table, *, single_writer: bool = False, clock: Clock = time.time_ns, new_id: IdSource = new_ulid
+    backend: Backend,
+    config: StoreConfig,
+    table: Table,
+    *,
+    single_writer: bool = False,
+    clock: Clock = time.time_ns,
+    new_id: IdSource = new_ulid,
+    sleep: Callable[[float], object] = time.sleep,
 ) -> Engine:
-    """An engine from its pieces; tests pass a clock and ids of their own."""
+    """An engine from its pieces; tests pass a clock, ids and delays of their own."""
     log = Log(
-        backend, table, uuid=uuid.UUID(config.uuid).bytes, prefix=config.log, clock=clock, actor=current_actor(), new_id=new_id, shared=not single_writer
+        backend,
+        table,
+        uuid=uuid.UUID(config.uuid).bytes,
+        prefix=config.log,
+        clock=clock,
+        actor=current_actor(),
+        new_id=new_id,
+        shared=not single_writer,
+        sleep=sleep,
     )
     return Engine(backend, config, table, log, BlockIndex(table), clock, new_id, single_writer)
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.codec import Codec, decode
-from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, StoreError
+from tensorstore_ck.errors import CorruptObjectError, StoreError
 from tensorstore_ck.findings import require_reachable
 from tensorstore_ck.ids import Ulid, block_id
 from tensorstore_ck.pack import HEADER, TRAILER, Footer, decode_footer, footer_bytes, pack_name, stored_check
@@ -74,6 +74,7 @@ class Packs:
         self.data_bytes = 0
         self._footers: OrderedDict[Ulid, Footer] = OrderedDict()
         self._cached_bytes = 0
+        self._single: dict[tuple[Ulid, int, bytes], bool] = {}
         self._lock = threading.Lock()
 
     def footer(self, pack: Ulid) -> Footer | PackProblem:
@@ -96,11 +97,6 @@ class Packs:
             while self._cached_bytes > FOOTER_CACHE_BYTES and len(self._footers) > 1:
                 self._cached_bytes -= self._footers.popitem(last=False)[1].entries.nbytes
         return footer
-
-    def size(self, pack: Ulid) -> int:
-        """The pack's bytes."""
-        found = self.listed.get(pack)
-        return found.size_bytes if found is not None else self._backend.size(pack_name(pack))
 
     def footers(self) -> Iterator[tuple[Ulid, Footer]]:
         """Every listed pack whose footer is sound, in order; the others' problems are noted."""
@@ -136,19 +132,19 @@ class Packs:
 
         for_each(self._runs(), check, threads)
 
-    def check_block(self, pack: Ulid, row: tuple[Any, ...], block: bytes) -> str | None:
-        """What is wrong with one block that an extent names, in a pack whose footer cannot be used; None when it is intact."""
+    def is_intact(self, pack: Ulid, row: tuple[Any, ...], block: bytes) -> bool:
+        """Whether one block that an extent names can be read: for packs whose footer cannot be used."""
         _, _, offset, stored, raw, _, codec, _ = row
-        name = pack_name(pack)
-        data = bytearray(stored)
-        try:
-            self._backend.read_into(name, offset, memoryview(data))
-            if block_id(decode(codec, memoryview(data), raw, name)) != block:
-                return f"{name}: the block at offset {offset} does not match its hash"
-        except StoreError as exc:
-            require_reachable(self._backend, exc)
-            return str(exc)
-        return None
+        key = (pack, offset, block)
+        if key not in self._single:
+            name, data = pack_name(pack), bytearray(stored)
+            try:
+                self._backend.read_into(name, offset, memoryview(data))
+                self._single[key] = block_id(decode(codec, memoryview(data), raw, name)) == block
+            except StoreError as exc:
+                require_reachable(self._backend, exc)
+                self._single[key] = False
+        return self._single[key]
 
     def _count(self, footer: Footer | PackProblem) -> None:
         if isinstance(footer, Footer):
@@ -156,17 +152,16 @@ class Packs:
                 self.blocks += len(footer.entries)
 
     def _read_footer(self, pack: Ulid, name: str) -> Footer:
-        if pack not in self.listed and self.size(pack) < 0:
-            raise MissingObjectError(f"{name} is not in the store", object_id=name)
-        size = self.size(pack)
+        found = self.listed.get(pack)
+        size = found.size_bytes if found is not None else self._backend.size(name)
         if size < HEADER.size + TRAILER.size:
             raise CorruptObjectError(f"{name} is cut short: {size} bytes are not a pack", object_id=name)
         header, trailer = bytearray(HEADER.size), bytearray(TRAILER.size)
         self._backend.read_into(name, 0, memoryview(header))
         self._backend.read_into(name, size - TRAILER.size, memoryview(trailer))
-        footer = bytearray(footer_bytes(trailer, size, name))
+        footer = bytearray(footer_bytes(memoryview(trailer), size, name))
         self._backend.read_into(name, size - len(footer), memoryview(footer))
-        return decode_footer(header, footer, size, name)
+        return decode_footer(memoryview(header), memoryview(footer), size, name)
 
     def _runs(self) -> Iterator[_Run]:
         for pack, footer in self.footers():

@@ -6,7 +6,7 @@ returns, nothing that names these packs may be written.
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,10 @@ from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.ids import Digest, IdSource, Ulid, block_id
 from tensorstore_ck.index import Location
 from tensorstore_ck.pack import ENTRY_DTYPE, HEADER, PACK_LIMIT_BYTES, decode_footer, encode_footer, encode_header, pack_name, stored_check
+from tensorstore_ck.parallel import for_each
+
+SHARED_PACK_BYTES: Final = 64 << 20
+"""A second pack is begun beside one of this size, not beside a smaller one."""
 
 
 class _Block(NamedTuple):
@@ -44,15 +48,22 @@ class PackWriter:
     """Takes runs of blocks from any thread; packs of up to `limit_bytes` come out."""
 
     def __init__(
-        self, backend: Backend, new_id: IdSource, known: Callable[[Digest], Location | None], limit_bytes: int = PACK_LIMIT_BYTES
+        self,
+        backend: Backend,
+        new_id: IdSource,
+        known: Callable[[Digest], Location | None],
+        *,
+        open_packs: int = 1,
+        limit_bytes: int = PACK_LIMIT_BYTES,
     ) -> None:
-        """`known` says where a block lies already; it is called under a lock."""
+        """`known` says where a block lies already; it is called under a lock. Up to `open_packs` are written side by side."""
         self._backend = backend
         self._new_id = new_id
         self._known = known
+        self._open_packs = open_packs
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._open: _OpenPack | None = None
+        self._open: list[_OpenPack] = []
         self._unsealed: list[_OpenPack] = []
         self._claimed: set[Digest] = set()
         self.found: dict[Digest, Location] = {}
@@ -80,9 +91,8 @@ class PackWriter:
 
     def close(self) -> None:
         """Seals what is still open: everything added is durable afterwards."""
-        pack, self._open = self._open, None
-        if pack is not None:
-            self._seal(pack)
+        packs, self._open = self._open, []
+        for_each(packs, self._seal, len(packs))
 
     def abort(self) -> None:
         """Gives up packs that are not sealed yet; sealed ones stay behind as orphans."""
@@ -101,14 +111,12 @@ class PackWriter:
     def _append(self, blocks: list[_Block]) -> None:
         size = sum(len(block.stored) for block in blocks)
         with self._lock:
-            pack = self._open
-            if pack is None:
-                pack = self._open = self._begin()
+            pack = self._pack_to_append_to()
             pack.reserved_bytes += size
             pack.appending += 1
             if pack.reserved_bytes >= self._limit_bytes:
                 pack.full = True
-                self._open = None
+                self._open.remove(pack)
         offset = pack.writer.append([block.stored for block in blocks])
         with self._lock:
             for block in blocks:
@@ -118,6 +126,14 @@ class PackWriter:
             last = pack.full and not pack.appending
         if last:
             self._seal(pack)
+
+    def _pack_to_append_to(self) -> _OpenPack:
+        """An open pack that no thread appends to, if possible: filesystems let one writer at a time into a file."""
+        pack = min(self._open, key=lambda pack: pack.appending, default=None)
+        if pack is None or (pack.appending and len(self._open) < self._open_packs and pack.reserved_bytes >= SHARED_PACK_BYTES):
+            pack = self._begin()
+            self._open.append(pack)
+        return pack
 
     def _begin(self) -> _OpenPack:
         ulid = self._new_id()

@@ -52,12 +52,14 @@ class SnapshotReader:
         self.info = info
         self.record: Record = engine.read_record(info)
         if len(self.record.parts) != 1:
-            raise FormatVersionError(f"snapshot {info.root.hex()[:16]} was put by {len(self.record.parts)} ranks: upgrade tensorstore_ck to read it")
+            raise FormatVersionError(
+                f"snapshot {info.root.hex()[:16]} was put by {len(self.record.parts)} ranks: upgrade tensorstore_ck to read it"
+            )
         self._engine = engine
         self.part: Part = engine.read_part(self.record, 0)
         self.name = part_name(self.record.parts[0])
         self._blob_first = np.concatenate(([0], np.cumsum(self.part.blobs["blocks"], dtype=np.int64)))
-        encoded = self.blob(0)
+        encoded = self._blob(0)
         if encoded[-32:] != self.part.layout_id:
             raise CorruptObjectError(f"{self.name}: its layout is not the one it names", object_id=self.name)
         self.layout: Layout = decode_layout(encoded, f"the layout of {self.name}")
@@ -94,10 +96,15 @@ class SnapshotReader:
 
     def inline_bytes(self, tensor: int) -> bytes:
         """The bytes of a tensor that lies inside the part; empty for one that has blocks."""
-        return b"" if self._lengths[tensor] is not None else self.part.inline[self._first[tensor] : self._first[tensor] + self._sizes[tensor]]
+        return (
+            b"" if self._lengths[tensor] is not None else self.part.inline[self._first[tensor] : self._first[tensor] + self._sizes[tensor]]
+        )
 
     def blob(self, index: int) -> bytes:
         """The verified bytes of a large value."""
+        return self._blob(index + 1)  # the layout comes first
+
+    def _blob(self, index: int) -> bytes:
         if not 0 <= index < len(self.part.blobs):
             raise CorruptObjectError(f"{self.name}: it has no large value {index}", object_id=self.name)
         rows = range(int(self._blob_first[index]), int(self._blob_first[index + 1]))
@@ -222,7 +229,9 @@ def _merge(wanted: list[_Wanted], *, direct: bool) -> Iterator[list[_Wanted]]:
             near = block.pack == last.pack and block.offset - last.offset - last.stored <= MAX_GAP_BYTES
             same = block.pack == last.pack and block.offset == last.offset
             alone = direct and block.raw >= DIRECT_BYTES
-            if not same and (not near or alone or last.raw >= DIRECT_BYTES and direct or block.offset + block.stored - first.offset > MERGE_BYTES):
+            if not same and (
+                not near or alone or (last.raw >= DIRECT_BYTES and direct) or block.offset + block.stored - first.offset > MERGE_BYTES
+            ):
                 yield run
                 run = []
         run.append(block)

@@ -4,7 +4,7 @@ Reads past every cache. Damage is returned, never raised, with the tensors that 
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,8 @@ class SnapshotCheck(NamedTuple):
     packs: Sequence[Ulid]
     object_bytes: int
     """Of its record and parts."""
+    is_complete: bool
+    """Whether `parts` and `packs` are all that it refers to."""
 
 
 class _PartProblem(NamedTuple):
@@ -61,19 +63,24 @@ def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_dat
     seen_packs: dict[Ulid, None] = {}
     record, size = _read_record(engine, info, damages)
     if record is None:
-        return SnapshotCheck(damages, (), (), size)
+        return SnapshotCheck(damages, (), (), size, is_complete=False)
+    is_complete = True
     for rank in range(len(record.parts)):
         part, part_bytes = _read_part(engine, record, rank, damages)
         size += part_bytes
         if part is None:
+            is_complete = False
             continue
         seen_packs.update(dict.fromkeys(part.packs))
         problems = list(_extent_problems(packs, part, record, rank, read_data=read_data))
-        reader = _open(engine, info, record, part, rank, problems, damages)
+        reader = _open(engine, info)
+        layout_rows = slice(0, int(part.blobs["blocks"][0]))
+        if isinstance(reader, StoreError) and not any(problem.rows[layout_rows].any() for problem in problems):
+            damages.append(Damage(reader.kind, reader.object_id or part_name(record.parts[rank]), str(reader), ()))
         for problem in problems:
-            names = names_of_rows(reader, problem.rows) if reader is not None else []
+            names = names_of_rows(reader, problem.rows) if isinstance(reader, SnapshotReader) else []
             damages.append(Damage(problem.kind, problem.object, problem.message, _bounded(names)))
-    return SnapshotCheck(damages, record.parts, tuple(seen_packs), size)
+    return SnapshotCheck(damages, record.parts, tuple(seen_packs), size, is_complete)
 
 
 def _read_record(engine: Engine, info: SnapshotInfo, damages: list[Damage]) -> tuple[Record | None, int]:
@@ -108,19 +115,14 @@ def _read_part(engine: Engine, record: Record, rank: int, damages: list[Damage])
     return part, size
 
 
-def _open(
-    engine: Engine, info: SnapshotInfo, record: Record, part: Part, rank: int, problems: Sequence[_PartProblem], damages: list[Damage]
-) -> SnapshotReader | None:
-    """The opened snapshot: its layout, values and tree are sound. None where they are not, or not this build's to read."""
+def _open(engine: Engine, info: SnapshotInfo) -> SnapshotReader | StoreError:
+    """The snapshot, opened: its layout, values and tree are sound; or why they are not, or not this build's to read."""
     try:
         reader = SnapshotReader(engine, info)
         parse(reader.layout, len(reader.values), f"the layout of {reader.name}")
     except StoreError as exc:
         require_reachable(engine.backend, exc)
-        layout_rows = slice(0, int(part.blobs["blocks"][0]))
-        if not any(problem.rows[layout_rows].any() for problem in problems):  # else it is told there
-            damages.append(Damage(exc.kind, exc.object_id or part_name(record.parts[rank]), str(exc), ()))
-        return None
+        return exc
     return reader
 
 
@@ -168,12 +170,11 @@ def _unreachable(packs: Packs, pack: Ulid, extents: Extents, ids: npt.NDArray[np
     listed = packs.listed.get(pack)
     if listed is None:
         return np.ones(len(extents), np.bool_)
-    wrong = extents["offset"] + extents["stored"] > listed.size_bytes
+    wrong: npt.NDArray[np.bool_] = extents["offset"] + extents["stored"] > listed.size_bytes
     if read_data:
         for at in np.flatnonzero(~wrong).tolist():
-            wrong[at] = packs.check_block(pack, extents[at].item(), ids[at].tobytes()) is not None
-    result: npt.NDArray[np.bool_] = wrong
-    return result
+            wrong[at] = not packs.is_intact(pack, extents[at].item(), ids[at].tobytes())
+    return wrong
 
 
 def _bounded(names: Sequence[str]) -> tuple[str, ...]:
@@ -181,7 +182,7 @@ def _bounded(names: Sequence[str]) -> tuple[str, ...]:
     return (*names[:MAX_NAMED], *([f"and {more} more"] if more > 0 else []))
 
 
-def hit_text(addresses: Sequence[str], info: SnapshotInfo, names: Sequence[Any]) -> str:
+def hit_text(addresses: Sequence[str], info: SnapshotInfo, names: Sequence[str]) -> str:
     """``runs/gpt@1000 (root 9f86d081...): tensors``."""
     where = ", ".join(addresses) or "no ref"
     return f"{where} (root {info.root.hex()[:12]}): {', '.join(names) or 'all of it'}"

@@ -337,7 +337,12 @@ def open_store(
     """
     return Store(
         open_engine(
-            url, create=create, storage_options=storage_options, single_writer_unsafe=single_writer_unsafe, no_sync=no_sync, cache_dir=cache_dir
+            url,
+            create=create,
+            storage_options=storage_options,
+            single_writer_unsafe=single_writer_unsafe,
+            no_sync=no_sync,
+            cache_dir=cache_dir,
         )
     )
 

@@ -147,10 +147,14 @@ def decode(encoded: Any, *, decode_other: Decode | None = None, blob: Callable[[
     try:
         if type(encoded) is list and encoded and encoded[0] == "b" and blob is not None:
             _, kind, index = encoded
+            if type(index) is not int or index < 0:
+                raise TypeError("a blob needs a number")
             encoded = _from_blob(kind, blob(index), name)
         return _decode(encoded, decode_other)
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, struct.error) as exc:
-        raise CorruptObjectError(f"{name} is not a valid value: {exc!r}; run `tsck fsck`", object_id=name) from exc
+        raise CorruptObjectError(
+            f"{name} is not a valid value ({type(exc).__name__}: {exc!s:.200}); run `tsck fsck`", object_id=name
+        ) from exc
 
 
 def _from_blob(kind: str, data: bytes, name: str) -> Any:
@@ -258,7 +262,8 @@ def describe(encoded: Any) -> object:
     if type(encoded) is bytes:
         return _shortened(repr(encoded), len(encoded))
     try:
-        return _described(*encoded)
+        shown = _described(*encoded)
+        return shown[:320] if isinstance(shown, str) else shown
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, AttributeError, CorruptObjectError):
         return f"(not a value: {type(encoded).__name__})"
 

@@ -29,6 +29,8 @@ from tensorstore_ck.record import MAX_STEP, Record, record_name
 RUN_BYTES: Final = 4 << 20
 RUN_BLOCKS: Final = 512
 """Small blocks are hashed and appended together, up to this many."""
+MAX_OPEN_PACKS: Final = 4
+"""On local files, packs written side by side: one thread at a time gets into a file."""
 
 
 class Anything:
@@ -76,7 +78,8 @@ def put(engine: Engine, captured: Captured, request: PutRequest) -> SnapshotInfo
     anchor = engine.log.sync().n
     check_expected(engine.log.view(), request.ref, request.expect)
     known = _KnownBlocks(engine, request.parent)
-    packs = PackWriter(engine.backend, engine.new_id, known)
+    open_packs = min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
+    packs = PackWriter(engine.backend, engine.new_id, known, open_packs=open_packs)
     try:
         part = _write_blocks(engine, captured, packs, anchor)
     except BaseException:
@@ -124,7 +127,7 @@ def _write_blocks(engine: Engine, captured: Captured, packs: PackWriter, anchor:
         buffers: list[Buffer] = [captured.sources[number].read(start, stop) for number, start, stop in run.blocks]
         tensor_ids[run.row] = packs.add(buffers)
 
-    for_each(_runs(captured, sizes, engine.config.block_bytes), store, cpu_threads())
+    for_each(_runs(captured, sizes, engine.config.block_bytes), store, cpu_threads() + 1)
     packs.close()
     for row in sorted(tensor_ids):
         ids += tensor_ids[row]
@@ -138,7 +141,17 @@ def _write_blocks(engine: Engine, captured: Captured, packs: PackWriter, anchor:
         rows.append((number, place.entry, place.offset, place.stored, place.raw, -1, place.codec, 0))
     extents[:] = rows
     return Part(
-        Digest(encoded_layout[-32:]), 0, 1, blobs, b"".join(ids), encode_values(captured.values), inline, list(pack_numbers), extents, b"", anchor
+        Digest(encoded_layout[-32:]),
+        0,
+        1,
+        blobs,
+        b"".join(ids),
+        encode_values(captured.values),
+        inline,
+        list(pack_numbers),
+        extents,
+        b"",
+        anchor,
     )
 
 
@@ -191,7 +204,9 @@ def _publish(engine: Engine, part: Part, packs: PackWriter, captured: Captured, 
     engine.log.append(build)
     info = engine.log.view().snapshot(snapshot_ulid)
     if info is None:
-        raise SnapshotAbortedError(f"the put to {request.ref!r} was aborted by another process before it was published", object_id=request.ref)
+        raise SnapshotAbortedError(
+            f"the put to {request.ref!r} was aborted by another process before it was published", object_id=request.ref
+        )
     engine.keep_part(part_ulid, part)
     engine.index.add(packs.added.items())
     return info

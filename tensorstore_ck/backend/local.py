@@ -11,7 +11,6 @@ import contextlib
 import errno
 import os
 import stat
-import threading
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -45,7 +44,6 @@ class LocalBackend:
         if self._root == os.path.dirname(self._root):
             raise InvalidUrlError(f"a store cannot be at {self._root}: name a folder of its own", object_id=self._root)
         self._sync = sync
-        self._lock = threading.Lock()
         self._durable_folders: set[str] = set()
         self._failed_folders: set[str] = set()
 
@@ -262,8 +260,7 @@ class LocalBackend:
                 folder = entry
             else:
                 self._fsync_folder(folder)
-            with self._lock:
-                self._durable_folders.add(entry)
+            self._durable_folders.add(entry)
 
     def _sync_root_entry(self) -> None:
         with contextlib.suppress(PermissionError):  # the folder above is somebody else's, and need not be readable
@@ -279,8 +276,7 @@ class LocalBackend:
             os.fsync(fd)
         except OSError as exc:
             if exc.errno != errno.EINVAL:  # EINVAL: this filesystem has no fsync for folders, so nothing was promised
-                with self._lock:
-                    self._failed_folders.add(folder)
+                self._failed_folders.add(folder)
                 exc.filename = folder
                 raise
         finally:

@@ -7,7 +7,7 @@ misuse of the command line, 130 an interrupt. Anything else is a bug, and keeps 
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, Final, NoReturn, TextIO
+from typing import Any, Final, NoReturn
 
 import click
 
@@ -18,7 +18,23 @@ from tensorstore_ck.errors import StoreError
 
 USAGE_EXIT: Final = 2
 INTERRUPTED_EXIT: Final = 130
-ORDER: Final = ("init", "put", "get", "log", "show", "diff", "branch", "reset", "tag", "untag", "annotate", "mark", "usage", "fsck", "salvage", "probe")
+HELP: Final = """Keep every snapshot of training state in one store that never holds the same bytes twice.
+
+\b
+A first look:
+  tsck init ./ckpt                                      make a store
+  tsck put model.safetensors --ref runs/gpt -s ./ckpt   store a file as a snapshot
+  tsck log runs/gpt -s ./ckpt                           see what is there
+  tsck get runs/gpt~1 old.safetensors -s ./ckpt         bring one back
+
+\b
+An ADDRESS names a snapshot:
+  runs/gpt       a branch or tag
+  runs/gpt@1000  its newest snapshot of step 1000
+  runs/gpt~2     two before it
+  9f86d081       the first digits (8 or more) of a root
+
+With TSCK_STORE set, or inside the store's folder, -s is not needed."""
 
 
 class Program(click.Group):
@@ -26,7 +42,7 @@ class Program(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """In the order that a newcomer meets them, not that of the alphabet."""
-        return sorted(self.commands, key=ORDER.index)
+        return list(self.commands)
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *others: Any, **more: Any) -> NoReturn:
         """Runs one command and exits."""
@@ -61,33 +77,32 @@ def _fail(kind: str, message: str, object_id: str, *, as_json: bool) -> None:
         click.echo(f"tsck: {printable(message)}", err=True)
 
 
-def _show_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
-) -> None:
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     """A warning as a user wants it: what it says, not where the code is."""
     click.echo(f"tsck: warning: {printable(message)}", err=True)
 
 
-@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=Program, help=HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(tensorstore_ck.__version__, prog_name="tsck", message="%(prog)s %(version)s")
 def main() -> None:
-    """Keep every snapshot of training state in one store that never holds the same bytes twice.
-
-    \b
-    A first look:
-      tsck init ./ckpt                                      make a store
-      tsck put model.safetensors --ref runs/gpt -s ./ckpt   store a file as a snapshot
-      tsck log runs/gpt -s ./ckpt                           see what is there
-      tsck get runs/gpt~1 old.safetensors -s ./ckpt         bring one back
-
-    \b
-    An ADDRESS names a snapshot:
-      runs/gpt         a branch or tag         runs/gpt@1000    its newest snapshot of step 1000
-      runs/gpt~2       two before it           9f86d081         the first digits (8 or more) of a root
-
-    With TSCK_STORE set, or inside the store's folder, -s is not needed.
-    """
+    """The entry point of ``tsck``."""
 
 
-for _command in (*transfer.COMMANDS, *history.COMMANDS, *refs.COMMANDS, *maintenance.COMMANDS):
+for _command in (
+    maintenance.init,
+    transfer.put,
+    transfer.get,
+    history.log,
+    history.show,
+    history.diff,
+    refs.branch,
+    refs.reset,
+    refs.tag,
+    refs.untag,
+    refs.annotate,
+    refs.mark,
+    history.usage,
+    maintenance.fsck,
+    maintenance.probe,
+):
     main.add_command(_command)

@@ -8,8 +8,8 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from tensorstore_ck.backend.oserrors import os_errors
@@ -148,7 +148,8 @@ def _safetensors() -> Any:
         import safetensors.torch  # noqa: PLC0415 - an extra
     except ImportError as exc:
         raise MissingExtraError(
-            "reading and writing .safetensors needs a package that is not installed: pip install 'tensorstore_ck[safetensors]'", object_id="safetensors"
+            "reading and writing .safetensors needs a package that is not installed: pip install 'tensorstore_ck[safetensors]'",
+            object_id="safetensors",
         ) from exc
     return safetensors
 
@@ -157,7 +158,7 @@ def _load_safetensors(path: str) -> LoadedFile:
     library = _safetensors()
     try:
         with library.safe_open(path, framework="pt", device="cpu") as file:
-            return LoadedFile({name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {}))  # noqa: SIM118 - no mapping
+            return LoadedFile({name: file.get_tensor(name) for name in file.keys()}, dict(sorted((file.metadata() or {}).items())))  # noqa: SIM118 - no mapping
     except library.SafetensorError as exc:
         raise CorruptObjectError(f"{path} is not a whole .safetensors file ({exc}): get it again", object_id=path) from exc
 
@@ -190,7 +191,7 @@ def _apart(tensors: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
 
 
 def _load_torch(path: str) -> LoadedFile:
-    import pickle  # noqa: PLC0415, S403 - for the name of the exception alone
+    import pickle  # noqa: PLC0415 - for the name of the exception alone
     import zipfile  # noqa: PLC0415
 
     import torch  # noqa: PLC0415 - loads torch only where tensors are handled
@@ -238,7 +239,8 @@ def _replacing(path: str) -> Iterator[str]:
             os.replace(temporary, path)
             _sync(folder)
     finally:
-        _remove_if_there(temporary)
+        with suppress(OSError):
+            os.unlink(temporary)
 
 
 def _sync(path: str) -> None:
@@ -247,12 +249,3 @@ def _sync(path: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _remove_if_there(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
-
-

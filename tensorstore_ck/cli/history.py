@@ -4,7 +4,7 @@ from typing import Final
 
 import click
 
-from tensorstore_ck.cli.options import StoreChoice, store_options
+from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import (
     counted,
     emit,
@@ -25,18 +25,15 @@ from tensorstore_ck.snapshot import SnapshotDetails
 
 MAX_SHOWN: Final = 40
 """Tensors and values that `show` prints without ``--all``."""
+_CHANGES: Final = ("NAME", "CHANGE", "OLD", "NEW")
 
 
-@click.command(short_help="Show the history of a branch or tag.")
+@command("Show the history of a branch or tag.", "tsck log runs/gpt -n 10")
 @click.argument("ref", required=False)
 @click.option("-n", "--limit", type=click.IntRange(min=1), metavar="N", help="Only the newest N.")
 @store_options()
 def log(ref: str | None, limit: int | None, choice: StoreChoice, *, as_json: bool) -> None:
-    """Show the history of a branch or tag, newest first; of all branches together without REF.
-
-    \b
-      tsck log runs/gpt -n 10
-    """
+    """Show the history of a branch or tag, newest first; of all branches together without REF."""
     with choice.open() as store:
         snapshots = store.log(ref, limit=limit)
     names = None if ref else [snapshot.ref for snapshot in snapshots]
@@ -44,16 +41,12 @@ def log(ref: str | None, limit: int | None, choice: StoreChoice, *, as_json: boo
     emit(snapshots, lines, as_json=as_json)
 
 
-@click.command(short_help="Show what is in a snapshot.")
+@command("Show what is in a snapshot.", "tsck show runs/gpt@1000")
 @click.argument("address")
 @click.option("--all", "everything", is_flag=True, help=f"All tensors and values, not only the first {MAX_SHOWN}.")
 @store_options()
 def show(address: str, choice: StoreChoice, *, everything: bool, as_json: bool) -> None:
-    """Show what is in the snapshot at ADDRESS: its metrics and metadata, tensors and values.
-
-    \b
-      tsck show runs/gpt@1000
-    """
+    """Show what is in the snapshot at ADDRESS: its metrics and metadata, tensors and values."""
     with choice.open() as store:
         details = store.show(address)
     emit(details, _details_lines(details, None if everything else MAX_SHOWN), as_json=as_json)
@@ -61,7 +54,7 @@ def show(address: str, choice: StoreChoice, *, everything: bool, as_json: bool) 
 
 def _details_lines(details: SnapshotDetails, limit: int | None) -> list[str]:
     snapshot = details.snapshot
-    sizes = f"{human_bytes(snapshot.logical_bytes)}, stored as {human_bytes(details.stored_bytes)}, {human_bytes(snapshot.new_bytes)} of it new then"
+    logical, stored, new = map(human_bytes, (snapshot.logical_bytes, details.stored_bytes, snapshot.new_bytes))
     lines = facts(
         [
             ("root", snapshot.root),
@@ -71,7 +64,7 @@ def _details_lines(details: SnapshotDetails, limit: int | None) -> list[str]:
             ("parent", snapshot.parent or "none"),
             ("metrics", metrics_text(snapshot.metrics)),
             ("mark", red(mark_text(snapshot)) if snapshot.mark else ""),
-            ("size", sizes),
+            ("size", f"{logical}, stored as {stored}, {new} of it new when it was put"),
             ("id", snapshot.id),
         ]
     )
@@ -82,9 +75,7 @@ def _details_lines(details: SnapshotDetails, limit: int | None) -> list[str]:
         lines += ["", counted(len(details.values), "value"), *indented(facts((printable(path), printable(value)) for path, value in shown))]
         lines += _rest(len(details.values) - len(shown))
     if details.tensors:
-        rows = [
-            [printable(name), dtype, _shape(shape), human_bytes(size)] for name, dtype, shape, size in details.tensors[:limit]
-        ]
+        rows = [[printable(name), dtype, _shape(shape), human_bytes(size)] for name, dtype, shape, size in details.tensors[:limit]]
         lines += ["", counted(len(details.tensors), "tensor"), *indented(table(["NAME", "DTYPE", "SHAPE", "SIZE"], rows, right={"SIZE"}))]
         lines += _rest(len(details.tensors) - len(rows))
     return lines
@@ -94,34 +85,30 @@ def _rest(count: int) -> list[str]:
     return [f"  ... and {count:,} more (--all shows them)"] if count > 0 else []
 
 
-@click.command(short_help="Show what differs between two snapshots.")
+@command("Show what differs between two snapshots.", "tsck diff runs/gpt~1 runs/gpt", "tsck diff runs/gpt exp/lr2")
 @click.argument("old")
 @click.argument("new")
 @store_options()
 def diff(old: str, new: str, choice: StoreChoice, *, as_json: bool) -> None:
-    """Show which tensors and values differ between two snapshots, and by how many bytes.
-
-    \b
-      tsck diff runs/gpt~1 runs/gpt
-      tsck diff runs/gpt exp/lr2
-    """
+    """Show which tensors and values differ between two snapshots, and by how many bytes."""
     with choice.open() as store:
         found = store.diff(old, new)
     emit(found, _diff_lines(found), as_json=as_json)
 
 
 def _diff_lines(found: SnapshotDiff) -> list[str]:
-    changed = len(found.tensors)
     lines = snapshot_table([found.old, found.new], ["old", "new"], "")
     lines += ["", _summary(found)]
     if found.tensors:
-        rows = [
-            [printable(change.name), change.change, _form(change.old), _form(change.new), human_bytes(change.changed_bytes)] for change in found.tensors
+        rows = [[printable(it.name), it.change, _form(it.old), _form(it.new), human_bytes(it.changed_bytes)] for it in found.tensors]
+        lines += [
+            "",
+            counted(len(found.tensors), "tensor"),
+            *indented(table(["NAME", "CHANGE", "OLD", "NEW", "BYTES"], rows, right={"BYTES"})),
         ]
-        lines += ["", counted(changed, "tensor"), *indented(table(["NAME", "CHANGE", "OLD", "NEW", "BYTES"], rows, right={"BYTES"}))]
     if found.values:
         values = [[printable(change.path), change.change, _value(change.old), _value(change.new)] for change in found.values]
-        lines += ["", counted(len(found.values), "value"), *indented(table(["NAME", "CHANGE", "OLD", "NEW"], values))]
+        lines += ["", counted(len(found.values), "value"), *indented(table(_CHANGES, values))]
     return lines
 
 
@@ -145,27 +132,22 @@ def _value(value: object) -> str:
     return "-" if value is None else printable(value)
 
 
-@click.command(short_help="Show how many bytes each branch and tag takes.")
+@command("Show how many bytes each branch and tag takes.", "tsck usage")
 @store_options()
 def usage(choice: StoreChoice, *, as_json: bool) -> None:
     """Show how many bytes each branch and tag takes, and how many they share.
 
     LOGICAL is what was put, UNIQUE what is left of it without repetitions, STORED what that takes on disk, and SHARED
     how much of it belongs to another ref as well.
-
-    \b
-      tsck usage
     """
     with choice.open() as store:
         found = store.usage()
     every: list[tuple[str, RefUsage | Usage]] = [*((printable(ref.ref), ref) for ref in found.refs), ("all refs", found)]
-    rows = [
-        [name, str(row.snapshots), *map(human_bytes, (row.logical_bytes, row.unique_bytes, row.stored_bytes, row.shared_bytes))] for name, row in every
-    ]
+    rows = []
+    for name, row in every:
+        sizes = (row.logical_bytes, row.unique_bytes, row.stored_bytes, row.shared_bytes)
+        rows.append([name, str(row.snapshots), *map(human_bytes, sizes)])
     header = ["REF", "SNAPSHOTS", "LOGICAL", "UNIQUE", "STORED", "SHARED"]
     lines = table(header, rows, right=frozenset(header[1:]))
     unused = f", {human_bytes(found.unreferenced_bytes)} of it used by no ref" if found.unreferenced_bytes else ""
     emit(found, [*lines, "", f"in the store: {human_bytes(found.objects_bytes)}{unused}"], as_json=as_json)
-
-
-COMMANDS: Final = (log, show, diff, usage)

@@ -1,62 +1,46 @@
 """Commands about the store itself: init, probe, fsck, salvage."""
 
-from dataclasses import asdict
-from typing import Final
+from contextlib import closing
 
 import click
 
 from tensorstore_ck.backend import ProbeResult
-from tensorstore_ck.cli.options import StoreChoice, store_options
+from tensorstore_ck.backend import probe as run_probe
+from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import counted, emit, facts, green, human_bytes, printable, red
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.errors import DamageError, UnsafeBackendError
 from tensorstore_ck.findings import Finding, FsckReport
+from tensorstore_ck.fsck import abort_stale_uploads, run_fsck
 from tensorstore_ck.opening import init_store
 
 
-@click.command(short_help="Make an empty store.")
+@command("Make an empty store.", "tsck init ./ckpt", "tsck init s3://bucket/ckpt --storage-option endpoint_url=https://...")
 @store_options(writes=True, url_argument=True)
 def init(choice: StoreChoice, *, as_json: bool) -> None:
-    """Make an empty store at URL: a folder, or s3://bucket/prefix.
-
-    \b
-      tsck init ./ckpt
-      tsck init s3://bucket/ckpt --storage-option endpoint_url=https://...
-    """
-    backend = choice.open_backend()
-    try:
+    """Make an empty store at URL: a folder, or s3://bucket/prefix."""
+    with closing(choice.open_backend()) as backend:
         config = init_store(backend, single_writer_unsafe=choice.single_writer_unsafe, exist_ok=False)
-        emit({"url": backend.url, "config": config}, [f"made a store at {printable(backend.url)}"], as_json=as_json)
-    finally:
-        backend.close()
+    emit({"url": backend.url, "config": config}, [f"made a store at {printable(backend.url)}"], as_json=as_json)
 
 
-@click.command(short_help="Try out a place: is it safe, how fast is it?")
+@command("Try out a place: is it safe, how fast is it?", "tsck probe s3://bucket/ckpt")
 @store_options(url_argument=True)
 @click.pass_context
 def probe(context: click.Context, choice: StoreChoice, *, as_json: bool) -> None:
     """Try out whether the place at URL can hold a store that several processes write to, and how fast it is.
 
     Writes 64 MiB under probe/ and removes them again; the store that may be there is not touched.
-
-    \b
-      tsck probe s3://bucket/ckpt
     """
-    from tensorstore_ck.backend import probe as run_probe  # noqa: PLC0415 - this command has the name
-
-    backend = choice.open_backend()
-    try:
-        with Bar("probing"):
-            result = run_probe(backend)
-        emit({"url": backend.url, "result": result}, _probe_lines(result), as_json=as_json)
-    finally:
-        backend.close()
+    with closing(choice.open_backend()) as backend:
+        result = run_probe(backend)
+    emit({"url": backend.url, "result": result}, _probe_lines(result), as_json=as_json)
     if not result.exclusive_create:
         context.exit(UnsafeBackendError.exit_code)
 
 
 def _probe_lines(result: ProbeResult) -> list[str]:
-    def holds(guarantee: bool) -> str:  # noqa: FBT001
+    def holds(guarantee: bool) -> str:
         return green("yes") if guarantee else red("NO")
 
     create_seconds = "" if result.create_seconds != result.create_seconds else f"{result.create_seconds * 1000:.1f} ms"
@@ -76,23 +60,19 @@ def _probe_lines(result: ProbeResult) -> list[str]:
     return lines
 
 
-@click.command(short_help="Check that everything is there and unaltered.")
+@command("Check that everything is there and unaltered.", "tsck fsck", "tsck fsck --read-data")
 @click.option("--read-data", is_flag=True, help="Also read and hash every stored byte.")
 @click.option("--abort-uploads", is_flag=True, help="Also free what unfinished uploads of more than a day ago left behind.")
 @store_options()
 @click.pass_context
 def fsck(context: click.Context, choice: StoreChoice, *, read_data: bool, abort_uploads: bool, as_json: bool) -> None:
-    """Check the store: is everything that branches and tags reach there, whole and unaltered? Ends with 40 where not.
-
-    \b
-      tsck fsck
-      tsck fsck --read-data
-    """
-    aborted: list[str] = []
-    with Bar("reading") as bar, choice.open() as store:
-        report = store.fsck(read_data=read_data, progress=bar)
-        
-    emit({"ok": report.ok, **asdict(report)}, _fsck_lines(report, read_data=read_data), as_json=as_json)
+    """Check the store: is everything that branches and tags reach there, whole and unaltered? Ends with 40 where not."""
+    with closing(choice.open_engine()) as engine:
+        aborted = abort_stale_uploads(engine) if abort_uploads else []
+        with Bar("checking") as bar:
+            report = run_fsck(engine, read_data=read_data, progress=bar if read_data else None)
+    lines = [f"freed {printable(name)}" for name in aborted] + _fsck_lines(report, read_data=read_data)
+    emit({"ok": report.ok, "report": report, "aborted_uploads": aborted}, lines, as_json=as_json)
     if not report.ok:
         context.exit(DamageError.exit_code)
 
@@ -117,6 +97,3 @@ def _finding_lines(finding: Finding) -> list[str]:
     lines = [f"{colour(finding.severity)}  {printable(finding.object)}  ({finding.kind}{', repairable' if finding.repairable else ''})"]
     lines += [f"  {printable(finding.message)}", *(f"  hits {printable(hit)}" for hit in finding.hits), ""]
     return lines
-
-
-COMMANDS: Final = (init, probe, fsck)

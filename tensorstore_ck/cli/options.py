@@ -75,23 +75,10 @@ class StoreChoice:
         return open_backend(self.require_url(), self.storage_options, no_sync=self.no_sync)
 
 
-class _Pairs(click.ParamType):
-    """``NAME=VALUE``."""
-
-    name = "NAME=VALUE"
-
-    def __init__(self, parse: Callable[[str], object], wanted: str) -> None:
-        self._parse, self._wanted = parse, wanted
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, object]:
-        """Splits at the first ``=``."""
-        name, equals, text = value.partition("=")
-        try:
-            if name and equals:
-                return name, self._parse(text)
-        except ValueError:
-            pass
-        self.fail(f"{value!r} is not NAME=VALUE with {self._wanted}", param, ctx)
+def command(short_help: str, *examples: str) -> Callable[[Callable[..., None]], click.Command]:
+    """Makes a command; its help is the function's docstring, then the options, then the examples."""
+    lines = "\n".join(f"  {example}" for example in examples)
+    return click.command(short_help=short_help, epilog=f"\b\nExample{'s' if len(examples) > 1 else ''}:\n{lines}")
 
 
 def json_or_text(text: str) -> object:
@@ -102,8 +89,21 @@ def json_or_text(text: str) -> object:
         return text
 
 
-NAMED_VALUE: Final = _Pairs(json_or_text, "a value in JSON, or text")
-NAMED_NUMBER: Final = _Pairs(float, "a number as VALUE")
+def named_value(text: str) -> tuple[str, object]:
+    """``NAME=VALUE``, the value in JSON or plain text."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise click.BadParameter(f"{text!r} is not NAME=VALUE.")
+    return name, json_or_text(value)
+
+
+def named_number(text: str) -> tuple[str, float]:
+    """``NAME=NUMBER``."""
+    _, _, value = text.partition("=")
+    try:
+        return named_value(text)[0], float(value)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not NAME=NUMBER: {value!r} is no number.") from None
 
 
 def json_option(command: Command) -> Command:
@@ -135,20 +135,18 @@ def store_options(*, writes: bool = False, url_argument: bool = False) -> Callab
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__click_params__ = getattr(command, "__click_params__", [])  # type: ignore[attr-defined]
+        store_help = f"Where the store is (or ${STORE_VARIABLE}). Default: the current folder."
+        storage_help = "For the storage service, e.g. endpoint_url=... (repeatable)."
+        cache_help = f"Where this host keeps its cache (or ${CACHE_VARIABLE})."
+        unsafe_help = "Write where creation is not exclusive: a second writer would lose commits."
         options = [
-            click.option(
-                "-s", "--store", metavar="URL", envvar=STORE_VARIABLE, help=f"Where the store is (or ${STORE_VARIABLE}). Default: the current folder."
-            ),
-            click.option(
-                "--storage-option", metavar="KEY=VALUE", type=NAMED_VALUE, multiple=True, help="For the storage service, e.g. endpoint_url=... (repeatable)."
-            ),
-            click.option("--cache-dir", metavar="FOLDER", envvar=CACHE_VARIABLE, help=f"Where this host keeps its cache (or ${CACHE_VARIABLE})."),
+            click.option("-s", "--store", metavar="URL", envvar=STORE_VARIABLE, help=store_help),
+            click.option("--storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help=storage_help),
+            click.option("--cache-dir", metavar="FOLDER", envvar=CACHE_VARIABLE, help=cache_help),
         ]
         if writes:
             options += [
-                click.option(
-                    "--single-writer-unsafe", is_flag=True, help="Write where creation is not exclusive: a second writer would lose commits."
-                ),
+                click.option("--single-writer-unsafe", is_flag=True, help=unsafe_help),
                 click.option("--no-sync", is_flag=True, help="Skip fsync: a power failure may lose what was acknowledged."),
             ]
         if url_argument:

@@ -1,26 +1,20 @@
 """Commands that name, move and judge snapshots: branch, reset, tag, untag, annotate, mark. Each is one entry in the log."""
 
 from collections.abc import Mapping
-from typing import Final
 
 import click
 
-from tensorstore_ck.cli.options import NAMED_NUMBER, StoreChoice, store_options
+from tensorstore_ck.cli.options import StoreChoice, command, named_number, store_options
 from tensorstore_ck.cli.output import emit, printable, snapshot_line, snapshot_table
 from tensorstore_ck.snapshot import Snapshot
 
 
-@click.command(short_help="List the branches, or make one.")
+@command("List the branches, or make one.", "tsck branch", "tsck branch exp/lr2 runs/gpt@1000")
 @click.argument("name", required=False)
 @click.argument("address", required=False)
 @store_options(writes=True)
 def branch(name: str | None, address: str | None, choice: StoreChoice, *, as_json: bool) -> None:
-    """List the branches, or make branch NAME at the snapshot ADDRESS.
-
-    \b
-      tsck branch
-      tsck branch exp/lr2 runs/gpt@1000
-    """
+    """List the branches, or make branch NAME at the snapshot ADDRESS."""
     with choice.open() as store:
         if name is None:
             _list_refs(store.branches(), "BRANCH", "no branches yet: `tsck put FILE --ref NAME` makes one", as_json=as_json)
@@ -29,31 +23,22 @@ def branch(name: str | None, address: str | None, choice: StoreChoice, *, as_jso
         _done(f"branch {printable(name)} is at", store.branch(name, at), as_json=as_json)
 
 
-@click.command(short_help="Move a branch to any snapshot.")
+@command("Move a branch to any snapshot.", "tsck reset runs/gpt runs/gpt~3")
 @click.argument("name")
 @click.argument("address")
 @store_options(writes=True)
 def reset(name: str, address: str, choice: StoreChoice, *, as_json: bool) -> None:
-    """Move branch NAME to the snapshot ADDRESS, for example back to before a bad step; no snapshot is lost by it.
-
-    \b
-      tsck reset runs/gpt runs/gpt~3
-    """
+    """Move branch NAME to the snapshot ADDRESS, for example back to before a bad step; no snapshot is lost by it."""
     with choice.open() as store:
         _done(f"branch {printable(name)} is now at", store.reset(name, address), as_json=as_json)
 
 
-@click.command(short_help="List the tags, or make one.")
+@command("List the tags, or make one.", "tsck tag", "tsck tag paper-v1 runs/gpt@9000")
 @click.argument("name", required=False)
 @click.argument("address", required=False)
 @store_options(writes=True)
 def tag(name: str | None, address: str | None, choice: StoreChoice, *, as_json: bool) -> None:
-    """List the tags, or give the snapshot ADDRESS the tag NAME, a name that never moves.
-
-    \b
-      tsck tag
-      tsck tag paper-v1 runs/gpt@9000
-    """
+    """List the tags, or give the snapshot ADDRESS the tag NAME, a name that never moves."""
     with choice.open() as store:
         if name is None:
             _list_refs(store.tags(), "TAG", "no tags yet: `tsck tag NAME ADDRESS` makes one", as_json=as_json)
@@ -62,46 +47,33 @@ def tag(name: str | None, address: str | None, choice: StoreChoice, *, as_json: 
         _done(f"tag {printable(name)} is at", store.tag(name, at), as_json=as_json)
 
 
-@click.command(short_help="Remove a tag.")
+@command("Remove a tag.", "tsck untag paper-v1")
 @click.argument("name")
 @store_options(writes=True)
 def untag(name: str, choice: StoreChoice, *, as_json: bool) -> None:
-    """Remove the tag NAME; the snapshot stays.
-
-    \b
-      tsck untag paper-v1
-    """
+    """Remove the tag NAME; the snapshot stays."""
     with choice.open() as store:
         store.untag(name)
     emit({"untagged": name}, [f"removed tag {printable(name)}"], as_json=as_json)
 
 
-@click.command(short_help="Add metrics to a snapshot.")
+@command("Add metrics to a snapshot.", "tsck annotate runs/gpt@9000 mmlu=0.61 val_loss=2.21")
 @click.argument("address")
-@click.argument("metrics", metavar="NAME=NUMBER...", type=NAMED_NUMBER, nargs=-1, required=True)
+@click.argument("metrics", metavar="NAME=NUMBER...", type=named_number, nargs=-1, required=True)
 @store_options(writes=True)
 def annotate(address: str, metrics: tuple[tuple[str, float], ...], choice: StoreChoice, *, as_json: bool) -> None:
-    """Add metrics to the snapshot ADDRESS that were measured after it was put.
-
-    \b
-      tsck annotate runs/gpt@9000 mmlu=0.61 val_loss=2.21
-    """
+    """Add metrics to the snapshot ADDRESS that were measured after it was put."""
     with choice.open() as store:
         _done("annotated", store.annotate(address, dict(metrics)), as_json=as_json)
 
 
-@click.command(short_help="Mark a snapshot as bad.")
+@command("Mark a snapshot as bad.", 'tsck mark runs/gpt@900 --reason "loss spike"', "tsck mark runs/gpt@900 --clear")
 @click.argument("address")
 @click.option("--reason", default="", metavar="TEXT", help="Why; shown by `tsck log`.")
 @click.option("--clear", is_flag=True, help="Take the mark back.")
 @store_options(writes=True)
 def mark(address: str, reason: str, choice: StoreChoice, *, clear: bool, as_json: bool) -> None:
-    """Mark the snapshot ADDRESS as bad, so that nobody resumes from it unless told to.
-
-    \b
-      tsck mark runs/gpt@900 --reason "loss spike"
-      tsck mark runs/gpt@900 --clear
-    """
+    """Mark the snapshot ADDRESS as bad, so that nobody resumes from it unless told to."""
     if clear and reason:
         raise click.UsageError("--clear takes no --reason.")
     with choice.open() as store:
@@ -123,6 +95,3 @@ def _list_refs(refs: Mapping[str, Snapshot], title: str, none_yet: str, *, as_js
 
 def _done(what: str, snapshot: Snapshot, *, as_json: bool) -> None:
     emit(snapshot, [snapshot_line(what, snapshot)], as_json=as_json)
-
-
-COMMANDS: Final = (branch, reset, tag, untag, annotate, mark)

@@ -1,39 +1,44 @@
 """Commands that carry a model file into the store and out of it: put, get. The only ones that load torch, and only when they run."""
 
-from typing import Final
-
 import click
 
-from tensorstore_ck.cli.options import NAMED_NUMBER, NAMED_VALUE, StoreChoice, store_options
+from tensorstore_ck.cli.options import StoreChoice, command, named_number, named_value, store_options
 from tensorstore_ck.cli.output import counted, emit, human_bytes, printable, short_root, snapshot_line
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.errors import SnapshotMarkedBadError
 
 
-@click.command(short_help="Store a model file as the next snapshot on a branch.")
+@command(
+    "Store a model file as the next snapshot on a branch.",
+    "tsck put model.safetensors --ref models/base",
+    "tsck put model.pt --ref models/base --step 3 --metric val_loss=2.3 --metadata lr=3e-4",
+)
 @click.argument("file", type=click.Path())
 @click.option("--ref", required=True, metavar="NAME", help="The branch to put it on; made if it does not exist.")
 @click.option("--step", type=int, metavar="N", help="The training step, so that NAME@N finds it.")
-@click.option("--metric", "metrics", type=NAMED_NUMBER, multiple=True, help="A number to rank by, e.g. val_loss=2.3 (repeatable).")
-@click.option("--metadata", type=NAMED_VALUE, multiple=True, help="What the run knows, e.g. lr=3e-4; JSON or text (repeatable).")
+@click.option(
+    "--metric",
+    "metrics",
+    metavar="NAME=NUMBER",
+    type=named_number,
+    multiple=True,
+    help="A number to rank by, e.g. val_loss=2.3 (repeatable).",
+)
+@click.option("--metadata", metavar="NAME=VALUE", type=named_value, multiple=True, help="What the run knows, JSON or text (repeatable).")
 @store_options(writes=True)
 def put(
     file: str,
+    choice: StoreChoice,
+    *,
     ref: str,
     step: int | None,
     metrics: tuple[tuple[str, float], ...],
     metadata: tuple[tuple[str, object], ...],
-    choice: StoreChoice,
-    *,
     as_json: bool,
 ) -> None:
     """Store a model FILE (.safetensors, .pt, .pth, .bin, .ckpt) as the next snapshot on a branch.
 
     Bytes that the store holds already cost nothing. A torch file is loaded with weights_only=True, never otherwise.
-
-    \b
-      tsck put model.safetensors --ref models/base
-      tsck put model.pt --ref models/base --step 3 --metric val_loss=2.3 --metadata lr=3e-4
     """
     from tensorstore_ck.cli.files import load_file  # noqa: PLC0415 - only put and get need torch
 
@@ -48,7 +53,7 @@ def put(
     emit(snapshot, [snapshot_line(f"{printable(ref)} is now at", snapshot) + sizes], as_json=as_json)
 
 
-@click.command(short_help="Write a snapshot to a model file.")
+@command("Write a snapshot to a model file.", "tsck get runs/gpt out.safetensors --select 'model.*'", "tsck get runs/gpt@1000 step-1000.pt")
 @click.argument("address")
 @click.argument("file", type=click.Path())
 @click.option("--select", metavar="GLOB", multiple=True, help="Only tensors whose names fit, e.g. 'model.*' (repeatable).")
@@ -56,12 +61,7 @@ def put(
 @click.option("--allow-bad", is_flag=True, help="Also a snapshot that is marked bad.")
 @store_options()
 def get(address: str, file: str, select: tuple[str, ...], choice: StoreChoice, *, force: bool, allow_bad: bool, as_json: bool) -> None:
-    """Write the snapshot at ADDRESS to FILE, every byte verified: .safetensors holds its tensors, .pt or .pth all of it.
-
-    \b
-      tsck get runs/gpt out.safetensors --select 'model.*'
-      tsck get runs/gpt@1000 step-1000.pt
-    """
+    """Write the snapshot at ADDRESS to FILE, every byte verified: .safetensors holds its tensors, .pt or .pth all of it."""
     from tensorstore_ck.cli.files import check_target, save_file  # noqa: PLC0415 - only put and get need torch
 
     check_target(file, overwrite=force)
@@ -83,6 +83,3 @@ def get(address: str, file: str, select: tuple[str, ...], choice: StoreChoice, *
         some = ", ".join(printable(name) for name in left_out[:5]) + (", ..." if len(left_out) > 5 else "")
         lines.append(f"left out {counted(len(left_out), 'value')} that .safetensors cannot hold: {some} (a .pt file holds them)")
     emit({"file": file, "snapshot": snapshot, "left_out": left_out}, lines, as_json=as_json)
-
-
-COMMANDS: Final = (put, get)

@@ -74,7 +74,7 @@ class _Plan:
         self._report = LoadReport()
         self._names = Names()
         self._used: set[str] = set()
-        self._made: dict[tuple[int, int], torch.Tensor] = {}
+        self._made: dict[tuple[int, int, Form], torch.Tensor] = {}
         """What replaces a meta tensor."""
         self._stored: dict[str, Leaf] = {}
         """Name in the target -> leaf."""
@@ -175,7 +175,8 @@ class _Plan:
         return adopted
 
     def _visit_tensor(self, target: Any, name: str) -> Finish:
-        if isinstance(target, torch.Tensor) and not target.is_meta and (advice := advice_for(target)) is not None:
+        is_plain = type(target) is np.ndarray or type(target) is np.memmap or (isinstance(target, torch.Tensor) and target.is_meta)
+        if not is_plain and (advice := advice_for(target)) is not None:
             raise UnsupportedValueError(f"cannot restore into {name}: {advice[0]}; {advice[1]}", object_id=name)
         leaf = self._stored.get(name)
         if leaf is None:
@@ -198,8 +199,8 @@ class _Plan:
 
         def finish() -> Any:
             """One object in the target, one object again, if it is one stored tensor, too."""
-            key = id(target), leaf.index
-            if key not in made or leaf.kind == "view":
+            key = id(target), leaf.index, form
+            if key not in made:
                 fresh = self.tensor_of(leaf).detach()
                 made[key] = fresh.requires_grad_(target.requires_grad)
                 if isinstance(target, torch.nn.Parameter):
@@ -230,7 +231,7 @@ class _Plan:
         found = found or self._stored_at(path)
         if found is None:
             return None
-        self._used.update(self._below.names(path) if isinstance(found, Branch) else [name or path[:-1]])
+        self._used.update(self._below.names(path) if isinstance(found, Branch) else [name or (path[:-1] if path else ROOT)])
         self._want(found)
 
         def finish() -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorstore_ck.backend import Backend, Buffer, Created, open_backend
+from tensorstore_ck.backend import Backend, Buffer, Created, open_backend, s3writer
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError
@@ -22,6 +22,11 @@ S3_KINDS = ["moto", pytest.param("seaweedfs", marks=pytest.mark.s3)]
 LARGE_BODIES = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # gcsfs and adlfs do
 KINDS = ["local", "memory", "fsspec-memory", *S3_KINDS]
 KINDS += [pytest.param("gcs", marks=LARGE_BODIES), pytest.param("azure", marks=LARGE_BODIES)]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3writer, "PIECE_BYTES", 5 * MIB)  # the smallest that S3 takes
 
 
 def make_backend(kind: str, request: pytest.FixtureRequest) -> Backend:
@@ -160,13 +165,13 @@ def test_replace_writes_over(backend: Backend) -> None:
     assert names(backend) == {"checkpoint/1"}
 
 
-@pytest.mark.parametrize("total", [0, 1, 16 * MIB - 1, 16 * MIB, 16 * MIB + 1, 40 * MIB])
+@pytest.mark.parametrize("total", [0, 1, 5 * MIB - 1, 5 * MIB, 5 * MIB + 1, 31 * MIB])
 def test_writer_keeps_what_was_appended(backend: Backend, total: int) -> None:
     data = memoryview(os.urandom(total))
     writer = backend.open_writer("packs/0A/one")
     offset = 0
     while offset < total:
-        size = min(7 * MIB, total - offset)
+        size = min(3 * MIB, total - offset)
         third = size // 3
         pieces: list[Buffer] = [bytes(data[offset : offset + third]), b"", bytearray(data[offset + third : offset + size])]
         assert writer.append(pieces) == offset
@@ -178,7 +183,7 @@ def test_writer_keeps_what_was_appended(backend: Backend, total: int) -> None:
 
 
 def test_writer_takes_several_threads(backend: Backend) -> None:
-    sizes = [random.Random(number).randrange(1, 3 * MIB) for number in range(24)]
+    sizes = [random.Random(number).randrange(1, 3 * MIB) for number in range(12)]
     bodies = [os.urandom(size) for size in sizes]
     writer = backend.open_writer("packs/0A/one")
 
@@ -196,7 +201,7 @@ def test_writer_takes_several_threads(backend: Backend) -> None:
         assert read(backend, "packs/0A/one", offset, len(body)) == body
 
 
-@pytest.mark.parametrize("total", [5, 20 * MIB])
+@pytest.mark.parametrize("total", [5, 11 * MIB])
 def test_aborted_writer_leaves_nothing(backend: Backend, total: int) -> None:
     writer = backend.open_writer("packs/0A/one")
     writer.append([bytes(total)])
@@ -216,7 +221,7 @@ def test_abort_after_close_leaves_the_object(backend: Backend) -> None:
 
 def test_unfinished_upload_is_found_and_freed(backend_with_uploads: Backend) -> None:
     backend = backend_with_uploads
-    backend.open_writer("packs/0A/left").append([bytes(17 * MIB)])
+    backend.open_writer("packs/0A/left").append([bytes(6 * MIB)])
     assert names(backend) == set()
     (upload,) = backend.list_uploads()
     assert upload.name.startswith("packs/0A/left")

@@ -1,5 +1,6 @@
 """The probe believes what it sees."""
 
+import sys
 import threading
 
 import pytest
@@ -9,6 +10,11 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import BackendUnavailableError, PermissionDeniedError, UnsafeBackendError
 from tests.servers import BUCKET, S3Server
+
+
+@pytest.fixture(autouse=True)
+def little_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.probe"], "SPEED_BYTES", 16 << 20)
 
 
 def check_good(backend: Backend) -> ProbeResult:

@@ -1,6 +1,6 @@
 """At every backend call of a put, every kind of fault: the ref is old or new and nothing between, and nothing older is hurt."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from tests.crash.faulty import MODES, Death, Faults, FaultyBackend
 def open_over(backend: Backend) -> Store:
     config = read_config(backend)
     assert config is not None
-    return Store(make_engine(backend, config, MemoryTable()))
+    return Store(make_engine(backend, config, MemoryTable(), sleep=lambda _: None))
 
 
 def make_state(step: int) -> dict[str, object]:
@@ -42,7 +42,7 @@ def same(left: object, right: object) -> bool:
 
 
 @pytest.fixture(params=["memory", "local"])
-def make_backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Backend]]:
+def make_backend(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Backend]:
     count = 0
 
     def make() -> Backend:
@@ -50,7 +50,7 @@ def make_backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cal
         count += 1
         return MemoryBackend() if request.param == "memory" else LocalBackend(str(tmp_path / str(count)))
 
-    yield make
+    return make
 
 
 def run_once(backend: Backend, faults: Faults) -> tuple[bool, str, str]:

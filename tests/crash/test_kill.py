@@ -67,7 +67,7 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
     tsck.open(url, create=True, cache_dir=cache).close()
     acknowledged = 0
     for kill in range(KILLS):
-        said = run_and_kill(url, cache, delays.uniform(0.005, 0.08))
+        said = run_and_kill(url, cache, delays.uniform(0.01, 0.2))
         acknowledged = said or acknowledged
         if kill % 10 == 0:
             with tsck.open(url, cache_dir=tmp_path / f"cold-{kill}") as store:

@@ -240,7 +240,7 @@ def test_arrays_share_memory_with_arrays_and_with_tensors() -> None:
     assert_same(state, back)
     back["array"][1, 2] = -5
     assert back["column"][1] == back["tensor"][0, 2] == -5
-    assert back["reversed"].strides == state["reversed"].strides  # type: ignore[attr-defined]
+    assert back["reversed"].strides == state["reversed"].strides
 
 
 def test_disjoint_parts_of_one_array() -> None:
@@ -362,7 +362,7 @@ def _pairs(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.lists(st.tuples(hashables, inner), max_size=4).map(dict)
 
 
-states = st.recursive(
+states: st.SearchStrategy[Any] = st.recursive(
     leaves,
     lambda inner: (
         st.lists(inner, max_size=4)
@@ -443,9 +443,9 @@ def test_a_name_cannot_stand_for_two_types() -> None:
 
     register_type(Pair, "tests.Pair", lambda pair: {"left": pair.left, "right": pair.right}, lambda state: Pair(**state))
     with pytest.raises(InvalidOptionError, match="already stands for Pair"):
-        register_type(Other, "tests.Pair", vars, Pair)
+        register_type(Other, "tests.Pair", vars, lambda _: Other())
     with pytest.raises(InvalidOptionError):
-        register_type(Other, "", vars, Pair)
+        register_type(Other, "", vars, lambda _: Other())
 
 
 def test_what_to_state_makes_lives_as_long_as_it_must() -> None:

@@ -1,0 +1,138 @@
+"""What the fuzz targets share: the loop, and mutations that reach past hashes.
+
+An input of a target for sealed objects is a *body*: it is decoded as it is, and once more under a right seal. Half of the
+mutations change one value inside a body, so that it stays msgpack. Decoders may raise `CorruptObjectError` and
+`FormatVersionError`, and nothing else.
+
+New inputs go to a temporary folder unless one is given, the committed seeds are only read:
+
+    python fuzz/fuzz_part.py -runs=100000
+    python fuzz/fuzz_part.py -max_total_time=3600 /tmp/found fuzz/corpus/part
+"""
+
+import copy
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import atheris
+
+with atheris.instrument_imports(include=["tensorstore_ck"]):
+    from tensorstore_ck.envelope import KINDS, MAGIC, unpack_body
+    from tensorstore_ck.errors import CorruptObjectError, FormatVersionError
+    from tensorstore_ck.ids import derived_hash
+
+import msgpack
+
+Target = Callable[[bytes], None]
+Mutator = Callable[[bytes, int, int], bytes]
+
+NUMBERS = [0, 1, -1, *(sign + (1 << bits) for bits in (7, 8, 16, 22, 31, 32, 40, 48, 63) for sign in (-1, 0)), (1 << 64) - 1, -(1 << 63)]
+OTHERS: list[Any] = [
+    None,
+    True,
+    False,
+    1.0,
+    float("nan"),
+    "",
+    "x",
+    b"",
+    b"x",
+    bytes(16),
+    bytes(32),
+    [],
+    [None],
+    {},
+    {"x": 1.0},
+    ["t", 0, 0],
+]
+
+
+def fuzz(name: str, target: Target, mutate: Mutator | None = None) -> None:
+    """Runs `target` on what libFuzzer makes of ``corpus/<name>``; never returns."""
+
+    def only_our_errors(data: bytes) -> None:
+        with suppress(CorruptObjectError, FormatVersionError):
+            target(data)
+
+    arguments = list(sys.argv)
+    if all(argument.startswith("-") for argument in arguments[1:]):
+        arguments += [tempfile.mkdtemp(prefix=f"fuzz-{name}-"), str(Path(__file__).parent / "corpus" / name)]
+    options = {"custom_mutator": mutate} if mutate is not None else {}
+    atheris.Setup(arguments, only_our_errors, **options)
+    atheris.Fuzz()
+
+
+def fuzz_sealed(kind: str, read: Target) -> None:
+    """Fuzzes the decoder of a sealed kind; `read` decodes an object and does with it what comes next."""
+
+    def target(data: bytes) -> None:
+        with suppress(CorruptObjectError):
+            read(data)
+        head = MAGIC + KINDS[kind] + data
+        read(head + derived_hash(f"{kind} object", head))
+
+    fuzz(kind, target, mutate_body)
+
+
+def mutate_body(data: bytes, max_size: int, seed: int) -> bytes:
+    """Changes one value inside a msgpack body, or else any bytes."""
+    return _mutate(data, max_size, seed, lambda: unpack_body(memoryview(data), "a body"), msgpack.packb)
+
+
+def mutate_json(data: bytes, max_size: int, seed: int) -> bytes:
+    """Changes one value inside a JSON text, or else any bytes."""
+    return _mutate(data, max_size, seed, lambda: json.loads(data), lambda body: json.dumps(body, default=repr).encode())
+
+
+def _mutate(data: bytes, max_size: int, seed: int, decode: Callable[[], Any], encode: Callable[[Any], bytes]) -> bytes:
+    chance = random.Random(seed)
+    if chance.random() < 0.5:
+        try:
+            changed = encode(_changed(decode(), chance))
+        except (CorruptObjectError, ValueError, OverflowError, RecursionError):
+            pass
+        else:
+            if len(changed) <= max_size:
+                return changed
+    mutated: bytes = atheris.Mutate(data, max_size)
+    return mutated
+
+
+def _changed(body: Any, chance: random.Random) -> Any:
+    places = list(_places(body))
+    if not places:
+        return copy.deepcopy(chance.choice(OTHERS))
+    container, key = chance.choice(places)
+    old = container[key]
+    match chance.randrange(6):
+        case 0:
+            container[key] = chance.choice(NUMBERS)
+        case 1:
+            container[key] = copy.deepcopy(chance.choice(OTHERS))
+        case 2:
+            other, other_key = chance.choice(places)
+            container[key] = other[other_key] if not isinstance(other[other_key], list | dict) else chance.choice(NUMBERS)
+        case 3:
+            del container[key]
+        case 4 if isinstance(container, list):
+            container.insert(key, old)
+        case _ if isinstance(old, bytes):
+            container[key] = atheris.Mutate(old, len(old) + 64)
+        case _ if isinstance(old, str):
+            container[key] = atheris.Mutate(old.encode(), len(old) + 16).decode(errors="replace")
+        case _:
+            container[key] = chance.choice(NUMBERS)
+    return body
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield value, key
+        yield from _places(item)

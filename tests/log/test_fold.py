@@ -1,0 +1,213 @@
+"""The fold and the views of its table, against a model made of dicts and lists."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tensorstore_ck.ids import Digest
+from tensorstore_ck.log import Entry, Op, RefTable
+from tensorstore_ck.log import checkpoint as checkpoints
+from tensorstore_ck.log.entry import decode_entry, genesis_hash, seal_entry
+from tensorstore_ck.log.fold import fold
+from tensorstore_ck.log.ops import MAX_METRICS
+from tensorstore_ck.table import MemoryTable
+from tests.log.scripted import UUID, new_id, put_op
+
+REFS = ["main", "runs/a", "runs/a.b", "run"]
+NUMBERS = range(4)
+TXNS = [bytes([number]) * 16 for number in range(4)]
+STEPS = [None, -1, 0, 1, 1 << 40]
+
+
+def root_of(number: int, step: int | None) -> Digest:
+    return Digest(put_op("main", number, step=step).fields["root"])
+
+
+ROOTS = [root_of(number, step) for number in NUMBERS for step in STEPS] + [Digest(bytes(32))]
+
+
+@dataclass
+class Model:
+    """What an obvious implementation would hold."""
+
+    n: int = 0
+    branches: dict[str, list[tuple[bytes, int | None]]] = field(default_factory=dict)
+    """Name -> (ulid, step) of each move."""
+    tags: dict[str, bytes] = field(default_factory=dict)
+    snapshots: dict[bytes, dict[str, Any]] = field(default_factory=dict)
+    notes: dict[bytes, tuple[dict[str, float], str, str]] = field(default_factory=dict)
+    outcomes: dict[bytes, tuple[bool, int]] = field(default_factory=dict)
+    stop: tuple[int, str] | None = None
+
+    def newest(self, root: bytes) -> bytes | None:
+        return next((ulid for ulid, put in reversed(self.snapshots.items()) if put["root"] == root), None)
+
+    def apply(self, entry: Entry) -> None:
+        self.n = entry.n
+        for op in entry.ops:
+            self.apply_op(entry, op.name, op.fields)
+            if op.name == "from-the-future" and self.stop is None:
+                self.stop = (entry.n, op.name)
+
+    def apply_op(self, entry: Entry, name: str, op: Any) -> None:
+        ulid = self.newest(op["root"]) if "root" in op else None
+        step = self.snapshots[ulid]["step"] if ulid is not None else None
+        match name:
+            case "put" if op["txn"] not in self.outcomes:
+                self.outcomes[op["txn"]] = (True, entry.n)
+                self.snapshots.pop(op["snapshot"], None)
+                self.snapshots[op["snapshot"]] = {**op, "n": entry.n}
+                self.branches.setdefault(op["ref"], []).append((op["snapshot"], op["step"]))
+            case "abort":
+                self.outcomes.setdefault(op["txn"], (False, entry.n))
+            case "branch" if ulid and op["name"] not in self.branches:
+                self.branches[op["name"]] = [(ulid, step)]
+            case "reset" if ulid and op["name"] in self.branches:
+                self.branches[op["name"]].append((ulid, step))
+            case "tag" if ulid:
+                self.tags.setdefault(op["name"], op["root"])
+            case "untag":
+                self.tags.pop(op["name"], None)
+            case "annotate" if ulid:
+                metrics, mark, reason = self.notes.get(op["root"], ({}, "", ""))
+                self.notes[op["root"]] = ({**metrics, **op["metrics"]}, mark, reason)
+            case "mark" if ulid:
+                metrics, _, _ = self.notes.get(op["root"], ({}, "", ""))
+                self.notes[op["root"]] = (metrics, op["mark"], op["reason"])
+
+
+def compare(view: RefTable, model: Model) -> None:
+    head = view.head()
+    assert (head.n if head else 0) == model.n
+    assert view.branches() == sorted(model.branches)
+    assert view.tags() == sorted(model.tags)
+    for ref in [*REFS, "ru", "not a name", "x" * 600]:
+        moves = model.branches.get(ref, [])
+        branch = view.branch(ref)
+        assert (branch is None) == (not moves)
+        if branch is not None:
+            assert (branch.ulid, branch.step, branch.length) == (*moves[-1], len(moves))
+            assert branch.root == model.snapshots[branch.ulid]["root"]
+        assert [info.ulid for info in view.history(ref)] == [ulid for ulid, _ in reversed(moves)]
+        assert [move.ulid for move in view.moves(ref, newest_first=False, limit=2)] == [ulid for ulid, _ in moves[:2]]
+        for step in [-2, -1, 0, 1, 2, 1 << 40, 1 << 70]:
+            assert view.newest_with_step(ref, step) == next((ulid for ulid, other in reversed(moves) if other == step), None)
+        assert view.tag(ref) == model.tags.get(ref)
+    for root in ROOTS:
+        info = view.by_root(root)
+        assert (info.ulid if info else None) == model.newest(root)
+    for info in view.snapshots():
+        put = model.snapshots[info.ulid]
+        metrics, mark, reason = model.notes.get(info.root, ({}, "", ""))
+        assert info.metrics == {**put["metrics"], **metrics}
+        assert (info.mark, info.reason, info.n, info.ref, info.step, info.root) == (mark, reason, put["n"], put["ref"], put["step"], put["root"])
+        assert (info.parent, info.record, info.logical_bytes, info.new_bytes) == (
+            put["parent"],
+            put["record"],
+            put["logical_bytes"],
+            put["new_bytes"],
+        )
+    assert {info.ulid for info in view.snapshots()} == set(model.snapshots)
+    for txn in [*TXNS, b"short"]:
+        outcome = view.outcome(txn)
+        assert (tuple(outcome) if outcome else None) == model.outcomes.get(txn)
+    stop = view.stop()
+    assert (tuple(stop) if stop else None) == model.stop
+
+
+def roots_by_prefix(view: RefTable, model: Model) -> None:
+    known = sorted({put["root"] for put in model.snapshots.values()})
+    for root in ROOTS:
+        for digits in (0, 1, 2, 7, 8, 9, 63, 64):
+            prefix = root.hex()[:digits]
+            assert view.roots_with_prefix(prefix, limit=100) == [other for other in known if other.hex().startswith(prefix)]
+    assert view.roots_with_prefix("", limit=2) == known[:2]
+    assert view.roots_with_prefix("xyz") == view.roots_with_prefix("F" * 8) == view.roots_with_prefix("0" * 65) == []
+
+
+refs = st.sampled_from(REFS)
+roots = st.sampled_from(ROOTS)
+metrics = st.dictionaries(st.sampled_from(["loss", "acc"]), st.floats(allow_nan=False), max_size=2)
+puts = st.builds(
+    lambda ref, number, step, txn, values: put_op(ref, number, step=step, txn=txn, **values),
+    refs,
+    st.sampled_from(NUMBERS),
+    st.sampled_from(STEPS),
+    st.sampled_from(TXNS) | st.builds(new_id),
+    metrics,
+)
+ops = st.one_of(
+    puts,
+    puts,
+    st.builds(Op.branch, refs, roots),
+    st.builds(Op.reset, refs, roots),
+    st.builds(Op.tag, refs, roots),
+    st.builds(lambda name: Op({"op": "untag", "critical": True, "name": name}), refs),
+    st.builds(Op.annotate, roots, metrics),
+    st.builds(Op.mark, roots, st.sampled_from(["bad", ""]), st.sampled_from(["", "diverged"])),
+    st.builds(Op.abort, st.sampled_from(TXNS)),
+    st.sampled_from([Op({"op": "from-the-future", "critical": True}), Op({"op": "from-the-future-too", "critical": False})]),
+)
+logs = st.lists(st.lists(ops, max_size=3), max_size=12)
+
+
+def entries_of(log: list[list[Op]]) -> list[Entry]:
+    prev, entries = genesis_hash(UUID), []
+    for n, operations in enumerate(log, start=1):
+        sealed, entry = seal_entry(n, prev, operations, write_id=new_id(), time_ns=n, actor="me")
+        assert decode_entry(sealed, "entry", n) == entry
+        entries.append(entry)
+        prev = entry.hash
+    return entries
+
+
+@settings(max_examples=300, deadline=None)
+@given(logs)
+def test_the_table_is_what_the_model_says(log: list[list[Op]]) -> None:
+    table, model = MemoryTable(), Model()
+    for entry in entries_of(log):
+        with table.batch() as batch:
+            fold(entry, batch)
+        model.apply(entry)
+    compare(RefTable(table), model)
+    roots_by_prefix(RefTable(table), model)
+
+
+@settings(max_examples=100, deadline=None)
+@given(logs.filter(bool), st.data())
+def test_a_checkpoint_anywhere_changes_nothing(log: list[list[Op]], data: st.DataObject) -> None:
+    entries = entries_of(log)
+    at = data.draw(st.integers(1, len(entries)))
+    table, restored = MemoryTable(), MemoryTable()
+    with table.batch() as batch:
+        for entry in entries[:at]:
+            fold(entry, batch)
+        sealed = checkpoints.dump(batch, at, entries[at - 1].hash)
+    assert sealed is not None
+    decoded = checkpoints.decode_checkpoint(sealed, "checkpoint")
+    with restored.batch() as batch:
+        batch.put(b"r/leftover", b"")
+        batch.put(b"b/other", b"kept")
+        checkpoints.load(batch, decoded)
+    assert restored.get(b"b/other") == b"kept"
+    for either in (table, restored):
+        with either.batch() as batch:
+            for entry in entries[at:]:
+                fold(entry, batch)
+    assert list(restored.scan(b"r/")) == list(table.scan(b"r/"))
+    with restored.batch() as batch:
+        assert checkpoints.dump(batch, len(entries), entries[-1].hash) == checkpoints.dump(batch, len(entries), entries[-1].hash)
+
+
+def test_annotations_stop_at_the_limit_of_a_row() -> None:
+    put = put_op("main", 1)
+    annotate = [Op.annotate(put.fields["root"], {f"{batch}.{number}": 1.0 for number in range(MAX_METRICS)}) for batch in range(2)]
+    table = MemoryTable()
+    for entry in entries_of([[put], *([op] for op in annotate)]):
+        with table.batch() as batch:
+            fold(entry, batch)
+    info = RefTable(table).by_root(put.fields["root"])
+    assert info is not None
+    assert set(info.metrics) == {f"0.{number}" for number in range(MAX_METRICS)}

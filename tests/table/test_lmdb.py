@@ -1,0 +1,276 @@
+"""The table on disk: sharing, growth, forks and damage."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from tensorstore_ck.table import CacheWarning, Table, TableDamagedError
+from tensorstore_ck.table import environment as environment_module
+from tensorstore_ck.table.lmdb_table import open_lmdb_table
+
+
+def fill(table: Table, count: int, prefix: bytes = b"k") -> None:
+    with table.batch() as batch:
+        for number in range(count):
+            batch.put(prefix + b"%06d" % number, b"v" * 1000)
+
+
+def in_another_process(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    program = "import sys; from pathlib import Path; from tensorstore_ck.table.lmdb_table import open_lmdb_table\n"
+    program += f"table = open_lmdb_table(Path({str(folder)!r}))\n" + textwrap.dedent(code)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True, timeout=60)
+
+
+def test_two_users_of_one_process_share_an_environment(tmp_path: Path) -> None:
+    first, second = open_lmdb_table(tmp_path), open_lmdb_table(tmp_path / "." / "")
+    fill(first, 3)
+    assert len(list(second.scan(b"k"))) == 3
+    first.close()
+    first.close()
+    assert len(list(second.scan(b"k"))) == 3
+    second.close()
+    third = open_lmdb_table(tmp_path)
+    assert len(list(third.scan(b"k"))) == 3
+    third.close()
+
+
+def test_it_grows_within_a_batch_that_keeps_what_it_read_and_wrote(tmp_path: Path) -> None:
+    table = open_lmdb_table(tmp_path, map_bytes=1 << 16)
+    fill(table, 10, b"a")
+    with table.batch() as batch:
+        batch.delete(b"a000000")
+        for number in range(2000):
+            batch.put(b"k%06d" % number, b"v" * 1000)
+        batch.clear(b"a00000")
+        assert batch.get(b"a000001") is None
+        assert batch.get(b"k000000") == b"v" * 1000
+    assert len(list(table.scan(b""))) == 2000
+    table.close()
+    again = open_lmdb_table(tmp_path, map_bytes=1 << 16)
+    assert len(list(again.scan(b""))) == 2000
+    again.close()
+
+
+def test_it_grows_while_other_threads_read(tmp_path: Path) -> None:
+    table = open_lmdb_table(tmp_path, map_bytes=1 << 16)
+    fill(table, 20)
+    wrong: list[object] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            if table.get(b"k000001") != b"v" * 1000 or len(list(table.scan(b"k0000"))) < 20:
+                wrong.append("lost")
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for count in (100, 1000, 4000):
+        fill(table, count)
+    done.set()
+    for reader in readers:
+        reader.join()
+    table.close()
+    assert not wrong
+
+
+@pytest.mark.parametrize("then", ["read", "write"])
+def test_another_process_made_it_larger(tmp_path: Path, then: str) -> None:
+    table = open_lmdb_table(tmp_path, map_bytes=1 << 16)
+    fill(table, 3)
+    in_another_process(
+        tmp_path,
+        """
+        with table.batch() as batch:
+            for number in range(5000):
+                batch.put(b"k%06d" % number, b"v" * 1000)
+        table.close()
+        """,
+    )
+    if then == "write":
+        with table.batch() as batch:
+            batch.put(b"k", b"")
+            batch.delete(b"k")
+    assert len(list(table.scan(b"k"))) == 5000
+    table.close()
+
+
+def test_a_forked_child_has_a_table_of_its_own(tmp_path: Path) -> None:
+    table = open_lmdb_table(tmp_path)
+    fill(table, 3)
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with table.batch():
+            held.set()
+            release.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:  # the thread that holds every lock does not exist here
+        try:
+            assert table.get(b"k000000") is None
+            fill(table, 1, b"child")
+            mine = open_lmdb_table(tmp_path)
+            assert list(mine.scan(b"")) == []
+            fill(mine, 1, b"other")
+            mine.close()
+            table.close()
+            os.write(write_end, b"ok")
+        except BaseException as exc:  # noqa: BLE001
+            os.write(write_end, repr(exc).encode())
+        os._exit(0)
+    os.close(write_end)
+    assert os.read(read_end, 1000) == b"ok"
+    os.waitpid(pid, 0)
+    os.close(read_end)
+    release.set()
+    holder.join()
+    assert [key for key, _ in table.scan(b"")] == [b"k000000", b"k000001", b"k000002"]
+    fill(table, 4)
+    table.close()
+
+
+def test_importing_the_package_does_not_load_lmdb() -> None:
+    program = "import sys, tensorstore_ck.table; sys.exit('lmdb' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+
+
+# --- damage ---------------------------------------------------------------------------------------------------------------
+
+
+def damage(folder: Path, kind: str) -> None:
+    data = folder / "data.mdb"
+    match kind:
+        case "garbage":
+            data.write_bytes(os.urandom(100_000))
+        case "empty lock":
+            (folder / "lock.mdb").write_bytes(b"x" * 10)
+        case "cut short":
+            os.truncate(data, data.stat().st_size // 2)
+        case "no data":
+            data.write_bytes(b"")
+        case "gone":
+            data.unlink()
+
+
+@pytest.mark.parametrize("kind", ["garbage", "cut short", "no data", "gone", "empty lock"])
+def test_a_damaged_environment_is_made_anew_when_it_is_opened(tmp_path: Path, kind: str) -> None:
+    table = open_lmdb_table(tmp_path)
+    fill(table, 500)
+    table.close()
+    damage(tmp_path, kind)
+    table = open_lmdb_table(tmp_path)
+    assert len(list(table.scan(b"k"))) in ({0, 500} if kind == "empty lock" else {0})
+    fill(table, 5)
+    table.close()
+    table = open_lmdb_table(tmp_path)
+    assert len(list(table.scan(b"k000"))) in ({5, 500} if kind == "empty lock" else {5})
+    table.close()
+
+
+def flip_value(folder: Path) -> None:
+    data = bytearray((folder / "data.mdb").read_bytes())
+    at = data.index(b"precious")
+    while at >= 0:
+        data[at] ^= 1
+        at = data.find(b"precious", at)
+    (folder / "data.mdb").write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["get", "scan", "get in batch", "scan in batch"])
+def test_a_flipped_bit_is_never_returned(tmp_path: Path, how: str) -> None:
+    table = open_lmdb_table(tmp_path)
+    with table.batch() as batch:
+        batch.put(b"key", b"precious")
+    table.close()
+    flip_value(tmp_path)
+    table = open_lmdb_table(tmp_path)
+    with pytest.raises(TableDamagedError, match="emptied"):
+        match how:
+            case "get":
+                table.get(b"key")
+            case "scan":
+                list(table.scan(b""))
+            case "get in batch":
+                with table.batch() as batch:
+                    batch.get(b"key")
+            case "scan in batch":
+                with table.batch() as batch:
+                    list(batch.scan(b""))
+    assert list(table.scan(b"")) == []
+    with table.batch() as batch:
+        batch.put(b"key", b"precious")
+    table.close()
+    table = open_lmdb_table(tmp_path)
+    assert table.get(b"key") == b"precious"
+    table.close()
+
+
+def test_damage_that_comes_again_ends_in_memory_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = open_lmdb_table(tmp_path)
+    fill(table, 1)
+
+    def broken(_txn: object, _key: bytes) -> bytes:
+        raise lmdb.DiskError("no space")
+
+    monkeypatch.setattr(environment_module, "_get", broken)
+    with pytest.raises(TableDamagedError):
+        table.get(b"k000000")
+    with pytest.warns(CacheWarning, match="using memory"), pytest.raises(TableDamagedError):
+        table.get(b"k000000")
+    assert table.get(b"k000000") is None
+    fill(table, 3)
+    assert len(list(table.scan(b"k"))) == 3
+    table.close()
+
+
+def test_a_process_that_stands_still_in_a_batch_holds_up_nobody_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment_module, "_LOCK_DELAYS", [0.0] * 3)
+    table = open_lmdb_table(tmp_path)
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import fcntl, os, sys\n"
+            "file = os.open(sys.argv[1], os.O_RDWR)\n"
+            "fcntl.lockf(file, fcntl.LOCK_EX)\n"
+            "print('held', flush=True)\n"
+            "sys.stdin.read()",
+            str(tmp_path / "batch.lock"),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    with pytest.warns(CacheWarning, match="stopped"), pytest.raises(TableDamagedError):
+        fill(table, 1)
+    fill(table, 2)
+    assert len(list(table.scan(b"k"))) == 2
+    table.close()
+    holder.communicate(timeout=30)
+
+
+def test_readers_that_were_killed_are_cleared(tmp_path: Path) -> None:
+    table = open_lmdb_table(tmp_path)
+    for _ in range(3):
+        with pytest.raises(subprocess.CalledProcessError):
+            in_another_process(tmp_path, "table._environment.begin(write=False).__enter__()\nimport os; os.kill(os.getpid(), 9)")
+    table.close()
+    table = open_lmdb_table(tmp_path)
+    table.close()
+    opened = lmdb.open(str(tmp_path))
+    assert opened.readers().count("\n") <= 2
+    opened.close()
