@@ -28,11 +28,13 @@ class Bar:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, failed: object, *_: object) -> None:
         with self._lock:
-            self._shown = False
             if self._bar is not None:
+                if not failed:
+                    self._move(self._total)  # what was there already did not go through
                 self._bar.render_finish()
+            self._shown = False
 
     def __call__(self, done: int, total: int) -> None:
         """Reports bytes done, of bytes in all."""

@@ -1,7 +1,7 @@
 """Restores into a state that is there: matches names, checks everything, reads, and only then changes values.
 
-Three steps that never mix: `_Plan` walks the target and decides, `_InPlace` reads tensors' bytes to where they belong, and the
-functions that the plan left behind put values and new containers in place.
+Three steps that never mix: `_Plan` walks the target and decides, `read_in_place` brings tensors' bytes to where they belong, and the
+functions that the plan left behind (`Finish`) put values and new containers in place.
 """
 
 from bisect import bisect_left
@@ -107,15 +107,15 @@ class _Plan:
         if depth > MAX_NESTING:
             message = f"`into` is nested deeper than {MAX_NESTING} levels; does something contain itself?"
             raise UnsupportedValueError(message, object_id=path[:60])
-        if isinstance(target, torch.Tensor | np.ndarray):
-            return self._visit_tensor(target, self._name(path))
-        if (advice := advice_for(target)) is not None:
-            raise UnsupportedValueError(f"cannot restore into {path[:-1] or 'this'}: {advice[0]}; {advice[1]}", object_id=path[:-1])
         kind = type(target)
         registered = registered_class(kind)
         if registered is not None:
             inner = self.visit(registered.to_state(target), path, depth + 1)
             return lambda: registered.from_state(inner())
+        if isinstance(target, torch.Tensor | np.ndarray):
+            return self._visit_tensor(target, self._name(path))
+        if (advice := advice_for(target)) is not None:
+            raise UnsupportedValueError(f"cannot restore into {path[:-1] or 'this'}: {advice[0]}; {advice[1]}", object_id=path[:-1])
         if isinstance(target, dict) and kind is not Counter:
             return self._visit_dict(target, path, depth)
         if isinstance(target, list | tuple) and kind is not torch.Size:

@@ -60,6 +60,7 @@ def run_and_kill(url: Path, cache: Path, delay_seconds: float) -> int | None:
 
 
 def test_killed_again_and_again(tmp_path: Path) -> None:
+    torch.set_num_threads(1)  # a forked child has none of its parent's OpenMP threads, and would wait for them
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     delays = random.Random(seed)
@@ -67,14 +68,14 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
     tsck.open(url, create=True, cache_dir=cache).close()
     acknowledged = 0
     for kill in range(KILLS):
-        said = run_and_kill(url, cache, delays.uniform(0.01, 0.2))
+        said = run_and_kill(url, cache, delays.uniform(0.005, 0.15))
         acknowledged = said or acknowledged
         if kill % 10 == 0:
             with tsck.open(url, cache_dir=tmp_path / f"cold-{kill}") as store:
                 if "job" in store.branches():
                     head = store.resolve("job").step
                     assert head is not None
-                    assert head in (acknowledged, acknowledged + 1)
+                    assert acknowledged <= head <= acknowledged + 10  # each kill may hide one acknowledgement
                     check(store.checkout("job"), head)
                     acknowledged = head
                 else:

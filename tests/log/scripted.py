@@ -1,11 +1,11 @@
 """A log to test with, and a backend around another one that plays tricks on `create` and counts calls."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableSequence
 from typing import Any
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.backend.protocol import Backend, Created, ObjectInfo
+from tensorstore_ck.backend.protocol import Backend, Buffer, Created, ObjectInfo
 from tensorstore_ck.envelope import object_hash
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError
 from tensorstore_ck.ids import Digest, Ulid, block_id
@@ -14,6 +14,7 @@ from tensorstore_ck.log.entry import seal_entry
 from tensorstore_ck.record import Record
 from tensorstore_ck.table import MemoryTable, Table
 
+Trick = Callable[[str, bytes], Created]
 UUID = bytes(range(16))
 _numbers = itertools.count(1)
 
@@ -23,20 +24,16 @@ def new_id() -> Ulid:
     return Ulid(next(_numbers).to_bytes(16, "big"))
 
 
-def open_log(backend: object, table: Table | None = None, **options: Any) -> Log:
+def open_log(backend: Backend, table: Table | None = None, **options: Any) -> Log:
+    """A log that never really sleeps."""
     clock = itertools.count(1000)
-    options = {"sleep": lambda _seconds: None, "jitter": lambda: 0.0, "actor": "me@host:1"} | options
-    return Log(
-        backend,  # type: ignore[arg-type]
-        MemoryTable() if table is None else table,
-        uuid=UUID,
-        clock=lambda: next(clock),
-        new_id=new_id,
-        **options,
-    )
+    settings: dict[str, Any] = {"sleep": lambda _seconds: None, "jitter": lambda: 0.0, "actor": "me@host:1"} | options
+    return Log(backend, MemoryTable() if table is None else table, uuid=UUID, clock=lambda: next(clock), new_id=new_id, **settings)
 
 
-def put_op(ref: str, number: int, *, step: int | None = None, parent: Digest | None = None, txn: bytes | None = None, **metrics: float) -> Op:
+def put_op(
+    ref: str, number: int, *, step: int | None = None, parent: Digest | None = None, txn: bytes | None = None, **metrics: float
+) -> Op:
     """A put of a snapshot with the content `number`; the same content on two refs is two snapshots with one root."""
     ids = block_id(b"part %d" % number)
     record = Record(ref, step, parent, b"\x80", metrics, 1, [new_id()], ids, 100 * number, number)
@@ -49,7 +46,7 @@ def mark_op(name: str) -> Op:
     return Op({"op": "test", "critical": False, "name": name})
 
 
-def names_in(backend: object) -> list[str]:
+def names_in(backend: Backend) -> list[str]:
     """The names of the `mark_op`s in the log, in order, by a reader who knows nothing yet."""
     log = open_log(backend)
     log.sync()
@@ -70,17 +67,16 @@ def sealed_by_hand(n: int, prev: Digest, *ops: Op) -> tuple[bytes, Digest]:
     return sealed, object_hash(sealed)
 
 
-class Tricky:
+class Tricky(MemoryBackend):
     """A backend whose calls go through `before`, and whose creates of log entries go through `on_create`."""
 
-    url = "memory:"
-
     def __init__(self, inner: Backend | None = None, *, is_local: bool = True) -> None:
+        super().__init__()
         self.inner = MemoryBackend() if inner is None else inner
         self.is_local = is_local
         self.calls: list[tuple[str, str]] = []
         self.before: Callable[[str, str], None] = lambda _what, _name: None
-        self.on_create: list[Callable[[str, bytes], Created]] = []
+        self.on_create: MutableSequence[Trick] = []
         """What the next creates of entries do instead; each is used once."""
         self.sent: list[tuple[str, bytes]] = []
 
@@ -100,12 +96,12 @@ class Tricky:
         self._call("sync_folders", name)
         self.inner.sync_folders(name)
 
-    def create(self, name: str, data: bytes) -> Created:
+    def create(self, name: str, data: Buffer) -> Created:
         self._call("create", name)
         if name.startswith("log/"):
-            self.sent.append((name, data))
+            self.sent.append((name, bytes(data)))
             if self.on_create:
-                return self.on_create.pop(0)(name, data)
+                return self.on_create.pop(0)(name, bytes(data))
         return self.inner.create(name, data)
 
     # --- tricks for `on_create` -------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def test_a_refusal_before_anything_was_sent_is_final(backend: Tricky) -> None:
 
 
 def test_a_refusal_after_something_was_sent_decides_nothing(backend: Tricky) -> None:
-    backend.on_create = [backend.absent_unknown] + [backend.refused] * len(RESEND_DELAYS)
+    backend.on_create = [backend.absent_unknown, *[backend.refused] * len(RESEND_DELAYS)]
     with pytest.raises(UndecidedError, match="injected: full"):
         append(open_log(backend), "mine")
 

@@ -102,7 +102,14 @@ def compare(view: RefTable, model: Model) -> None:
         put = model.snapshots[info.ulid]
         metrics, mark, reason = model.notes.get(info.root, ({}, "", ""))
         assert info.metrics == {**put["metrics"], **metrics}
-        assert (info.mark, info.reason, info.n, info.ref, info.step, info.root) == (mark, reason, put["n"], put["ref"], put["step"], put["root"])
+        assert (info.mark, info.reason, info.n, info.ref, info.step, info.root) == (
+            mark,
+            reason,
+            put["n"],
+            put["ref"],
+            put["step"],
+            put["root"],
+        )
         assert (info.parent, info.record, info.logical_bytes, info.new_bytes) == (
             put["parent"],
             put["record"],

@@ -10,7 +10,9 @@ from tensorstore_ck.errors import InvalidNameError
 from tensorstore_ck.log import validate_ref_name
 
 
-@pytest.mark.parametrize("name", ["a", "main", "runs/gpt-2", "v1.0", "A/b/c/d/e/f/g/h/i", "x" * 128, "0", "1234567", "beef", "deadbeefg", "a.lock.b"])
+@pytest.mark.parametrize(
+    "name", ["a", "main", "runs/gpt-2", "v1.0", "A/b/c/d/e/f/g/h/i", "x" * 128, "0", "1234567", "beef", "deadbeefg", "a.lock.b"]
+)
 def test_good_names(name: str) -> None:
     assert validate_ref_name(name) == name
 

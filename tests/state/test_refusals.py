@@ -144,6 +144,15 @@ def test_depth_that_works_and_depth_that_does_not() -> None:
         capture([state])
 
 
+def test_tensors_without_memory() -> None:
+    def inside(row: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(UnsupportedValueError, match="cannot store x: torch cannot reach its memory"):
+            capture({"x": row})
+        return row
+
+    torch.vmap(inside)(torch.ones(2, 3))
+
+
 def test_all_problems_are_found_in_order() -> None:
     state = {"a": Path(), "b": [1, Mode.TRAIN, {"c": torch.ones(1, device="meta")}], "d": {Path(): 1}}
     assert [problem.path for problem in problems(state)] == ["a", "b.1", "b.2.c", "d.PosixPath('.') (a dict key)"]

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tensorstore_ck.state.memory as memory_module
-from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.envelope import pack_body
+from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
+from tensorstore_ck.layout import Layout, SharedStorage, TensorSpec
 from tensorstore_ck.state import capture, register_type, restore
 from tests.state.fake import FakeContent, assert_same, bits, round_trip, stored
 from tests.state.test_values import hashables, scalars
@@ -387,7 +389,7 @@ def test_any_state(state: Any) -> None:
 def test_capture_is_deterministic(state: Any) -> None:
     one, other = capture(state), capture(state)
     assert one.layout.encode() == other.layout.encode()
-    assert one.values == other.values
+    assert pack_body(list(one.values)) == pack_body(list(other.values))
 
 
 # --- types ------------------------------------------------------------------------------------------------------------
@@ -457,3 +459,50 @@ def test_what_to_state_makes_lives_as_long_as_it_must() -> None:
 
     register_type(Made, "tests.Made", lambda made: torch.tensor([made.number]), lambda state: Made(int(state)))
     assert [made.number for made in round_trip([Made(number) for number in range(50)])] == list(range(50))
+
+
+# --- what only damage or another build makes --------------------------------------------------------------------------
+
+
+def changed(content: FakeContent, **fields: Any) -> FakeContent:
+    content.layout = Layout(
+        **{"tensors": content.layout.tensors, "tree": content.layout.tree, "storages": content.layout.storages} | fields
+    )
+    return content
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        (TensorSpec("x", "float128", 16, (1,)), UnsupportedValueError, "no dtype 'float128': upgrade torch"),
+        (TensorSpec("x", "quint8", 1, (1,)), UnsupportedValueError, "no dtype 'quint8'"),
+        (TensorSpec("x", "float32", 8, (1,)), CorruptObjectError, "claims that float32 takes 8 bytes"),
+        (TensorSpec("x", "np:<f4", 8, (1,)), CorruptObjectError, "claims that np:<f4 takes 8 bytes"),
+        (TensorSpec("x", "np:|O8", 8, (1,)), CorruptObjectError, "not a numpy dtype"),
+        (TensorSpec("x", "np:<f16#7", 16, (1,)), CorruptObjectError, "not a numpy dtype of this machine"),
+    ],
+)
+def test_dtypes_that_are_not_here(spec: TensorSpec, error: type[Exception], message: str) -> None:
+    content = changed(stored([torch.ones(1)]), tensors=[spec])
+    with pytest.raises(error, match=message):
+        restore(content)
+    assert not content.reads
+
+
+@pytest.mark.parametrize(
+    "storage", [SharedStorage(1 << 40, (0, 1), (0, 1 << 39)), SharedStorage(64, (0, 1), (0, 18)), SharedStorage(64, (0,), (2,))], ids=str
+)
+def test_impossible_storages(storage: SharedStorage) -> None:
+    content = changed(stored([torch.ones(1), torch.ones(2)]), storages=[storage])
+    with pytest.raises(CorruptObjectError):
+        restore(content)
+
+
+@pytest.mark.parametrize(
+    "value", [["dtype", "float1"], ["device", "no:such"], ["device", 3], ["size", ["x"]], ["size", [1], [2]], ["nothing", 1]]
+)
+def test_impossible_torch_values(value: Any) -> None:
+    content = stored([None])
+    content.values = [value]
+    with pytest.raises((CorruptObjectError, UnsupportedValueError)):
+        restore(content)

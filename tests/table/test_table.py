@@ -41,13 +41,18 @@ def test_a_batch_is_seen_as_a_whole_and_stays(table: Table) -> None:
 
 def test_a_batch_that_raises_leaves_nothing(table: Table) -> None:
     put(table, a="1", b="2", c="3")
-    with pytest.raises(KeyError), table.batch() as batch:
-        batch.put(b"a", b"9")
-        batch.delete(b"b")
-        batch.clear(b"c")
-        batch.put(b"d", b"9")
-        batch.put(b"d", b"8")
-        raise KeyError
+
+    def work() -> None:
+        with table.batch() as batch:
+            batch.put(b"a", b"9")
+            batch.delete(b"b")
+            batch.clear(b"c")
+            batch.put(b"d", b"9")
+            batch.put(b"d", b"8")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        work()
     assert list(table.scan(b"")) == [(b"a", b"1"), (b"b", b"2"), (b"c", b"3")]
 
 
@@ -133,6 +138,7 @@ STEPS = st.lists(
 @given(batches=st.lists(STEPS, max_size=4), prefix=st.binary(max_size=2), start=st.none() | KEYS, reverse=st.booleans())
 @pytest.mark.parametrize("kind", ["memory", "lmdb"])
 def test_it_is_a_sorted_dict(
+    *,
     kind: str,
     tmp_path_factory: pytest.TempPathFactory,
     batches: list[list[tuple[str, bytes, bytes | None]]],

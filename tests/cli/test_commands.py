@@ -1,0 +1,203 @@
+"""Each command does what it says, for people and as JSON."""
+
+from pathlib import Path
+
+import click
+import pytest
+
+import tensorstore_ck as tsck_package
+from tensorstore_ck.cli import main
+from tests.cli.conftest import Tsck
+
+
+def test_init_makes_a_store_once(tsck: Tsck) -> None:
+    made = tsck("init", "new", "--json", store=None)
+    assert made.code == 0
+    assert made.json["config"]["format"] == 1
+    again = tsck("init", "new", store=None)
+    assert again.code == 28
+    assert "already" in again.err
+
+
+def test_init_takes_the_store_from_the_environment(tsck: Tsck, tmp_path: Path) -> None:
+    assert tsck("init", store="here").code == 0
+    assert (tmp_path / "here/store.json").exists()
+
+
+def test_the_current_folder_is_the_default_store(history: Tsck, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert history("log", store=None).code == 30
+    monkeypatch.chdir("ck")
+    assert len(history("log", "--json", store=None).json) == 2
+
+
+def test_store_option_wins_over_the_environment(history: Tsck) -> None:
+    assert len(history("log", "--json", "-s", "ck", store="elsewhere").json) == 2
+
+
+def test_log_lists_newest_first_in_aligned_columns(history: Tsck) -> None:
+    lines = history("log", "runs/gpt").out.splitlines()
+    assert lines[0].split() == ["ROOT", "STEP", "TIME", "(UTC)", "SIZE", "NEW", "METRICS"]
+    assert [line.split()[1] for line in lines[1:]] == ["2", "1"]
+    assert len({line.index("val_loss") for line in lines[1:]}) == 1
+    assert len(lines[1].split()[0]) == 12
+    assert "T" in lines[1].split()[2]
+    assert lines[1].split()[2].endswith("Z")
+
+
+def test_log_limits_and_covers_all_branches(history: Tsck) -> None:
+    assert history("branch", "exp/x", "runs/gpt@1").code == 0
+    assert [row["step"] for row in history("log", "-n", "1", "--json").json] == [2]
+    assert history("log").out.startswith("REF")
+    assert [row["step"] for row in history("log", "exp/x", "--json").json] == [1]
+
+
+def test_put_continues_from_the_branch(history: Tsck) -> None:
+    newest, first = history("log", "runs/gpt", "--json").json
+    assert newest["parent"] == first["root"]
+    assert first["parent"] is None
+    assert first["metrics"] == {"val_loss": 2.5}
+    assert newest["new_bytes"] < 10_000 < newest["logical_bytes"]
+
+
+def test_put_refuses_when_the_branch_moves_meanwhile(history: Tsck, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorstore_ck.cli import files
+
+    load = files.load_file
+
+    def load_slowly(path: str) -> files.LoadedFile:
+        with tsck_package.open("ck", cache_dir="other") as store:
+            store.put_snapshot({"a": 1}, ref="runs/gpt", expect=tsck_package.ANY)
+        return load(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "load_file", load_slowly)
+        assert history("put", "model.safetensors", "--ref", "runs/gpt").code == 11
+    assert history("log", "runs/gpt", "--json").json[0]["step"] is None
+
+
+def test_show_tells_metadata_values_and_tensors(history: Tsck) -> None:
+    shown = history("show", "runs/gpt@1")
+    assert "lr" in shown.out
+    assert "author" in shown.out
+    assert any(line.split()[:3] == ["model.a", "float32", "100x100"] for line in shown.out.splitlines())
+    document = history("show", "runs/gpt@1", "--json").json
+    assert document["metadata"] == {"author": "me", "format": "pt", "lr": 3e-4}
+    assert ["model.b", "bfloat16", [3], 6] in document["tensors"]
+
+
+def test_show_cuts_long_lists_unless_asked(tsck: Tsck) -> None:
+    with tsck_package.open("ck", create=True, cache_dir="cache") as store:
+        store.put_snapshot({f"value{number:03}": number for number in range(100)}, ref="many")
+    assert "and 60 more (--all shows them)" in tsck("show", "many").out
+    assert "value099" not in tsck("show", "many").out
+    assert "value099" in tsck("show", "many", "--all").out
+
+
+def test_diff_names_what_changed(history: Tsck) -> None:
+    document = history("diff", "runs/gpt~1", "runs/gpt", "--json").json
+    assert [change["name"] for change in document["tensors"]] == ["model.b"]
+    text = history("diff", "runs/gpt~1", "runs/gpt").out
+    assert "model.b" in text
+    assert "model.a" not in text
+    assert "the same tensors and values" in history("diff", "runs/gpt", "runs/gpt").out
+
+
+def test_branch_reset_tag_untag(history: Tsck) -> None:
+    assert history("branch", "exp/x", "runs/gpt@1").out.startswith("branch exp/x is at ")
+    assert set(history("branch", "--json").json) == {"exp/x", "runs/gpt"}
+    assert [line.split()[0] for line in history("branch").out.splitlines()] == ["BRANCH", "exp/x", "runs/gpt"]
+    assert history("reset", "exp/x", "runs/gpt@2").code == 0
+    assert history("branch", "--json").json["exp/x"]["step"] == 2
+    assert "no tags yet" in history("tag").out
+    assert history("tag", "v1", "runs/gpt~1").code == 0
+    assert history("tag", "--json").json["v1"]["step"] == 1
+    assert history("untag", "v1").code == 0
+    assert history("tag", "--json").json == {}
+
+
+def test_annotate_and_mark(history: Tsck) -> None:
+    assert history("annotate", "runs/gpt@1", "mmlu=0.5", "f1=nan").code == 0
+    assert history("log", "--json").json[1]["metrics"] == {"f1": "nan", "mmlu": 0.5, "val_loss": 2.5}
+    assert history("mark", "runs/gpt", "--reason", "loss spike").code == 0
+    assert "bad: loss spike" in history("log", "runs/gpt").out
+    refused = history("get", "runs/gpt", "out.safetensors")
+    assert refused.code == 36
+    assert "--allow-bad" in refused.err
+    assert history("get", "runs/gpt", "out.safetensors", "--allow-bad").code == 0
+    assert history("mark", "runs/gpt", "--clear").code == 0
+    assert "MARK" not in history("log", "runs/gpt").out
+
+
+def test_usage_sums_per_ref(history: Tsck) -> None:
+    history("tag", "v1", "runs/gpt~1")
+    document = history("usage", "--json").json
+    assert [(row["ref"], row["snapshots"]) for row in document["refs"]] == [("runs/gpt", 2), ("v1", 1)]
+    lines = history("usage").out.splitlines()
+    assert lines[0].split() == ["REF", "SNAPSHOTS", "LOGICAL", "UNIQUE", "STORED", "SHARED"]
+    assert lines[3].startswith("all refs")
+
+
+def test_fsck_says_what_it_checked(history: Tsck) -> None:
+    result = history("fsck")
+    assert result.code == 0
+    assert "2 snapshots" in result.out
+    assert "no errors" in result.out
+    report = history("fsck", "--read-data", "--json").json
+    assert report["ok"]
+    assert report["report"]["data_bytes"] > 40_000
+
+
+def test_fsck_names_the_tensors_that_damage_hits(history: Tsck, tmp_path: Path) -> None:
+    for pack in (tmp_path / "ck/packs").rglob("*"):
+        if pack.is_file() and pack.stat().st_size > 40_000:
+            data = bytearray(pack.read_bytes())
+            data[20_000] ^= 1
+            pack.chmod(0o600)
+            pack.write_bytes(data)
+    assert history("fsck").code == 0
+    damaged = history("fsck", "--read-data")
+    assert damaged.code == 40
+    assert "runs/gpt@1" in damaged.out
+    assert "model.a" in damaged.out
+    assert "1 error" in damaged.out
+    assert not history("fsck", "--read-data", "--json").json["ok"]
+    assert history("get", "runs/gpt", "out.safetensors").code == 41
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_fsck_frees_stale_uploads_only_when_asked(history: Tsck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorstore_ck.backend.local import LocalBackend
+    from tensorstore_ck.backend.protocol import ObjectInfo
+
+    freed: list[str] = []
+    monkeypatch.setattr(LocalBackend, "list_uploads", lambda _: iter([ObjectInfo("old", 1, 0)]))
+    monkeypatch.setattr(LocalBackend, "abort_upload", lambda _, name: freed.append(name))
+    assert history("fsck").code == 0
+    assert freed == []
+    assert history("fsck", "--abort-uploads", "--json").json["aborted_uploads"] == ["old"]
+    assert freed == ["old"]
+
+
+def test_probe_tells_guarantees_and_speeds(history: Tsck) -> None:
+    result = history("probe", "ck")
+    assert result.code == 0
+    assert "creates exclusively     yes" in result.out
+    assert history("probe", "ck", "--json").json["result"]["exclusive_create"]
+
+
+@pytest.mark.parametrize("name", [*main.commands])
+def test_help_is_a_sentence_and_an_example(tsck: Tsck, name: str) -> None:
+    command = main.commands[name]
+    assert command.get_short_help_str().endswith((".", "?"))
+    shown = tsck(name, "--help")
+    assert shown.code == 0
+    assert f"  tsck {name}" in shown.out.partition("Example")[2]
+    assert "--json" in shown.out
+    assert isinstance(command, click.Command)
+
+
+def test_help_lists_commands_in_order(tsck: Tsck) -> None:
+    shown = tsck("--help").out
+    listed = [line.split()[0] for line in shown.partition("Commands:")[2].splitlines() if line.strip()]
+    assert listed[:4] == ["init", "put", "get", "log"]
+    assert tsck("--version").out == f"tsck {tsck_package.__version__}\n"

@@ -1,0 +1,75 @@
+"""Units, times, tables and JSON."""
+
+import json
+from typing import Any, NamedTuple
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from tensorstore_ck.cli.output import counted, emit, facts, human_bytes, iso_time, printable, table
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (1024**2 - 1, "1.0 MiB"),
+        (3 * 1024**4, "3.0 TiB"),
+        (2**80, "1048576.0 EiB"),
+    ],
+)
+def test_human_bytes(count: int, text: str) -> None:
+    assert human_bytes(count) == text
+
+
+def test_times_are_utc_whatever_the_clock_said() -> None:
+    assert iso_time(1_700_000_000_123_456_789) == "2023-11-14T22:13:20Z"
+    assert iso_time(2**63 - 1).startswith("2262-")
+    assert iso_time(2**80).endswith(" ns")
+
+
+def test_plurals() -> None:
+    assert (counted(1, "entry"), counted(2, "log entry")) == ("1 entry", "2 log entries")
+    assert (counted(1000, "pack"), counted(0, "block")) == ("1,000 packs", "0 blocks")
+
+
+def test_printable_keeps_letters_of_all_languages() -> None:
+    assert printable("größe 大\t\x07\u202e") == "größe 大\\t\\x07\\u202e"
+
+
+def test_tables_align_and_leave_empty_columns_out() -> None:
+    lines = [click.unstyle(line) for line in table(["A", "SIZE", "NOTE"], [["x", "1", ""], ["long", "100", ""]], right={"SIZE"})]
+    assert lines == ["A     SIZE", "x        1", "long   100"]
+
+
+def test_facts_leave_out_what_is_not_known() -> None:
+    assert [click.unstyle(line) for line in facts([("a", "1"), ("long", ""), ("bb", "2")])] == ["a   1", "bb  2"]
+
+
+class _Pair(NamedTuple):
+    first: object
+    second: object
+
+
+@pytest.mark.parametrize(
+    ("value", "document"),
+    [
+        (_Pair(1, b"\x01"), {"first": 1, "second": "01"}),
+        ({"a": float("nan"), 2: float("-inf")}, {"a": "nan", "2": "-inf"}),
+        (({1}, (2,), None, True), [[1], [2], None, True]),
+        (object, "<class 'object'>"),
+    ],
+)
+def test_json_holds_anything(value: object, document: Any) -> None:
+    @click.command()
+    def show() -> None:
+        emit(value, ["text"], as_json=True)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    assert json.loads(CliRunner().invoke(show).stdout, parse_constant=refuse) == document

@@ -1,0 +1,146 @@
+"""`tsck` as a process: exit codes, streams, and what it does not load."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import tensorstore_ck
+from tests.cli.conftest import Tsck
+
+ROOT = str(Path(tensorstore_ck.__file__).parents[1])
+RUN = """
+import atexit, sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "safetensors"):
+            raise ImportError(f"{name} is not here")
+sys.meta_path.insert(0, Blocker())
+@atexit.register
+def tell():
+    loaded = {"torch", "fsspec", "s3fs", "aiohttp", "botocore"} & set(sys.modules)
+    if loaded:
+        print("loaded", loaded, file=sys.stderr)
+from tensorstore_ck.cli import main
+main()
+"""
+"""`tsck` where torch cannot be loaded; tells when something that is slow to load was."""
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": ROOT, "TSCK_CACHE_DIR": str(folder / "cache"), "TSCK_STORE": str(folder / "ck")}
+
+
+def _python(folder: Path, *args: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.run([sys.executable, *args], env=_environment(folder), cwd=folder, text=True, timeout=120, check=False, **options)
+
+
+def _tsck(folder: Path, *args: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+    return _python(folder, "-m", "tensorstore_ck.cli", *args, **options)
+
+
+COMMANDS = [
+    "log",
+    "log runs/gpt --json",
+    "show runs/gpt",
+    "diff runs/gpt~1 runs/gpt",
+    "usage",
+    "fsck",
+    "fsck --read-data",
+    "branch",
+    "branch b runs/gpt",
+    "reset b runs/gpt~1",
+    "tag",
+    "tag t runs/gpt",
+    "untag t",
+    "annotate runs/gpt a=1",
+    "mark runs/gpt",
+    "probe ck",
+    "init other",
+    "--help",
+    "put --help",
+]
+
+
+def test_commands_without_tensors_load_no_torch(history: Tsck, tmp_path: Path) -> None:
+    for command in COMMANDS:
+        done = _python(tmp_path, "-W", "error", "-c", RUN, *command.split())
+        assert (command, done.returncode, done.stderr) == (command, 0, "")
+
+
+def test_the_package_loads_no_torch(tmp_path: Path) -> None:
+    done = _python(tmp_path, "-c", "import sys, tensorstore_ck; assert not {'torch', 'fsspec', 'click'} & set(sys.modules)")
+    assert done.returncode == 0, done.stderr
+
+
+def test_exit_codes_and_streams(history: Tsck, tmp_path: Path) -> None:
+    done = _tsck(tmp_path, "log")
+    assert (done.returncode, done.stderr) == (0, "")
+    done = _tsck(tmp_path, "show", "nope")
+    assert (done.returncode, done.stdout) == (25, "")
+    assert done.stderr.startswith("tsck: there is no ref or snapshot 'nope'")
+    done = _tsck(tmp_path, "show", "nope", "--json")
+    assert done.returncode == 25
+    assert json.loads(done.stdout)["error"]["object"] == "nope"
+    assert _tsck(tmp_path, "show").returncode == 2
+
+
+def test_a_closed_pipe_is_quiet(history: Tsck, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = _tsck(tmp_path, "log", stdout=writer)
+    finally:
+        os.close(writer)
+    assert done.stderr == ""
+    assert done.returncode == 1
+
+
+def test_an_interrupted_process_ends_with_130(history: Tsck, tmp_path: Path) -> None:
+    code = "import os, signal\nfrom tensorstore_ck.store import Store\n"
+    code += f"Store.log = lambda *_, **__: os.kill(os.getpid(), {int(signal.SIGINT)})\n"
+    code += "from tensorstore_ck.cli import main\nmain(['log'])"
+    done = _python(tmp_path, "-c", code)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "args", [("put", "new.safetensors", "--ref", "new"), ("get", "runs/gpt", "out.pt"), ("fsck", "--read-data")], ids=["put", "get", "fsck"]
+)
+def test_bars_and_colours_only_on_a_terminal(history: Tsck, tmp_path: Path, args: tuple[str, ...]) -> None:
+    save_file({"a": torch.randn(1000)}, tmp_path / "new.safetensors")
+    terminal, child = pty.openpty()
+    try:
+        done = _tsck(tmp_path, *args, "--json", stderr=child)
+        os.close(child)
+        shown = _read_all(terminal)
+    finally:
+        os.close(terminal)
+    assert done.returncode == 0
+    assert b"100%" in shown
+    json.loads(done.stdout)
+    again = _tsck(tmp_path, *(arg.replace("out.pt", "again.pt") for arg in args))
+    assert (again.returncode, again.stderr) == (0, "")
+    assert "\x1b" not in again.stdout
+
+
+def _read_all(descriptor: int) -> bytes:
+    data = b""
+    while True:
+        try:
+            piece = os.read(descriptor, 65536)
+        except OSError:  # what a terminal says whose other end is closed
+            return data
+        if not piece:
+            return data
+        data += piece
