@@ -1,4 +1,4 @@
-"""Checks a whole store and changes nothing: configuration, log, checkpoints, snapshots, packs, leftovers; with `read_data` every stored byte.
+"""Checks a whole store and changes nothing: configuration, log, snapshots, packs and leftovers; with `read_data` every stored byte.
 
 Damage becomes findings; an error at one object never stops the rest. Runs beside writers: the log is read first, so that whatever its
 snapshots need is there when the packs are listed, and what appears later is not judged. What no snapshot refers to is told as a notice.
@@ -8,6 +8,7 @@ import contextlib
 import threading
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final, NamedTuple
 
 from tensorstore_ck.config import CONFIG_NAME, MAX_CONFIG_BYTES, decode_config
@@ -138,7 +139,7 @@ class _Fsck:
             listed = {"packs": objects.packs, "parts": objects.parts, "snapshots": objects.records}.get(folder)
             if listed is not None and ulid is not None and name == f"{folder}/{name[-2:]}/{name[-26:]}":
                 listed[ulid] = Listed(size_bytes, modified_ns)
-            elif folder == "log" or folder == "checkpoint" or folder.startswith("log-"):
+            elif folder in {"log", "checkpoint"} or folder.startswith("log-"):
                 objects.other_logs.append(name)
             else:
                 self._found.add("foreign_object", name, "it is none of a store's objects: delete it if nobody knows it", severity="notice")
@@ -182,13 +183,13 @@ class _Fsck:
         for ulid, listed in objects.parts.items():
             if ulid not in self._referenced and listed.modified_ns < self._started_ns:
                 name = part_name(ulid)
-                self._left_behind(name, self._problem_of(name, lambda data, name=name: decode_part(data, name)))
+                self._left_behind(name, self._problem_of(name, decode_part))
         for ulid, listed in objects.records.items():
             if ulid not in infos and listed.modified_ns < self._started_ns:
                 self._check_stray_record(ulid)
         for name in objects.other_logs:
             kind = "checkpoint" if "checkpoint/" in name else "log"
-            problem = self._problem_of(name, lambda data, kind=kind, name=name: unseal(kind, data, name))
+            problem = self._problem_of(name, partial(unseal, kind))
             detail = f" ({problem[1]})" if problem else ""
             self._found.add("old_log", name, f"it belongs to a log that is not in force any more{detail}", severity="notice")
         for upload in self._backend.list_uploads():
@@ -199,16 +200,16 @@ class _Fsck:
     def _check_stray_record(self, ulid: Ulid) -> None:
         name = record_name(ulid)
         records: list[Record] = []
-        self._left_behind(name, self._problem_of(name, lambda data: records.append(decode_record(data, name))))
+        self._left_behind(name, self._problem_of(name, lambda data, name: records.append(decode_record(data, name))))
         for record in records:
             for entry in self._broken:
                 step = "" if record.step is None else f"@{record.step}"
                 hit = f"perhaps {record.ref}{step} (root {record.root().hex()[:12]}), which no other entry publishes"
                 self._found.add(BrokenLogError.kind, entry, "", hit=hit)
 
-    def _problem_of(self, name: str, decode: Callable[[bytes], object]) -> tuple[str, str] | None:
+    def _problem_of(self, name: str, decode: Callable[[bytes, str], object]) -> tuple[str, str] | None:
         try:
-            decode(self._backend.get(name, max_bytes=MAX_OBJECT_BYTES))
+            decode(self._backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
         except MissingObjectError:
             return None  # freed meanwhile
         except StoreError as exc:

@@ -136,7 +136,7 @@ def _extent_problems(packs: Packs, part: Part, record: Record, rank: int, *, rea
         name, extents = pack_name(pack), part.extents[rows]
         footer = packs.footer(pack)
         if isinstance(footer, Footer):
-            wrong = _not_in_footer(footer, extents, ids[rows])
+            wrong: npt.NDArray[np.bool_] = _not_in_footer(footer, extents, ids[rows])
             kind, message = (
                 "corrupt_object",
                 f"{name} does not hold what {part_name(record.parts[rank])} refers to: it was replaced or swapped",
