@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 from blake3 import blake3
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import tensorstore_ck as tsck
 
@@ -33,7 +35,7 @@ def fsync_path(path: Path) -> None:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(torch.uint8).numpy()).cast("B")
+    return memoryview(tensor.view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
 
 
 # --- save ---------------------------------------------------------------------------------------------------------------
@@ -45,8 +47,8 @@ def save_torch(folder: Path, state: State) -> None:
 
 
 def save_dcp(folder: Path, state: State) -> None:
-    writer = dcp.FileSystemWriter(folder / "dcp", single_file_per_rank=True, sync_files=True, thread_count=2)
-    dcp.save(state, storage_writer=writer, no_dist=True)
+    writer = FileSystemWriter(folder / "dcp", single_file_per_rank=True, sync_files=True, thread_count=2)
+    dcp_save(state, storage_writer=writer, no_dist=True)
 
 
 def save_safetensors(folder: Path, state: State) -> None:
@@ -79,7 +81,7 @@ def load_torch(folder: Path, _: State) -> object:
 
 
 def load_dcp(folder: Path, state: State) -> None:
-    dcp.load(state, storage_reader=dcp.FileSystemReader(folder / "dcp"), no_dist=True)
+    dcp_load(state, storage_reader=FileSystemReader(folder / "dcp"), no_dist=True)
 
 
 def load_safetensors(folder: Path, _: State) -> object:
@@ -101,8 +103,7 @@ def _floor(path: Path, memory: list[memoryview]) -> None:
     offset = 0
     work: list[tuple[int, memoryview]] = []
     for view in memory:
-        for start in range(0, len(view), BLOCK_BYTES):
-            work.append((offset + start, view[start : start + BLOCK_BYTES]))
+        work += [(offset + start, view[start : start + BLOCK_BYTES]) for start in range(0, len(view), BLOCK_BYTES)]
         offset += len(view)
     fd = os.open(path, os.O_RDONLY)
 

@@ -1,4 +1,4 @@
-"""Save, unchanged save and restore beside their peers, in one run: `python benches/local.py --gib 1 --folder /tmp/bench`.
+"""Save, unchanged save and restore beside their peers, in one run: `python -m benches.local --gib 1 --folder /tmp/bench`.
 
 Peers take turns, round by round, so that drift of the machine hits all alike; medians are compared. Every save starts with
 no data of its own on the disk and with nothing dirty; every restore reads from the page cache.
@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from _peers import LOADERS, SAVERS, State, opened
+
+from benches._peers import LOADERS, SAVERS, State, opened
 
 
 def make_state(tensors: int, tensor_bytes: int) -> State:

@@ -5,7 +5,7 @@ never raises for damage.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, NamedTuple
@@ -58,18 +58,25 @@ class LogCheck:
         return RefTable(self.table)
 
 
-def check_log(backend: Backend, *, prefix: str, uuid: bytes | None) -> LogCheck:
-    """Reads the log under `prefix`. Without the store's `uuid` it is not checked what entry 1 follows.
+def check_log(backend: Backend, *, prefix: str, uuid: bytes | None, fill: Mapping[int, Sequence[Entry]] | None = None) -> LogCheck:
+    """Reads the log under `prefix`.
+
+    Args:
+        backend: Where it lies.
+        prefix: Its folder.
+        uuid: The store's; without it, it is not checked what entry 1 follows.
+        fill: What to fold in place of lost entries, and behind the last one, by their numbers.
 
     Raises:
         BackendUnavailableError: the backend does not answer.
     """
-    return _LogChecker(backend, prefix, uuid).run()
+    return _LogChecker(backend, prefix, uuid, fill or {}).run()
 
 
 class _LogChecker:
-    def __init__(self, backend: Backend, prefix: str, uuid: bytes | None) -> None:
+    def __init__(self, backend: Backend, prefix: str, uuid: bytes | None, fill: Mapping[int, Sequence[Entry]]) -> None:
         self._backend = backend
+        self._fill = fill
         self._prefix = prefix
         self._chain = Chain(backend, uuid=uuid or bytes(16), prefix=prefix)
         self._check = LogCheck()
@@ -100,6 +107,7 @@ class _LogChecker:
                 self._lose(range(self._check.last + 1, n + 1), set())
                 self._adopt(found)
                 self._check.last, self._check.last_hash = n, found.entry_hash
+        self._fold_instead(range(self._check.last + 1, MAX_NUMBER))
         return self._check
 
     # --- entries ------------------------------------------------------------------------------------------------------
@@ -166,6 +174,7 @@ class _LogChecker:
             message = f"{these} missing: restore from a copy, or make a new log of what is left with `tsck salvage`"
             self._note("broken_log", first, message)
         check.lost.append(numbers)
+        self._fold_instead(numbers)
         self._prev = check.last_hash = None
         check.last = numbers[-1]
         self._unverified = None
@@ -173,6 +182,12 @@ class _LogChecker:
             checkpoints.discard(n)
             found = self._load_checkpoint(n)
             self._unverified = found if n == numbers[-1] else None
+
+    def _fold_instead(self, numbers: range) -> None:
+        for n in sorted(n for n in self._fill if n in numbers):
+            with self._check.table.batch() as batch:
+                for entry in self._fill[n]:
+                    fold(entry, batch)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -47,6 +47,8 @@ class SnapshotCheck(NamedTuple):
     """Of its record and parts."""
     is_complete: bool
     """Whether `parts` and `packs` are all that it refers to."""
+    anchor: int = 0
+    """The highest of its parts: its log entry came later."""
 
 
 class _PartProblem(NamedTuple):
@@ -64,13 +66,14 @@ def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_dat
     record, size = _read_record(engine, info, damages)
     if record is None:
         return SnapshotCheck(damages, (), (), size, is_complete=False)
-    is_complete = True
+    is_complete, anchor = True, 0
     for rank in range(len(record.parts)):
         part, part_bytes = _read_part(engine, record, rank, damages)
         size += part_bytes
         if part is None:
             is_complete = False
             continue
+        anchor = max(anchor, part.anchor)
         seen_packs.update(dict.fromkeys(part.packs))
         problems = list(_extent_problems(packs, part, record, rank, read_data=read_data))
         reader = _open(engine, info)
@@ -80,7 +83,7 @@ def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_dat
         for problem in problems:
             names = names_of_rows(reader, problem.rows) if isinstance(reader, SnapshotReader) else []
             damages.append(Damage(problem.kind, problem.object, problem.message, _bounded(names)))
-    return SnapshotCheck(damages, record.parts, tuple(seen_packs), size, is_complete)
+    return SnapshotCheck(damages, record.parts, tuple(seen_packs), size, is_complete, anchor)
 
 
 def _read_record(engine: Engine, info: SnapshotInfo, damages: list[Damage]) -> tuple[Record | None, int]:
@@ -162,7 +165,8 @@ def _not_in_footer(footer: Footer, extents: Extents, ids: npt.NDArray[np.uint8])
     same = inside & (np.ascontiguousarray(entries["id"]).view(np.uint8).reshape(-1, DIGEST_BYTES) == ids).all(axis=1)
     for column in ("offset", "stored", "raw", "codec"):
         same &= entries[column] == extents[column]
-    return ~same
+    differs: npt.NDArray[np.bool_] = ~same
+    return differs
 
 
 def _unreachable(packs: Packs, pack: Ulid, extents: Extents, ids: npt.NDArray[np.uint8], *, read_data: bool) -> npt.NDArray[np.bool_]:

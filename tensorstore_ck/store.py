@@ -161,7 +161,8 @@ class Store:
         found = self._resolve(address)
         if found.info.mark == "bad" and not allow_bad:
             raise SnapshotMarkedBadError(
-                f"{address!r} ({found.info.root.hex()[:16]}, step {found.info.step}) is marked bad: {found.info.reason or 'no reason given'}. "
+                f"{address!r} ({found.info.root.hex()[:16]}, step {found.info.step}) is marked bad: "
+                f"{found.info.reason or 'no reason given'}. "
                 f"Take an earlier one (see `tsck log`), or pass allow_bad=True",
                 object_id=address,
             )

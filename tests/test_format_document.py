@@ -88,5 +88,5 @@ def test_limits() -> None:
     assert PACK_LIMIT_BYTES == 1 << 30
     assert MAX_ENTRY_BYTES == 1 << 20
     assert f"after {MIN_TAIL_ENTRIES} entries at least and {MAX_TAIL_ENTRIES:,} at most" in TEXT
-    cut = f"average {opaque.OPAQUE_AVERAGE_BYTES >> 20} MiB, from {opaque.OPAQUE_MIN_BYTES >> 10} KiB to {opaque.OPAQUE_MAX_BYTES >> 20} MiB"
-    assert cut in TEXT
+    assert f"average {opaque.OPAQUE_AVERAGE_BYTES >> 20} MiB, from {opaque.OPAQUE_MIN_BYTES >> 10} KiB" in TEXT
+    assert f"to {opaque.OPAQUE_MAX_BYTES >> 20} MiB" in TEXT

@@ -158,7 +158,7 @@ def _load_safetensors(path: str) -> LoadedFile:
     library = _safetensors()
     try:
         with library.safe_open(path, framework="pt", device="cpu") as file:
-            return LoadedFile({name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {}))  # noqa: SIM118 - no mapping
+            return LoadedFile({name: file.get_tensor(name) for name in file.keys()}, dict(sorted((file.metadata() or {}).items())))  # noqa: SIM118 - no mapping
     except library.SafetensorError as exc:
         raise CorruptObjectError(f"{path} is not a whole .safetensors file ({exc}): get it again", object_id=path) from exc
 

@@ -2,19 +2,26 @@
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
+class Container(NamedTuple):
+    """Stands in the list of leaves for the container that holds the next ones."""
+
+    kind: str
+    length: int
+
+
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every tensor and plain value of a nested state with its path, in order; containers come as their type and length."""
+    """Every tensor and plain value of a nested state with its path, in order, and before them a `Container` for what they are in."""
     if isinstance(value, dict):
-        yield path, (type(value), len(value))
+        yield path, Container(type(value).__qualname__, len(value))
         for key, inner in value.items():
             yield from leaves(inner, f"{path}.{key!r}" if path else str(key))
     elif isinstance(value, list | tuple):
-        yield path, (type(value), len(value))
+        yield path, Container(type(value).__qualname__, len(value))
         for index, inner in enumerate(value):
             yield from leaves(inner, f"{path}[{index}]")
     else:

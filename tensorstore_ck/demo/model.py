@@ -41,7 +41,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
-        nn.init.normal_(self.tokens.weight, std=0.02)
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
         self.head.weight = self.tokens.weight
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tensorstore_ck.demo.compare import leaves
+from tensorstore_ck.demo.compare import Container, leaves
 from tensorstore_ck.demo.supervisor import Life
 from tensorstore_ck.demo.train import Config
 
@@ -19,14 +19,15 @@ def title(url: Path, config: Config) -> None:
     """What the story is about."""
     _print("A training run that survives kill -9", bold=True)
     _print(
-        f"A GPT of {config.layers} layers learns Python from Python's own sources, byte by byte: {config.steps} steps of AdamW, with warm-up,"
+        f"""
+A GPT of {config.layers} layers learns Python from the sources of Python's own standard library, byte by byte:
+{config.steps} steps of AdamW with warm-up, cosine decay, dropout, gradient accumulation and shuffled data.
+Every {config.snapshot_every} steps it puts a snapshot into a store: weights, optimizer, schedule, data position,
+random numbers, losses. A job that died goes on from store.checkout(ref).
+
+   the job    {Path(__file__).with_name("train.py")}
+   the store  {url}"""
     )
-    _print(
-        "cosine decay, dropout, gradient accumulation and shuffled data. A snapshot (weights, optimizer, schedule, data position, random"
-    )
-    _print(f"numbers, losses) goes into the store every {config.snapshot_every} steps; a job that died starts with store.checkout(ref).")
-    _print(f"The job: {Path(__file__).with_name('train.py')}")
-    _print(f"The store: {url}")
 
 
 def chapter(number: int, name: str) -> None:
@@ -77,11 +78,15 @@ def check(what: str, good: bool, told: str) -> bool:
 
 def contents(value: Any) -> str:
     """How much there is in a part of the state."""
-    found = [leaf for _, leaf in leaves(value)]
+    found = [leaf for _, leaf in leaves(value) if not isinstance(leaf, Container)]
     tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
-    others = len(found) - len(tensors)
-    texts = [f"{len(tensors)} tensors, {size(sum(t.nbytes for t in tensors))}"] if tensors else []
-    return ", ".join([*texts, *([f"{others} values"] if others else [])])
+    texts = [f"{counted(len(tensors), 'tensor')} of {size(sum(tensor.nbytes for tensor in tensors))}"] if tensors else []
+    return ", ".join([*texts, *([counted(len(found) - len(tensors), "value")] if len(found) > len(tensors) else [])])
+
+
+def counted(count: int, thing: str) -> str:
+    """How many of something."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def command(*words: str) -> None:

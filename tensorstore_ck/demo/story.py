@@ -117,12 +117,12 @@ class Stage:
 def _how_it_ended(life: Life, head: int | None) -> str:
     if not life.killed:
         return f"done: {life.last_step} steps"
-    goes_on = f"goes on from step {head}" if head is not None else "begins anew"
+    goes_on = f"goes on from step {head}" if head is not None else "starts over"
     if life.putting is None:
         return f"killed in step {life.last_step + 1}; {goes_on}"
     if life.putting == head:
         return f"killed in the put of step {head}, just after it was published; {goes_on}"
-    return f"killed in the put of step {life.putting}, {page.size(life.unfinished_bytes)} in; {goes_on}"
+    return f"killed in the put of step {life.putting}, {page.size(life.unfinished_bytes)} of its pack written; {goes_on}"
 
 
 def _curve(lives: Sequence[Life]) -> list[float]:
@@ -133,11 +133,17 @@ def _curve(lives: Sequence[Life]) -> list[float]:
 def compare(store: tsck.Store, lives: Sequence[Life], undisturbed: Life) -> Iterator[tuple[str, bool, str]]:
     """Compares what the processes said, and what the store gives back for both; yields (what, whether it is the same, more about it)."""
     said = [(step, loss) for life in lives for step, loss in life.losses.items()]
-    wrong = sorted({step for step, loss in said if undisturbed.losses.get(step) != loss})
+    wrong = sorted({step for step, loss in said if undisturbed.losses.get(step) != loss} | undisturbed.losses.keys() - dict(said).keys())
     again = len(said) - len(undisturbed.losses)
-    yield "losses as printed", not wrong, f"differ at steps {wrong}" if wrong else f"{len(said)} steps, {again} of them made twice"
+    yield (
+        "losses as printed",
+        not wrong,
+        f"differ at steps {wrong}" if wrong else f"{page.counted(len(said), 'step')}, {again} of them made again after a kill",
+    )
     ours, theirs = lives[-1].fingerprint, undisturbed.fingerprint
     yield "state in memory", ours == theirs is not None, f"sha256 {str(ours)[:12]} and {str(theirs)[:12]}"
+    ours_put, theirs_put = ([snapshot.root for snapshot in store.log(ref)] for ref in (KILLED, UNDISTURBED))
+    yield "roots of snapshots", ours_put == theirs_put, f"{page.counted(len(theirs_put), 'snapshot')}, Merkle hash over content and history"
     killed, alone = store.checkout(KILLED), store.checkout(UNDISTURBED)
     for key in alone | killed:
         wrong_paths = differences(killed.get(key), alone.get(key))

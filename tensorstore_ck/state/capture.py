@@ -47,12 +47,11 @@ class Walk:
         self._names = Names()
         self._refuse = refuse
         self._root: list[Node] = [None]
-        self._kept: list[object] = []
-        """What `to_state` made: an id is only good while its object lives."""
         # Tensors and arrays, by number, as columns: 20,000 small objects would cost more than the walk, in garbage collection.
         self._number_of: dict[int, int] = {}
         """id of a tensor or array -> its number: one object comes back as one object."""
         self._objects: list[torch.Tensor | Array] = []
+        """Keeps them alive, too: an id is only good that long."""
         self._specs: list[TensorSpec] = []
         self._flags: list[int] = []
         self._sources: list[ByteSource] = []
@@ -137,9 +136,7 @@ class Walk:
                 return
             node = ["r", registered.name, None]
             nodes[position] = node
-            inner = registered.to_state(value)
-            self._kept.append(inner)
-            self._visit(inner, path, node, 2, depth + 1)
+            self._visit(registered.to_state(value), path, node, 2, depth + 1)
         elif isinstance(value, tuple) and kind is not torch.Size and isinstance(getattr(kind, "_fields", None), tuple):
             self._visit_container(value, path, nodes, position, depth)
         elif isinstance(value, torch.Tensor | np.ndarray) or advice_for(value) is not None:

@@ -56,6 +56,11 @@ def misaligned() -> list[torch.Tensor]:
     return [torch.from_numpy(raw), torch.from_numpy(raw[1:9].view("f4"))]
 
 
+def misaligned_apart() -> list[Any]:
+    raw = np.zeros(64, np.uint8)
+    return [raw[:2], torch.from_numpy(raw[5:9].view("f4"))]
+
+
 def string_dtype() -> Any:
     return np.array(["a"], np.dtypes.StringDType())
 
@@ -96,6 +101,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("matrix", lambda: np.asmatrix([[1]]), "numpy subclass"),
     ("void scalar", lambda: np.void(b"x"), "numpy.void"),
     ("misaligned", misaligned, r"\.clone\(\)"),
+    ("misaligned apart", misaligned_apart, r"\.clone\(\)"),
     ("shared conjugate", lambda: (z := torch.ones(2, dtype=torch.complex64), z.conj()), r"\.clone\(\)"),
 ]
 

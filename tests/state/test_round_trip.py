@@ -338,6 +338,10 @@ def test_containers() -> None:
     assert vars(round_trip(attributes)) == {"_metadata": OrderedDict({"": {"version": 1}})}
 
 
+def test_keys_that_are_no_unicode() -> None:
+    assert_same({"\ud800": 1, "é": torch.ones(1)}, round_trip({"\ud800": 1, "é": torch.ones(1)}))
+
+
 def test_model_and_optimizer() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters())

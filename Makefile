@@ -1,0 +1,31 @@
+# On a fresh clone: `make demo` shows what this is, `make test` says whether it works. Needs Python 3.11 or newer; everything else
+# goes into .venv. pip's own settings and environment variables hold, for example for an index with CPU-only builds of torch.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+TESTS ?= tests
+
+.PHONY: demo test lint clean
+
+demo: $(INSTALLED)
+	rm -rf .demo
+	$(BIN)/python -m tensorstore_ck.demo --folder .demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 $(TESTS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf .venv .demo
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[s3,safetensors]' --group dev
+	touch $@
