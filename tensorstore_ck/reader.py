@@ -74,6 +74,10 @@ class SnapshotReader:
         self._first: list[int] = []
         row, inline = int(self._blob_first[-1]), 0
         raw_bytes = self.part.extents["raw"]
+        stored = raw_bytes[row : self.part.block_count]
+        claimed = sum(size for size in self._sizes if size > INLINE_TENSOR_BYTES)
+        if int(stored.sum(dtype=np.int64)) != claimed or (len(stored) and int(stored.max()) > target_bytes):
+            raise CorruptObjectError(f"{self.name}: its blocks do not fit its layout", object_id=self.name)
         for spec, size in zip(tensors, self._sizes, strict=True):
             if size <= INLINE_TENSOR_BYTES:
                 self._first.append(inline)

@@ -9,12 +9,22 @@ import tensorstore_ck
 from tensorstore_ck.chunker import opaque
 from tensorstore_ck.codec import Codec
 from tensorstore_ck.config import BLOCK_BYTES, CONFIG_NAME, STORE_FORMAT
-from tensorstore_ck.envelope import FORMAT_VERSION, KINDS, MAGIC, MAX_DEPTH, MAX_OBJECT_BYTES
+from tensorstore_ck.envelope import FORMAT_VERSION, KINDS, MAGIC, MAX_DEPTH, MAX_ITEMS, MAX_OBJECT_BYTES
 from tensorstore_ck.layout import INLINE_TENSOR_BYTES, INLINE_VALUE_BYTES
 from tensorstore_ck.log.checkpoint import MAX_TAIL_ENTRIES, MIN_TAIL_ENTRIES
 from tensorstore_ck.log.entry import MAX_ENTRY_BYTES
 from tensorstore_ck.log.ops import SCHEMA
-from tensorstore_ck.pack import BASE_DTYPE, ENTRY_DTYPE, FOOTER_MAGIC, HEADER, MAX_BLOCK_BYTES, PACK_LIMIT_BYTES, PACK_MAGIC, TRAILER
+from tensorstore_ck.pack import (
+    BASE_DTYPE,
+    ENTRY_DTYPE,
+    FOOTER_MAGIC,
+    HEADER,
+    MAX_BLOCK_BYTES,
+    MAX_ENTRIES,
+    PACK_LIMIT_BYTES,
+    PACK_MAGIC,
+    TRAILER,
+)
 from tensorstore_ck.part import EXTENT_DTYPE
 
 TEXT = (Path(tensorstore_ck.__file__).parent / "FORMAT.md").read_text()
@@ -39,6 +49,8 @@ def test_kinds() -> None:
     assert f"Format of a store, version {STORE_FORMAT}" in TEXT
     assert f"at most {MAX_DEPTH} deep" in TEXT
     assert f"at most {MAX_OBJECT_BYTES >> 20} MiB" in TEXT
+    assert MAX_ITEMS == 1 << 24
+    assert "2^24 items" in TEXT
     assert f"`{CONFIG_NAME}`" in TEXT
 
 
@@ -86,6 +98,7 @@ def test_limits() -> None:
     assert f"`block_bytes`, {BLOCK_BYTES >> 20} MiB" in TEXT
     assert f"at most {MAX_BLOCK_BYTES >> 20} MiB" in TEXT
     assert PACK_LIMIT_BYTES == 1 << 30
+    assert MAX_ENTRIES == 1 << 22
     assert MAX_ENTRY_BYTES == 1 << 20
     assert f"after {MIN_TAIL_ENTRIES} entries at least and {MAX_TAIL_ENTRIES:,} at most" in TEXT
     assert f"average {opaque.OPAQUE_AVERAGE_BYTES >> 20} MiB, from {opaque.OPAQUE_MIN_BYTES >> 10} KiB" in TEXT

@@ -25,7 +25,7 @@ def test_killed_in_a_put_and_the_same_to_the_last_bit(tmp_path: Path, capsys: py
     with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cold") as store:
         assert [snapshot.step for snapshot in store.log(KILLED)] == [12, 10, 8, 6, 4, 2]
         assert differences(store.checkout(KILLED), store.checkout(UNDISTURBED)) == []
-        assert not store.fsck(read_data=True).errors
+        assert store.fsck(read_data=True).ok
 
 
 def make_state() -> dict[str, Any]:
