@@ -84,7 +84,7 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     seconds = bench(state, args.folder, args.rounds)
     print(
-        f"{len(state)} fp32 tensors, {size / 2**30:.2f} GiB, {args.folder}, median of {args.rounds} rounds (least-most), page cache warm for restores"
+        f"{len(state)} fp32 tensors, {size / 2**30:.2f} GiB, {args.folder}, median (least-most) of {args.rounds} rounds, page cache warm"
     )
     print("| what | GB/s | seconds |\n|---|---|---|")
     for name, taken in seconds.items():

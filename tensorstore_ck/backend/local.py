@@ -14,6 +14,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+from tensorstore_ck.backend.directwriter import DirectWriter, use_direct
 from tensorstore_ck.backend.localfile import byte_views, read_at, write_at
 from tensorstore_ck.backend.localwriter import LocalWriter
 from tensorstore_ck.backend.names import check_name, check_prefix
@@ -148,6 +149,8 @@ class LocalBackend:
                 self._fsync_and_close(fd)
                 self._sync_folder(os.path.dirname(path))
 
+        if self._sync and use_direct(fd):
+            return DirectWriter(fd, path, name, seal)
         return LocalWriter(fd, path, name, seal)
 
     def delete(self, names: Iterable[str]) -> None:

@@ -47,8 +47,7 @@ class LocalWriter:
             self._writes_under_way += 1
         try:
             with os_errors("write", self._name):
-                write_at(self._fd, views, offset)
-            self._start_write_back()
+                self._write(views, offset)
         except BaseException:
             self._failed = True
             raise
@@ -63,6 +62,8 @@ class LocalWriter:
         if self._failed:
             self.abort()
             raise BackendUnavailableError(f"{self._name} has a hole where a write failed; write it anew", object_id=self._name)
+        with os_errors("write", self._name):
+            self._finish()
         fd, self._fd = self._fd, -1
         self._seal(fd)
         self._sealed = True
@@ -82,6 +83,14 @@ class LocalWriter:
         with self._state:
             self._open = False
             self._state.wait_for(lambda: self._writes_under_way == 0)
+
+    def _write(self, views: list[memoryview], offset: int) -> None:
+        """Writes at an offset that is this call's alone; from several threads at once."""
+        write_at(self._fd, views, offset)
+        self._start_write_back()
+
+    def _finish(self) -> None:
+        """Writes what `_write` kept back."""
 
     def _start_write_back(self) -> None:
         # Other threads may still be writing below `_end`: their pages are then left to the fsync.

@@ -55,7 +55,7 @@ class Program(click.Group):
     def _run(self, arguments: list[str], *others: Any, **more: Any) -> int:
         as_json = "--json" in arguments
         try:
-            code = super().main(arguments, *others, **more)
+            code = super().main(arguments or ["--help"], *others, **more)
         except click.UsageError as exc:
             where = exc.ctx.command_path if exc.ctx else "tsck"
             advice = f"see `{where} --help`"
@@ -103,6 +103,7 @@ for _command in (
     refs.mark,
     history.usage,
     maintenance.fsck,
+    maintenance.salvage,
     maintenance.probe,
 ):
     main.add_command(_command)

@@ -1,5 +1,6 @@
-"""Commands about the store itself: init, probe, fsck, salvage."""
+"""Commands about the store itself: init, probe, fsck, salvage. They need no torch."""
 
+from collections.abc import Callable
 from contextlib import closing
 
 import click
@@ -7,12 +8,14 @@ import click
 from tensorstore_ck.backend import ProbeResult
 from tensorstore_ck.backend import probe as run_probe
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
-from tensorstore_ck.cli.output import counted, emit, facts, green, human_bytes, printable, red
+from tensorstore_ck.cli.output import counted, emit, facts, green, human_bytes, indented, printable, red, short_root, table
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.errors import DamageError, UnsafeBackendError
 from tensorstore_ck.findings import Finding, FsckReport
 from tensorstore_ck.fsck import abort_stale_uploads, run_fsck
 from tensorstore_ck.opening import init_store
+from tensorstore_ck.salvage import Salvaged, SalvageReport
+from tensorstore_ck.salvage import salvage as run_salvage
 
 
 @command("Make an empty store.", "tsck init ./ckpt", "tsck init s3://bucket/ckpt --storage-option endpoint_url=https://...")
@@ -97,3 +100,38 @@ def _finding_lines(finding: Finding) -> list[str]:
     lines = [f"{colour(finding.severity)}  {printable(finding.object)}  ({finding.kind}{', repairable' if finding.repairable else ''})"]
     lines += [f"  {printable(finding.message)}", *(f"  hits {printable(hit)}" for hit in finding.hits), ""]
     return lines
+
+
+@command("Make a new log when the old one was destroyed.", "tsck salvage --dry-run -s ./ckpt", "tsck salvage -s ./ckpt")
+@click.option("--dry-run", is_flag=True, help="Only tell what would be done.")
+@store_options()
+def salvage(choice: StoreChoice, *, dry_run: bool, as_json: bool) -> None:
+    """Make a new log of every intact snapshot, when log entries or store.json were destroyed (`tsck fsck` tells).
+
+    No other process may write to the store meanwhile. Nothing is deleted; where all is well, nothing is done.
+    """
+    with closing(choice.open_backend()) as backend:
+        report = run_salvage(backend, dry_run=dry_run)
+    emit(report, _salvage_lines(report, dry_run=dry_run), as_json=as_json)
+
+
+def _salvage_lines(report: SalvageReport, *, dry_run: bool) -> list[str]:
+    lines = [f"problem: {printable(problem)}" for problem in report.problems]
+    lines += _salvaged_lines("recovered: no log entry that is left names them", report.recovered, str)
+    lines += _salvaged_lines("lost: damaged", report.lost, red)
+    lines += _salvaged_lines("left out: never published", report.left_out, str)
+    if not report.log:
+        return [*lines, f"nothing to do: the log is intact, with {counted(report.kept, 'snapshot')}"]
+    refs = f"{counted(len(report.branches), 'branch')} and {counted(len(report.tags), 'tag')}"
+    would = "would make" if dry_run else "made"
+    return [*lines, f"{would} a new log, {printable(report.log)}, of {counted(report.kept, 'snapshot')}, {refs}"]
+
+
+def _salvaged_lines(title: str, snapshots: tuple[Salvaged, ...], style: Callable[[str], str]) -> list[str]:
+    if not snapshots:
+        return []
+    rows = [
+        [short_root(found.root), printable(found.ref), "" if found.step is None else str(found.step), found.id, printable(found.note)]
+        for found in snapshots
+    ]
+    return [style(title), *indented(table(["ROOT", "REF", "STEP", "ID", "WHY"], rows, right={"STEP"})), ""]

@@ -61,9 +61,9 @@ def short_number(value: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 tensor``, ``2 tensors``, ``2 entries``."""
+    """``1 tensor``, ``2 tensors``, ``2 entries``, ``2 branches``."""
     if count != 1:
-        noun = noun[:-1] + "ies" if noun.endswith("ry") else noun + "s"
+        noun = noun[:-1] + "ies" if noun.endswith("ry") else noun + ("es" if noun.endswith("ch") else "s")
     return f"{count:,} {noun}"
 
 

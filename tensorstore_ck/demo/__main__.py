@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from tensorstore_ck.demo.story import tell
+from tensorstore_ck.demo.supervisor import JobFailedError
 from tensorstore_ck.demo.train import SIZES
 
 
@@ -28,7 +29,11 @@ def main() -> int:
     if any(folder.iterdir()):
         parser.error(f"{folder} is not empty")
     seed = random.SystemRandom().randrange(10_000) if arguments.seed is None else arguments.seed
-    return tell(folder.resolve(), size=arguments.size, kills=arguments.kills, seed=seed)
+    try:
+        return tell(folder.resolve(), size=arguments.size, kills=arguments.kills, seed=seed)
+    except JobFailedError as exc:
+        print(f"the demo stopped: {exc}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -59,11 +59,11 @@ def plan_kills(config: Config, kills: int, seed: int) -> list[Moment]:
     for number in range(kills):
         step = 1 + int(config.steps * (number + chance.random()) / kills)
         if number % 2:
-            moments.append(Moment(step, in_put=False, delay_seconds=chance.uniform(0, 0.2)))
+            moments.append(Moment(min(step, config.steps - 1), in_put=False, delay=chance.random()))
         else:
             put = min(-(-step // config.snapshot_every) * config.snapshot_every, config.steps)
             # The first comes as soon as the put's first bytes are there, so that one put at least is cut in the middle.
-            moments.append(Moment(put, in_put=True, delay_seconds=chance.uniform(0, 0.02) if number else 0.0))
+            moments.append(Moment(put, in_put=True, delay=chance.uniform(0, 0.2) if number else 0.0))
     return moments
 
 
@@ -87,16 +87,16 @@ class Stage:
     def run_with_kills(self, store: tsck.Store, moments: Sequence[Moment]) -> Iterator[Life]:
         """Starts the job, kills it at the next moment, and starts it again, until it is through."""
         left = list(moments)
-        killed = True
-        number = 0
+        killed, cut, number = True, False, 0
         while killed:
             moment = left.pop(0) if left else None
             life = self.run_once(KILLED, moment)
             killed, number = life.killed, number + 1
             head = store.resolve(KILLED).step if KILLED in store.branches() else None
             page.life(number, life, _how_it_ended(life, head))
-            if moment is not None and number == 1 and life.putting in (None, head):
-                left.insert(0, Moment(moment.step + 1, in_put=True, delay_seconds=0.0))  # it was faster than we: the next put, then
+            cut = cut or is_cut(life, head)
+            if moment is not None and moment.in_put and not cut:
+                left.insert(0, Moment(moment.step + 1, in_put=True, delay=0.0))  # it was faster than we: the next put, then
             yield life
 
     def run_tool(self, *arguments: str, max_lines: int | None = None) -> bool:
@@ -114,15 +114,20 @@ class Stage:
         return done.returncode == 0
 
 
+def is_cut(life: Life, head: int | None) -> bool:
+    """Whether it was killed in the middle of a put, so that the put is not on the ref."""
+    return life.killed and life.putting is not None and life.putting != head
+
+
 def _how_it_ended(life: Life, head: int | None) -> str:
     if not life.killed:
         return f"done: {life.last_step} steps"
     goes_on = f"goes on from step {head}" if head is not None else "starts over"
+    if is_cut(life, head):
+        return f"killed in the put of step {life.putting}, {page.size(life.unfinished_bytes)} of its pack written; {goes_on}"
     if life.putting is None:
         return f"killed in step {life.last_step + 1}; {goes_on}"
-    if life.putting == head:
-        return f"killed in the put of step {head}, just after it was published; {goes_on}"
-    return f"killed in the put of step {life.putting}, {page.size(life.unfinished_bytes)} of its pack written; {goes_on}"
+    return f"killed in the put of step {head}, just after it was published; {goes_on}"
 
 
 def _curve(lives: Sequence[Life]) -> list[float]:

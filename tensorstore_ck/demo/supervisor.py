@@ -4,6 +4,7 @@ It knows the job's output (see `train.say`) and that a put makes files under ``p
 """
 
 import select
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,8 @@ class Moment:
 
     step: int
     in_put: bool
-    delay_seconds: float
+    delay: float
+    """In units of the time that a step takes, so that it fits machines and models of any speed."""
 
 
 @dataclass(slots=True)
@@ -67,30 +69,35 @@ def live(command: Sequence[str], environment: Mapping[str, str], store: Path, mo
         JobFailedError: it ended with an error.
     """
     life = Life()
+    asked = False
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            packs = find_packs(store)
+            packs, step_begun, step_seconds = find_packs(store), time.monotonic(), 0.0
             for line in process.stdout:
                 life.hear(line)
                 heard(life)
+                if line.startswith("step "):
+                    step_seconds = time.monotonic() - step_begun
                 if moment is not None and _has_come(moment, life):
                     if moment.in_put:
                         _wait_for_pack(store, packs, process.stdout)
-                    time.sleep(moment.delay_seconds)
+                    time.sleep(moment.delay * step_seconds)
                     process.kill()
-                    life.killed = True
+                    asked = True
                     break
                 if life.putting is None:
-                    packs = find_packs(store)
+                    packs, step_begun = find_packs(store), time.monotonic()
             for line in process.stdout:
                 life.hear(line)
-        finally:
+        except BaseException:
             process.kill()
-    if life.putting is not None:
-        life.unfinished_bytes = sum(pack.stat().st_size for pack in find_packs(store) - packs)
+            raise
+    life.killed = asked and process.returncode == -signal.SIGKILL  # it may have been through before the signal came
     if process.returncode and not life.killed:
         raise JobFailedError(f"the job ended with exit code {process.returncode} after step {life.last_step}")
+    if life.putting is not None:
+        life.unfinished_bytes = sum(pack.stat().st_size for pack in find_packs(store) - packs)
     return life
 
 

@@ -41,7 +41,7 @@ class Config:
 
 
 SIZES = {
-    "demo": Config(steps=100, snapshot_every=10, layers=3, width=128, heads=4, context=96, batch=8),
+    "demo": Config(steps=200, snapshot_every=10, layers=3, width=128, heads=4, context=64, batch=8),
     "tiny": Config(steps=12, snapshot_every=2, layers=2, width=32, heads=2, context=32, batch=4, corpus_bytes=3_000, warmup_steps=2),
 }
 

@@ -1,6 +1,7 @@
 """The local backend when system calls fail, fall short or answer twice."""
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import stat
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tensorstore_ck.backend import Created
+from tensorstore_ck.backend.directwriter import WINDOW_BYTES
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.errors import (
     BackendUnavailableError,
@@ -167,13 +169,27 @@ def test_a_writer_with_a_hole_never_closes(backend: LocalBackend, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", fails(errno.ENOSPC))
         with pytest.raises(NoSpaceError):
-            writer.append([b"lost"])
+            writer.append([bytes(WINDOW_BYTES)])
     writer.append([b"good"])
     with pytest.raises(BackendUnavailableError):
         writer.close()
     assert names(backend) == set()
     with pytest.raises(BackendUnavailableError):
         writer.append([b"late"])
+
+
+def test_a_device_with_wishes_of_its_own_is_written_through_the_page_cache(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pwritev(fd: int, views: list[memoryview], offset: int, real: Callable[..., int] = os.pwritev) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "unaligned")
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    data = os.urandom(2 * WINDOW_BYTES + 5)
+    writer = backend.open_writer("a/b")
+    writer.append([data])
+    writer.close()
+    assert backend.get("a/b", max_bytes=len(data)) == data
 
 
 def test_a_name_that_was_used_is_not_written_over(backend: LocalBackend) -> None:

@@ -178,6 +178,32 @@ def test_fsck_frees_stale_uploads_only_when_asked(history: Tsck, tmp_path: Path,
     assert freed == ["old"]
 
 
+def test_salvage_does_nothing_to_a_sound_store(history: Tsck) -> None:
+    result = history("salvage")
+    assert result.code == 0
+    assert "nothing to do" in result.out
+    assert history("salvage", "--json").json["log"] == ""
+
+
+def test_salvage_makes_a_new_log(history: Tsck, tmp_path: Path) -> None:
+    before = history("log", "--json").json
+    history("tag", "v1", "runs/gpt@1")
+    for entry in sorted(path for path in (tmp_path / "ck/log").rglob("*") if path.is_file())[:2]:
+        entry.unlink()
+    assert history("log", "--cache-dir", "fresh").code == 43
+    checked = history("fsck", "--cache-dir", "fresh")
+    assert checked.code == 40
+    assert "tsck salvage" in checked.out
+    planned = history("salvage", "--dry-run")
+    assert "would make a new log" in planned.out
+    assert history("log", "--cache-dir", "fresh").code == 43
+    done = history("salvage")
+    assert done.code == 0
+    assert "2 snapshots, 1 branch and 1 tag" in done.out
+    after = history("log", "--json", "--cache-dir", "fresh").json
+    assert [row["root"] for row in after] == [row["root"] for row in before]
+
+
 def test_probe_tells_guarantees_and_speeds(history: Tsck) -> None:
     result = history("probe", "ck")
     assert result.code == 0
@@ -200,4 +226,5 @@ def test_help_lists_commands_in_order(tsck: Tsck) -> None:
     shown = tsck("--help").out
     listed = [line.split()[0] for line in shown.partition("Commands:")[2].splitlines() if line.strip()]
     assert listed[:4] == ["init", "put", "get", "log"]
+    assert tsck().out == shown
     assert tsck("--version").out == f"tsck {tsck_package.__version__}\n"

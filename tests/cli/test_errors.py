@@ -25,6 +25,7 @@ BAD = [
     (("log", "-s", "foo://bar"), 23, "invalid_url"),
     (("log", "-s", ""), 30, "not_a_store"),
     (("log", "--storage-option", "a=1"), 22, "invalid_option"),
+    (("salvage", "-s", "empty"), 30, "not_a_store"),
     (("init", "/sys/tsck"), 33, "permission_denied"),
     (("frobnicate",), 2, "usage"),
     (("log", "--frobnicate"), 2, "usage"),

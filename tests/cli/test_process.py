@@ -64,6 +64,7 @@ COMMANDS = [
     "untag t",
     "annotate runs/gpt a=1",
     "mark runs/gpt",
+    "salvage",
     "probe ck",
     "init other",
     "--help",

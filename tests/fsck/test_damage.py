@@ -3,15 +3,22 @@
 import re
 
 import pytest
+import torch
 
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.config import StoreConfig, decode_config
-from tensorstore_ck.errors import StoreError
-from tensorstore_ck.findings import FsckReport
-from tensorstore_ck.fsck import run_fsck
-from tensorstore_ck.opening import make_engine
+from tensorstore_ck.errors import BackendUnavailableError, StoreError
+from tensorstore_ck.findings import MAX_HITS, FsckReport
+from tensorstore_ck.fsck import abort_stale_uploads, run_fsck
+from tensorstore_ck.ids import Digest
+from tensorstore_ck.log import rows
+from tensorstore_ck.log.checkpoint import dump
+from tensorstore_ck.log.entry import decode_entry, seal_entry
+from tensorstore_ck.logcheck import check_log
+from tensorstore_ck.opening import init_store, make_engine
+from tensorstore_ck.record import decode_record
 from tensorstore_ck.table import MemoryTable
 from tests.fsck.stores import build, failing_roots, names, read, reopen
 
@@ -121,7 +128,7 @@ def test_a_lost_entry_names_the_snapshot_that_it_may_have_published() -> None:
 
 def test_hits_name_refs_steps_and_tensors() -> None:
     backend = copy(OBJECTS)
-    pack = of_kind("packs/")[1]  # written by the second snapshot: its `weight` and `blob`
+    pack = newest_pack(backend, "runs/a@2")  # its `weight` and `blob`; `base` lies in the first one's
     backend.delete([pack])
     (finding,) = [finding for finding in check(backend).findings if finding.object == pack]
     (hit,) = finding.hits
@@ -130,6 +137,80 @@ def test_hits_name_refs_steps_and_tensors() -> None:
     assert "weight" in hit
     assert "blob" in hit
     assert "base" not in hit
+
+
+def newest_pack(backend: Backend, address: str) -> str:
+    pack = max(reopen(backend).show(address).packs)
+    return f"packs/{pack[-2:]}/{pack}"
+
+
+def test_many_hits_are_counted() -> None:
+    backend = MemoryBackend()
+    init_store(backend)
+    store = reopen(backend)
+    for step in range(15):
+        store.put_snapshot({"same": torch.arange(5000), "other": step}, ref="runs/many", step=step)
+    (pack,) = names(backend, "packs/")
+    backend.delete([pack])
+    (finding,) = (finding for finding in run_fsck(store._engine, read_data=False).findings)
+    assert len(finding.hits) == MAX_HITS + 1
+    assert finding.hits[-1] == "and 5 more"
+
+
+def test_a_damaged_footer_hits_nothing_that_can_be_read() -> None:
+    backend = copy(OBJECTS)
+    pack = newest_pack(backend, "runs/a@2")
+    damaged = bytearray(OBJECTS[pack])
+    damaged[-20] ^= 1
+    backend.replace(pack, damaged)
+    (finding,) = check(backend).findings
+    assert (finding.object, finding.hits) == (pack, ())
+    assert "intact" in finding.message
+    damaged[100] ^= 1
+    backend.replace(pack, damaged)
+    (finding,) = check(backend).findings
+    assert "runs/a@2" in finding.hits[0]
+
+
+@pytest.mark.parametrize("kind", ["snapshots/", "parts/", "log/"])
+def test_an_object_that_cannot_be_read_does_not_stop_the_rest(kind: str) -> None:
+    bad = of_kind(kind)[0]
+
+    class BadSector(MemoryBackend):
+        def get(self, name: str, *, max_bytes: int) -> bytes:
+            if name == bad:
+                raise BackendUnavailableError(f"cannot read {name}: EIO", object_id=name)
+            return super().get(name, max_bytes=max_bytes)
+
+    backend = BadSector()
+    for name, data in OBJECTS.items():
+        backend.put(name, data)
+    assert {finding.object for finding in check(backend).findings if finding.severity == "error"} == {bad}
+
+
+def test_an_unreachable_backend_is_an_error() -> None:
+    class Gone(MemoryBackend):
+        def get(self, name: str, *, max_bytes: int) -> bytes:
+            raise BackendUnavailableError("no route to host", object_id=name)
+
+        def size(self, name: str) -> int:
+            raise BackendUnavailableError("no route to host", object_id=name)
+
+    with pytest.raises(BackendUnavailableError):
+        check(Gone())
+
+
+def test_stale_uploads() -> None:
+    backend = MemoryBackend(clock=lambda: 1)
+    for name, data in OBJECTS.items():
+        backend.put(name, data)
+    writer = backend.open_writer("packs/ZZ/01M7Y7A2JN6QT6KYB17GC64DZZ")
+    writer.append([b"abc"])
+    (finding,) = check(backend).findings
+    assert (finding.kind, finding.severity) == ("stale_upload", "notice")
+    assert abort_stale_uploads(make_engine(backend, CONFIG, MemoryTable(), clock=lambda: 3600), 7200) == []
+    assert abort_stale_uploads(make_engine(backend, CONFIG, MemoryTable())) == [finding.object]
+    assert check(backend).findings == ()
 
 
 def test_a_checkpoint_is_compared_with_the_log() -> None:
@@ -150,6 +231,34 @@ def test_a_checkpoint_is_compared_with_the_log() -> None:
     backend.replace(checkpoint, bytes(data))
     backend.delete([other])  # covered by the checkpoint: found, and everything can be read
     assert [finding.object for finding in check(backend).findings if finding.severity == "error"] == [other]
+
+
+def test_a_checkpoint_that_says_something_else_than_the_log() -> None:
+    backend = copy(OBJECTS)
+    log = check_log(backend, prefix="log", uuid=None)
+    with log.table.batch() as batch:
+        batch.delete(rows.tag_key("paper"))
+        forged = dump(batch, log.last, log.last_hash or Digest(bytes(32)))
+    assert forged is not None
+    backend.put(f"checkpoint/{log.last:020d}", forged)
+    (finding,) = check(backend).findings
+    assert finding.object.startswith("checkpoint/")
+
+
+def test_sealed_objects_that_were_replaced_by_others() -> None:
+    """Each is valid for itself, and not what its parent names."""
+    backend = copy(OBJECTS)
+    name = of_kind("snapshots/")[0]
+    forged_record = decode_record(OBJECTS[name], name)._replace(metrics={"loss": -1.0}).encode()
+    backend.replace(name, forged_record)
+    assert {finding.object for finding in check(backend).findings if finding.severity == "error"} == {name}
+
+    backend = copy(OBJECTS)
+    entry = decode_entry(OBJECTS[of_kind("log/")[3]], "entry", 4)
+    forged, _ = seal_entry(4, entry.prev, entry.ops, write_id=entry.write_id, time_ns=entry.time_ns, actor="somebody else")
+    backend.replace(of_kind("log/")[3], forged)
+    (finding,) = check(backend).findings
+    assert (finding.kind, finding.object) == ("broken_log", of_kind("log/")[4])
 
 
 def test_leftovers_are_notices_and_their_damage_is_told() -> None:

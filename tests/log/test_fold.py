@@ -15,10 +15,10 @@ from tensorstore_ck.log.ops import MAX_METRICS
 from tensorstore_ck.table import MemoryTable
 from tests.log.scripted import UUID, new_id, put_op
 
-REFS = ["main", "runs/a", "runs/a.b", "run"]
-NUMBERS = range(4)
+REFS = ["main", "runs/a", "run"]
+NUMBERS = range(2)
 TXNS = [bytes([number]) * 16 for number in range(4)]
-STEPS = [None, -1, 0, 1, 1 << 40]
+STEPS = [None, 0, -1, 1 << 40]
 
 
 def root_of(number: int, step: int | None) -> Digest:
@@ -83,7 +83,7 @@ def compare(view: RefTable, model: Model) -> None:
     assert (head.n if head else 0) == model.n
     assert view.branches() == sorted(model.branches)
     assert view.tags() == sorted(model.tags)
-    for ref in [*REFS, "ru", "not a name", "x" * 600]:
+    for ref in [*REFS, "ru", "not a name", "x" * 600, "\ud800"]:
         moves = model.branches.get(ref, [])
         branch = view.branch(ref)
         assert (branch is None) == (not moves)

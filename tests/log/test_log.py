@@ -11,9 +11,9 @@ import pytest
 
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, FormatVersionError, MissingObjectError
+from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, CorruptObjectError, FormatVersionError, MissingObjectError
 from tensorstore_ck.log import LogChangedWarning, Op, RefTable, rows
-from tensorstore_ck.log.entry import entry_name, folder_name, genesis_hash
+from tensorstore_ck.log.entry import decode_entry, entry_name, folder_name, genesis_hash
 from tensorstore_ck.table import MemoryTable, Table, TableDamagedError
 from tensorstore_ck.table.lmdb_table import open_lmdb_table
 from tests.log.scripted import (
@@ -249,6 +249,42 @@ def test_operations_are_not_built_on_a_table_that_moves(table: Table) -> None:
     assert seen == [0, 1, 2]
 
 
+def test_operations_are_not_built_on_a_table_that_lost_what_it_held(table: Table) -> None:
+    """Another process of this host empties the cache while `build` reads: the branch is there all the same."""
+    backend = MemoryBackend()
+    log = open_log(backend, table)
+    append_puts(log, 3)
+    built: list[list[str]] = []
+
+    def build(view: RefTable) -> list[Op]:
+        if not built:
+            with table.batch() as batch:
+                batch.clear(rows.PREFIX)
+        built.append(view.branches())
+        return [mark_op(",".join(view.branches()))]
+
+    assert log.append(build).n == 4
+    assert built == [[], ["runs/gpt"]]
+    assert next(log.entries(4)).ops[0].fields["name"] == "runs/gpt"
+
+
+def test_what_another_process_folded_meanwhile_is_not_folded_twice(table: Table) -> None:
+    backend = Tricky()
+    append_puts(open_log(backend.inner, table), 3)
+    append_puts(open_log(backend.inner), 2, first=3)
+    other = open_log(backend.inner, table)
+
+    def faster(_what: str, name: str) -> None:
+        if name == entry_name("log", 5):
+            other.sync()
+
+    backend.before = faster
+    log = open_log(backend, table)
+    log.sync()
+    assert [what for what, _ in backend.calls] == ["get"] * 4, "the cache was not emptied for it"
+    assert follow(log.view(), "runs/gpt") == [0, 1, 2, 3, 4]
+
+
 def test_a_forked_child_goes_on_without_the_parents_cache(tmp_path: Path) -> None:
     backend = LocalBackend(str(tmp_path / "store"), sync=False)
     (tmp_path / "cache").mkdir()
@@ -321,10 +357,20 @@ def test_at_the_most_2000_entries_have_no_checkpoint() -> None:
 def test_a_second_host_takes_the_first_ones_checkpoint_for_its_own() -> None:
     backend = MemoryBackend()
     first, second = open_log(backend), open_log(backend)
-    second.sync()
-    append_puts(first, 70)
+    append_puts(second, 1)
+    append_puts(first, 70, first=1)
     second.sync()
     assert checkpoint_names(backend) == [64]
+
+
+def test_a_checkpoint_does_not_outlive_its_entry() -> None:
+    backend = Tricky(long_log(64))
+    open_log(backend).sync()
+    name = f"checkpoint/{64:020d}"
+    assert [call for call in backend.calls if call[0] in ("sync_folders", "create")] == [
+        ("sync_folders", entry_name("log", 64)),
+        ("create", name),
+    ]
 
 
 def test_logs_of_another_prefix_have_checkpoints_of_their_own() -> None:
@@ -458,6 +504,13 @@ def test_a_replaced_entry_breaks_the_chain_at_the_next() -> None:
     backend.replace(entry_name("log", 5), sealed_by_hand(5, before.hash, mark_op("forged"))[0])
     with pytest.raises(BrokenLogError, match=rf"{entry_name('log', 6)} does not follow"):
         open_log(backend).sync()
+
+
+def test_an_entry_knows_its_number() -> None:
+    sealed, _ = sealed_by_hand(5, genesis_hash(UUID), mark_op("five"))
+    assert decode_entry(sealed, "entry", 5).n == 5
+    with pytest.raises(CorruptObjectError, match="number 5"):
+        decode_entry(sealed, "entry", 6)
 
 
 def test_an_entry_under_another_number_is_damage() -> None:

@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import struct
 from collections import OrderedDict
 from enum import IntEnum
 from typing import Any
@@ -18,45 +17,9 @@ from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.layout import INLINE_VALUE_BYTES
 from tensorstore_ck.values import MAX_NESTING, PACK_FROM, decode, describe, encode, key_text, packed, split_large
 from tests.state.fake import assert_same
+from tests.state.samples import hashables, is_set_item
 
-
-def _is_set_item(item: object) -> bool:
-    """NaT and NaN are equal to nothing, so that comparing sets of them tells nothing."""
-    return bool(item == item) and not (isinstance(item, tuple) and not all(map(_is_set_item, item)))  # noqa: PLR0124
-
-
-any_float = st.integers(0, 2**64 - 1).map(lambda number: struct.unpack("<d", struct.pack("<Q", number))[0]) | st.floats()
-any_text = st.text(st.characters(exclude_categories=[]))
-numpy_scalars = st.one_of(
-    st.integers(-128, 127).map(np.int8),
-    st.integers(0, 2**64 - 1).map(np.uint64),
-    any_float.map(np.float64),
-    st.integers(0, 2**16 - 1).map(lambda number: np.frombuffer(struct.pack("<H", number), np.float16)[0]),
-    st.booleans().map(np.bool_),
-    st.floats().map(np.longdouble),
-    st.builds(complex, any_float, any_float).map(np.complex128),
-    st.integers(-(2**62), 2**62).map(lambda number: np.datetime64(number, "ns")),
-    st.integers(-(2**62), 2**62).map(lambda number: np.timedelta64(number, "s")),
-    st.text(max_size=5).map(np.str_),
-    st.binary(max_size=5).map(np.bytes_),
-)
-scalars = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.integers(-(2**70), 2**70),
-    any_float,
-    any_text,
-    st.binary(),
-    st.builds(complex, any_float, any_float),
-    numpy_scalars,
-)
-hashables = st.recursive(
-    scalars,
-    lambda inner: st.lists(inner, max_size=4).map(tuple) | st.frozensets(inner.filter(_is_set_item), max_size=4),
-    max_leaves=8,
-)
-encodable = hashables | st.binary().map(bytearray) | st.sets(hashables.filter(_is_set_item), max_size=4)
+encodable = hashables | st.binary().map(bytearray) | st.sets(hashables.filter(is_set_item), max_size=4)
 msgpackable = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=8) | st.binary(max_size=16),
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner, max_size=3),

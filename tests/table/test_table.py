@@ -1,5 +1,6 @@
 """What every table does, in memory and on disk."""
 
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,15 @@ def table(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Table]:
     opened: Table = MemoryTable() if request.param == "memory" else open_lmdb_table(tmp_path)
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def hasty_threads() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
 
 
 def put(table: Table, **items: str) -> None:
@@ -56,6 +66,7 @@ def test_a_batch_that_raises_leaves_nothing(table: Table) -> None:
     assert list(table.scan(b"")) == [(b"a", b"1"), (b"b", b"2"), (b"c", b"3")]
 
 
+@pytest.mark.usefixtures("hasty_threads")
 def test_other_threads_see_all_of_a_batch_or_nothing(table: Table) -> None:
     put(table, a="0", b="0")
     seen: list[tuple[bytes | None, bytes | None]] = []
@@ -76,11 +87,15 @@ def test_other_threads_see_all_of_a_batch_or_nothing(table: Table) -> None:
     assert all(a == b for a, b in seen)
 
 
+@pytest.mark.usefixtures("hasty_threads")
 def test_batches_of_threads_exclude_each_other(table: Table) -> None:
     put(table, counter="0")
+    rounds = 3000 if isinstance(table, MemoryTable) else 100
+    together = threading.Barrier(4)
 
     def count() -> None:
-        for _ in range(100):
+        together.wait()
+        for _ in range(rounds):
             with table.batch() as batch:
                 batch.put(b"counter", b"%d" % (int(batch.get(b"counter") or b"") + 1))
 
@@ -89,7 +104,7 @@ def test_batches_of_threads_exclude_each_other(table: Table) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert table.get(b"counter") == b"400"
+    assert table.get(b"counter") == b"%d" % (4 * rounds)
 
 
 def test_what_changes_during_a_scan_breaks_nothing(table: Table) -> None:

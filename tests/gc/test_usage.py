@@ -1,0 +1,171 @@
+"""Usage against numbers computed by hand from what was put."""
+
+import numpy as np
+import torch
+
+from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.gc.mark import Marks, Placed
+from tensorstore_ck.ids import Digest, Ulid
+from tensorstore_ck.opening import init_store, make_engine, read_config
+from tensorstore_ck.part import EXTENT_DTYPE, Part
+from tensorstore_ck.store import Store
+from tensorstore_ck.table import MemoryTable
+
+COMMON = torch.arange(4000, dtype=torch.float32)
+OWN = [torch.full((2000,), float(number)) for number in range(4)]
+SMALL = torch.zeros(8)
+
+
+def open_store(backend: MemoryBackend) -> Store:
+    config = read_config(backend) or init_store(backend)
+    return Store(make_engine(backend, config, MemoryTable()))
+
+
+def size(backend: MemoryBackend, *folders: str) -> int:
+    return sum(info.size_bytes for folder in folders for info in backend.list(folder))
+
+
+def make() -> tuple[MemoryBackend, Store]:
+    """runs/a: 0, 1; runs/b: 2; tag: 1. The first 16,000 bytes of each are the same."""
+    backend = MemoryBackend()
+    store = open_store(backend)
+    for number, ref in ((0, "runs/a"), (1, "runs/a"), (2, "runs/b")):
+        store.put_snapshot({"common": COMMON, "own": OWN[number], "small": SMALL}, ref=ref, step=number)
+    store.tag("best", "runs/a@1")
+    return backend, store
+
+
+def layout_sizes(store: Store) -> tuple[int, int]:
+    """(raw, stored) bytes of the layout: the same block in each snapshot."""
+    from tensorstore_ck.reader import SnapshotReader
+
+    store._engine.log.sync()
+    info = next(store._engine.log.view().snapshots())
+    extent = SnapshotReader(store._engine, info).part.extents[0]
+    return int(extent["raw"]), int(extent["stored"])
+
+
+def test_bytes_per_ref_and_in_all() -> None:
+    backend, store = make()
+    usage = store.usage()
+    raw, stored = layout_sizes(store)
+    objects = {step: object_bytes(backend, store, f"{ref}@{step}") for step, ref in ((0, "runs/a"), (1, "runs/a"), (2, "runs/b"))}
+    refs = {ref.ref: ref for ref in usage.refs}
+    logical = 16_000 + 8_000 + 32
+
+    a = refs["runs/a"]
+    assert (a.snapshots, a.logical_bytes) == (2, 2 * logical)
+    assert a.unique_bytes == 16_000 + 2 * 8_000 + raw + 2 * 32
+    assert a.stored_bytes == 16_000 + 2 * 8_000 + stored + objects[0] + objects[1]
+    assert a.shared_bytes == 16_000 + 8_000 + stored + objects[1]  # with the tag, and the common block with runs/b
+
+    b = refs["runs/b"]
+    assert (b.snapshots, b.logical_bytes) == (1, logical)
+    assert b.unique_bytes == logical + raw
+    assert b.stored_bytes == 16_000 + 8_000 + stored + objects[2]
+    assert b.shared_bytes == 16_000 + stored
+
+    tag = refs["best"]
+    assert (tag.snapshots, tag.stored_bytes, tag.shared_bytes) == (1, 24_000 + stored + objects[1], 24_000 + stored + objects[1])
+
+    assert (usage.snapshots, usage.logical_bytes) == (3, 3 * logical)
+    assert usage.unique_bytes == 16_000 + 3 * 8_000 + raw + 3 * 32
+    assert usage.stored_bytes == 16_000 + 3 * 8_000 + stored + sum(objects.values())
+    assert usage.shared_bytes == 16_000 + 8_000 + stored + objects[1]
+    assert usage.objects_bytes == size(backend, "")
+    assert usage.unreferenced_bytes == 0
+
+
+def object_bytes(backend: MemoryBackend, store: Store, address: str) -> int:
+    """A snapshot's record and part."""
+    from tensorstore_ck.address import resolve
+    from tensorstore_ck.part import part_name
+    from tensorstore_ck.record import record_name
+
+    info = resolve(store._engine.log.view(), address).info
+    (part,) = store._engine.read_record(info).parts
+    return backend.size(record_name(info.ulid)) + backend.size(part_name(part))
+
+
+def test_what_no_ref_refers_to() -> None:
+    backend, store = make()
+    before = store.usage()
+    pack = next(info for info in backend.list("packs/"))
+    stray = pack.name[:-8] + "ZZZZZZ" + pack.name[-2:]
+    backend.put(stray, backend.get(pack.name, max_bytes=1 << 30))
+    backend.put(f"parts/00/{stray[-26:]}", b"12345")
+    after = store.usage()
+    assert after.unreferenced_bytes == pack.size_bytes + 5
+    assert after.stored_bytes == before.stored_bytes
+
+
+def test_a_block_that_no_snapshot_needs_in_a_pack_that_one_does() -> None:
+    backend = MemoryBackend()
+    store = open_store(backend)
+    store.put_snapshot({"big": torch.arange(9000), "small": torch.arange(700)}, ref="runs/a")
+    other = open_store(copy_without_log(backend))
+    other.put_snapshot({"small": torch.arange(700)}, ref="runs/a")
+    assert other.usage().unreferenced_bytes == size(backend, "packs/", "parts/", "snapshots/")
+
+
+def copy_without_log(backend: MemoryBackend) -> MemoryBackend:
+    copied = MemoryBackend()
+    for info in backend.list(""):
+        if not info.name.startswith("log/"):
+            copied.put(info.name, backend.get(info.name, max_bytes=1 << 30))
+    return copied
+
+
+def test_a_snapshot_in_many_histories_counts_once_per_ref() -> None:
+    _, store = make()
+    store.branch("again", "runs/a@0")
+    store.reset("again", "runs/a@1")
+    store.reset("again", "runs/a@0")
+    again = next(ref for ref in store.usage().refs if ref.ref == "again")
+    assert again.snapshots == 2
+    assert again.shared_bytes == again.stored_bytes
+
+
+def test_hundreds_of_refs_that_share() -> None:
+    """More sets of refs than a byte can number."""
+    store = open_store(MemoryBackend())
+    first = store.put_snapshot({"common": COMMON}, ref="runs/0")
+    for number in range(1, 300):
+        store.put_snapshot({"common": COMMON, "own": torch.full((1100,), float(number))}, ref=f"runs/{number}")
+    usage = store.usage()
+    assert all(16_000 <= ref.shared_bytes < 17_000 for ref in usage.refs)
+    assert usage.unique_bytes >= 16_000 + 299 * 4_400
+    assert first.new_bytes > 16_000
+
+
+def test_an_empty_store() -> None:
+    usage = open_store(MemoryBackend()).usage()
+    assert (usage.refs, usage.snapshots, usage.stored_bytes, usage.unreferenced_bytes) == ((), 0, 0, 0)
+
+
+def part_of(rows: list[tuple[int, int]]) -> Part:
+    extents = np.zeros(len(rows), EXTENT_DTYPE)
+    extents["pack"] = [pack for pack, _ in rows]
+    extents["entry"] = [entry for _, entry in rows]
+    extents["stored"] = extents["raw"] = 10
+    packs = [Ulid(bytes([number]) * 16) for number in range(4)]
+    return Part(Digest(bytes(32)), 0, 1, np.zeros(1, EXTENT_DTYPE), bytes(32 * len(rows)), b"", b"", packs, extents, b"", 0)
+
+
+def test_marks_one_byte_per_block_each_block_once() -> None:
+    marks = Marks()
+    seen: list[int] = []
+
+    def change(placed: Placed) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+        seen.append(int((placed.before == 0).sum()))
+        return np.full(len(placed.before), 1, np.uint8)
+
+    marks.mark(part_of([(0, 0), (1, 3), (0, 0), (1, 2), (0, 5)]), change)
+    assert sorted(seen) == [2, 2]
+    seen.clear()
+    marks.mark(part_of([(0, 0), (0, 1), (1, 2)]), change)
+    assert sorted(seen) == [0, 1]
+    first, second = (marks.packs[Ulid(bytes([number]) * 16)] for number in range(2))
+    assert first[:6].tolist() == [1, 1, 0, 0, 0, 1]
+    assert second[:4].tolist() == [0, 0, 1, 1]
+    assert first.itemsize == 1
