@@ -154,7 +154,7 @@ class _LogChecker:
         check = self._check
         if self._unverified is not None and entry.prev == self._unverified.entry_hash:
             self._adopt(self._unverified)
-        elif False:
+        elif self._prev is not None and entry.prev != self._prev:
             exc = chain_break(self._chain.name(entry.n))
             self._note("broken_log", self._chain.name(entry.n), str(exc))
             check.lost.append(range(entry.n, entry.n))

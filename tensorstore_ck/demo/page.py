@@ -104,11 +104,11 @@ def output(text: str, max_lines: int | None) -> None:
         _print(f"  ... and {len(lines) - max_lines} more lines")
 
 
-def verdict(*, good: bool, seconds: float, url: Path) -> None:
+def verdict(*, good: bool, kills: int, seconds: float, url: Path) -> None:
     """The end of the story."""
     _print()
     if good:
-        _print(f"Bit-identical: being killed cost time and nothing else. ({seconds:.0f} s in all)", bold=True)
+        _print(f"Bit-identical: {counted(kills, 'kill')} cost some time and nothing else. ({seconds:.0f} s in all)", bold=True)
     else:
         _print("NOT the same: see above. This is a bug; please report it with this output.", bold=True)
     _print(f"The store is still there to play with: {url}")

@@ -48,7 +48,7 @@ def tell(folder: Path, *, size: str, kills: int, seed: int) -> int:
         stage.run_tool("fsck", "--read-data"),
     ]
     good = all(same) and all(worked)
-    page.verdict(good=good, seconds=time.monotonic() - begun, url=stage.url)
+    page.verdict(good=good, kills=sum(life.killed for life in lives), seconds=time.monotonic() - begun, url=stage.url)
     return 0 if good else 1
 
 

@@ -194,3 +194,21 @@ def test_scans_of_any_length_are_whole(table: Table, count: int) -> None:
             batch.put(key, b"")
     assert [key for key, _ in table.scan(b"k")] == keys
     assert [key for key, _ in table.scan(b"k", reverse=True)] == keys[::-1]
+
+
+def test_a_scan_begins_at_its_start(table: Table) -> None:
+    put(table, a="", b1="", b2="", b3="", c="")
+    assert [key for key, _ in table.scan(b"b", start=b"b2")] == [b"b2", b"b3"]
+    assert [key for key, _ in table.scan(b"b", start=b"b2", reverse=True)] == [b"b2", b"b1"]
+    assert [key for key, _ in table.scan(b"b", start=b"a")] == [b"b1", b"b2", b"b3"]
+    assert [key for key, _ in table.scan(b"b", start=b"c")] == []
+    assert [key for key, _ in table.scan(b"b", start=b"c", reverse=True)] == [b"b3", b"b2", b"b1"]
+
+
+def test_pages_end_between_keys_that_begin_alike(table: Table) -> None:
+    keys = [b"k" + bytes(length) for length in range(300)]
+    with table.batch() as batch:
+        for key in keys:
+            batch.put(key, b"")
+    assert [key for key, _ in table.scan(b"k")] == keys
+    assert [key for key, _ in table.scan(b"k", reverse=True)] == keys[::-1]

@@ -1,0 +1,75 @@
+"""Every build reads the store that the first build of format 1 wrote: same roots, same values, same types."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tensorstore_ck as tsck
+from tests.golden.content import golden_state
+
+GOLDEN = Path(__file__).parent / "v1"
+ROOTS = {
+    1: "9f3d1161826fa028dfec4cab14af1d03dfa76d145eab830bba83e9ec5251c6ec",
+    2: "20cd493e3b9c6533e073af584b889b45c1229212ffc99efc5c0a55e3fa88a794",
+}
+
+
+def same(left: object, right: object) -> bool:
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        assert isinstance(right, torch.Tensor)
+        equal = left.dtype == right.dtype and left.shape == right.shape
+        return equal and torch.equal(left.contiguous().reshape(-1).view(torch.uint8), right.contiguous().reshape(-1).view(torch.uint8))
+    if isinstance(left, np.ndarray):
+        assert isinstance(right, np.ndarray)
+        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+    if isinstance(left, dict):
+        assert isinstance(right, dict)
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        assert isinstance(right, list | tuple)
+        return len(left) == len(right) and all(same(one, other) for one, other in zip(left, right, strict=True))
+    return bool(left == right)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[tsck.Store]:
+    shutil.copytree(GOLDEN, tmp_path / "v1")
+    with tsck.open(tmp_path / "v1", cache_dir=tmp_path / "cache") as store:
+        yield store
+
+
+def test_values(store: tsck.Store) -> None:
+    for step in (1, 2):
+        state = store.checkout(f"runs/golden@{step}", allow_bad=True)
+        assert same(state, golden_state(step))
+        model = state["model"]
+        assert model["tied"] is model["weight"] or model["tied"].data_ptr() == model["weight"].data_ptr()
+        assert model["view"].data_ptr() == model["weight"][100:].data_ptr()
+
+
+def test_refs(store: tsck.Store) -> None:
+    assert {name: snapshot.root for name, snapshot in store.branches().items()} == {"exp/one": ROOTS[1], "runs/golden": ROOTS[2]}
+    tag = store.tags()["v1"]
+    assert (tag.root, tag.step, tag.parent) == (ROOTS[2], 2, ROOTS[1])
+    assert tag.metrics == {"loss": 0.5, "eval": 0.75, "late": 63.0}
+    assert store.show("v1").metadata == {"lr": 0.1, "tags": ["a", None]}
+    assert store.resolve("exp/one").mark == "bad"
+
+
+def test_fsck(store: tsck.Store) -> None:
+    report = store.fsck(read_data=True)
+    assert report.ok
+    assert not report.findings
+
+
+def test_the_same_state_still_has_the_same_root(store: tsck.Store, tmp_path: Path) -> None:
+    with tsck.open(tmp_path / "again", create=True, cache_dir=tmp_path / "cache") as again:
+        for step in (1, 2):
+            put = again.put_snapshot(golden_state(step), ref="runs/golden", step=step, metadata={"lr": 0.1, "tags": ["a", None]})
+            assert put.root == ROOTS[step]
