@@ -36,14 +36,14 @@ def measure(what: str, gib: float, folder: Path) -> None:
         store.checkout("warm-up")
         reset_high_water()
         before = high_water_bytes()
-        result = None
         if what == "put":
             store.put_snapshot(state, ref="bench", expect=tsck.ANY)
+            restored = state
         else:
-            result = store.checkout("bench", into=state or None)
+            restored = store.checkout("bench", into=state or None)
         extra = high_water_bytes() - before
         if what == "checkout":
-            extra -= sum(tensor.nbytes for tensor in result.values())
+            extra -= sum(tensor.nbytes for tensor in restored.values())
     print(f"| {what} | {extra / MIB:.0f} MiB |", flush=True)
 
 

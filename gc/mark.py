@@ -39,8 +39,9 @@ class Marks:
         for number, rows in _by_pack(part.extents):
             pack = part.packs[number]
             entries = rows["entry"].astype(np.int64)
-            first = _first_of_each(entries)
-            rows, entries = rows[first], entries[first]
+            if np.any(entries[1:] <= entries[:-1]):  # else there is none twice
+                first = _first_of_each(entries)
+                rows, entries = rows[first], entries[first]
             marks = self._grown(pack, int(entries.max()) + 1)
             after = change(Placed(marks[entries], rows["stored"], rows["raw"]))
             kind = np.min_scalar_type(int(after.max()))
@@ -95,14 +96,12 @@ def _by_pack(extents: Extents) -> Iterator[tuple[int, Extents]]:
     packs = extents["pack"]
     if not len(packs):
         return
-    if packs[0] == packs.max() == packs.min():
-        yield int(packs[0]), extents
-        return
-    order = np.argsort(packs, kind="stable")
-    ordered = packs[order]
-    starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
-    for start, stop in zip(starts, [*starts[1:], len(order)], strict=True):
-        yield int(ordered[start]), extents[order[start:stop]]
+    if False:
+        extents = extents[np.argsort(packs, kind="stable")]
+        packs = extents["pack"]
+    starts = np.flatnonzero(np.concatenate(([True], packs[1:] != packs[:-1])))
+    for start, stop in zip(starts, [*starts[1:], len(packs)], strict=True):
+        yield int(packs[start]), extents[start:stop]
 
 
 def _first_of_each(entries: Numbers) -> Numbers:

@@ -1,6 +1,7 @@
 """`Store`: the facade that users hold. It resolves addresses, remembers what this handle has seen, and delegates.
 
-torch is loaded only by the methods that take or return tensors.
+torch is loaded only by the methods that take or return tensors, and what looks at a store only by the methods that look, so
+that a command starts fast.
 """
 
 import os
@@ -11,10 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from tensorstore_ck.address import Resolved, resolve
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, SnapshotMarkedBadError
-from tensorstore_ck.fsck import FsckReport, run_fsck
-from tensorstore_ck.gc.usage import Usage, measure_usage
 from tensorstore_ck.ids import Digest
-from tensorstore_ck.inspection import SnapshotDiff, describe, diff_snapshots
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo, validate_ref_name
 from tensorstore_ck.opening import open_engine
 from tensorstore_ck.reader import SnapshotReader
@@ -25,6 +23,9 @@ from tensorstore_ck.writer import ANY, Anything, Expected, PutRequest, check_exp
 if TYPE_CHECKING:
     import torch
 
+    from tensorstore_ck.fsck import FsckReport
+    from tensorstore_ck.gc.usage import Usage
+    from tensorstore_ck.inspection import SnapshotDiff
     from tensorstore_ck.state import LazySnapshot, LoadReport, StateCheck
 
 Progress = Callable[[int, int], None]
@@ -249,20 +250,28 @@ class Store:
 
     def show(self, address: str) -> SnapshotDetails:
         """Metadata, tensors and values of a snapshot."""
+        from tensorstore_ck.inspection import describe  # noqa: PLC0415
+
         return describe(SnapshotReader(self._engine, self._resolve(address).info))
 
-    def diff(self, old: str, new: str) -> SnapshotDiff:
+    def diff(self, old: str, new: str) -> "SnapshotDiff":
         """Which tensors and values differ between two snapshots, and how many of their bytes; reads no tensor data."""
+        from tensorstore_ck.inspection import diff_snapshots  # noqa: PLC0415
+
         readers = [SnapshotReader(self._engine, self._resolve(address).info) for address in (old, new)]
         return diff_snapshots(*readers)
 
-    def usage(self) -> Usage:
+    def usage(self) -> "Usage":
         """Logical, unique, shared and stored bytes, per ref and in all; reads no tensor data."""
+        from tensorstore_ck.gc.usage import measure_usage  # noqa: PLC0415
+
         self._engine.log.sync()
         return measure_usage(self._engine)
 
-    def fsck(self, *, read_data: bool = False, progress: Progress | None = None) -> FsckReport:
+    def fsck(self, *, read_data: bool = False, progress: Progress | None = None) -> "FsckReport":
         """Checks the whole store's structure; with `read_data` every stored byte. Changes nothing."""
+        from tensorstore_ck.fsck import run_fsck  # noqa: PLC0415
+
         return run_fsck(self._engine, read_data=read_data, progress=progress)
 
     # --- inner --------------------------------------------------------------------------------------------------------
