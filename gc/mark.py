@@ -96,7 +96,7 @@ def _by_pack(extents: Extents) -> Iterator[tuple[int, Extents]]:
     packs = extents["pack"]
     if not len(packs):
         return
-    if False:
+    if np.any(packs[1:] < packs[:-1]):
         extents = extents[np.argsort(packs, kind="stable")]
         packs = extents["pack"]
     starts = np.flatnonzero(np.concatenate(([True], packs[1:] != packs[:-1])))

@@ -263,7 +263,8 @@ class Log:
         return None
 
     def _start_anew(self) -> Head:
-        """Empties the table, or fills it from the newest checkpoint that fits the log."""
+        """Empties the table, and fills it from the newest checkpoint that fits the log."""
+        self._forget()
         for n, size_bytes in itertools.islice(self._listed_checkpoints(), _CHECKPOINT_TRIES):
             found = self._read_checkpoint(n)
             if found is not None:
@@ -271,7 +272,6 @@ class Log:
                     checkpoint.load(batch, found)
                     Tail(n, size_bytes, 0, 0).write(batch)
                 return Head(n, found.entry_hash)
-        self._forget()
         return Head(0, self.chain.genesis)
 
     def _read_checkpoint(self, n: int) -> Checkpoint | None:
@@ -307,8 +307,9 @@ class Log:
             return False
 
     def _forget(self) -> None:
+        """Empties the whole table: the block index in it is only as good as the fold that it was kept beside."""
         with suppress(TableDamagedError), self._table.batch() as batch:
-            batch.clear(rows.PREFIX)
+            batch.clear(b"")
             Tail(0, 0, 0, 0).write(batch)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------

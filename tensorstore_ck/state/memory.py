@@ -73,7 +73,7 @@ class CopySource:
             target = memoryview(copy)[position * item_bytes : (position + count) * item_bytes]
             if isinstance(self._tensor, torch.Tensor):
                 piece = self._tensor[index]
-                torch.frombuffer(target, dtype=piece.dtype).view(piece.shape).copy_(piece.resolve_conj().resolve_neg())
+                torch.frombuffer(target, dtype=piece.dtype).view(piece.shape).copy_(piece)
             else:
                 np.ndarray(np.shape(self._tensor[index]), self._tensor.dtype, target)[...] = self._tensor[index]
             position += count

@@ -19,6 +19,7 @@ from tensorstore_ck.log.entry import decode_entry, seal_entry
 from tensorstore_ck.logcheck import check_log
 from tensorstore_ck.opening import init_store, make_engine
 from tensorstore_ck.record import decode_record
+from tensorstore_ck.salvage import salvage
 from tensorstore_ck.table import MemoryTable
 from tests.fsck.stores import build, failing_roots, names, read, reopen
 
@@ -299,6 +300,29 @@ def test_local_files(tmp_path: object) -> None:
         backend.replace(name, flipped)
         assert_found(backend, {name})
         backend.replace(name, OBJECTS[name])
+
+
+class Remote(MemoryBackend):
+    """Read by several threads at a time."""
+
+    is_local = False
+
+
+def test_a_remote_store() -> None:
+    backend = Remote()
+    for name, data in OBJECTS.items():
+        backend.put(name, data)
+    assert check(backend) == check(copy(OBJECTS))
+    assert check(backend, read_data=False).blocks == check(backend).blocks
+    assert reopen(backend).usage() == reopen(copy(OBJECTS)).usage()
+    for kind in KINDS[1:]:
+        name = of_kind(kind)[0]
+        backend.replace(name, OBJECTS[name][:-1])
+        assert_found(backend, {name})
+        backend.replace(name, OBJECTS[name])
+    backend.delete(of_kind("log/")[:2])
+    assert salvage(backend).kept == 4
+    assert list(failing_roots(backend)) == []
 
 
 def test_progress_ends_at_the_total() -> None:

@@ -197,15 +197,17 @@ def test_rows_that_make_no_sense_are_built_again_when_they_are_met(table: Table)
     assert follow(log.view(), "runs/gpt") == [0, 1, 2, 3]
 
 
-def test_other_users_of_the_table_keep_what_is_theirs(table: Table) -> None:
+def test_the_block_index_goes_with_the_fold_that_vouched_for_it(table: Table) -> None:
     backend = MemoryBackend()
+    append_puts(open_log(backend, table), 3)
     with table.batch() as batch:
         batch.put(b"b/block", b"location")
-    append_puts(open_log(backend, table), 3)
+    open_log(backend, table).sync()
+    assert table.get(b"b/block") == b"location"
     with table.batch() as batch:
         batch.put(rows.HEAD_KEY, b"")
     open_log(backend, table).sync()
-    assert table.get(b"b/block") == b"location"
+    assert table.get(b"b/block") is None
 
 
 @pytest.mark.parametrize("kept", [0, 3, 5])

@@ -93,8 +93,10 @@ def test_parameters_stay_parameters_and_autograd_notices() -> None:
 def test_inference_tensors() -> None:
     with torch.inference_mode():
         plain, strided = torch.zeros(2, 3), torch.zeros(3, 2).t()
+        half = torch.zeros(2, 3, dtype=torch.float16)
     state = [torch.arange(6.0).view(2, 3)] * 2
     assert_same(state, restore(stored([state[0], state[0].clone()]), into=[plain, strided]))
+    assert_same([state[0].half()], restore(stored(state[:1]), into=[half], dtype=torch.float16))
 
 
 def test_immutable_containers_are_made_anew() -> None:

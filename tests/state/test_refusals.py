@@ -103,6 +103,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("misaligned", misaligned, r"\.clone\(\)"),
     ("misaligned apart", misaligned_apart, r"\.clone\(\)"),
     ("shared conjugate", lambda: (z := torch.ones(2, dtype=torch.complex64), z.conj()), r"\.clone\(\)"),
+    ("shared conjugate first", lambda: ((z := torch.ones(2, dtype=torch.complex64)).conj(), z), r"\.clone\(\)"),
 ]
 
 

@@ -189,7 +189,7 @@ def test_capture_is_deterministic(state: Any) -> None:
 
 
 def test_a_namedtuple_is_found_by_name_only() -> None:
-    content = stored([Point(1, 2)])
+    content = stored([Point(torch.ones(1), 2)])
     (node,) = content.layout.tree[1]
     assert node[:3] == ["n", f"{Point.__module__}:Point", ["x", "y"]]
     for name, fields in (("no.such.module:Point", ["x", "y"]), (f"{Point.__module__}:Pair", ["x", "y"]), ("os:system", ["x", "y"])):

@@ -130,6 +130,15 @@ def test_disjoint_parts_of_one_array() -> None:
     assert address(back[1]) - address(back[0]) == 160
 
 
+def test_allocations_inside_of_another() -> None:
+    """`torch.from_numpy` makes a storage of its own for each part of an array."""
+    array = np.arange(100.0)
+    state = [array, torch.from_numpy(array[:5]), torch.from_numpy(array[50:60]), torch.from_numpy(array[55:])]
+    content = stored(state)
+    assert len(content.layout.tensors) == 1
+    assert_same(state, restore(content))
+
+
 def test_empty_tensors_share_nothing() -> None:
     base = torch.arange(10.0)
     state = [base, base[3:3], base[:, None][:, :0], torch.empty(0)]
