@@ -83,9 +83,7 @@ def main() -> None:
     size = sum(tensor.nbytes for tensor in state.values())
     args.folder.mkdir(parents=True, exist_ok=True)
     seconds = bench(state, args.folder, args.rounds)
-    print(
-        f"{len(state)} fp32 tensors, {size / 2**30:.2f} GiB, {args.folder}, median (least-most) of {args.rounds} rounds, page cache warm"
-    )
+    print(f"{len(state)} fp32 tensors, {size / 2**30:.2f} GiB, {args.folder}, median (least-most) of {args.rounds} rounds, page cache warm")
     print("| what | GB/s | seconds |\n|---|---|---|")
     for name, taken in seconds.items():
         middle = statistics.median(taken)

@@ -85,9 +85,9 @@ def read_config(backend: Backend) -> StoreConfig | None:
     try:
         data = backend.get(CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)
     except MissingObjectError:
-        if next(iter(backend.list("log/")), None) is not None:
+        if any(next(iter(backend.list(folder)), None) for folder in ("log/", "snapshots/")):
             raise CorruptObjectError(
-                f"{backend.url} holds a log but no {CONFIG_NAME}: restore that file, or run `tsck salvage`", object_id=CONFIG_NAME
+                f"{backend.url} holds snapshots but no {CONFIG_NAME}: restore that file, or run `tsck salvage`", object_id=CONFIG_NAME
             ) from None
         return None
     return decode_config(data, backend.url)

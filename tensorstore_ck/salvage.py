@@ -20,15 +20,15 @@ from tensorstore_ck.config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, de
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, DamageError, FormatVersionError, NotAStoreError, StoreError
-from tensorstore_ck.findings import require_reachable
+from tensorstore_ck.fsck.findings import require_reachable
+from tensorstore_ck.fsck.logcheck import LogCheck, check_log
+from tensorstore_ck.fsck.packcheck import Listed, Packs
+from tensorstore_ck.fsck.snapshotcheck import check_snapshot
 from tensorstore_ck.ids import Clock, Digest, IdSource, Ulid, new_ulid, parse_ulid, ulid_text
 from tensorstore_ck.log import Chain, Entry, Op, RefTable, SnapshotInfo, rows, validate_ref_name
-from tensorstore_ck.logcheck import LogCheck, check_log
 from tensorstore_ck.opening import make_engine
-from tensorstore_ck.packcheck import Listed, Packs
 from tensorstore_ck.parallel import cpu_threads, for_each
 from tensorstore_ck.record import Record, decode_record, record_name
-from tensorstore_ck.snapshotcheck import check_snapshot
 from tensorstore_ck.table import MemoryTable
 
 REMOTE_THREADS: Final = 8

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.config import decode_config
 from tensorstore_ck.ids import new_ulid
 from tensorstore_ck.packwriter import PackWriter
 
@@ -257,8 +259,8 @@ def test_not_a_store(tmp_path: Path) -> None:
 
 
 def test_newer_format_is_refused(store: tsck.Store, url: Path, tmp_path: Path) -> None:
-    text = (url / "store.json").read_text().replace('"format": 1', '"format": 2')
-    (url / "store.json").write_text(text)
+    config = decode_config((url / "store.json").read_bytes(), "here")
+    (url / "store.json").write_bytes(replace(config, format=2).encode())
     with pytest.raises(tsck.FormatVersionError, match="upgrade"):
         tsck.open(url, cache_dir=tmp_path / "cache")
 

@@ -17,7 +17,7 @@ from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, DamageError, FormatVersionError, StoreError, UndecidedError
 from tensorstore_ck.ids import Clock, IdSource
-from tensorstore_ck.log import checkpoint, rows
+from tensorstore_ck.log import checkpoint
 from tensorstore_ck.log.chain import Chain
 from tensorstore_ck.log.checkpoint import Checkpoint, Tail
 from tensorstore_ck.log.entry import Entry, seal_entry

@@ -10,13 +10,13 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.config import StoreConfig, decode_config
 from tensorstore_ck.errors import BackendUnavailableError, StoreError
-from tensorstore_ck.findings import MAX_HITS, FsckReport
 from tensorstore_ck.fsck import abort_stale_uploads, run_fsck
+from tensorstore_ck.fsck.findings import MAX_HITS, FsckReport
+from tensorstore_ck.fsck.logcheck import check_log
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import rows
 from tensorstore_ck.log.checkpoint import dump
 from tensorstore_ck.log.entry import decode_entry, seal_entry
-from tensorstore_ck.logcheck import check_log
 from tensorstore_ck.opening import init_store, make_engine
 from tensorstore_ck.record import decode_record
 from tensorstore_ck.salvage import salvage

@@ -12,12 +12,12 @@ import numpy.typing as npt
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.errors import CorruptObjectError, StoreError
-from tensorstore_ck.findings import require_reachable
+from tensorstore_ck.fsck.findings import require_reachable
+from tensorstore_ck.fsck.packcheck import Packs
 from tensorstore_ck.ids import DIGEST_BYTES, Ulid
 from tensorstore_ck.inspection import names_of_rows
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.pack import Footer, pack_name
-from tensorstore_ck.packcheck import Packs
 from tensorstore_ck.part import Extents, Part, decode_part, part_name
 from tensorstore_ck.reader import SnapshotReader
 from tensorstore_ck.record import Record, decode_record, record_name

@@ -15,18 +15,18 @@ from tensorstore_ck.config import CONFIG_NAME, MAX_CONFIG_BYTES, decode_config
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES, unseal
 from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, MissingObjectError, StoreError
-from tensorstore_ck.findings import Finding, Findings, FsckReport, Severity, require_reachable
+from tensorstore_ck.fsck.findings import Finding, Findings, FsckReport, Severity, require_reachable
+from tensorstore_ck.fsck.logcheck import LogCheck, check_log, host_saw_more
+from tensorstore_ck.fsck.packcheck import Listed, Packs
+from tensorstore_ck.fsck.snapshotcheck import check_snapshot, hit_text
 from tensorstore_ck.gc.mark import roots
 from tensorstore_ck.ids import Ulid, parse_ulid
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.checkpoint import checkpoint_folder
-from tensorstore_ck.logcheck import LogCheck, check_log, host_saw_more
 from tensorstore_ck.pack import pack_name
-from tensorstore_ck.packcheck import Listed, Packs
 from tensorstore_ck.parallel import cpu_threads, for_each
 from tensorstore_ck.part import decode_part, part_name
 from tensorstore_ck.record import Record, decode_record, record_name
-from tensorstore_ck.snapshotcheck import check_snapshot, hit_text
 
 __all__ = ["Finding", "FsckReport", "abort_stale_uploads", "run_fsck"]
 

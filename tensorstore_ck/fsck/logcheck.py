@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES
 from tensorstore_ck.errors import MissingObjectError, StoreError
-from tensorstore_ck.findings import require_reachable
+from tensorstore_ck.fsck.findings import require_reachable
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import Chain, Entry, Head, RefTable, chain_break
 from tensorstore_ck.log.checkpoint import Checkpoint, checkpoint_folder, checkpoint_number, decode_checkpoint, dump, load

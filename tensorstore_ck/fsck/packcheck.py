@@ -16,7 +16,7 @@ import numpy.typing as npt
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.codec import Codec, decode
 from tensorstore_ck.errors import CorruptObjectError, StoreError
-from tensorstore_ck.findings import require_reachable
+from tensorstore_ck.fsck.findings import require_reachable
 from tensorstore_ck.ids import Ulid, block_id
 from tensorstore_ck.pack import HEADER, TRAILER, Footer, decode_footer, footer_bytes, pack_name, stored_check
 from tensorstore_ck.parallel import cpu_threads, for_each
