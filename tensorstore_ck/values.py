@@ -9,7 +9,7 @@ Pure and free of torch: msgpack-able objects in and out; what only torch can mak
     ["s", bytes]              str with lone surrogates, UTF-8 with surrogates let through
     ["u", items]              tuple, where it is a key or inside a set
     ["e", items] ["z", items] set, frozenset; items in the order of their msgpack
-    ["li", b] ["ui", b]       list, tuple of at least `PACK_FROM` ints, as int64, little-endian; ["lf", b] ["uf", b] of floats
+    ["li", b] ["ui", b]       list, tuple of ints, as int64, little-endian; ["lf", b] ["uf", b] of floats
     ["v", dtype, bytes]       numpy scalar
     ["dtype", str] ["device", str] ["size", ints]      torch's; made by the hooks
     ["b", kind, i]            the value is in blob i: its UTF-8 ("str"), itself ("bytes"), the bytes of tag `kind`, or else msgpack ("m")
@@ -28,8 +28,6 @@ from tensorstore_ck.envelope import MAX_OBJECT_BYTES, pack_body, unpack_body
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.layout import INLINE_VALUE_BYTES
 
-PACK_FROM: Final = 32
-"""Lists and tuples of this many ints or floats, and more, are one value instead of one leaf per element."""
 MAX_NESTING: Final = 60
 """Levels of containers in a state. Each takes two levels of msgpack (`envelope.MAX_DEPTH`)."""
 
@@ -105,8 +103,11 @@ def unsupported(value: object, path: str) -> str:
 
 
 def packed(value: Sequence[object]) -> list[Any] | None:
-    """A long list or tuple of only ints, or only floats, as one array; None when `value` is anything else."""
-    if len(value) < PACK_FROM or type(value[0]) not in (int, float) or len(set(map(type, value))) != 1:
+    """A list or tuple of only ints, or only floats, as one array; None when `value` is anything else.
+
+    One value, not one leaf per element: a permutation of a million samples is short, and a growing list of losses leaves the layout alone.
+    """
+    if not value or type(value[0]) not in (int, float) or len(set(map(type, value))) != 1:
         return None
     tag = "l" if type(value) is list else "u"
     if type(value[0]) is float:

@@ -21,7 +21,7 @@ from tensorstore_ck.backend.names import check_name, check_prefix
 from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.backend.remote import ProcessLocal, error_code, http_status, remote_errors
 from tensorstore_ck.backend.s3writer import S3Writer
-from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, UnsafeBackendError
+from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, StoreError, UnsafeBackendError
 
 DELETE_BATCH: Final = 1000
 READ_TRIES: Final = 4
@@ -140,7 +140,12 @@ class S3Backend:
     def list_uploads(self) -> Iterator[ObjectInfo]:
         more: dict[str, str] = {}
         while True:
-            page = self.call("list the uploads of", "", "list_multipart_uploads", Prefix=self._prefix, **more)
+            try:
+                page = self.call("list the uploads of", "", "list_multipart_uploads", Prefix=self._prefix, **more)
+            except StoreError as exc:
+                if exc.__cause__ is not None and error_code(exc.__cause__) == "NoSuchUpload":
+                    return  # rclone's way to say that there are none
+                raise
             for upload in page.get("Uploads", ()):
                 if upload["Key"].startswith(self._prefix):
                     name = upload["Key"].removeprefix(self._prefix) + _UPLOAD_MARK + upload["UploadId"]

@@ -5,6 +5,7 @@ that was filled, or from one temporary tensor at a time.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,9 +50,12 @@ def _is_solid(extent: Extent) -> bool:
     return not extent.repeats and extent.size_bytes == extent.stop - extent.start
 
 
-def _origin(fill: Fill, extent: Extent) -> tuple[int, int]:
-    """The stored tensor, and where it begins if this target shares memory as it did when stored."""
-    return fill.leaf.index, extent.address - fill.form.offset_bytes
+def _origin(fill: Fill, extent: Extent) -> tuple[object, ...]:
+    """What is equal for targets that lie relative to each other as they are stored."""
+    form = fill.form
+    if _strides(fill.target) == _normal(form.strides, form.shape):
+        return fill.leaf.index, extent.address - form.offset_bytes // form.dtype.itemsize * fill.target.itemsize
+    return fill.leaf.index, extent.address, _strides(fill.target), form
 
 
 def read_in_place(content: Content, fills: list[Fill]) -> None:
@@ -116,15 +120,20 @@ def _is_alias(first: Fill, other: Fill) -> bool:
         return False
     if other.leaf.kind == "tensor":
         return bool(first.target.dtype == other.target.dtype) and _strides(first.target) == _strides(other.target)
-    strides = tuple(step if extent > 1 else 0 for step, extent in zip(other.form.strides, other.form.shape, strict=True))
+    strides = _normal(other.form.strides, other.form.shape)
     is_base = a.is_whole and first.form.dtype == first.target.dtype
     return is_base and bool(other.form.dtype == other.target.dtype) and strides == _strides(other.target)
 
 
 def _strides(found: Any) -> tuple[int, ...]:
-    """In elements, and 0 where they do not matter."""
+    """In elements."""
     steps = found.stride() if isinstance(found, torch.Tensor) else [step // found.itemsize for step in found.strides]
-    return tuple(step if extent > 1 else 0 for step, extent in zip(steps, found.shape, strict=True))
+    return _normal(steps, found.shape)
+
+
+def _normal(strides: Iterable[int], shape: Iterable[int]) -> tuple[int, ...]:
+    """0 where a stride does not matter."""
+    return tuple(step if extent > 1 else 0 for step, extent in zip(strides, shape, strict=True))
 
 
 def _copy(source: Any, target: Any) -> None:

@@ -13,8 +13,8 @@ from tests.golden.content import golden_state
 
 GOLDEN = Path(__file__).parent / "v1"
 ROOTS = {
-    1: "9f3d1161826fa028dfec4cab14af1d03dfa76d145eab830bba83e9ec5251c6ec",
-    2: "20cd493e3b9c6533e073af584b889b45c1229212ffc99efc5c0a55e3fa88a794",
+    1: "8e60955c576c75a8ee8728c9cefa3540167305c1f6092301942427aa202a05a9",
+    2: "235fa6f00c9fbe8a8500896ce522befec83698f9ae8ece39eca1e0be080c14b5",
 }
 
 

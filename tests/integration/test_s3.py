@@ -133,13 +133,12 @@ def test_a_put_writes_the_pack_and_three_objects(open_store: Open, proxy: ChaosP
     store.put_snapshot(state, ref="job", step=1)
     assert count(proxy.seen, "PUT", "POST", folder="/packs/") == 1
     assert count(proxy.seen, "PUT", "POST", "DELETE") == 4
-    assert count(proxy.seen, "GET", "HEAD") <= 3, "only the log's next entry is looked for"
 
     state["layer.7"] = state["layer.7"] + 1
     proxy.seen.clear()
     store.put_snapshot(state, ref="job", step=2)
     assert count(proxy.seen, "PUT", "POST", "DELETE") == 4
-    assert count(proxy.seen, "GET", "HEAD") <= 5, "the parent's record, and whether its pack is there"
+    assert count(proxy.seen, "GET", "HEAD") <= 5, "the log's next entry, the parent's record, and whether its pack is there"
 
     proxy.seen.clear()
     store.put_snapshot(state, ref="job", step=3)
@@ -187,9 +186,11 @@ def test_a_slice_reads_its_blocks_only(open_store: Open, proxy: ChaosProxy) -> N
 # --- bad days -------------------------------------------------------------------------------------------------------------
 
 
+quick_server = pytest.mark.parametrize("server", ["moto"], indirect=True)
 WRITES = ["/packs/", "/parts/", "/snapshots/", "/log/"]
 
 
+@quick_server
 @pytest.mark.parametrize("fault", [Fault.LOSE_REPLY, Fault.LOSE_REQUEST, Fault.STATUS_503])
 @pytest.mark.parametrize("folder", WRITES)
 def test_a_put_survives_one_fault(open_store: Open, proxy: ChaosProxy, folder: str, fault: Fault) -> None:
@@ -202,6 +203,7 @@ def test_a_put_survives_one_fault(open_store: Open, proxy: ChaosProxy, folder: s
     assert equal(other.checkout("job"), state)
 
 
+@quick_server
 @pytest.mark.parametrize("fault", [Fault.LOSE_REPLY, Fault.LOSE_REQUEST, Fault.STATUS_503])
 @pytest.mark.parametrize("folder", WRITES)
 def test_a_fault_that_stays_is_told(
@@ -226,6 +228,7 @@ def test_a_fault_that_stays_is_told(
     assert other.fsck(read_data=True).ok
 
 
+@quick_server
 def test_many_faults(open_store: Open, proxy: ChaosProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that resumes after each error: the ref is at the old or the new snapshot, and what was acknowledged stays."""
     monkeypatch.setattr("tensorstore_ck.log.log.RESEND_DELAYS", (0.0, 0.0))
@@ -234,7 +237,7 @@ def test_many_faults(open_store: Open, proxy: ChaosProxy, monkeypatch: pytest.Mo
     proxy.plan = _unreliable(random.Random(seed))
     acknowledged: list[str] = []
     count = 0
-    for number in range(12):
+    for number in range(6):
         plan, proxy.plan = proxy.plan, lambda _: Fault.NONE
         store = open_store(proxy.url, **FEW_TRIES)
         if store.branches():

@@ -12,7 +12,7 @@ from hypothesis import given
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.state import LoadReport, capture, register_type, restore
 from tests.state.fake import FakeContent, assert_same, bits, stored
-from tests.state.samples import DTYPES, Pair, states, tensor, zeros_like
+from tests.state.samples import DTYPES, Pair, Point, states, tensor, zeros_like
 
 
 def objects(state: Any) -> list[int]:
@@ -214,6 +214,21 @@ def test_an_empty_dict_adopts_what_is_stored_there() -> None:
     assert target["optimizer"]["state"] is inner
 
 
+def test_an_empty_ordered_dict_adopts_attributes() -> None:
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    target: dict[str, Any] = {"m": OrderedDict()}
+    restore(stored({"m": state}), into=target)
+    assert_same({"m": state}, target)
+
+
+def test_types_are_checked_before_anything_is_read() -> None:
+    content = stored({"w": torch.ones(1), "x": {"p": Point(torch.ones(1), 2)}})
+    content.layout.tree[2][1][2][0][1] = "no.such.module:Point"
+    with pytest.raises(UnsupportedValueError, match=r"import no\.such\.module"):
+        restore(content, into={"w": torch.zeros(1), "x": {}})
+    assert not content.reads
+
+
 def test_an_empty_root_adopts_everything() -> None:
     state = training_state()
     target: dict[str, Any] = {}
@@ -266,6 +281,23 @@ def test_tied_here_but_not_in_the_snapshot() -> None:
     assert report.mismatched == ["b: shares memory with a here, but not in the snapshot"]
     assert memory.tolist() == [1, 1, 1]
     assert target["c"].tolist() == [0, 0, 0]
+
+
+def test_sharing_in_another_way_than_in_the_snapshot() -> None:
+    weight = torch.arange(6.0).view(2, 3)
+    content = stored({"a": weight, "row": weight[0], "tail": weight[1, 1:]})
+    memory = torch.zeros(6)
+    with pytest.raises(MismatchError, match="2 do not match: row: shares memory with a here, but not in the snapshot, tail: "):
+        restore(content, into={"a": memory.view(3, 2).t(), "row": memory[:3], "tail": memory[4:]})
+    half = torch.zeros(2, 3, dtype=torch.float16)
+    back = restore(content, into={"a": half, "row": half[0], "tail": half[1, 1:]}, dtype=torch.float16)
+    assert_same(back, {"a": weight.half(), "row": weight[0].half(), "tail": weight[1, 1:].half()})
+
+
+def test_one_stored_tensor_into_several() -> None:
+    weight = torch.arange(6.0).view(2, 3)
+    state = [weight, weight, weight]
+    assert_same(state, restore(stored(state), into=[torch.zeros(3, 2).t(), torch.zeros(2, 3), torch.zeros(3, 2).t()]))
 
 
 def test_columns_of_one_matrix_may_be_stored_apart() -> None:

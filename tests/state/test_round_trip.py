@@ -2,7 +2,9 @@
 
 import random
 import struct
+import sys
 from collections import Counter, OrderedDict, defaultdict, namedtuple
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -199,6 +201,16 @@ def test_a_namedtuple_is_found_by_name_only() -> None:
     assert not content.reads
     node[1], node[2] = f"{Point.__module__}:Point", ["y", "x"]
     with pytest.raises(UnsupportedValueError, match=r"has the fields \['x', 'y'\]"):
+        restore(content)
+
+
+def test_no_code_of_a_module_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("lazy_module")
+    module.__getattr__ = lambda name: pytest.fail(f"{name} was asked for")  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "lazy_module", module)
+    content = stored([Point(1, 2)])
+    content.layout.tree[1][0][1] = "lazy_module:Point"
+    with pytest.raises(UnsupportedValueError, match="import lazy_module"):
         restore(content)
 
 

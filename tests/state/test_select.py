@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MismatchError, NotFoundError
-from tensorstore_ck.state import LazySnapshot, restore
+from tensorstore_ck.state import LazySnapshot, register_type, restore
 from tests.state.fake import assert_same, bits, stored
+from tests.state.samples import Pair
 
 STATE: dict[str, Any] = {
     "model": {"h.0.w": torch.arange(6.0).view(2, 3), "h.0.b": torch.ones(2), "h.1.w": torch.zeros(3, dtype=torch.bfloat16)},
@@ -42,6 +43,13 @@ def test_only_what_is_selected_is_read() -> None:
     content = stored(STATE)
     restore(content, select=["queue.0"])
     assert [content.layout.tensors[number].name for number in content.reads] == ["queue.0"]
+
+
+def test_registered_types_are_kept_whole() -> None:
+    register_type(Pair, "tests.Pair", lambda pair: {"left": pair.left, "right": pair.right}, lambda state: Pair(**state))
+    back = restore(stored({"x": Pair(torch.ones(1), 5), "y": 1}), select=["x.left"])
+    assert list(back) == ["x"]
+    assert back["x"].right == 5
 
 
 def test_case_matters() -> None:
