@@ -11,8 +11,8 @@ from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import counted, emit, facts, green, human_bytes, indented, printable, red, short_root, table
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.errors import DamageError, UnsafeBackendError
-from tensorstore_ck.fsck.findings import Finding, FsckReport
 from tensorstore_ck.fsck import abort_stale_uploads, run_fsck
+from tensorstore_ck.fsck.findings import Finding, FsckReport
 from tensorstore_ck.opening import init_store
 from tensorstore_ck.salvage import Salvaged, SalvageReport
 from tensorstore_ck.salvage import salvage as run_salvage
