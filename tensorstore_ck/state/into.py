@@ -238,7 +238,8 @@ class _Plan:
             restored = self._build(found)
             if isinstance(target, dict) and isinstance(restored, dict):
                 target.clear()
-                dict.update(target, restored)
+                for key, item in restored.items():  # Counter.update would add
+                    target[key] = item
                 if isinstance(target, OrderedDict) and isinstance(restored, OrderedDict):
                     vars(target).update(vars(restored))
                 return target

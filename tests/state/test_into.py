@@ -1,7 +1,7 @@
 """Restoring into a state that is there: in place, all or nothing, and in step with what shares memory."""
 
 import copy
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from tensorstore_ck.errors import MismatchError
+from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.state import LoadReport, capture, register_type, restore
 from tests.state.fake import FakeContent, assert_same, bits, stored
 from tests.state.samples import DTYPES, Pair, Point, states, tensor, zeros_like

@@ -71,7 +71,7 @@ def test_numpy_text_keeps_trailing_zeros() -> None:
     assert_same(np.str_("a\0"), through(np.str_("a\0")))
 
 
-def test_long_lists_of_one_kind_are_one_value() -> None:
+def test_lists_of_numbers_of_one_kind_are_one_value() -> None:
     state = random.Random(0).getstate()[1]
     for value in (state, list(state), [math.nan, -0.0] * 40, (0.5,) * 40, [1.5] * 40):
         array = packed(value)
