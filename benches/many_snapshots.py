@@ -14,8 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benches.memory import high_water_bytes, reset_high_water
-
 MIB = 1 << 20
 
 
@@ -43,6 +41,8 @@ def measure(folder: Path, cache: Path) -> None:
     import tensorstore_ck.state  # noqa: F401 - `checkout` would load it
 
     imported = time.perf_counter()
+    from benches.memory import high_water_bytes, reset_high_water
+
     reset_high_water()
     before = high_water_bytes()
     start = time.perf_counter()

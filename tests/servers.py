@@ -150,8 +150,8 @@ def _tool(name: str) -> str:
 
 
 def _ports_with_grpc() -> Iterator[int]:
-    """Free ports whose numbers plus 10,000 are free too."""
-    for port in range(20000 + os.getpid() % 1000 * 10, 50000):
+    """Free ports whose numbers plus 10,000 are free too, all below those that the kernel hands out to clients."""
+    for port in range(11000 + os.getpid() % 1000 * 10, 22000):
         with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as two:
             one.bind(("127.0.0.1", port))
             two.bind(("127.0.0.1", port + 10000))
