@@ -68,11 +68,6 @@ def opened(folder: Path) -> Iterator[tsck.Store]:
         yield store
 
 
-def save_tsck(folder: Path, state: State) -> None:
-    with opened(folder) as store:
-        store.put_snapshot(state, ref="bench", expect=tsck.ANY)
-
-
 # --- restore ------------------------------------------------------------------------------------------------------------
 
 
@@ -134,7 +129,6 @@ SAVERS = [
     Peer("DCP save, 2 threads, fsync", save_dcp),
     Peer("safetensors, no fsync", save_safetensors),
     Peer("plain write + fsync", save_plain),
-    Peer("tsck put, all new", save_tsck),
 ]
 LOADERS = [
     Peer("torch.load", load_torch),

@@ -1,8 +1,8 @@
 """Put and checkout on SeaweedFS on loopback beside s3fs's own transfers of one file: `python -m benches.s3 --gib 1 --folder /tmp/bench`.
 
-The server, our client and its peers share this machine's cores, and take turns round by round; medians are compared. The first
-round warms up and does not count; each begins with nothing dirty. s3fs verifies nothing and writes no format: its `put_file` and `get_file` are what a user would
-call, `cat_ranges` in ranges of 8 MiB is the fastest way it has to read.
+The server, our client and its peers share this machine's cores, and take turns round by round, each with nothing dirty at its
+start; medians are compared. The first round warms up and does not count. s3fs verifies nothing and writes no format: its
+`put_file` and `get_file` are what a user would call, `cat_ranges` in ranges of 8 MiB is the fastest way it has to read.
 """
 
 import argparse

@@ -30,6 +30,8 @@ DIRECT_BYTES: Final = 1 << 20
 """On a local backend a raw block of this size or more is read straight into its destination."""
 MAX_GAP_BYTES: Final = 1 << 16
 REMOTE_THREADS: Final = 8
+DISK_QUEUE: Final = 2
+"""Reads that wait for the disk while all cores hash: 0.5 instead of 1.1 s for 1 GiB that is not in the page cache."""
 
 
 class _Wanted(NamedTuple):
@@ -158,7 +160,7 @@ class SnapshotReader:
         if not wanted:
             return
         local = self._engine.backend.is_local
-        threads = cpu_threads() if local else REMOTE_THREADS
+        threads = cpu_threads() + DISK_QUEUE if local else REMOTE_THREADS
         wanted.sort(key=lambda block: (block.pack, block.offset))
         runs = list(_merge(wanted, direct=local))
         buffers = threading.local()

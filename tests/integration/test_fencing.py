@@ -76,7 +76,7 @@ def test_expecting_a_root(store: tsck.Store, open_store: Callable[[], tsck.Store
     second = put(other, 2, expect=first.root)
     assert second.parent == first.root
     for stale in (first, first.root, "job~1"):
-        with pytest.raises(tsck.ConflictError, match="another process moved it|this store handle"):
+        with pytest.raises(tsck.ConflictError, match="another process moved it"):
             put(store, 3, expect=stale)
     assert put(store, 3, expect=second).entry > second.entry
     assert steps(store) == [3, 2, 1]
