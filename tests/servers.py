@@ -95,7 +95,7 @@ def seaweedfs(folder: Path) -> Iterator[S3Server]:
     config.write_text(json.dumps({"identities": [identity]}))
     ports = dict(zip(("master", "volume", "filer", "s3"), _ports_with_grpc(), strict=False))
     command = [_tool("weed"), "server", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", f"-s3.config={config}"]
-    command += ["-master.volumeSizeLimitMB=1024", "-volume.max=20"]
+    command += ["-master.volumeSizeLimitMB=1024", "-volume.max=20", "-s3.port.iceberg=0", "-s3.port.lance=0"]  # those have fixed ports
     for role, port in ports.items():
         command += [f"-{role}.port={port}", f"-{role}.port.grpc={port + 10000}"]
     with _running(command, S3Server(ports["s3"]), cwd=folder) as server:
