@@ -37,7 +37,7 @@ def open_backend(url: str | os.PathLike[str], storage_options: Mapping[str, Any]
     if match is None or match["protocol"].lower() in ("file", "local"):
         if storage_options:
             raise InvalidOptionError(f"storage_options are for remote stores, and {text} is a local folder", object_id=text)
-        return LocalBackend(text if match is None else _file_path(text), sync=not no_sync)
+        return LocalBackend(os.path.expanduser(text) if match is None else _file_path(text), sync=not no_sync)
     protocol = match["protocol"].lower()
     return _open_remote(protocol, f"{protocol}://{match['rest']}", dict(storage_options or {}))
 
