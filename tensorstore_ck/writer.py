@@ -66,7 +66,7 @@ class _Run(NamedTuple):
 
 
 def put(engine: Engine, captured: Captured, request: PutRequest) -> SnapshotInfo:
-    """Stores a state and moves the ref to it; returns once both are durable.
+    """Stores a state and moves the ref to it; returns once both are durable. The caller has synced the log.
 
     Raises:
         ConflictError: the ref is not where it was expected; nothing is visible.
@@ -75,13 +75,12 @@ def put(engine: Engine, captured: Captured, request: PutRequest) -> SnapshotInfo
     engine.require_writable()
     if request.step is not None and not 0 <= request.step <= MAX_STEP:
         raise InvalidOptionError(f"step {request.step} must be from 0 to {MAX_STEP}", object_id="step")
-    anchor = engine.log.sync().n
-    check_expected(engine.log.view(), request.ref, request.expect)
+    head = engine.log.view().head()
     known = _KnownBlocks(engine, request.parent)
     open_packs = min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
     packs = PackWriter(engine.backend, engine.new_id, known, open_packs=open_packs)
     try:
-        part = _write_blocks(engine, captured, packs, anchor)
+        part = _write_blocks(engine, captured, packs, head.n if head else 0)
     except BaseException:
         packs.abort()
         raise
