@@ -2,7 +2,8 @@
 
 A loop-mounted ext4 lies in a file that logs writes and flushes. A crash state is everything up to a flush, and of the writes
 since then any subset, one of them torn: a disk may reorder and lose what was not flushed. Each is mounted (the journal is
-replayed) and opened as after a reboot.
+replayed) and opened as after a reboot. A tear is between sectors of 4 KiB, as ext4 itself needs it: half a superblock
+cannot be mounted.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ import tensorstore_ck as tsck
 from tests.power.blocklog import Record, read_log
 
 DISK_BYTES = 96 << 20
+SECTOR_BYTES = 4096
 STATES = 150
 STEPS = 6
 ROOT = Path(__file__).parents[2]
@@ -99,7 +101,7 @@ def holds(state: object, step: int) -> bool:
 def record_run(work: Path, *, no_sync: bool) -> list[Record]:
     """A job on the logged disk; each acknowledged put is a mark in the log."""
     with logged_disk(work) as folder:
-        run("mkfs.ext4", "-q", "-E", "nodiscard,lazy_itable_init=0,lazy_journal_init=0", folder / "disk")
+        run("mkfs.ext4", "-q", "-b", SECTOR_BYTES, "-E", "nodiscard,lazy_itable_init=0,lazy_journal_init=0", folder / "disk")
         with mounted(folder / "disk", work / "mnt") as disk, (folder / "mark").open("wb", buffering=0) as mark:
             run("sync", "-f", disk)
             mark.write(b"start")
@@ -163,7 +165,7 @@ def crash_states(log: list[Record], states: int, seed: int) -> Iterator[tuple[by
         image = bytearray(durable)
         kept = [record for record in pending if chance.random() < 0.5]
         for number, (_, offset, data) in enumerate(kept):
-            whole = len(data) if number + 1 < len(kept) else chance.randrange(0, len(data) + 1, 512)
+            whole = len(data) if number + 1 < len(kept) else chance.randrange(0, len(data) + 1, SECTOR_BYTES)
             image[offset : offset + whole] = data[:whole]
         yield image, set(acknowledged)
 
