@@ -1,1 +1,13 @@
-"""(written below)"""
+"""What is kept and what goes. The protocol and why it is safe: PROTOCOL.md.
+
+roots.py, mark.py, reach.py   what is needed
+usage.py                      who uses how many bytes
+listing.py                    what lies in the backend
+compact.py                    live entries of sparse packs, copied
+run.py, report.py             a run of gc
+"""
+
+from tensorstore_ck.gc.report import GcOptions, GcReport
+from tensorstore_ck.gc.run import run_gc
+
+__all__ = ["GcOptions", "GcReport", "run_gc"]

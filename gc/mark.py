@@ -14,7 +14,7 @@ from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.ids import DIGEST_BYTES, Ulid
-from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.part import Extents, Part, decode_part, part_name
 
 Numbers = npt.NDArray[Any]
@@ -59,20 +59,6 @@ class Marks:
         return marks
 
 
-def roots(view: RefTable) -> dict[Ulid, list[str]]:
-    """Snapshots that refs reach -> those refs: every place in a branch's history, and tags."""
-    reached: dict[Ulid, list[str]] = {}
-    for branch in view.branches():
-        for move in view.moves(branch):
-            refs = reached.setdefault(move.ulid, [])
-            if branch not in refs[-1:]:
-                refs.append(branch)
-    for tag in view.tags():
-        root = view.tag(tag)
-        info = view.by_root(root) if root else None
-        if info is not None:
-            reached.setdefault(info.ulid, []).append(tag)
-    return reached
 
 
 def read_parts(engine: Engine, info: SnapshotInfo) -> Iterator[tuple[Ulid, Part, int]]:

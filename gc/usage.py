@@ -12,7 +12,8 @@ from typing import Final
 import numpy as np
 
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.gc.mark import Marks, Numbers, Placed, read_parts, roots
+from tensorstore_ck.gc.mark import Marks, Numbers, Placed, read_parts
+from tensorstore_ck.gc.roots import roots
 from tensorstore_ck.ids import Ulid
 from tensorstore_ck.pack import ENTRY_DTYPE, HEADER, TRAILER
 from tensorstore_ck.parallel import for_each

@@ -9,6 +9,7 @@ from tensorstore_ck.errors import (
     CorruptObjectError,
     DamageError,
     FormatVersionError,
+    GcRefusedError,
     InputError,
     InvalidNameError,
     InvalidOptionError,
@@ -26,11 +27,13 @@ from tensorstore_ck.errors import (
     SnapshotMarkedBadError,
     StoreError,
     UndecidedError,
+    UnreadableError,
     UnsafeBackendError,
     UnsupportedValueError,
 )
+from tensorstore_ck.seen import LAST_SEEN
 from tensorstore_ck.snapshot import Snapshot, SnapshotDetails
-from tensorstore_ck.store import ANY, LAST_SEEN, Store
+from tensorstore_ck.store import ANY, Store
 from tensorstore_ck.store import open_store as open  # noqa: A004 - `tsck.open` reads as gzip.open does
 
 __version__ = "0.1.0"
@@ -39,11 +42,15 @@ _FROM_STATE = ("LoadReport", "register_type")
 
 
 def __getattr__(name: str) -> object:
-    """Loads what needs torch when it is first asked for."""
+    """Loads what takes long to load when it is first asked for."""
     if name in _FROM_STATE:
         from tensorstore_ck import state  # noqa: PLC0415
 
         return getattr(state, name)
+    if name == "GcOptions":
+        from tensorstore_ck.gc import GcOptions  # noqa: PLC0415
+
+        return GcOptions
     raise AttributeError(f"module 'tensorstore_ck' has no attribute {name!r}")
 
 
@@ -58,6 +65,8 @@ __all__ = [
     "CorruptObjectError",
     "DamageError",
     "FormatVersionError",
+    "GcOptions",
+    "GcRefusedError",
     "InputError",
     "InvalidNameError",
     "InvalidOptionError",
@@ -79,6 +88,7 @@ __all__ = [
     "Store",
     "StoreError",
     "UndecidedError",
+    "UnreadableError",
     "UnsafeBackendError",
     "UnsupportedValueError",
     "open",

@@ -17,12 +17,14 @@ from tensorstore_ck.envelope import MAX_OBJECT_BYTES
 from tensorstore_ck.errors import CorruptObjectError, UnsafeBackendError
 from tensorstore_ck.ids import DIGEST_BYTES, Clock, IdSource, Ulid
 from tensorstore_ck.index import BlockIndex
-from tensorstore_ck.log import Log, SnapshotInfo
+from tensorstore_ck.log import Log, ObjectKey, Relocation, SnapshotInfo
+from tensorstore_ck.moved import Moved, decode_moved
 from tensorstore_ck.part import Part, decode_part, part_name
 from tensorstore_ck.record import Record, decode_record, record_name
 from tensorstore_ck.table import Table
 
 MAX_CACHED_PARTS: Final = 4
+MAX_CACHED_MOVED: Final = 64
 
 
 @dataclass(slots=True)
@@ -39,6 +41,7 @@ class Engine:
     single_writer: bool = False
     """Opened by a caller who vouches that no other process writes."""
     _parts: "OrderedDict[Ulid, Part]" = field(default_factory=OrderedDict)
+    _moved: "OrderedDict[Ulid, Moved]" = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def require_writable(self) -> None:
@@ -79,6 +82,21 @@ class Engine:
             while len(self._parts) > MAX_CACHED_PARTS:
                 self._parts.popitem(last=False)
 
+    def read_moved(self, relocation: Relocation) -> Moved:
+        """The moved object of a relocation, checked against the log; the last few are kept."""
+        with self._lock:
+            moved = self._moved.get(relocation.moved)
+        if moved is None:
+            name = ObjectKey("moved", relocation.moved).name
+            moved = decode_moved(self.backend.get(name, max_bytes=MAX_OBJECT_BYTES), name, relocation.hash)
+            if moved.pack != relocation.pack or tuple(moved.targets) != relocation.targets:
+                raise CorruptObjectError(f"{name} is not the moved object that the log names", object_id=name)
+            with self._lock:
+                self._moved[relocation.moved] = moved
+                while len(self._moved) > MAX_CACHED_MOVED:
+                    self._moved.popitem(last=False)
+        return moved
+
     def close(self) -> None:
         """Releases the backend and the cache."""
         self.table.close()
@@ -87,10 +105,11 @@ class Engine:
 
 def current_actor() -> str:
     """``user@host:pid``, for the log."""
-    return f"{_user()}@{socket.gethostname()}:{os.getpid()}"
+    return f"{current_user()}@{socket.gethostname()}:{os.getpid()}"
 
 
-def _user() -> str:
+def current_user() -> str:
+    """The name of the user that this process runs as."""
     import pwd  # noqa: PLC0415 - not there on every platform
 
     try:

@@ -166,6 +166,13 @@ class MissingExtraError(InputError):
     exit_code = 35
 
 
+class GcRefusedError(InputError):
+    """gc would free more than it may, or the clocks are too far apart."""
+
+    kind = "gc_refused"
+    exit_code = 37
+
+
 class SnapshotMarkedBadError(InputError):
     """The snapshot was marked, and is not resumed from unless asked for."""
 
@@ -209,3 +216,10 @@ class SnapshotExpiredError(DamageError):
 
     kind = "snapshot_expired"
     exit_code = 44
+
+
+class UnreadableError(DamageError):
+    """gc cannot tell what is needed, and frees nothing."""
+
+    kind = "unreadable"
+    exit_code = 45

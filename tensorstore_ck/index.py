@@ -7,13 +7,16 @@ without a delta base are kept.
 
 import contextlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from tensorstore_ck.ids import Digest, Ulid
-from tensorstore_ck.table import Table, TableDamagedError
+from tensorstore_ck.ids import DIGEST_BYTES, Digest, Ulid
+from tensorstore_ck.log import ObjectKey, RefTable
+from tensorstore_ck.table import Batch, Table, TableDamagedError
 
 _KEY: Final = b"b/"
+_PACK_KEY: Final = b"p/"
+"""Pack -> its blocks, so that they can be dropped together."""
 _VALUE: Final = struct.Struct("<16sIQIIH")
 
 
@@ -42,8 +45,36 @@ class BlockIndex:
             return None
         return None if value is None or len(value) != _VALUE.size else Location(*_VALUE.unpack(value))
 
-    def add(self, blocks: Iterable[tuple[Digest, Location]]) -> None:
-        """Notes blocks of a published snapshot."""
+    def add(self, blocks: Iterable[tuple[Digest, Location]], *, published_at: int) -> None:
+        """Notes blocks of a snapshot that log entry `published_at` published.
+
+        Other processes of this host may have folded on since: what was swept meanwhile, perhaps so long ago that its tombstone
+        is forgotten, is not noted.
+        """
+        by_pack: dict[Ulid, list[tuple[Digest, Location]]] = {}
+        for block, location in blocks:
+            by_pack.setdefault(location.pack, []).append((block, location))
         with contextlib.suppress(TableDamagedError), self._table.batch() as batch:
-            for block, location in blocks:
-                batch.put(_KEY + block, _VALUE.pack(*location))
+            view = RefTable(batch)
+            head = view.head()
+            if head is None or published_at > head.n or published_at < view.horizon():
+                return
+            for pack, items in by_pack.items():
+                state = view.object_state(ObjectKey("pack", pack))
+                if state is not None and state.swept:
+                    continue
+                for block, location in items:
+                    batch.put(_KEY + block, _VALUE.pack(*location))
+                batch.put(_PACK_KEY + pack + items[0][0], b"".join(block for block, _ in items))
+
+
+def forget_packs(batch: Batch, packs: Sequence[Ulid]) -> None:
+    """Drops the blocks of packs that were swept, in the batch that folds that."""
+    for pack in packs:
+        for key, blocks in list(batch.scan(_PACK_KEY + pack)):
+            for at in range(0, len(blocks), DIGEST_BYTES):
+                block = blocks[at : at + DIGEST_BYTES]
+                value = batch.get(_KEY + block)
+                if value is not None and value.startswith(pack):
+                    batch.delete(_KEY + block)
+            batch.delete(key)

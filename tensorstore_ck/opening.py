@@ -20,7 +20,7 @@ from tensorstore_ck.errors import (
     UnsafeBackendError,
 )
 from tensorstore_ck.ids import Clock, IdSource, new_ulid
-from tensorstore_ck.index import BlockIndex
+from tensorstore_ck.index import BlockIndex, forget_packs
 from tensorstore_ck.log import Log
 from tensorstore_ck.table import Table, open_table
 
@@ -70,6 +70,7 @@ def make_engine(
         clock=clock,
         actor=current_actor(),
         new_id=new_id,
+        on_swept=forget_packs,
         shared=not single_writer,
         sleep=sleep,
     )

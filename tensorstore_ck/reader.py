@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorstore_ck.chunker import cut_box
+from tensorstore_ck.closure import require_live, resolve
 from tensorstore_ck.codec import Codec, decode
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.errors import CorruptObjectError, FormatVersionError
+from tensorstore_ck.errors import CorruptObjectError, DamageError, FormatVersionError
 from tensorstore_ck.ids import block_id
 from tensorstore_ck.layout import INLINE_TENSOR_BYTES, ByteTarget, Layout, TensorSpec, decode_layout
 from tensorstore_ck.log import SnapshotInfo
@@ -52,13 +53,18 @@ class SnapshotReader:
 
     def __init__(self, engine: Engine, info: SnapshotInfo) -> None:
         self.info = info
-        self.record: Record = engine.read_record(info)
+        self._engine = engine
+        try:
+            self.record: Record = engine.read_record(info)
+            self.part: Part = engine.read_part(self.record, 0)
+            self._places = resolve(engine, engine.log.view(), self.part)
+        except DamageError as exc:
+            require_live(engine, info, exc)
+            raise
         if len(self.record.parts) != 1:
             raise FormatVersionError(
                 f"snapshot {info.root.hex()[:16]} was put by {len(self.record.parts)} ranks: upgrade tensorstore_ck to read it"
             )
-        self._engine = engine
-        self.part: Part = engine.read_part(self.record, 0)
         self.name = part_name(self.record.parts[0])
         self._blob_first = np.concatenate(([0], np.cumsum(self.part.blobs["blocks"], dtype=np.int64)))
         encoded = self._blob(0)
@@ -148,7 +154,7 @@ class SnapshotReader:
 
     def _wanted(self, rows: range, start: int, target: ByteTarget) -> list[_Wanted]:
         wanted = []
-        for row, extent in zip(rows, self.part.extents[rows.start : rows.stop].tolist(), strict=True):
+        for row, extent in zip(rows, self._places.extents[rows.start : rows.stop].tolist(), strict=True):
             pack, _, offset, stored, raw, base, codec, _ = extent
             if base != -1:
                 raise FormatVersionError(f"{self.name} holds delta-coded blocks: upgrade tensorstore_ck", object_id=self.name)
@@ -157,8 +163,22 @@ class SnapshotReader:
         return wanted
 
     def _read_rows(self, wanted: list[_Wanted]) -> None:
-        if not wanted:
-            return
+        """Reads blocks; those that were moved since this snapshot was opened are looked for where they are now."""
+        while wanted:
+            places = self._places
+            try:
+                self._read_at_places(wanted)
+            except DamageError as exc:
+                view = require_live(self._engine, self.info, exc)
+                self._places = resolve(self._engine, view, self.part)
+                before, now = places.extents, self._places.extents
+                if all(places.packs[before[block.row]["pack"]] == self._places.packs[now[block.row]["pack"]] for block in wanted):
+                    raise
+                wanted = [_moved_to(block, now[block.row]) for block in wanted]
+            else:
+                return
+
+    def _read_at_places(self, wanted: list[_Wanted]) -> None:
         local = self._engine.backend.is_local
         threads = cpu_threads() + DISK_QUEUE if local else REMOTE_THREADS
         wanted.sort(key=lambda block: (block.pack, block.offset))
@@ -173,7 +193,7 @@ class SnapshotReader:
     def _fetch(self, run: list[_Wanted], buffers: threading.local) -> None:
         """Reads one merged range, verifies each block in it, and delivers it."""
         first, last = run[0], run[-1]
-        name = pack_name(self.part.packs[first.pack])
+        name = pack_name(self._places.packs[first.pack])
         size = last.offset + last.stored - first.offset
         if len(run) == 1 and first.codec == Codec.RAW and (memory := first.target.memory()) is not None:
             place = memory[first.start : first.start + first.raw]
@@ -216,6 +236,11 @@ def block_lengths(spec: TensorSpec, size: int, target_bytes: int) -> npt.NDArray
     if size <= target_bytes // 2:
         return np.array([size], np.int64)
     return cut_box((0,) * len(spec.shape), spec.shape, spec.item_bytes, target_bytes)
+
+
+def _moved_to(block: _Wanted, extent: np.void) -> _Wanted:
+    pack, _, offset, stored, _, _, codec, _ = extent.item()
+    return block._replace(pack=pack, offset=offset, stored=stored, codec=codec)
 
 
 def _deliver(target: ByteTarget, start: int, raw: memoryview) -> None:

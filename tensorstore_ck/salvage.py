@@ -25,7 +25,7 @@ from tensorstore_ck.fsck.logcheck import LogCheck, check_log
 from tensorstore_ck.fsck.packcheck import Listed, Packs
 from tensorstore_ck.fsck.snapshotcheck import check_snapshot
 from tensorstore_ck.ids import Clock, Digest, IdSource, Ulid, new_ulid, parse_ulid, ulid_text
-from tensorstore_ck.log import Chain, Entry, Op, RefTable, SnapshotInfo, rows, validate_ref_name
+from tensorstore_ck.log import Chain, Entry, Op, RefTable, SnapshotInfo, keys, rows, validate_ref_name
 from tensorstore_ck.opening import make_engine
 from tensorstore_ck.parallel import cpu_threads, for_each
 from tensorstore_ck.record import Record, decode_record, record_name
@@ -251,13 +251,13 @@ class _Salvage:
                     events.append(_Event(move.n, move.time_ns, [op]))
                     made = True
         for tag in view.tags():
-            row = rows.decode_row(rows.TagRow, table.get(rows.tag_key(tag)) or b"")
+            row = rows.decode_row(rows.TagRow, table.get(keys.tag_key(tag)) or b"")
             if row.ulid in ulids:
                 events.append(_Event(row.n, row.time_ns, [Op.tag(tag, row.root)]))
         events.sort(key=lambda event: (event.n, event.ops[0].name != "put"))  # stable: a branch's moves stay in order
         now = self._clock()
         for number, info in enumerate(kept, 1):
-            value = table.get(rows.note_key(info.root))
+            value = table.get(keys.note_key(info.root))
             if value is not None:
                 note = rows.decode_row(rows.NoteRow, value)
                 events.append(_Event(-number, now, [Op.annotate(info.root, note.metrics), Op.mark(info.root, note.mark, note.reason)]))

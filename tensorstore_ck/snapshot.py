@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorstore_ck.ids import ulid_text
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,27 @@ class Snapshot:
             info.new_bytes,
             info.n,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedSnapshot:
+    """A pin, and what it holds."""
+
+    snapshot: Snapshot
+    owner: str
+    reason: str
+    expires_ns: int | None
+    time_ns: int
+
+
+def pinned_snapshots(view: RefTable) -> tuple[PinnedSnapshot, ...]:
+    """Every pin, by snapshot."""
+    pins = ((view.snapshot(pin.ulid), pin) for pin in view.pins())
+    return tuple(
+        PinnedSnapshot(Snapshot.from_info(info), pin.owner, pin.reason, pin.expires_ns, pin.time_ns)
+        for info, pin in pins
+        if info is not None
+    )
 
 
 @dataclass(frozen=True, slots=True)

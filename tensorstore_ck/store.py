@@ -7,23 +7,30 @@ that a command starts fast.
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from tensorstore_ck import forgetting
 from tensorstore_ck.address import Resolved, resolve
-from tensorstore_ck.engine import Engine
+from tensorstore_ck.closure import revive
+from tensorstore_ck.durations import parse_seconds
+from tensorstore_ck.engine import Engine, current_user
 from tensorstore_ck.errors import InvalidOptionError, SnapshotMarkedBadError
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo, validate_ref_name
 from tensorstore_ck.opening import open_engine
 from tensorstore_ck.reader import SnapshotReader
 from tensorstore_ck.record import check_metrics, encode_metadata
-from tensorstore_ck.snapshot import Snapshot, SnapshotDetails
-from tensorstore_ck.writer import ANY, Anything, Expected, PutRequest, check_expected, put
+from tensorstore_ck.seen import LAST_SEEN, LastSeen, Seen
+from tensorstore_ck.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails, pinned_snapshots
+from tensorstore_ck.writer import ANY, Anything, PutRequest, check_expected, put
 
 if TYPE_CHECKING:
     import torch
 
+    from tensorstore_ck.forgetting import Forgotten
     from tensorstore_ck.fsck import FsckReport
+    from tensorstore_ck.gc import GcOptions, GcReport
+    from tensorstore_ck.gc.report import Progress as GcProgress
     from tensorstore_ck.gc.usage import Usage
     from tensorstore_ck.inspection import SnapshotDiff
     from tensorstore_ck.state import LazySnapshot, LoadReport, StateCheck
@@ -32,31 +39,12 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
 
-class LastSeen:
-    """The type of `LAST_SEEN`."""
-
-    def __repr__(self) -> str:
-        return "tsck.LAST_SEEN"
-
-
-LAST_SEEN: Final = LastSeen()
-"""As ``expect=``, the default: move the ref from where this handle last put or restored it."""
-
-
-class _Seen(NamedTuple):
-    """What this handle knows of a ref: where it was, and which of its snapshots the training state comes from."""
-
-    head: Digest
-    current: Digest
-
-
 class Store:
     """An open store. Thread-safe; a context manager. Make one with `tensorstore_ck.open`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._seen: dict[str, _Seen] = {}
-        self._restored: Digest | None = None
+        self._seen = Seen()
 
     def __enter__(self) -> Self:
         return self
@@ -114,13 +102,13 @@ class Store:
         self._engine.require_writable()
         self._engine.log.sync()
         view = self._engine.log.view()
-        expected = self._expected(view, ref, expect)
+        expected = self._seen.expected(view, ref, expect)
         check_expected(view, ref, expected)
         request = PutRequest(
-            ref, None if step is None else step.__index__(), self._parent(view, ref), expected, packed_metadata, checked_metrics
+            ref, None if step is None else step.__index__(), self._seen.parent(view, ref), expected, packed_metadata, checked_metrics
         )
         info = put(self._engine, capture(state), request)
-        self._seen[ref] = _Seen(info.root, info.root)
+        self._seen.note(ref, info.root, info.root)
         return Snapshot.from_info(info)
 
     def checkout(
@@ -169,9 +157,9 @@ class Store:
             )
         content = SnapshotReader(self._engine, found.info)
         state = restore(content, into=into, select=select, strict=strict, rename=rename, dtype=dtype, device=device, report=report)
-        self._restored = found.info.root
+        self._seen.note_restored(found.info.root)
         if found.branch is not None and found.branch_root is not None:
-            self._seen[found.branch] = _Seen(found.branch_root, found.info.root)
+            self._seen.note(found.branch, found.branch_root, found.info.root)
         return state
 
     @contextmanager
@@ -205,7 +193,7 @@ class Store:
         return self._move(lambda root: Op.tag(name, root), at, None)
 
     def untag(self, name: str) -> None:
-        """Removes a tag; the snapshot stays."""
+        """Removes a tag; what nothing else holds goes like what is forgotten."""
         self._engine.require_writable()
         self._engine.log.append(lambda view: [Op.untag(name, view)])
 
@@ -229,6 +217,61 @@ class Store:
         if mark not in ("bad", ""):
             raise InvalidOptionError(f"mark must be 'bad' or '', not {mark!r}", object_id="mark")
         return self._move(lambda root: Op.mark(root, mark, reason), address, None)
+
+    # --- what stays, and what goes ------------------------------------------------------------------------------------
+
+    def pin(
+        self, address: str, *, reason: str = "", owner: str | None = None, expires: "str | float | timedelta | None" = None
+    ) -> Snapshot:
+        """Holds a snapshot until it is unpinned or `expires` has passed. An owner's second pin replaces the first.
+
+        Args:
+            address: The snapshot.
+            reason: For those who wonder later.
+            owner: Who holds it; by default this user.
+            expires: For how long: ``"30d"``, or seconds.
+        """
+        seconds = None if expires is None else parse_seconds(expires, "expires")
+        expires_ns = None if seconds is None else self._engine.clock() + int(seconds * 1e9)
+        return self._move(lambda root: Op.pin(root, owner or current_user(), reason, expires_ns), address, None)
+
+    def unpin(self, address: str, *, owner: str | None = None) -> None:
+        """Takes this user's pin, or `owner`'s, from a snapshot."""
+        self._engine.require_writable()
+        self._engine.log.append(lambda view: [Op.unpin(resolve(view, address).info.ulid, owner or current_user(), view)])
+
+    def pins(self) -> tuple[PinnedSnapshot, ...]:
+        """Every pin."""
+        return pinned_snapshots(self._synced())
+
+    def forget(self, *addresses: str) -> "tuple[Forgotten, ...]":
+        """Takes snapshots out of their branches' histories, or whole branches and tags. `gc` frees them after the undo window.
+
+        Args:
+            addresses: ``ref@step``, ``ref~n`` or a root for one snapshot; a ref for all of it. Tags, pins and other branches go on
+                holding what they hold.
+        """
+        return forgetting.forget(self._engine, addresses)
+
+    def undo(self, address: str | None = None) -> "tuple[Forgotten, ...]":
+        """Brings back what was forgotten last, or last of a ref, or one snapshot: until gc ends the undo window."""
+        return forgetting.undo(self._engine, address)
+
+    def forgotten(self) -> "tuple[Forgotten, ...]":
+        """What `undo` can bring back, newest first."""
+        self._engine.log.sync()
+        return forgetting.forgotten(self._engine)
+
+    def gc(self, options: "GcOptions | None" = None, *, dry_run: bool = False, progress: "GcProgress | None" = None) -> "GcReport":
+        """Frees what nothing holds any more; from any host, beside writers and readers. With `dry_run` tells what would go.
+
+        Raises:
+            UnreadableError: something that is held cannot be read; nothing was freed.
+            GcRefusedError: more than `options.max_delete` of all bytes would go.
+        """
+        from tensorstore_ck.gc import run_gc  # noqa: PLC0415
+
+        return run_gc(self._engine, options, dry_run=dry_run, **({"progress": progress} if progress else {}))
 
     # --- what is there ------------------------------------------------------------------------------------------------
 
@@ -292,32 +335,13 @@ class Store:
             found[:] = [resolve(view, address).info]
             operation = make(found[0].root)
             operation.check(view)
-            return [operation]
+            return [operation, *revive(self._engine, view, found[0])]
 
         self._engine.log.append(build)
         if branch is not None:
-            self._seen[branch] = _Seen(found[0].root, found[0].root)
+            self._seen.note(branch, found[0].root, found[0].root)
         info = self._engine.log.view().snapshot(found[0].ulid)
         return Snapshot.from_info(info or found[0])
-
-    def _expected(self, view: RefTable, ref: str, expect: object) -> Expected:
-        if isinstance(expect, LastSeen):
-            seen = self._seen.get(ref)
-            return seen.head if seen else None
-        if expect is None or isinstance(expect, Anything):
-            return expect
-        if isinstance(expect, Snapshot):
-            return Digest(bytes.fromhex(expect.root))
-        if isinstance(expect, str):
-            return resolve(view, expect).info.root
-        raise InvalidOptionError(f"expect must be a root, tsck.ANY or None, not {type(expect).__name__}", object_id="expect")
-
-    def _parent(self, view: RefTable, ref: str) -> Digest | None:
-        """What the new snapshot continues: what this handle last put or restored on the ref; for others, the ref's head."""
-        if ref in self._seen:
-            return self._seen[ref].current
-        branch = view.branch(ref)
-        return branch.root if branch else self._restored
 
 
 def open_store(

@@ -6,19 +6,27 @@ A crash or an error before the last step leaves orphans only. Knows no torch: it
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from tensorstore_ck.backend.protocol import Buffer
 from tensorstore_ck.chunker import cut_opaque
+from tensorstore_ck.closure import Places, rescue, resolve
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.errors import ConflictError, DamageError, InvalidOptionError, SnapshotAbortedError
+from tensorstore_ck.errors import (
+    ConflictError,
+    DamageError,
+    InvalidOptionError,
+    MissingObjectError,
+    SnapshotAbortedError,
+    SnapshotExpiredError,
+)
 from tensorstore_ck.ids import Digest, Ulid
 from tensorstore_ck.index import Location
 from tensorstore_ck.layout import INLINE_TENSOR_BYTES, Captured
-from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.log import ObjectKey, Op, RefTable, SnapshotInfo
 from tensorstore_ck.pack import pack_name
 from tensorstore_ck.packwriter import PackWriter
 from tensorstore_ck.parallel import cpu_threads, for_each
@@ -29,6 +37,7 @@ from tensorstore_ck.record import MAX_STEP, Record, record_name
 RUN_BYTES: Final = 4 << 20
 RUN_BLOCKS: Final = 512
 """Small blocks are hashed and appended together, up to this many."""
+MAX_TRIES: Final = 4
 MAX_OPEN_PACKS: Final = 4
 """On local files, packs written side by side: one thread at a time gets into a file."""
 
@@ -68,6 +77,9 @@ class _Run(NamedTuple):
 def put(engine: Engine, captured: Captured, request: PutRequest) -> SnapshotInfo:
     """Stores a state and moves the ref to it; returns once both are durable. The caller has synced the log.
 
+    When gc freed something that this put relies on before it could commit, as after a long sleep of this process, it starts anew:
+    the bytes are still in memory.
+
     Raises:
         ConflictError: the ref is not where it was expected; nothing is visible.
         UndecidedError: the backend went away in the middle of the commit.
@@ -75,12 +87,22 @@ def put(engine: Engine, captured: Captured, request: PutRequest) -> SnapshotInfo
     engine.require_writable()
     if request.step is not None and not 0 <= request.step <= MAX_STEP:
         raise InvalidOptionError(f"step {request.step} must be from 0 to {MAX_STEP}", object_id="step")
+    for _ in range(MAX_TRIES - 1):
+        try:
+            return _try_put(engine, captured, request)
+        except SnapshotExpiredError:
+            engine.log.sync()
+    return _try_put(engine, captured, request)
+
+
+def _try_put(engine: Engine, captured: Captured, request: PutRequest) -> SnapshotInfo:
     head = engine.log.view().head()
+    anchor = head.n if head else 0
     known = _KnownBlocks(engine, request.parent)
     open_packs = min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
     packs = PackWriter(engine.backend, engine.new_id, known, open_packs=open_packs)
     try:
-        part = _write_blocks(engine, captured, packs, head.n if head else 0)
+        part = _write_blocks(engine, captured, packs, anchor)
     except BaseException:
         packs.abort()
         raise
@@ -198,32 +220,50 @@ def _publish(engine: Engine, part: Part, packs: PackWriter, captured: Captured, 
 
     def build(view: RefTable) -> list[Op]:
         check_expected(view, request.ref, request.expect)
-        return [operation]
+        return [operation, *commit_rescue(engine, view, snapshot_ulid, [(part_ulid, part)])]
 
-    engine.log.append(build)
+    appended = engine.log.append(build)
     info = engine.log.view().snapshot(snapshot_ulid)
     if info is None:
         raise SnapshotAbortedError(
             f"the put to {request.ref!r} was aborted by another process before it was published", object_id=request.ref
         )
     engine.keep_part(part_ulid, part)
-    engine.index.add(packs.added.items())
+    engine.index.add(packs.added.items(), published_at=appended.n)
     return info
 
 
+def commit_rescue(engine: Engine, view: RefTable, snapshot: Ulid, parts: Sequence[tuple[Ulid, Part]]) -> list[Op]:
+    """What must be in the entry that publishes a snapshot, whose head is `view`, so that gc frees nothing of it.
+
+    Raises:
+        SnapshotExpiredError: gc freed something of it already: its blocks must be written anew.
+    """
+    needed = [ObjectKey("snapshot", snapshot)]
+    try:
+        for ulid, part in parts:
+            needed += [ObjectKey("part", ulid), *resolve(engine, view, part).objects()]
+    except MissingObjectError as exc:
+        raise SnapshotExpiredError(f"this snapshot needs {exc.object_id}, which gc freed", object_id=exc.object_id) from exc
+    return rescue(view, needed, min(part.anchor for _, part in parts), "this snapshot")
+
+
 class _KnownBlocks:
-    """Where blocks lie already: in the parent's part, else in this host's index; only in packs that are there in full."""
+    """Where blocks lie already: in the parent's part, else in this host's index; only in packs that are there in full and stay."""
 
     def __init__(self, engine: Engine, parent: Digest | None) -> None:
         self._engine = engine
+        self._view = engine.log.view()
         self._parent: Part | None = None
+        self._places: Places | None = None
         self._rows: dict[bytes, int] = {}
         self._pack_bytes: dict[Ulid, int] = {}
-        info = engine.log.view().by_root(parent) if parent else None
-        if info is None:
+        info = self._view.by_root(parent) if parent else None
+        if info is None or not self._view.is_live(info.ulid):
             return
         try:
             self._parent = engine.read_part(engine.read_record(info), 0)
+            self._places = resolve(engine, self._view, self._parent)
         except DamageError as exc:
             warnings.warn(f"cannot reuse the blocks of the parent snapshot, all are written again: {exc}", stacklevel=2)
             return
@@ -232,14 +272,14 @@ class _KnownBlocks:
 
     def __call__(self, block: Digest) -> Location | None:
         row = self._rows.get(block)
-        if row is None or self._parent is None:
+        if row is None or self._places is None:
             location = self._engine.index.get(block)
         else:
-            pack, entry, offset, stored, raw, base, codec, _ = self._parent.extents[row].item()
-            location = Location(self._parent.packs[pack], entry, offset, stored, raw, codec) if base == -1 else None
-        if location is None or location.offset + location.stored > self._bytes_of(location.pack):
+            pack, entry, offset, stored, raw, base, codec, _ = self._places.extents[row].item()
+            location = Location(self._places.packs[pack], entry, offset, stored, raw, codec) if base == -1 else None
+        if location is None or self._view.object_state(ObjectKey("pack", location.pack)) is not None:
             return None
-        return location
+        return location if location.offset + location.stored <= self._bytes_of(location.pack) else None
 
     def _bytes_of(self, pack: Ulid) -> int:
         """The pack's size, 0 if it is gone: a lost pack must not be relied on by every later snapshot."""

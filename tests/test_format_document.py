@@ -14,6 +14,7 @@ from tensorstore_ck.layout import INLINE_TENSOR_BYTES, INLINE_VALUE_BYTES
 from tensorstore_ck.log.checkpoint import MAX_TAIL_ENTRIES, MIN_TAIL_ENTRIES
 from tensorstore_ck.log.entry import MAX_ENTRY_BYTES
 from tensorstore_ck.log.ops import SCHEMA
+from tensorstore_ck.moved import MOVED_DTYPE
 from tensorstore_ck.pack import (
     BASE_DTYPE,
     ENTRY_DTYPE,
@@ -64,7 +65,9 @@ def check_dtype(dtype: np.dtype[np.void], rows: list[list[str]]) -> None:
 def test_rows() -> None:
     check_dtype(ENTRY_DTYPE, table("| entry | bytes | |"))
     check_dtype(EXTENT_DTYPE, table("| extent | bytes | |"))
+    check_dtype(MOVED_DTYPE, table("| moved row | bytes | |"))
     assert ENTRY_DTYPE.itemsize == 64
+    assert MOVED_DTYPE.itemsize == 32
     assert EXTENT_DTYPE.itemsize == 32
     assert BASE_DTYPE.itemsize == 4 + 4 + 32
     assert HEADER.size == TRAILER.size == 64
@@ -88,7 +91,7 @@ def test_operations() -> None:
     documented: dict[str, set[str]] = {}
     for names, _, fields in table("| op | critical | fields |"):
         for name in re.findall(r"`(\w+)`", names):
-            documented[name] = set(re.findall(r"`(\w+)`", fields)) - {"bad"}
+            documented[name] = set(re.findall(r"`(\w+)`", fields)) - {"bad", "damaged", "unpin"}
     assert documented == {name: set(fields) for name, fields in SCHEMA.items()}
 
 

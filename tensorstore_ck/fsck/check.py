@@ -19,7 +19,7 @@ from tensorstore_ck.fsck.findings import Finding, Findings, FsckReport, Severity
 from tensorstore_ck.fsck.logcheck import LogCheck, check_log, host_saw_more
 from tensorstore_ck.fsck.packcheck import Listed, Packs
 from tensorstore_ck.fsck.snapshotcheck import check_snapshot, hit_text
-from tensorstore_ck.gc.mark import roots
+from tensorstore_ck.gc.roots import roots
 from tensorstore_ck.ids import Ulid, parse_ulid
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.checkpoint import checkpoint_folder

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES
-from tensorstore_ck.errors import MissingObjectError, StoreError
+from tensorstore_ck.errors import FormatVersionError, MissingObjectError, StoreError
 from tensorstore_ck.fsck.findings import require_reachable
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import Chain, Entry, Head, RefTable, chain_break
@@ -208,7 +208,7 @@ class _LogChecker:
         name = self._checkpoint_name(n)
         try:
             found = decode_checkpoint(self._backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
-        except MissingObjectError:
+        except (MissingObjectError, FormatVersionError):  # made by a build that knew other operations: ignored, as `Log` does
             return None
         except StoreError as exc:
             require_reachable(self._backend, exc)

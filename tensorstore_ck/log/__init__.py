@@ -1,7 +1,9 @@
 """The log, the only place where a store changes, and the ref table that it folds to.
 
 entry.py, ops.py, names.py   what an entry holds (format)
-fold.py, rows.py             what the ref table holds, and how an entry changes it (format: checkpoints are dumps of it)
+keys.py, rows.py             what the ref table holds (format: checkpoints are dumps of it)
+fold.py, foldgc.py           how an entry changes it: refs and snapshots; what is kept and what goes
+objects.py                   sets of stored objects, as operations name them
 reftable.py                  typed reads of it
 checkpoint.py                a dump of it, so that nobody must read the log from its start
 chain.py                     entries read from the backend
@@ -10,12 +12,15 @@ log.py                       sync and append: the commit protocol
 
 from tensorstore_ck.log.chain import Chain, chain_break
 from tensorstore_ck.log.entry import Entry
+from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.log import Appended, Log, LogChangedWarning
 from tensorstore_ck.log.names import validate_ref_name
+from tensorstore_ck.log.objects import FOLDERS, ObjectKey, Objects, pieces
 from tensorstore_ck.log.ops import Op
-from tensorstore_ck.log.reftable import BranchHead, Head, Move, RefTable, SnapshotInfo, TxnOutcome
+from tensorstore_ck.log.reftable import BranchHead, Head, Move, Pin, RefTable, Relocation, SnapshotInfo, TxnOutcome, UndoWindow
 
 __all__ = [
+    "FOLDERS",
     "Appended",
     "BranchHead",
     "Chain",
@@ -24,10 +29,17 @@ __all__ = [
     "Log",
     "LogChangedWarning",
     "Move",
+    "ObjectKey",
+    "Objects",
     "Op",
+    "Pin",
     "RefTable",
+    "Relocation",
     "SnapshotInfo",
     "TxnOutcome",
+    "UndoWindow",
     "chain_break",
+    "fold",
+    "pieces",
     "validate_ref_name",
 ]

@@ -11,9 +11,9 @@ from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
 from tensorstore_ck.envelope import seal, unseal
-from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
+from tensorstore_ck.errors import CorruptObjectError, FormatVersionError, UnsupportedValueError
 from tensorstore_ck.ids import Digest
-from tensorstore_ck.log import rows
+from tensorstore_ck.log import keys, rows
 from tensorstore_ck.log.ops import is_count, is_digest
 from tensorstore_ck.table import Batch, Reader
 
@@ -79,7 +79,7 @@ def dump(batch: Batch, n: int, entry_hash: Digest) -> bytes | None:
 
     Takes a batch, because nobody must fold on while it is read.
     """
-    items = [(key[len(rows.PREFIX) :], value) for key, value in batch.scan(rows.PREFIX) if key != rows.HEAD_KEY]
+    items = [(key[len(keys.PREFIX) :], value) for key, value in batch.scan(keys.PREFIX) if key != keys.HEAD_KEY]
     body = {
         "n": n,
         "entry_hash": entry_hash,
@@ -97,22 +97,24 @@ def dump(batch: Batch, n: int, entry_hash: Digest) -> bytes | None:
 
 def load(batch: Batch, checkpoint: Checkpoint) -> None:
     """Replaces the ref table in `batch`."""
-    batch.clear(rows.PREFIX)
+    batch.clear(keys.PREFIX)
     for key, value in zip(checkpoint.keys, checkpoint.values, strict=True):
-        batch.put(rows.PREFIX + key, value)
-    batch.put(rows.HEAD_KEY, rows.encode_row(rows.Head(checkpoint.n, checkpoint.entry_hash)))
+        batch.put(keys.PREFIX + key, value)
+    batch.put(keys.HEAD_KEY, rows.encode_row(rows.Head(checkpoint.n, checkpoint.entry_hash)))
 
 
 def decode_checkpoint(data: bytes, name: str) -> Checkpoint:
     """Decodes a checkpoint, every row of it.
 
     Raises:
-        CorruptObjectError: not a checkpoint of this version of the fold.
-        FormatVersionError: written by a newer format.
+        CorruptObjectError: not a checkpoint.
+        FormatVersionError: written by another version of the format or of the fold.
     """
     body = unseal("checkpoint", data, name)
     sound = is_count(body.get("n")) and is_digest(body.get("entry_hash")) and is_count(body.get("fold"))
-    if not sound or body["fold"] != rows.FOLD_VERSION or any(type(body.get(field)) is not bytes for field in (*_SIZES, "keys", "values")):
+    if sound and body["fold"] != rows.FOLD_VERSION:
+        raise FormatVersionError(f"{name} was made by another version of the fold", object_id=name)
+    if not sound or any(type(body.get(field)) is not bytes for field in (*_SIZES, "keys", "values")):
         raise CorruptObjectError(f"{name} is not a checkpoint that this build can use", object_id=name)
     if any(len(body[field]) % 4 for field in _SIZES) or len(body["key_sizes"]) != len(body["value_sizes"]):
         raise CorruptObjectError(f"{name}: its keys and values are not equally many", object_id=name)

@@ -7,23 +7,26 @@ exist, a root that nobody put) has no effect, on every host alike. No clock, no 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from tensorstore_ck.log import rows
+from tensorstore_ck.ids import Ulid
+from tensorstore_ck.log import foldgc, keys, rows
 from tensorstore_ck.log.entry import Entry
 from tensorstore_ck.log.ops import MAX_METRICS
 from tensorstore_ck.log.reftable import RefTable, SnapshotInfo
 from tensorstore_ck.table import Batch
 
 
-def fold(entry: Entry, batch: Batch) -> None:
-    """Applies `entry`, which follows the head of `batch`."""
+def fold(entry: Entry, batch: Batch) -> list[Ulid]:
+    """Applies `entry`, which follows the head of `batch`; returns the packs that it swept."""
     view = RefTable(batch)
+    swept: list[Ulid] = []
     for op in entry.ops:
         apply = _APPLY.get(op.name)
         if apply is not None:
-            apply(batch, view, entry, op.fields)
+            swept += apply(batch, view, entry, op.fields) or ()
         elif op.critical and view.stop() is None:
-            batch.put(rows.STOP_KEY, rows.encode_row(rows.StopRow(entry.n, op.name)))
-    batch.put(rows.HEAD_KEY, rows.encode_row(rows.Head(entry.n, entry.hash)))
+            batch.put(keys.STOP_KEY, rows.encode_row(rows.StopRow(entry.n, op.name)))
+    batch.put(keys.HEAD_KEY, rows.encode_row(rows.Head(entry.n, entry.hash)))
+    return swept
 
 
 Fields = Mapping[str, Any]
@@ -32,7 +35,7 @@ Fields = Mapping[str, Any]
 def _put(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     if view.outcome(op["txn"]) is not None:
         return  # aborted before, or this very put again: the first of them is the outcome
-    batch.put(rows.txn_key(op["txn"]), rows.encode_row(rows.TxnOutcome(put=True, n=entry.n)))
+    batch.put(keys.txn_key(op["txn"]), rows.encode_row(rows.TxnOutcome(put=True, n=entry.n)))
     row = rows.SnapshotRow(
         op["root"],
         op["record"],
@@ -45,44 +48,46 @@ def _put(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
         op["logical_bytes"],
         op["new_bytes"],
     )
-    batch.put(rows.snapshot_key(op["snapshot"]), rows.encode_row(row))
-    batch.put(rows.root_key(op["root"]), rows.encode_row(rows.RootRow(op["snapshot"])))
-    _move(batch, view, op["ref"], rows.Move(op["snapshot"], op["root"], op["step"], entry.n, entry.time_ns, "put"))
+    batch.put(keys.snapshot_key(op["snapshot"]), rows.encode_row(row))
+    batch.put(keys.root_key(op["root"], op["snapshot"]), rows.encode_row(rows.RootRow(entry.n)))
+    _move(batch, view, entry, op["ref"], rows.Move(op["snapshot"], op["root"], op["step"], entry.n, entry.time_ns, "put"))
 
 
 def _branch(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     info = view.by_root(op["root"])
     if info is not None and view.branch(op["name"]) is None:
-        _move(batch, view, op["name"], _arrival(info, entry, "branch"))
+        _move(batch, view, entry, op["name"], _arrival(info, entry, "branch"))
 
 
 def _reset(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     info = view.by_root(op["root"])
     if info is not None and view.branch(op["name"]) is not None:
-        _move(batch, view, op["name"], _arrival(info, entry, "reset"))
+        _move(batch, view, entry, op["name"], _arrival(info, entry, "reset"))
 
 
 def _arrival(info: SnapshotInfo, entry: Entry, op: str) -> rows.Move:
     return rows.Move(info.ulid, info.root, info.step, entry.n, entry.time_ns, op)
 
 
-def _move(batch: Batch, view: RefTable, name: str, move: rows.Move) -> None:
-    branch = view.branch(name)
-    seq = branch.length if branch is not None else 0
-    batch.put(rows.move_key(name, seq), rows.encode_row(move))
+def _move(batch: Batch, view: RefTable, entry: Entry, name: str, move: rows.Move) -> None:
+    seq = view.length(name)
+    batch.put(keys.move_key(name, seq), rows.encode_row(move))
     if move.step is not None:
-        batch.put(rows.step_key(name, move.step), rows.encode_row(rows.StepRow(seq)))
-    batch.put(rows.branch_key(name), rows.encode_row(rows.BranchRow(*move[:-1], length=seq + 1)))
+        batch.put(keys.step_key(name, move.step), rows.encode_row(rows.StepRow(seq)))
+    batch.put(keys.branch_key(name), rows.encode_row(rows.BranchRow(*move[:-1], length=seq + 1)))
+    batch.delete(keys.length_key(name))
+    foldgc.hold(batch, move.ulid, 1, entry)
 
 
 def _tag(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     info = view.by_root(op["root"])
     if info is not None and view.tag(op["name"]) is None:
-        batch.put(rows.tag_key(op["name"]), rows.encode_row(rows.TagRow(info.ulid, info.root, entry.n, entry.time_ns)))
+        batch.put(keys.tag_key(op["name"]), rows.encode_row(rows.TagRow(info.ulid, info.root, entry.n, entry.time_ns)))
+        foldgc.hold(batch, info.ulid, 1, entry)
 
 
-def _untag(batch: Batch, _view: RefTable, _entry: Entry, op: Fields) -> None:
-    batch.delete(rows.tag_key(op["name"]))
+def _untag(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
+    foldgc.forget_tag(batch, view, entry, op["name"])
 
 
 def _annotate(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
@@ -90,26 +95,26 @@ def _annotate(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
         note = _note(batch, op["root"])
         metrics = {**note.metrics, **op["metrics"]}
         if len(metrics) <= MAX_METRICS:
-            batch.put(rows.note_key(op["root"]), rows.encode_row(note._replace(metrics=metrics)))
+            batch.put(keys.note_key(op["root"]), rows.encode_row(note._replace(metrics=metrics)))
 
 
 def _mark(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
     if view.by_root(op["root"]) is not None:
         note = _note(batch, op["root"])._replace(mark=op["mark"], reason=op["reason"])
-        batch.put(rows.note_key(op["root"]), rows.encode_row(note))
+        batch.put(keys.note_key(op["root"]), rows.encode_row(note))
 
 
 def _note(batch: Batch, root: bytes) -> rows.NoteRow:
-    value = batch.get(rows.note_key(root))
+    value = batch.get(keys.note_key(root))
     return rows.NoteRow({}, "", "") if value is None else rows.decode_row(rows.NoteRow, value)
 
 
 def _abort(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     if view.outcome(op["txn"]) is None:
-        batch.put(rows.txn_key(op["txn"]), rows.encode_row(rows.TxnOutcome(put=False, n=entry.n)))
+        batch.put(keys.txn_key(op["txn"]), rows.encode_row(rows.TxnOutcome(put=False, n=entry.n)))
 
 
-_APPLY: Final[Mapping[str, Callable[[Batch, RefTable, Entry, Fields], None]]] = {
+_APPLY: Final[Mapping[str, Callable[[Batch, RefTable, Entry, Fields], list[Ulid] | None]]] = {
     "put": _put,
     "branch": _branch,
     "reset": _reset,
@@ -118,4 +123,14 @@ _APPLY: Final[Mapping[str, Callable[[Batch, RefTable, Entry, Fields], None]]] = 
     "annotate": _annotate,
     "mark": _mark,
     "abort": _abort,
+    "pin": foldgc.pin,
+    "unpin": foldgc.unpin,
+    "expire": foldgc.expire,
+    "undo": foldgc.undo,
+    "purge": foldgc.purge,
+    "condemn": foldgc.condemn,
+    "rescue": foldgc.rescue,
+    "sweep": foldgc.sweep,
+    "relocate": foldgc.relocate,
+    "settle": foldgc.settle,
 }

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, DamageError, FormatVersionError, StoreError, UndecidedError
-from tensorstore_ck.ids import Clock, IdSource
+from tensorstore_ck.ids import Clock, IdSource, Ulid
 from tensorstore_ck.log import checkpoint
 from tensorstore_ck.log.chain import Chain
 from tensorstore_ck.log.checkpoint import Checkpoint, Tail
@@ -25,7 +25,7 @@ from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.ops import Op
 from tensorstore_ck.log.reftable import RefTable
 from tensorstore_ck.log.rows import Head
-from tensorstore_ck.table import MemoryTable, Table, TableDamagedError
+from tensorstore_ck.table import Batch, MemoryTable, Table, TableDamagedError
 
 Build = Callable[[RefTable], Sequence[Op]]
 """Checks its preconditions at a view of the log's head, raising `ConflictError` and the like, and returns the operations."""
@@ -62,11 +62,16 @@ class Log:
         clock: Clock,
         actor: str,
         new_id: IdSource,
+        on_swept: Callable[[Batch, Sequence[Ulid]], None] = lambda batch, packs: None,
         shared: bool = True,
         sleep: Callable[[float], object] = time.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`shared` is false where `create` may overwrite, and one process alone writes."""
+        """`shared` is false where `create` may overwrite, and one process alone writes.
+
+        `on_swept` is told the packs that an entry sweeps, in the batch that folds it: what is kept beside the fold must
+        forget them at that very moment.
+        """
         self.chain = Chain(backend, uuid=uuid, prefix=prefix)
         self._backend = backend
         self._table = table
@@ -74,6 +79,7 @@ class Log:
         self._clock = clock
         self._actor = actor
         self._new_id = new_id
+        self._on_swept = on_swept
         self._shared = shared
         self._sleep = sleep
         self._jitter = jitter
@@ -295,7 +301,9 @@ class Log:
                     continue  # another process of this host was faster
                 if entry.n != head.n + 1 or entry.prev != head.hash:
                     raise TableDamagedError("another process emptied the cache; try again")
-                fold(entry, batch)
+                swept = fold(entry, batch)
+                if swept:
+                    self._on_swept(batch, swept)
                 head = Head(entry.n, entry.hash)
                 tail = tail._replace(entries=tail.entries + 1, entry_bytes=tail.entry_bytes + entry.size_bytes)
             tail.write(batch)

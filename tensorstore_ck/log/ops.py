@@ -4,7 +4,7 @@ An operation is a map with ``op`` and ``critical``. A build that does not know a
 ignores others. A known operation may carry fields that this build does not know. Format: FORMAT.md, "Operations".
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,6 +12,7 @@ from tensorstore_ck.envelope import object_hash
 from tensorstore_ck.errors import AlreadyExistsError, NotFoundError
 from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
 from tensorstore_ck.log.names import is_ref_name
+from tensorstore_ck.log.objects import Objects, is_ulids, join_ulids
 from tensorstore_ck.record import Record
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ MAX_METRICS: Final = 1024
 MAX_METRIC_NAME_CHARS: Final = 256
 MAX_REASON_CHARS: Final = 4096
 MAX_OP_NAME_CHARS: Final = 64
-MARKS: Final = ("bad", "")
+MAX_OWNER_BYTES: Final = 256
+MARKS: Final = ("bad", "damaged", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,58 @@ class Op:
         """Gives a put up: of put and abort the first in the log counts."""
         return _op("abort", txn=txn)
 
+    @classmethod
+    def pin(cls, root: Digest, owner: str, reason: str, expires_ns: int | None) -> "Op":
+        """Holds a snapshot; another pin of the same owner on it is replaced."""
+        return _op("pin", root=root, owner=owner, reason=reason, expires_ns=expires_ns)
+
+    @classmethod
+    def unpin(cls, snapshot: Ulid, owner: str, view: "RefTable") -> "Op":
+        """Takes a pin back."""
+        operation = _op("unpin", snapshot=snapshot, owner=owner)
+        operation.check(view)
+        return operation
+
+    @classmethod
+    def expire(cls, name: str, snapshots: Collection[Ulid] | None) -> "Op":
+        """Takes snapshots out of a branch's history, all but its head; None: the whole branch. They stay until `purge`."""
+        return _op("expire", name=name, snapshots=None if snapshots is None else join_ulids(snapshots))
+
+    @classmethod
+    def undo(cls, n: int, name: str, snapshots: Collection[Ulid]) -> "Op":
+        """Brings back what entry `n` took from `name`."""
+        return _op("undo", n=n, name=name, snapshots=join_ulids(snapshots))
+
+    @classmethod
+    def purge(cls, n: int, name: str) -> "Op":
+        """Ends the undo window of what entry `n` took from `name`."""
+        return _op("purge", n=n, name=name)
+
+    @classmethod
+    def condemn(cls, objects: Objects) -> "Op":
+        """Lists objects for deletion; may be rescued until they are swept."""
+        return cls({"op": "condemn", "critical": True, **objects.fields()})
+
+    @classmethod
+    def rescue(cls, objects: Objects) -> "Op":
+        """Takes condemned objects off the list."""
+        return cls({"op": "rescue", "critical": True, **objects.fields()})
+
+    @classmethod
+    def sweep(cls, objects: Objects) -> "Op":
+        """Condemned objects are never used again, and may vanish at any time; a moved object's relocation ends."""
+        return cls({"op": "sweep", "critical": True, **objects.fields()})
+
+    @classmethod
+    def relocate(cls, pack: Ulid, moved: Ulid, moved_hash: Digest, targets: Collection[Ulid]) -> "Op":
+        """From here on the entries of `pack` that `moved` lists are in the packs `targets`."""
+        return _op("relocate", pack=pack, moved=moved, hash=moved_hash, targets=join_ulids(targets))
+
+    @classmethod
+    def settle(cls, n: int) -> "Op":
+        """Forgets what was swept at entry `n` or before; nothing anchored before `n` commits any more."""
+        return _op("settle", n=n)
+
     def check(self, view: "RefTable") -> None:
         """Its preconditions at `view`, but those of a put, which its caller knows.
 
@@ -112,6 +166,9 @@ class Op:
             raise NotFoundError(f"there is no branch {name!r}: make it with branch", object_id=str(name))
         if self.name == "untag" and view.tag(name or "") is None:
             raise NotFoundError(f"there is no tag {name!r}: see the list of tags", object_id=str(name))
+        if self.name == "unpin" and not view.is_pinned(self.fields["snapshot"], self.fields["owner"]):
+            owner = self.fields["owner"]
+            raise NotFoundError(f"{owner!r} has no pin on that snapshot: see the list of pins", object_id=owner)
         if self.name != "put" and root is not None and view.by_root(root) is None:
             raise NotFoundError(f"there is no snapshot {root.hex()}", object_id=root.hex())
 
@@ -161,6 +218,10 @@ def _is_mark(value: object) -> bool:
     return type(value) is str and value in MARKS
 
 
+def _is_owner(value: object) -> bool:
+    return type(value) is str and 0 < len(value.encode("utf-8", "replace")) <= MAX_OWNER_BYTES and "\0" not in value
+
+
 Check = Callable[[object], bool]
 is_digest: Final = _bytes(DIGEST_BYTES)
 is_ulid: Final = _bytes(ULID_BYTES)
@@ -170,6 +231,10 @@ is_parent: Final = _optional(is_digest)
 is_metrics: Final = _is_metrics
 is_mark: Final = _is_mark
 is_reason: Final = _is_reason
+is_owner: Final = _is_owner
+is_date: Final = _optional(is_count)
+
+_OBJECTS: Final[Mapping[str, Check]] = dict.fromkeys(("packs", "parts", "snapshots", "moved"), is_ulids)
 
 SCHEMA: Final[Mapping[str, Mapping[str, Check]]] = {
     "put": {
@@ -192,5 +257,15 @@ SCHEMA: Final[Mapping[str, Mapping[str, Check]]] = {
     "annotate": {"root": is_digest, "metrics": is_metrics},
     "mark": {"root": is_digest, "mark": is_mark, "reason": is_reason},
     "abort": {"txn": is_ulid},
+    "pin": {"root": is_digest, "owner": is_owner, "reason": is_reason, "expires_ns": is_date},
+    "unpin": {"snapshot": is_ulid, "owner": is_owner},
+    "expire": {"name": is_ref_name, "snapshots": _optional(is_ulids)},
+    "undo": {"n": is_count, "name": is_ref_name, "snapshots": is_ulids},
+    "purge": {"n": is_count, "name": is_ref_name},
+    "condemn": _OBJECTS,
+    "rescue": _OBJECTS,
+    "sweep": _OBJECTS,
+    "relocate": {"pack": is_ulid, "moved": is_ulid, "hash": is_digest, "targets": is_ulids},
+    "settle": {"n": is_count},
 }
 """Operation -> its fields and what makes each valid."""

@@ -5,12 +5,13 @@ from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple, TypeVar
 
 from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
-from tensorstore_ck.log import rows
+from tensorstore_ck.log import keys, rows
 from tensorstore_ck.log.names import is_ref_name
+from tensorstore_ck.log.objects import ObjectKey, split_ulids
 from tensorstore_ck.log.rows import Head, Move, TxnOutcome
 from tensorstore_ck.table import Reader
 
-__all__ = ["BranchHead", "Head", "Move", "RefTable", "SnapshotInfo", "TxnOutcome"]
+__all__ = ["BranchHead", "Head", "Move", "Pin", "RefTable", "Relocation", "SnapshotInfo", "TxnOutcome", "UndoWindow"]
 
 _HEX: Final = re.compile(r"[0-9a-f]{0,64}")
 
@@ -28,7 +29,7 @@ class BranchHead(NamedTuple):
     """The entry that moved it last."""
     time_ns: int
     length: int
-    """Moves in its history."""
+    """Moves that it ever made."""
 
 
 class SnapshotInfo(NamedTuple):
@@ -53,6 +54,40 @@ class SnapshotInfo(NamedTuple):
     new_bytes: int
 
 
+class Pin(NamedTuple):
+    """Who holds a snapshot, and why."""
+
+    ulid: Ulid
+    owner: str
+    reason: str
+    expires_ns: int | None
+    n: int
+    time_ns: int
+
+
+class UndoWindow(NamedTuple):
+    """What one entry took from a branch, or the tag that it removed."""
+
+    n: int
+    """That entry."""
+    name: str
+    time_ns: int
+    kind: str
+    """``branch``: all of it; ``snapshots`` of one; ``tag``."""
+    moves: list[Move]
+
+
+class Relocation(NamedTuple):
+    """Entries of a pack that are elsewhere now."""
+
+    pack: Ulid
+    moved: Ulid
+    """The object that says which, and where."""
+    n: int
+    hash: Digest
+    targets: tuple[Ulid, ...]
+
+
 class RefTable:
     """A view of a table or batch. Reads of a table see each entry that is folded meanwhile; those of a batch its own writes."""
 
@@ -61,23 +96,29 @@ class RefTable:
 
     def head(self) -> Head | None:
         """The entry that was folded last; None when none was, or by another version of the fold."""
-        head = self._row(Head, rows.HEAD_KEY)
+        head = self._row(Head, keys.HEAD_KEY)
         return head if head is not None and head.fold == rows.FOLD_VERSION else None
 
     def branches(self) -> list[str]:
         """The names of all branches, in order."""
-        return self._names(rows.branch_key(""))
+        return self._names(keys.branch_key(""))
 
     def branch(self, name: str) -> BranchHead | None:
         """Where a branch is."""
-        row = self._row(rows.BranchRow, rows.branch_key(name)) if is_ref_name(name) else None
+        row = self._row(rows.BranchRow, keys.branch_key(name)) if is_ref_name(name) else None
         return BranchHead(name, *row) if row is not None else None
+
+    def length(self, name: str) -> int:
+        """How many moves a branch of that name ever had: the number of its next one."""
+        branch = self.branch(name)
+        row = self._row(rows.StepRow, keys.length_key(name)) if branch is None else None
+        return branch.length if branch is not None else row.seq if row is not None else 0
 
     def moves(self, name: str, *, newest_first: bool = True, limit: int | None = None) -> Iterator[Move]:
         """The history of a branch, as moves."""
         if not is_ref_name(name):
             return
-        items = self._reader.scan(rows.moves_prefix(name), reverse=newest_first)
+        items = self._reader.scan(keys.moves_prefix(name), reverse=newest_first)
         for count, (_, value) in enumerate(items):
             if count == limit:
                 return
@@ -94,56 +135,129 @@ class RefTable:
         """The newest snapshot of that step in a branch's history."""
         if not is_ref_name(branch) or not -(1 << 63) <= step < 1 << 63:
             return None
-        row = self._row(rows.StepRow, rows.step_key(branch, step))
-        move = self._row(Move, rows.move_key(branch, row.seq)) if row is not None else None
+        row = self._row(rows.StepRow, keys.step_key(branch, step))
+        move = self._row(Move, keys.move_key(branch, row.seq)) if row is not None else None
         return move.ulid if move is not None else None
 
     def tags(self) -> list[str]:
         """The names of all tags, in order."""
-        return self._names(rows.tag_key(""))
+        return self._names(keys.tag_key(""))
 
     def tag(self, name: str) -> Digest | None:
         """The root that a tag names."""
-        row = self._row(rows.TagRow, rows.tag_key(name)) if is_ref_name(name) else None
+        row = self.tag_row(name)
         return row.root if row is not None else None
+
+    def tag_row(self, name: str) -> rows.TagRow | None:
+        """The snapshot that a tag names, and since when."""
+        return self._row(rows.TagRow, keys.tag_key(name)) if is_ref_name(name) else None
 
     def snapshot(self, ulid: bytes) -> SnapshotInfo | None:
         """A snapshot by the ULID of its record."""
-        value = self._reader.get(rows.snapshot_key(ulid)) if len(ulid) == ULID_BYTES else None
+        value = self._reader.get(keys.snapshot_key(ulid)) if len(ulid) == ULID_BYTES else None
         return self._info(Ulid(ulid), value) if value is not None else None
 
-    def snapshots(self) -> Iterator[SnapshotInfo]:
-        """All snapshots, by ULID: roughly in the order of time."""
-        prefix = rows.snapshot_key(b"")
+    def snapshots(self, *, live: bool = True) -> Iterator[SnapshotInfo]:
+        """All snapshots that are live, or all that are not, by ULID: roughly in the order of time."""
+        prefix = keys.snapshot_key(b"")
         for key, value in self._reader.scan(prefix):
-            yield self._info(Ulid(key[len(prefix) :]), value)
+            ulid = Ulid(key[len(prefix) :])
+            if self.is_live(ulid) is live:
+                yield self._info(ulid, value)
+
+    def is_live(self, ulid: bytes) -> bool:
+        """Whether anything holds a snapshot: a history, a tag, a pin, or an undo window."""
+        row = self._row(rows.HoldsRow, keys.holds_key(ulid))
+        return row is not None and row.holds > 0
+
+    def expired_at(self, ulid: bytes) -> int | None:
+        """The entry since which nothing holds a snapshot; None while something does."""
+        row = self._row(rows.HoldsRow, keys.holds_key(ulid))
+        return row.n if row is not None and not row.holds else None
 
     def by_root(self, root: bytes) -> SnapshotInfo | None:
-        """The newest snapshot with this root."""
-        row = self._row(rows.RootRow, rows.root_key(root)) if len(root) == DIGEST_BYTES else None
-        return self.snapshot(row.ulid) if row is not None else None
+        """The newest snapshot with this root; one that is live before one that is not."""
+        if len(root) != DIGEST_BYTES:
+            return None
+        prefix = keys.root_key(root)
+        found = [(Ulid(key[len(prefix) :]), rows.decode_row(rows.RootRow, value).n) for key, value in self._reader.scan(prefix)]
+        newest = max(found, key=lambda item: (self.is_live(item[0]), item[1]), default=None)
+        return self.snapshot(newest[0]) if newest is not None else None
 
     def roots_with_prefix(self, prefix: str, *, limit: int = 8) -> list[Digest]:
         """Up to `limit` roots that begin with these hex digits."""
         if not _HEX.fullmatch(prefix):
             return []
         found: list[Digest] = []
-        whole_bytes = rows.root_key(bytes.fromhex(prefix[: len(prefix) // 2 * 2]))
-        start = rows.root_key(bytes.fromhex(prefix + "0" * (len(prefix) % 2)))
+        whole_bytes = keys.root_key(bytes.fromhex(prefix[: len(prefix) // 2 * 2]))
+        start = keys.root_key(bytes.fromhex(prefix + "0" * (len(prefix) % 2)))
         for key, _ in self._reader.scan(whole_bytes, start=start):
-            root = Digest(key[-DIGEST_BYTES:])
+            root = Digest(key[-DIGEST_BYTES - ULID_BYTES : -ULID_BYTES])
             if len(found) == limit or not root.hex().startswith(prefix):
                 break
-            found.append(root)
+            if root not in found[-1:]:
+                found.append(root)
         return found
 
     def outcome(self, txn: bytes) -> TxnOutcome | None:
         """How a transaction ended; None while the log has neither its put nor its abort."""
-        return self._row(TxnOutcome, rows.txn_key(txn)) if len(txn) == ULID_BYTES else None
+        return self._row(TxnOutcome, keys.txn_key(txn)) if len(txn) == ULID_BYTES else None
+
+    # --- what is kept, and what goes ----------------------------------------------------------------------------------
+
+    def pins(self) -> Iterator[Pin]:
+        """All pins."""
+        prefix = keys.pin_key(b"")
+        for key, value in self._reader.scan(prefix):
+            ulid, owner = key[len(prefix) :][:ULID_BYTES], key[len(prefix) + ULID_BYTES :]
+            yield Pin(Ulid(ulid), owner.decode(), *rows.decode_row(rows.PinRow, value))
+
+    def is_pinned(self, ulid: bytes, owner: str) -> bool:
+        """Whether `owner` has a pin on a snapshot."""
+        return self._reader.get(keys.pin_key(ulid, owner)) is not None
+
+    def windows(self) -> Iterator[UndoWindow]:
+        """What was forgotten and can be undone, oldest first."""
+        prefix = keys.window_key(0, "")[:-8]
+        for key, value in self._reader.scan(prefix):
+            n, name = int.from_bytes(key[len(prefix) :][:8], "big"), key[len(prefix) + 8 :].decode("ascii")
+            moves = [rows.decode_row(Move, value) for _, value in self._reader.scan(keys.forgotten_prefix(n, name))]
+            yield UndoWindow(n, name, *rows.decode_row(rows.WindowRow, value), moves)
+
+    def object_state(self, key: ObjectKey) -> rows.ObjectRow | None:
+        """Whether an object is condemned or swept; None when neither."""
+        return self._row(rows.ObjectRow, keys.object_key(*key))
+
+    def objects(self) -> Iterator[tuple[ObjectKey, rows.ObjectRow]]:
+        """All objects that are condemned, or were swept after the horizon."""
+        for key, value in self._reader.scan(keys.OBJECTS_PREFIX):
+            yield ObjectKey(*keys.object_of(key)), rows.decode_row(rows.ObjectRow, value)
+
+    def relocations(self, pack: bytes) -> list[Relocation]:
+        """The relocations of a pack that are in force, newest first."""
+        prefix = keys.relocation_key(pack)
+        found = [(Ulid(key[len(prefix) :]), rows.decode_row(rows.RelocationRow, value)) for key, value in self._reader.scan(prefix)]
+        ordered = sorted(found, key=lambda item: (item[1].n, item[0]), reverse=True)
+        return [Relocation(Ulid(pack), moved, row.n, row.hash, tuple(split_ulids(row.targets))) for moved, row in ordered]
+
+    def all_relocations(self) -> Iterator[tuple[Ulid, Ulid]]:
+        """(pack, moved object) of every relocation in force."""
+        prefix = keys.relocation_key(b"")
+        for key, _ in self._reader.scan(prefix):
+            yield Ulid(key[len(prefix) :][:ULID_BYTES]), Ulid(key[len(prefix) + ULID_BYTES :])
+
+    def horizon(self) -> int:
+        """Tombstones of entries up to this one are forgotten, and nothing anchored before it may commit."""
+        row = self._row(rows.HorizonRow, keys.HORIZON_KEY)
+        return row.n if row is not None else 0
+
+    def items(self) -> Iterator[tuple[bytes, bytes]]:
+        """Every row, as it is stored."""
+        return self._reader.scan(keys.PREFIX)
 
     def stop(self) -> rows.StopRow | None:
         """The first critical operation that this build does not know."""
-        return self._row(rows.StopRow, rows.STOP_KEY)
+        return self._row(rows.StopRow, keys.STOP_KEY)
 
     def _row(self, kind: type[Row], key: bytes) -> Row | None:
         value = self._reader.get(key)
@@ -154,7 +268,7 @@ class RefTable:
 
     def _info(self, ulid: Ulid, value: bytes) -> SnapshotInfo:
         row = rows.decode_row(rows.SnapshotRow, value)
-        note = self._row(rows.NoteRow, rows.note_key(row.root)) or rows.NoteRow({}, "", "")
+        note = self._row(rows.NoteRow, keys.note_key(row.root)) or rows.NoteRow({}, "", "")
         return SnapshotInfo(
             ulid,
             row.root,

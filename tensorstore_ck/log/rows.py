@@ -1,19 +1,6 @@
-"""Keys and rows of the ref table: format, because a checkpoint is a dump of them. Pure.
+"""Rows of the ref table: format, because a checkpoint is a dump of them. Pure. Their keys, and what they mean: keys.py.
 
-Keys as in a checkpoint; in a host's table `PREFIX` stands before them. Numbers in keys are big-endian, so that keys sort as
-numbers do; a step is stored plus 2**63. Rows are msgpack arrays; ``name`` is ASCII without a zero byte. ``?``: or nil.
-
-    key                     row
-    b name                  snapshot, root, step?, n, time_ns, length     a branch: where it is, moves so far
-    l name 00 seq:8         snapshot, root, step?, n, time_ns, op         its moves, from 0 on
-    s name 00 step:8        seq                                           its newest move to a snapshot of that step
-    t name                  snapshot, root, n, time_ns                    a tag
-    u ulid:16               root, record, parent?, ref, step?, n, time_ns, metrics, logical_bytes, new_bytes
-    r root:32               snapshot                                      the newest snapshot of that root
-    a root:32               metrics, mark, reason                         what was said later about a root
-    x txn:16                put, n                                        how a transaction ended (put: bool), and where
-    f                       n, op                                         the first critical operation unknown to this build
-    h                       n, hash, fold                                 (not in checkpoints) the entry folded last
+A row is a msgpack array, decoded strictly, whether it comes from this host's cache or from a checkpoint.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,16 +11,26 @@ import msgpack
 from tensorstore_ck.envelope import pack_body
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
+from tensorstore_ck.log.keys import KINDS_BY_BYTE
 from tensorstore_ck.log.names import is_ref_name
-from tensorstore_ck.log.ops import MAX_METRICS, Check, is_count, is_digest, is_mark, is_metrics, is_parent, is_reason, is_step, is_ulid
+from tensorstore_ck.log.objects import is_ulids
+from tensorstore_ck.log.ops import (
+    MAX_METRICS,
+    Check,
+    is_count,
+    is_date,
+    is_digest,
+    is_mark,
+    is_metrics,
+    is_owner,
+    is_parent,
+    is_reason,
+    is_step,
+    is_ulid,
+)
 
-PREFIX: Final = b"r/"
-FOLD_VERSION: Final = 1
+FOLD_VERSION: Final = 2
 """Raised whenever `fold` comes to know another operation: what an older build folded lacks its effect."""
-
-HEAD_KEY: Final = PREFIX + b"h"
-STOP_KEY: Final = PREFIX + b"f"
-_STEP_BIAS: Final = 1 << 63
 
 
 class Head(NamedTuple):
@@ -100,7 +97,7 @@ class SnapshotRow(NamedTuple):
 class RootRow(NamedTuple):
     """A snapshot by its root."""
 
-    ulid: Ulid
+    n: int
 
 
 class NoteRow(NamedTuple):
@@ -119,56 +116,66 @@ class TxnOutcome(NamedTuple):
     n: int
 
 
+class HoldsRow(NamedTuple):
+    """What holds a snapshot."""
+
+    holds: int
+    """Moves in histories, tags, pins, and moves and tags that were forgotten and can be undone."""
+    n: int
+    """The entry at which that became 0."""
+
+
+class PinRow(NamedTuple):
+    """A pin."""
+
+    reason: str
+    expires_ns: int | None
+    n: int
+    time_ns: int
+
+
+class WindowRow(NamedTuple):
+    """An undo window."""
+
+    time_ns: int
+    kind: str
+    """``branch``: a whole one; ``snapshots`` of one; ``tag``."""
+
+
+class ObjectRow(NamedTuple):
+    """An object that gc listed."""
+
+    swept: bool
+    n: int
+
+
+class RelocationRow(NamedTuple):
+    """Where entries of a pack went."""
+
+    n: int
+    hash: Digest
+    """Of the sealed moved object."""
+    targets: bytes
+    """The packs, as joined ULIDs."""
+
+
+class MovedRow(NamedTuple):
+    """Which pack a moved object is about."""
+
+    pack: Ulid
+
+
+class HorizonRow(NamedTuple):
+    """Tombstones of entries up to this one are forgotten."""
+
+    n: int
+
+
 class StopRow(NamedTuple):
     """The first critical operation that this build does not know."""
 
     n: int
     op: str
-
-
-def branch_key(name: str) -> bytes:
-    """See the module docstring; so for the others."""
-    return PREFIX + b"b" + name.encode()
-
-
-def moves_prefix(name: str) -> bytes:
-    """What the keys of a branch's moves begin with."""
-    return PREFIX + b"l" + name.encode() + b"\0"
-
-
-def move_key(name: str, seq: int) -> bytes:
-    """The key of one move."""
-    return moves_prefix(name) + seq.to_bytes(8, "big")
-
-
-def step_key(name: str, step: int) -> bytes:
-    """The key of a branch's step."""
-    return PREFIX + b"s" + name.encode() + b"\0" + (step + _STEP_BIAS).to_bytes(8, "big")
-
-
-def tag_key(name: str) -> bytes:
-    """The key of a tag."""
-    return PREFIX + b"t" + name.encode()
-
-
-def snapshot_key(ulid: bytes) -> bytes:
-    """The key of a snapshot."""
-    return PREFIX + b"u" + ulid
-
-
-def root_key(root: bytes) -> bytes:
-    """The key of a root, or of what begins so."""
-    return PREFIX + b"r" + root
-
-
-def note_key(root: bytes) -> bytes:
-    """The key of what was said about a root."""
-    return PREFIX + b"a" + root
-
-
-def txn_key(txn: bytes) -> bytes:
-    """The key of a transaction."""
-    return PREFIX + b"x" + txn
 
 
 def _is_short(value: object) -> bool:
@@ -186,10 +193,17 @@ _CHECKS: Final[Mapping[type, tuple[Check, ...]]] = {
     StepRow: (is_count,),
     TagRow: (is_ulid, is_digest, is_count, is_count),
     SnapshotRow: (is_digest, is_digest, is_parent, is_ref_name, is_step, is_count, is_count, is_metrics, is_count, is_count),
-    RootRow: (is_ulid,),
+    RootRow: (is_count,),
     NoteRow: (is_metrics, is_mark, is_reason),
     TxnOutcome: (_is_bool, is_count),
     StopRow: (is_count, _is_short),
+    HoldsRow: (is_count, is_count),
+    PinRow: (is_reason, is_date, is_count, is_count),
+    WindowRow: (is_count, _is_short),
+    ObjectRow: (_is_bool, is_count),
+    RelocationRow: (is_count, is_digest, is_ulids),
+    MovedRow: (is_ulid,),
+    HorizonRow: (is_count,),
 }
 
 
@@ -207,10 +221,19 @@ _KEYS: Final[Mapping[bytes, tuple[type, Callable[[bytes], bool]]]] = {
     b"s": (StepRow, _is_sequence_key),
     b"t": (TagRow, _is_name_key),
     b"u": (SnapshotRow, lambda key: len(key) == 1 + ULID_BYTES),
-    b"r": (RootRow, lambda key: len(key) == 1 + DIGEST_BYTES),
+    b"r": (RootRow, lambda key: len(key) == 1 + DIGEST_BYTES + ULID_BYTES),
     b"a": (NoteRow, lambda key: len(key) == 1 + DIGEST_BYTES),
     b"x": (TxnOutcome, lambda key: len(key) == 1 + ULID_BYTES),
     b"f": (StopRow, lambda key: len(key) == 1),
+    b"q": (StepRow, _is_name_key),
+    b"k": (HoldsRow, lambda key: len(key) == 1 + ULID_BYTES),
+    b"p": (PinRow, lambda key: len(key) > 1 + ULID_BYTES and is_owner(key[1 + ULID_BYTES :].decode("utf-8", "replace"))),
+    b"e": (WindowRow, lambda key: _is_name_key(key[8:])),
+    b"d": (Move, lambda key: _is_sequence_key(key[8:])),
+    b"g": (ObjectRow, lambda key: len(key) == 2 + ULID_BYTES and key[1:2] in KINDS_BY_BYTE),
+    b"m": (RelocationRow, lambda key: len(key) == 1 + 2 * ULID_BYTES),
+    b"w": (MovedRow, lambda key: len(key) == 1 + ULID_BYTES),
+    b"z": (HorizonRow, lambda key: len(key) == 1),
 }
 
 _MAX_FIELDS: Final = 16

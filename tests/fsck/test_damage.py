@@ -14,7 +14,7 @@ from tensorstore_ck.fsck import abort_stale_uploads, run_fsck
 from tensorstore_ck.fsck.findings import MAX_HITS, FsckReport
 from tensorstore_ck.fsck.logcheck import check_log
 from tensorstore_ck.ids import Digest
-from tensorstore_ck.log import rows
+from tensorstore_ck.log import keys
 from tensorstore_ck.log.checkpoint import dump
 from tensorstore_ck.log.entry import decode_entry, seal_entry
 from tensorstore_ck.opening import init_store, make_engine
@@ -238,7 +238,7 @@ def test_a_checkpoint_that_says_something_else_than_the_log() -> None:
     backend = copy(OBJECTS)
     log = check_log(backend, prefix="log", uuid=None)
     with log.table.batch() as batch:
-        batch.delete(rows.tag_key("paper"))
+        batch.delete(keys.tag_key("paper"))
         forged = dump(batch, log.last, log.last_hash or Digest(bytes(32)))
     assert forged is not None
     backend.put(f"checkpoint/{log.last:020d}", forged)

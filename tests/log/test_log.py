@@ -12,7 +12,7 @@ import pytest
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, CorruptObjectError, FormatVersionError, MissingObjectError
-from tensorstore_ck.log import LogChangedWarning, Op, RefTable, rows
+from tensorstore_ck.log import LogChangedWarning, Op, RefTable, keys, rows
 from tensorstore_ck.log.entry import decode_entry, entry_name, folder_name, genesis_hash
 from tensorstore_ck.table import MemoryTable, Table, TableDamagedError
 from tensorstore_ck.table.lmdb_table import open_lmdb_table
@@ -179,8 +179,8 @@ def test_a_head_of_another_build_or_none_at_all_is_built_again(table: Table, row
     backend = MemoryBackend()
     append_puts(open_log(backend, table), 3)
     with table.batch() as batch:
-        batch.put(rows.HEAD_KEY, row)
-        batch.put(rows.tag_key("leftover"), b"")
+        batch.put(keys.HEAD_KEY, row)
+        batch.put(keys.tag_key("leftover"), b"")
     log = open_log(backend, table)
     log.sync()
     assert dump_of(log) == dump_of(open_log(backend, _synced(backend)))
@@ -190,7 +190,7 @@ def test_rows_that_make_no_sense_are_built_again_when_they_are_met(table: Table)
     backend = MemoryBackend()
     append_puts(open_log(backend, table), 3)
     with table.batch() as batch:
-        batch.put(rows.branch_key("runs/gpt"), b"\x00")
+        batch.put(keys.branch_key("runs/gpt"), b"\x00")
     append_puts(open_log(backend), 1, first=3)
     log = open_log(backend, table)
     log.sync()
@@ -205,7 +205,7 @@ def test_the_block_index_goes_with_the_fold_that_vouched_for_it(table: Table) ->
     open_log(backend, table).sync()
     assert table.get(b"b/block") == b"location"
     with table.batch() as batch:
-        batch.put(rows.HEAD_KEY, b"")
+        batch.put(keys.HEAD_KEY, b"")
     open_log(backend, table).sync()
     assert table.get(b"b/block") is None
 
@@ -261,7 +261,7 @@ def test_operations_are_not_built_on_a_table_that_lost_what_it_held(table: Table
     def build(view: RefTable) -> list[Op]:
         if not built:
             with table.batch() as batch:
-                batch.clear(rows.PREFIX)
+                batch.clear(keys.PREFIX)
         built.append(view.branches())
         return [mark_op(",".join(view.branches()))]
 
@@ -423,7 +423,7 @@ def test_a_checkpoint_that_does_not_fit_is_ignored(how: str) -> None:
 def test_a_checkpoint_of_another_version_of_the_fold_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Tricky()
     append_puts(open_log(backend), 70)
-    monkeypatch.setattr(rows, "FOLD_VERSION", 2)
+    monkeypatch.setattr(rows, "FOLD_VERSION", rows.FOLD_VERSION + 1)
     backend.calls.clear()
     open_log(backend).sync()
     assert entry_name("log", 1) in gets(backend)

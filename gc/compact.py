@@ -1,0 +1,202 @@
+"""Copies the live entries of sparse packs into new packs. What it writes is in force only once a `relocate` operation says so.
+
+Every block is verified on the way. A pack with a block that does not verify is left as it is: `tsck fsck --repair` is for that.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.closure import Entries
+from tensorstore_ck.codec import Codec, decode
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.envelope import object_hash
+from tensorstore_ck.errors import CorruptObjectError, DamageError
+from tensorstore_ck.ids import Digest, Ulid
+from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable
+from tensorstore_ck.moved import MOVED_DTYPE, Moved
+from tensorstore_ck.pack import HEADER, TRAILER, Footer, decode_footer, footer_bytes, pack_name
+from tensorstore_ck.packwriter import PackWriter
+from tensorstore_ck.parallel import cpu_threads, for_each
+
+RUN_BYTES: Final = 8 << 20
+MAX_OPEN_PACKS: Final = 4
+REMOTE_THREADS: Final = 8
+
+
+class Move(NamedTuple):
+    """A pack whose live entries were copied."""
+
+    pack: Ulid
+    ulid: Ulid
+    """The moved object that says where."""
+    hash: Digest
+    targets: tuple[Ulid, ...]
+    entries: Entries
+    """Those that were copied, in order."""
+    size_bytes: int
+    """Of the moved object."""
+
+    def operations(self, view: RefTable, needed: Entries) -> list[Op]:
+        """What puts it in force at a head where `needed` entries of the pack are live; nothing where it must not be.
+
+        DESIGN section 6: the pack is not listed, every live entry was copied, and neither the moved object nor a target was
+        swept. The caller answers for the anchor.
+        """
+        own = [ObjectKey("moved", self.ulid), *(ObjectKey("pack", target) for target in self.targets)]
+        states = {key: view.object_state(key) for key in own}
+        if view.object_state(ObjectKey("pack", self.pack)) is not None or any(
+            state is not None and state.swept for state in states.values()
+        ):
+            return []
+        if not np.isin(needed, self.entries, assume_unique=True).all():
+            return []
+        condemned = Objects(key for key, state in states.items() if state is not None)
+        relocate = Op.relocate(self.pack, self.ulid, self.hash, self.targets)
+        return [relocate, Op.condemn(Objects([ObjectKey("pack", self.pack)])), *([Op.rescue(condemned)] if condemned else [])]
+
+
+class Compacted(NamedTuple):
+    """What was written."""
+
+    moves: list[Move]
+    written_bytes: int
+    problems: list[str]
+    """Packs that could not be read, and why."""
+
+
+class SparsePack(NamedTuple):
+    """A pack, and which of its entries are to be copied, in order."""
+
+    pack: Ulid
+    footer: Footer
+    entries: Entries
+    size_bytes: int
+
+
+def read_footer(backend: Backend, pack: Ulid, size_bytes: int) -> Footer:
+    """The footer of a pack, in three small reads.
+
+    Raises:
+        DamageError: missing or damaged.
+    """
+    name = pack_name(pack)
+    if size_bytes < HEADER.size + TRAILER.size:
+        raise CorruptObjectError(f"{name} is cut short", object_id=name)
+    header, trailer = bytearray(HEADER.size), bytearray(TRAILER.size)
+    backend.read_into(name, 0, memoryview(header))
+    backend.read_into(name, size_bytes - TRAILER.size, memoryview(trailer))
+    footer = bytearray(footer_bytes(memoryview(trailer), size_bytes, name))
+    backend.read_into(name, size_bytes - len(footer), memoryview(footer))
+    return decode_footer(memoryview(header), bytes(footer), size_bytes, name)
+
+
+def compact(
+    engine: Engine,
+    packs: Sequence[SparsePack],
+    progress: Callable[[int], None] = lambda size: None,
+    read: Callable[[Ulid, Footer, list[int]], list[memoryview]] | None = None,
+) -> Compacted:
+    """Copies the given entries of each pack.
+
+    Args:
+        engine: The store.
+        packs: What to copy.
+        progress: Called with each number of bytes copied.
+        read: Reads raw blocks, given neighbouring entries; by default from the pack itself.
+    """
+    writer = PackWriter(
+        engine.backend, engine.new_id, lambda _: None, open_packs=min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
+    )
+    problems: dict[Ulid, str] = {}
+    lock = threading.Lock()
+    fetch = read or (lambda pack, footer, run: read_blocks(engine.backend, pack, footer, run))
+
+    def copy(run: tuple[SparsePack, list[int]]) -> None:
+        source, entries = run
+        if source.pack in problems:
+            return
+        try:
+            blocks = fetch(source.pack, source.footer, entries)
+        except DamageError as exc:
+            with lock:
+                problems[source.pack] = str(exc)
+            return
+        is_encoded = source.footer.entries["codec"][entries] != Codec.RAW
+        for compress in (False, True):
+            chosen = np.flatnonzero(is_encoded == compress).tolist()
+            added = writer.add([blocks[at] for at in chosen], compress=compress) if chosen else []
+            if added != [_block_id(source.footer, entries[at]) for at in chosen]:
+                with lock:
+                    problems[source.pack] = f"{pack_name(source.pack)} holds a block that does not match its id"
+                return
+        progress(int(source.footer.entries["stored"][entries].sum(dtype=np.int64)))
+
+    try:
+        for_each(_runs(packs), copy, cpu_threads() + 1 if engine.backend.is_local else REMOTE_THREADS)
+        writer.close()
+    except BaseException:
+        writer.abort()
+        raise
+    moves = [_write_move(engine, writer, source) for source in packs if source.pack not in problems]
+    return Compacted(moves, writer.new_bytes + sum(move.size_bytes for move in moves), list(problems.values()))
+
+
+def read_blocks(backend: Backend, pack: Ulid, footer: Footer, entries: list[int]) -> list[memoryview]:
+    """The raw bytes of neighbouring entries of a pack; whether they match their ids is the caller's to check.
+
+    Raises:
+        DamageError: the pack is cut short, or a block cannot be decoded.
+    """
+    name = pack_name(pack)
+    rows = footer.entries[entries]
+    start = int(rows["offset"][0])
+    memory = memoryview(bytearray(int(rows["offset"][-1]) + int(rows["stored"][-1]) - start))
+    backend.read_into(name, start, memory)
+    blocks = []
+    for row in rows:
+        at = int(row["offset"]) - start
+        blocks.append(decode(int(row["codec"]), memory[at : at + int(row["stored"])], int(row["raw"]), name))
+    return blocks
+
+
+def _runs(sources: Sequence[SparsePack]) -> Iterator[tuple[SparsePack, list[int]]]:
+    """Entries that lie side by side, or nearly, in runs that are read at once."""
+    for source in sources:
+        run: list[int] = []
+        start = end = 0
+        for entry in source.entries.tolist():
+            row = source.footer.entries[entry]
+            offset, stored = int(row["offset"]), int(row["stored"])
+            if run and (offset + stored - start > RUN_BYTES or offset - end > RUN_BYTES // 64):
+                yield source, run
+                run = []
+            if not run:
+                start = offset
+            run.append(entry)
+            end = offset + stored
+        if run:
+            yield source, run
+
+
+def _write_move(engine: Engine, writer: PackWriter, source: SparsePack) -> Move:
+    places = [writer.location(_block_id(source.footer, entry)) for entry in source.entries.tolist()]
+    targets = sorted({place.pack for place in places})
+    numbers = {target: number for number, target in enumerate(targets)}
+    rows = np.array(
+        [
+            (entry, numbers[place.pack], place.entry, place.stored, place.offset, place.codec, 0, 0)
+            for entry, place in zip(source.entries.tolist(), places, strict=True)
+        ],
+        MOVED_DTYPE,
+    )
+    ulid, encoded = engine.new_id(), Moved(source.pack, targets, rows).encode()
+    engine.backend.put(ObjectKey("moved", ulid).name, encoded)
+    return Move(source.pack, ulid, object_hash(encoded), tuple(targets), source.entries, len(encoded))
+
+
+def _block_id(footer: Footer, entry: int) -> Digest:
+    return Digest(footer.entries["id"][entry].tobytes())

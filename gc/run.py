@@ -1,0 +1,318 @@
+"""One run of gc: end what has run out, mark, plan, compact, condemn, sweep, delete, settle. PROTOCOL.md says why that is safe.
+
+Any number of hosts may run it at once, beside writers and readers, and it may be killed anywhere: the lists belong to the log,
+so that the next run, of anybody, goes on with them. Clocks decide only when something is begun.
+"""
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.errors import DamageError, GcRefusedError, UnreadableError, UnsafeBackendError
+from tensorstore_ck.gc.compact import Move, SparsePack, compact, read_footer
+from tensorstore_ck.gc.listing import Listed, list_objects
+from tensorstore_ck.gc.reach import Reach
+from tensorstore_ck.gc.report import GcOptions, GcReport, GoneSnapshot, Progress, RewrittenPack
+from tensorstore_ck.ids import ZERO_DIGEST, ulid_text
+from tensorstore_ck.log import FOLDERS, Entry, ObjectKey, Objects, Op, RefTable, fold, pieces
+from tensorstore_ck.moved import MOVED_DTYPE, Moved
+from tensorstore_ck.pack import ENTRY_DTYPE, HEADER, PACK_LIMIT_BYTES, TRAILER
+from tensorstore_ck.parallel import for_each
+from tensorstore_ck.table import MemoryTable
+
+OBJECTS_AN_ENTRY: Final = 40_000
+"""16 bytes each: well below the megabyte that an entry may have."""
+DELETE_BATCH: Final = 1000
+ENDINGS_AN_ENTRY: Final = 2000
+MOVES_AN_ENTRY: Final = 500
+THREADS: Final = 8
+MAX_CLOCK_SECONDS: Final = 300
+MARK_TRIES: Final = 3
+
+
+def run_gc(
+    engine: Engine, options: GcOptions | None = None, *, dry_run: bool = False, progress: Progress = lambda what, done, total: None
+) -> GcReport:
+    """Frees what nothing holds; with `dry_run` only says what it would do.
+
+    Raises:
+        UnreadableError: something that is held cannot be read, so that nobody knows what it needs.
+        GcRefusedError: more would go than `options.max_delete`, or the backend's clock is too far from ours.
+        UnsafeBackendError: the backend does not keep what gc's safety rests on.
+    """
+    return _Gc(engine, options or GcOptions(), dry_run, progress).run()
+
+
+class _Plan(NamedTuple):
+    """What would be done at `view`."""
+
+    view: RefTable
+    listed: dict[ObjectKey, Listed]
+    garbage: list[ObjectKey]
+    """To be condemned, unless something has come to need it."""
+    sparse: list[SparsePack]
+    doomed: list[ObjectKey]
+    """What will be deleted in this run."""
+    gone: tuple[GoneSnapshot, ...]
+    young: int
+
+
+class _Gc:
+    def __init__(self, engine: Engine, options: GcOptions, dry_run: bool, progress: Progress) -> None:
+        self._engine = engine
+        self._options = options
+        self._dry_run = dry_run
+        self._progress = progress
+        self._now_ns = engine.clock()
+        self._reach = Reach(engine, lambda done, total: progress("marking snapshots", done, total))
+        self._view = engine.log.view()
+        self._anchor = 0
+        self._due: dict[int, bool] = {}
+        self._requests = 0
+        self._notes: list[str] = []
+
+    def run(self) -> GcReport:
+        self._engine.log.sync()
+        if self._dry_run:
+            self._view = _simulated(self._engine.log.view(), self._ending(self._engine.log.view()))
+        else:
+            self._engine.require_writable()
+            self._require_safe_backend()
+            self._engine.log.append(lambda view: self._ending(view)[:ENDINGS_AN_ENTRY])
+        self._mark()
+        plan = self._make_plan()
+        self._refuse_too_much(plan)
+        if self._dry_run:
+            return self._report(plan, plan.doomed, plan.sparse, _written_bytes(plan.sparse))
+        copied = _Summed(self._progress, "rewriting packs", sum(map(_live_bytes, plan.sparse)))
+        compacted = compact(self._engine, plan.sparse, copied.add)
+        self._notes += compacted.problems
+        self._condemn(plan.garbage, compacted.moves)
+        self._sweep()
+        deleted = self._delete(plan.listed)
+        self._settle(plan.listed, deleted)
+        moved = {move.pack for move in compacted.moves}
+        return self._report(plan, deleted, [sparse for sparse in plan.sparse if sparse.pack in moved], compacted.written_bytes)
+
+    # --- what to do ---------------------------------------------------------------------------------------------------
+
+    def _require_safe_backend(self) -> None:
+        if not self._engine.config.exclusive_create:
+            raise UnsafeBackendError(
+                f"{self._engine.backend.url} does not create objects exclusively: gc needs a total order of commits",
+                object_id=self._engine.backend.url,
+            )
+        if self._options.min_age_seconds == 0:
+            return  # ages do not count
+        name = f"probe/{ulid_text(self._engine.new_id())}/clock"
+        self._engine.backend.put(name, b"")
+        try:
+            modified = [info.modified_ns for info in self._engine.backend.list(name.rpartition("/")[0] + "/")]
+        finally:
+            self._engine.backend.delete([name])
+        apart = abs(self._engine.clock() - modified[0]) // 1_000_000_000 if modified else 0
+        if apart > MAX_CLOCK_SECONDS:
+            raise GcRefusedError(
+                f"the clocks of this host and of {self._engine.backend.url} are {apart} s apart, so the ages of objects are not known: "
+                "set this host's clock"
+            )
+
+    def _ending(self, view: RefTable) -> list[Op]:
+        """Undo windows and pins that have run out by this host's clock; all others follow the entry that says so."""
+        windows = [window for window in view.windows() if self._age_seconds(window.time_ns) >= self._options.undo_window_seconds]
+        pins = [pin for pin in view.pins() if pin.expires_ns is not None and pin.expires_ns <= self._now_ns]
+        return [*(Op.purge(window.n, window.name) for window in windows), *(Op.unpin(pin.ulid, pin.owner, view) for pin in pins)]
+
+    def _mark(self) -> None:
+        """Marks at the newest head; what vanishes meanwhile, because others free it, is looked at again."""
+        for attempt in range(MARK_TRIES):
+            head = self._view.head()
+            self._anchor = head.n if head else 0
+            try:
+                return self._reach.update(self._view)
+            except UnreadableError:
+                before, now = self._anchor, self._engine.log.sync().n
+                if now == before or attempt + 1 == MARK_TRIES:
+                    raise
+        return None
+
+    def _make_plan(self) -> _Plan:
+        view, options = self._view, self._options
+        listed = list_objects(self._engine.backend)
+        self._requests += len(FOLDERS) + len(listed) // 1000
+        states = {key: state for key in listed if (state := view.object_state(key)) is not None}
+        unneeded = [key for key in listed if key not in states and not self._reach.needs(key)]
+        garbage = [key for key in unneeded if self._age_seconds(listed[key].modified_ns) >= options.min_age_seconds]
+        due = {key for key, state in states.items() if state.swept or self._is_due(state.n)}
+        sparse = self._sparse_packs(listed, states)
+        doomed = [*due, *(garbage if not options.grace_seconds else ())]
+        doomed += [ObjectKey("pack", pack.pack) for pack in sparse if not options.grace_seconds]
+        gone = (GoneSnapshot(ulid_text(info.ulid), info.root.hex(), info.ref, info.step) for info in view.snapshots(live=False))
+        return _Plan(view, listed, garbage, sparse, doomed, tuple(gone), len(unneeded) - len(garbage))
+
+    def _sparse_packs(self, listed: dict[ObjectKey, Listed], states: Iterable[ObjectKey]) -> list[SparsePack]:
+        """The packs worth rewriting, those first that free most per byte written, up to the budget."""
+        if not self._options.compact_below:
+            return []
+        known = set(states)
+        candidates = [key for key in listed if key.kind == "pack" and key not in known and self._reach.needs(key)]
+        found: list[SparsePack] = []
+
+        def judge(key: ObjectKey) -> None:
+            size_bytes, entries = listed[key].size_bytes, self._reach.live_entries(key.ulid)
+            try:
+                footer = read_footer(self._engine.backend, key.ulid, size_bytes)
+            except DamageError as exc:
+                self._notes.append(f"{key.name} was left as it is: {exc}")
+                return
+            if len(entries) and int(entries[-1]) < len(footer.entries):
+                pack = SparsePack(key.ulid, footer, entries, size_bytes)
+                if _live_bytes(pack) < self._options.compact_below * size_bytes:
+                    found.append(pack)
+
+        for_each(candidates, judge, 1 if self._engine.backend.is_local else THREADS)
+        self._requests += 3 * len(candidates)
+        found.sort(key=lambda pack: (_live_bytes(pack) / pack.size_bytes, pack.pack))
+        chosen: list[SparsePack] = []
+        budget_bytes = self._options.compact_bytes
+        for pack in found:
+            budget_bytes -= _live_bytes(pack)
+            if budget_bytes < 0:
+                self._notes.append(f"{len(found) - len(chosen)} more packs are sparse: the next run goes on with them")
+                break
+            chosen.append(pack)
+        return chosen
+
+    def _refuse_too_much(self, plan: _Plan) -> None:
+        going = sum(plan.listed[key].size_bytes for key in plan.doomed) - _written_bytes(plan.sparse)
+        total = sum(listed.size_bytes for listed in plan.listed.values())
+        if not self._dry_run and going > self._options.max_delete * total:
+            raise GcRefusedError(
+                f"{going} of {total} bytes ({going / total:.0%}) would go, more than {self._options.max_delete:.0%}: "
+                "see what with a dry run, "
+                "and allow it with max_delete (--max-delete 100%)"
+            )
+
+    # --- do it --------------------------------------------------------------------------------------------------------
+
+    def _condemn(self, garbage: list[ObjectKey], moves: list[Move]) -> None:
+        """Lists the garbage and puts moves in force, as of the very head that the entry follows."""
+
+        def build(view: RefTable, batch: Iterable[ObjectKey], moves: list[Move]) -> list[Op]:
+            self._reach.update(view)
+            chosen = Objects(key for key in batch if view.object_state(key) is None and not self._reach.needs(key))
+            ops = [Op.condemn(chosen)] if chosen else []
+            if self._anchor >= view.horizon():
+                ops += [op for move in moves for op in move.operations(view, self._reach.live_entries(move.pack))]
+            return ops
+
+        for batch in pieces(garbage, OBJECTS_AN_ENTRY):
+            self._engine.log.append(partial(build, batch=batch, moves=[]))
+        for at in range(0, len(moves), MOVES_AN_ENTRY):
+            self._engine.log.append(partial(build, batch=(), moves=moves[at : at + MOVES_AN_ENTRY]))
+
+    def _sweep(self) -> None:
+        def build(view: RefTable) -> list[Op]:
+            due = [key for key, state in view.objects() if not state.swept and self._is_due(state.n)]
+            return [Op.sweep(Objects(due[:OBJECTS_AN_ENTRY]))] if due else []
+
+        while self._engine.log.append(build).ops:
+            pass
+
+    def _is_due(self, n: int) -> bool:
+        """Whether what entry `n` condemned has waited for the grace period."""
+        if n not in self._due:
+            entry = self._engine.log.chain.read(n) if self._options.grace_seconds else None
+            self._due[n] = entry is None or self._age_seconds(entry.time_ns) >= self._options.grace_seconds
+        return self._due[n]
+
+    def _delete(self, listed: Mapping[ObjectKey, Listed]) -> list[ObjectKey]:
+        """Deletes what was swept, whoever swept it."""
+        view = self._engine.log.view()
+        dead = sorted(key for key in listed if (state := view.object_state(key)) is not None and state.swept)
+        deleted = _Summed(self._progress, "deleting objects", len(dead))
+
+        def delete(keys: list[ObjectKey]) -> None:
+            self._engine.backend.delete([key.name for key in keys])
+            deleted.add(len(keys))
+
+        for_each((dead[at : at + DELETE_BATCH] for at in range(0, len(dead), DELETE_BATCH)), delete, THREADS)
+        return dead
+
+    def _settle(self, listed: Mapping[ObjectKey, Listed], deleted: Sequence[ObjectKey]) -> None:
+        """Forgets tombstones of long ago, so that their number stays bounded."""
+        view = self._engine.log.view()
+        left = set(listed) - set(deleted)
+        entries = sorted({state.n for key, state in view.objects() if state.swept and key not in left})
+        old = [n for n in entries if self._is_older_entry(n, self._options.settle_seconds)]
+        if old and old[-1] > view.horizon():
+            self._engine.log.append(lambda view: [Op.settle(old[-1])] if old[-1] > view.horizon() else [])
+
+    def _is_older_entry(self, n: int, seconds: float) -> bool:
+        entry = self._engine.log.chain.read(n)
+        return entry is not None and self._age_seconds(entry.time_ns) >= seconds
+
+    def _age_seconds(self, time_ns: int) -> float:
+        return (self._now_ns - time_ns) / 1_000_000_000
+
+    # --- say it -------------------------------------------------------------------------------------------------------
+
+    def _report(self, plan: _Plan, deleted: Sequence[ObjectKey], rewritten: Sequence[SparsePack], written_bytes: int) -> GcReport:
+        going = set(deleted)
+        waiting = len(plan.garbage) + len(plan.sparse) if self._options.grace_seconds else 0
+        waiting += sum(not state.swept and key not in going for key, state in plan.view.objects())
+        batch = 1 if self._engine.backend.is_local else DELETE_BATCH
+        writes = sum(2 + _live_bytes(pack) // (8 << 20) for pack in rewritten)
+        return GcReport(
+            self._dry_run,
+            plan.gone,
+            {kind: sum(key.kind == kind for key in deleted) for kind in FOLDERS},
+            sum(plan.listed[key].size_bytes for key in deleted),
+            tuple(RewrittenPack(ObjectKey("pack", pack.pack).name, pack.size_bytes, _live_bytes(pack)) for pack in rewritten),
+            written_bytes,
+            waiting,
+            plan.young,
+            sum(listed.size_bytes for listed in plan.listed.values()),
+            self._requests + -(-len(deleted) // batch) + writes,
+            tuple(self._notes),
+        )
+
+
+class _Summed:
+    """Adds up progress from several threads."""
+
+    def __init__(self, progress: Progress, what: str, total: int) -> None:
+        self._progress, self._what, self._total, self._done = progress, what, total, 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        """So many more are done."""
+        with self._lock:
+            self._done += count
+            self._progress(self._what, self._done, self._total)
+
+
+def _simulated(view: RefTable, ops: Sequence[Op]) -> RefTable:
+    """What `view` would be after an entry with these operations."""
+    table = MemoryTable()
+    head = view.head()
+    with table.batch() as batch:
+        for key, value in view.items():
+            batch.put(key, value)
+        fold(Entry((head.n if head else 0) + 1, ZERO_DIGEST, bytes(16), 0, "", tuple(ops), ZERO_DIGEST, 0), batch)
+    return RefTable(table)
+
+
+def _live_bytes(pack: SparsePack) -> int:
+    return int(pack.footer.entries["stored"][pack.entries].sum(dtype=np.int64))
+
+
+def _written_bytes(packs: Sequence[SparsePack]) -> int:
+    """What rewriting will write; a pack more than one gibibyte adds a header and a trailer."""
+    sizes = [_live_bytes(pack) + len(pack.entries) * ENTRY_DTYPE.itemsize for pack in packs]
+    moved = [len(Moved(pack.pack, [pack.pack], np.zeros(len(pack.entries), MOVED_DTYPE)).encode()) for pack in packs]
+    return sum(sizes) + sum(moved) + (HEADER.size + TRAILER.size) * -(-sum(sizes) // PACK_LIMIT_BYTES)
