@@ -220,9 +220,7 @@ class Store:
 
     # --- what stays, and what goes ------------------------------------------------------------------------------------
 
-    def pin(
-        self, address: str, *, reason: str = "", owner: str | None = None, expires: "str | float | timedelta | None" = None
-    ) -> Snapshot:
+    def pin(self, address: str, *, reason: str = "", owner: str | None = None, expires: "str | float | None" = None) -> Snapshot:
         """Holds a snapshot until it is unpinned or `expires` has passed. An owner's second pin replaces the first.
 
         Args:

@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 import click
 
 import tensorstore_ck
-from tensorstore_ck.cli import history, maintenance, refs, transfer
+from tensorstore_ck.cli import history, keeping, maintenance, refs, transfer
 from tensorstore_ck.cli.output import emit, printable
 from tensorstore_ck.errors import StoreError
 
@@ -102,6 +102,11 @@ for _command in (
     refs.annotate,
     refs.mark,
     history.usage,
+    keeping.pin,
+    keeping.unpin,
+    keeping.forget,
+    keeping.undo,
+    keeping.gc,
     maintenance.fsck,
     maintenance.salvage,
     maintenance.probe,

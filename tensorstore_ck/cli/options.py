@@ -16,8 +16,9 @@ from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.cli.progress import Bar, CountingBackend
 from tensorstore_ck.config import CONFIG_NAME
+from tensorstore_ck.durations import parse_seconds
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.errors import NotAStoreError
+from tensorstore_ck.errors import InvalidOptionError, NotAStoreError
 from tensorstore_ck.opening import open_engine
 from tensorstore_ck.store import Store
 
@@ -104,6 +105,25 @@ def named_number(text: str) -> tuple[str, float]:
         return named_value(text)[0], float(value)
     except ValueError:
         raise click.BadParameter(f"{text!r} is not NAME=NUMBER: {value!r} is no number.") from None
+
+
+def seconds(text: str) -> float:
+    """``90s``, ``10m``, ``1h``, ``30d``."""
+    try:
+        return parse_seconds(text, "time")
+    except InvalidOptionError:
+        raise click.BadParameter(f"{text!r} is no length of time: write 90s, 10m, 1h or 30d.") from None
+
+
+def fraction(text: str) -> float:
+    """``20%`` or ``0.2``."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise click.BadParameter(f"{text!r} is not between 0% and 100%.")
+    return value
 
 
 def json_option(command: Command) -> Command:

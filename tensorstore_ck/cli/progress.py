@@ -6,7 +6,7 @@ Threads may report at any time. A bar never changes what a command does or print
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any, Self, cast
+from typing import Any, Self, TextIO, cast
 
 import click
 
@@ -62,6 +62,29 @@ class Bar:
 
     def _position(self, _: object) -> str:
         return f"{human_bytes(self._done)} of {human_bytes(self._total)}"
+
+
+class Phases:
+    """A line that says what is being done, and how far; nothing where that is no terminal. A context manager."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._shown = stream.isatty()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            self._stream.write("\r\x1b[K")
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Reports so many done of so many."""
+        if self._shown and total > 0:
+            with self._lock:
+                self._stream.write(f"\r{what}: {done / total:.0%}\x1b[K")
+                self._stream.flush()
 
 
 class CountingBackend:

@@ -28,7 +28,7 @@ def branch(name: str | None, address: str | None, choice: StoreChoice, *, as_jso
 @click.argument("address")
 @store_options(writes=True)
 def reset(name: str, address: str, choice: StoreChoice, *, as_json: bool) -> None:
-    """Move branch NAME to the snapshot ADDRESS, for example back to before a bad step; no snapshot is lost by it."""
+    """Move branch NAME to the snapshot ADDRESS, for example back to before a bad step; its history keeps where it was."""
     with choice.open() as store:
         _done(f"branch {printable(name)} is now at", store.reset(name, address), as_json=as_json)
 
@@ -51,7 +51,7 @@ def tag(name: str | None, address: str | None, choice: StoreChoice, *, as_json: 
 @click.argument("name")
 @store_options(writes=True)
 def untag(name: str, choice: StoreChoice, *, as_json: bool) -> None:
-    """Remove the tag NAME; the snapshot stays."""
+    """Remove the tag NAME; `tsck undo` brings it back. The snapshot stays as long as anything else holds it."""
     with choice.open() as store:
         store.untag(name)
     emit({"untagged": name}, [f"removed tag {printable(name)}"], as_json=as_json)
