@@ -4,14 +4,15 @@ Forgetting frees nothing by itself: gc lets go of what was forgotten longer ago 
 holds then.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from tensorstore_ck.address import resolve
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import ConflictError, NotFoundError
-from tensorstore_ck.ids import Ulid
+from tensorstore_ck.gc.roots import UNDO, roots
+from tensorstore_ck.ids import Ulid, ulid_text
 from tensorstore_ck.log import Move, Op, RefTable, UndoWindow
 from tensorstore_ck.snapshot import Snapshot
 
@@ -28,6 +29,8 @@ class Forgotten:
     """``branch``: all of it; ``snapshots`` of one; ``tag``."""
     time_ns: int
     snapshots: tuple[Snapshot, ...]
+    held_by: Mapping[str, tuple[str, ...]]
+    """Id of a snapshot -> what else holds it: branches, tags and ``pin:owner``. The others go when the undo window ends."""
 
 
 def forget(engine: Engine, addresses: Sequence[str]) -> tuple[Forgotten, ...]:
@@ -58,7 +61,7 @@ def forget(engine: Engine, addresses: Sequence[str]) -> tuple[Forgotten, ...]:
 
     appended = engine.log.append(build)
     view = engine.log.view()
-    return tuple(_forgotten(view, window) for window in view.windows() if window.n == appended.n)
+    return _told(view, [window for window in view.windows() if window.n == appended.n])
 
 
 def undo(engine: Engine, address: str | None = None) -> tuple[Forgotten, ...]:
@@ -78,13 +81,13 @@ def undo(engine: Engine, address: str | None = None) -> tuple[Forgotten, ...]:
 
     engine.log.append(build)
     view = engine.log.view()
-    return tuple(_forgotten(view, window._replace(moves=[move for move in window.moves if move.ulid in ulids])) for window, ulids in found)
+    return _told(view, [window._replace(moves=[move for move in window.moves if move.ulid in ulids]) for window, ulids in found])
 
 
 def forgotten(engine: Engine) -> tuple[Forgotten, ...]:
     """What can be undone, newest first."""
     view = engine.log.view()
-    return tuple(_forgotten(view, window) for window in reversed(list(view.windows())))
+    return _told(view, list(view.windows())[::-1])
 
 
 def _in_histories(view: RefTable, address: str) -> list[tuple[str, Ulid]]:
@@ -133,8 +136,11 @@ def _refuse_taken_name(view: RefTable, window: UndoWindow) -> None:
         )
 
 
-def _forgotten(view: RefTable, window: UndoWindow) -> Forgotten:
-    infos = [view.snapshot(ulid) for ulid in dict.fromkeys(move.ulid for move in window.moves)]
-    return Forgotten(
-        window.n, window.name, window.kind, window.time_ns, tuple(Snapshot.from_info(info) for info in infos if info is not None)
-    )
+def _told(view: RefTable, windows: Sequence[UndoWindow]) -> tuple[Forgotten, ...]:
+    held = roots(view)
+    found = []
+    for window in windows:
+        infos = [info for ulid in dict.fromkeys(move.ulid for move in window.moves) if (info := view.snapshot(ulid)) is not None]
+        held_by = {ulid_text(info.ulid): tuple(label for label in held.get(info.ulid, ()) if label != UNDO) for info in infos}
+        found.append(Forgotten(window.n, window.name, window.kind, window.time_ns, tuple(map(Snapshot.from_info, infos)), held_by))
+    return tuple(found)

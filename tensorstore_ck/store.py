@@ -137,20 +137,20 @@ class Store:
             dtype: Floating-point tensors are converted to it.
             device: Where new tensors are made.
             report: Filled with the differences when `strict` is false.
-            allow_bad: Restore a snapshot that was marked bad, too.
+            allow_bad: Restore a snapshot that was marked, too: ``bad`` by a user, or ``damaged`` by `tsck fsck --repair`.
 
         Raises:
             NotFoundError: nothing at that address.
-            SnapshotMarkedBadError: it was marked bad.
+            SnapshotMarkedBadError: it was marked ``bad`` or ``damaged``.
             MismatchError: it does not fit `into` or `select`.
             DamageError: stored data is damaged; nothing wrong is returned.
         """
         from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
 
         found = self._resolve(address)
-        if found.info.mark == "bad" and not allow_bad:
+        if found.info.mark and not allow_bad:
             raise SnapshotMarkedBadError(
-                f"{address!r} ({found.info.root.hex()[:16]}, step {found.info.step}) is marked bad: "
+                f"{address!r} ({found.info.root.hex()[:16]}, step {found.info.step}) is marked {found.info.mark}: "
                 f"{found.info.reason or 'no reason given'}. "
                 f"Take an earlier one (see `tsck log`), or pass allow_bad=True",
                 object_id=address,

@@ -92,8 +92,16 @@ def _forgotten_lines(found: tuple[Forgotten, ...], verb: str) -> list[str]:
         what = {"branch": "branch", "tag": "tag", "snapshots": "of branch"}[one.kind]
         lead = f"{verb} " if verb else f"{iso_time(one.time_ns)}  "
         lines.append(f"{lead}{what} {printable(one.ref)}: {counted(len(one.snapshots), 'snapshot')}")
-        rows = [[short_root(it.root), "-" if it.step is None else str(it.step), human_bytes(it.logical_bytes)] for it in one.snapshots]
-        lines += indented(table(["ROOT", "STEP", "SIZE"], rows[:MAX_SHOWN], right={"STEP", "SIZE"}))
+        rows = [
+            [
+                short_root(it.root),
+                "-" if it.step is None else str(it.step),
+                human_bytes(it.logical_bytes),
+                ", ".join(map(printable, one.held_by[it.id])),
+            ]
+            for it in one.snapshots
+        ]
+        lines += indented(table(["ROOT", "STEP", "SIZE", "STILL HELD BY"], rows[:MAX_SHOWN], right={"STEP", "SIZE"}))
         lines += [f"  ... and {len(rows) - MAX_SHOWN:,} more"] if len(rows) > MAX_SHOWN else []
     return lines
 

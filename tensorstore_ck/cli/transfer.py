@@ -58,7 +58,7 @@ def put(
 @click.argument("file", type=click.Path())
 @click.option("--select", metavar="GLOB", multiple=True, help="Only tensors whose names fit, e.g. 'model.*' (repeatable).")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
-@click.option("--allow-bad", is_flag=True, help="Also a snapshot that is marked bad.")
+@click.option("--allow-bad", is_flag=True, help="Also a snapshot that is marked bad or damaged.")
 @store_options()
 def get(address: str, file: str, select: tuple[str, ...], choice: StoreChoice, *, force: bool, allow_bad: bool, as_json: bool) -> None:
     """Write the snapshot at ADDRESS to FILE, every byte verified: .safetensors holds its tensors, .pt or .pth all of it."""
@@ -67,9 +67,10 @@ def get(address: str, file: str, select: tuple[str, ...], choice: StoreChoice, *
     check_target(file, overwrite=force)
     with Bar("getting") as bar, choice.open(bar) as store:
         snapshot = store.resolve(address)
-        if snapshot.mark == "bad" and not allow_bad:
+        if snapshot.mark and not allow_bad:
             raise SnapshotMarkedBadError(
-                f"{address!r} ({short_root(snapshot.root)}, step {snapshot.step}) is marked bad: {snapshot.reason or 'no reason given'}. "
+                f"{address!r} ({short_root(snapshot.root)}, step {snapshot.step}) is marked {snapshot.mark}: "
+                f"{snapshot.reason or 'no reason given'}. "
                 "Take an earlier one (see `tsck log`), or give --allow-bad",
                 object_id=address,
             )
