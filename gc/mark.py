@@ -1,64 +1,112 @@
-"""Marking by location: what snapshots refer to, as one small number per stored block; never a set of hashes.
+"""Marking by location: a bit for each entry of each pack that anything refers to; never a set of hashes.
 
-Parts are streamed, so memory does not grow with the number of snapshots' blocks: a byte for each entry of each pack that anything
-refers to. Knows nothing of refs: what a mark means is the caller's.
+Parts are streamed, or their summaries taken from the host's cache, so memory does not grow with the number of references: all packs
+share one array, and a part is marked in a few operations on it. Knows nothing of refs and of relocations: what is to be
+marked, and where it is now, is the caller's.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from tensorstore_ck.closure import Entries
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.ids import DIGEST_BYTES, Ulid
+from tensorstore_ck.gc.summary import PartSummary, SummaryCache, entries_of, summarize, words_of
+from tensorstore_ck.ids import DIGEST_BYTES, Digest, Ulid
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.part import Extents, Part, decode_part, part_name
+from tensorstore_ck.pack import MAX_ENTRIES
+from tensorstore_ck.part import Part, decode_part, part_name
+from tensorstore_ck.record import Record
 
-Numbers = npt.NDArray[Any]
+Array = npt.NDArray[Any]
 
 
-class Placed(NamedTuple):
-    """Distinct blocks of one pack: their marks before, and their sizes."""
+class PackArray:
+    """One array with a region for each pack, which begins with zeros and grows when it must. Not thread-safe."""
 
-    before: Numbers
-    stored: Numbers
-    raw: Numbers
+    def __init__(self, dtype: npt.DTypeLike) -> None:
+        self.values: Array = np.zeros(0, dtype)
+        self._slots: defaultdict[Ulid, int] = defaultdict(itertools.count().__next__)
+        self._regions = np.zeros((0, 2), np.int64)
+        """(start, size) by slot."""
+        self._end = 0
+
+    @property
+    def packs(self) -> Collection[Ulid]:
+        """The packs that have a region."""
+        return self._slots.keys()
+
+    def starts(self, packs: Sequence[Ulid], sizes: Array) -> Array:
+        """Where the regions of `packs` begin, each of at least such a size; true until the next call."""
+        slots = np.fromiter(map(self._slots.__getitem__, packs), np.int64, len(packs))
+        missing = len(self._slots) - len(self._regions)
+        if missing > 0:
+            self._regions = np.concatenate((self._regions, np.zeros((missing + len(self._slots), 2), np.int64)))
+        for at in np.flatnonzero(self._regions[slots, 1] < sizes).tolist():
+            self._grow(int(slots[at]), int(sizes[at]))
+        found: Array = self._regions[slots, 0]
+        return found
+
+    def region(self, pack: Ulid) -> Array:
+        """The region of a pack."""
+        if pack not in self._slots:
+            return self.values[:0]
+        start, size = self._regions[self._slots[pack]].tolist()
+        return self.values[start : start + size]
+
+    def _grow(self, slot: int, size: int) -> None:
+        """Gives a pack a new region at the end. It doubles at least, so that what is left behind stays small."""
+        start, old_size = self._regions[slot].tolist()
+        size = max(size, 2 * old_size)
+        if self._end + size > len(self.values):
+            grown = np.zeros(max(self._end + size, len(self.values) * 5 // 4), self.values.dtype)
+            grown[: self._end] = self.values[: self._end]
+            self.values = grown
+        self.values[self._end : self._end + old_size] = self.values[start : start + old_size]
+        self._regions[slot] = (self._end, size)
+        self._end += size
 
 
 class Marks:
-    """A number for each entry of each pack; 0 means unmarked. Not thread-safe."""
+    """Which entries of which packs are needed. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.packs: dict[Ulid, Numbers] = {}
+        self._words = PackArray("<u8")
 
-    def mark(self, part: Part, change: Callable[[Placed], Numbers]) -> None:
-        """Gives the blocks that `part` refers to, delta bases included, the marks that `change` returns, pack by pack."""
-        for number, rows in _by_pack(part.extents):
-            pack = part.packs[number]
-            entries = rows["entry"].astype(np.int64)
-            if np.any(entries[1:] <= entries[:-1]):  # else there is none twice
-                first = _first_of_each(entries)
-                rows, entries = rows[first], entries[first]
-            marks = self._grown(pack, int(entries.max()) + 1)
-            after = change(Placed(marks[entries], rows["stored"], rows["raw"]))
-            kind = np.min_scalar_type(int(after.max()))
-            if kind.itemsize > marks.dtype.itemsize:
-                marks = self.packs[pack] = marks.astype(kind)
-            marks[entries] = after
+    @property
+    def packs(self) -> Collection[Ulid]:
+        """The packs with an entry that is needed."""
+        return self._words.packs
 
-    def _grown(self, pack: Ulid, count: int) -> Numbers:
-        marks = self.packs.get(pack)
-        if marks is None or len(marks) < count:
-            grown = np.zeros(count if marks is None else max(count, len(marks) * 5 // 4), np.uint8 if marks is None else marks.dtype)
-            if marks is not None:
-                grown[: len(marks)] = marks
-            marks = self.packs[pack] = grown
-        return marks
+    @property
+    def size_bytes(self) -> int:
+        """Memory in use."""
+        return self._words.values.nbytes
 
+    def mark(self, summary: PartSummary) -> None:
+        """Marks what a part refers to."""
+        if summary.packs:
+            last = summary.words[np.cumsum(summary.counts) - 1]
+            starts = self._words.starts(summary.packs, last.astype(np.int64) + 1)
+            self._words.values[np.repeat(starts, summary.counts) + summary.words] |= summary.bits
 
+    def mark_entries(self, pack: Ulid, entries: Entries) -> None:
+        """Marks sorted entries of one pack."""
+        words, bits = words_of(entries.astype(np.int64))
+        if len(words):
+            start = self._words.starts([pack], words[-1:] + 1)
+            self._words.values[start + words] |= bits
+
+    def live_entries(self, pack: Ulid) -> Entries:
+        """The entries of a pack that are needed, in order."""
+        bits = self._words.region(pack)
+        return entries_of(np.arange(len(bits)), bits)
 
 
 def read_parts(engine: Engine, info: SnapshotInfo) -> Iterator[tuple[Ulid, Part, int]]:
@@ -69,30 +117,35 @@ def read_parts(engine: Engine, info: SnapshotInfo) -> Iterator[tuple[Ulid, Part,
     """
     record = engine.read_record(info)
     for rank, ulid in enumerate(record.parts):
-        name = part_name(ulid)
-        data = engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
-        part = decode_part(data, name)
-        if part.part_id() != record.part_ids[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES] or part.rank != rank:
-            raise CorruptObjectError(f"{name} is not the part that its snapshot names; run `tsck fsck`", object_id=name)
-        yield ulid, part, len(data)
+        yield ulid, *_read_part(engine, record, rank)
 
 
-def _by_pack(extents: Extents) -> Iterator[tuple[int, Extents]]:
-    """The rows of each pack."""
-    packs = extents["pack"]
-    if not len(packs):
-        return
-    if np.any(packs[1:] < packs[:-1]):
-        extents = extents[np.argsort(packs, kind="stable")]
-        packs = extents["pack"]
-    starts = np.flatnonzero(np.concatenate(([True], packs[1:] != packs[:-1])))
-    for start, stop in zip(starts, [*starts[1:], len(packs)], strict=True):
-        yield int(packs[start]), extents[start:stop]
+def read_summaries(engine: Engine, info: SnapshotInfo, cache: SummaryCache) -> Iterator[tuple[Ulid, PartSummary]]:
+    """(name, summary) of each part of a snapshot, one at a time; a part is read, and summarised, when the cache has it not.
+
+    Raises:
+        DamageError: the record is missing or damaged, or a part that the cache has not.
+    """
+    record = engine.read_record(info)
+    for rank, ulid in enumerate(record.parts):
+        summary = cache.get(ulid)
+        if summary is None or (summary.part_id, summary.rank) != (_part_id(record, rank), rank):
+            part, size_bytes = _read_part(engine, record, rank)
+            summary = summarize(part, _part_id(record, rank))
+            cache.put(ulid, size_bytes, summary)
+        yield ulid, summary
 
 
-def _first_of_each(entries: Numbers) -> Numbers:
-    """Positions that hold each distinct entry once; linear, where sorting would cost most of a mark."""
-    last = np.zeros(int(entries.max()) + 1, np.int64)
-    positions = np.arange(len(entries))
-    last[entries] = positions
-    return np.flatnonzero(last[entries] == positions)
+def _read_part(engine: Engine, record: Record, rank: int) -> tuple[Part, int]:
+    name = part_name(record.parts[rank])
+    data = engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
+    part = decode_part(data, name)
+    if part.part_id() != _part_id(record, rank) or part.rank != rank:
+        raise CorruptObjectError(f"{name} is not the part that its snapshot names; run `tsck fsck`", object_id=name)
+    if len(part.extents) and int(part.extents["entry"].max()) >= MAX_ENTRIES:
+        raise CorruptObjectError(f"{name} names an entry that no pack can have; run `tsck fsck`", object_id=name)
+    return part, len(data)
+
+
+def _part_id(record: Record, rank: int) -> Digest:
+    return Digest(record.part_ids[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES])

@@ -5,35 +5,38 @@ more than the roots of the newest view need, which only means that something is 
 """
 
 import threading
-from collections.abc import Callable
-
-import numpy as np
+from collections.abc import Callable, Mapping
+from typing import Final
 
 from tensorstore_ck.closure import Entries, follow
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import DamageError, UnreadableError
-from tensorstore_ck.gc.mark import read_parts
+from tensorstore_ck.gc.mark import Marks, read_summaries
 from tensorstore_ck.gc.roots import roots
+from tensorstore_ck.gc.summary import PartSummary, SummaryCache
 from tensorstore_ck.ids import Ulid
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
 from tensorstore_ck.parallel import for_each
-from tensorstore_ck.part import Part
 
-REMOTE_THREADS = 8
+REMOTE_THREADS: Final = 8
 
 
 class Reach:
     """The closure of all roots."""
 
-    def __init__(self, engine: Engine, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def __init__(
+        self, engine: Engine, part_sizes: Mapping[Ulid, int], progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> None:
+        """`part_sizes`: the parts that a listing showed, with their bytes; of others no summary is trusted."""
         self._engine = engine
         self._progress = progress
         self._lock = threading.Lock()
-        self._relocations: frozenset[tuple[Ulid, Ulid]] | None = None
+        self._summaries = SummaryCache(engine.table, part_sizes)
+        self._relocations: frozenset[tuple[Ulid, Ulid]] = frozenset()
+        self._relocated: frozenset[Ulid] = frozenset()
         self._snapshots: set[Ulid] = set()
-        self.packs: dict[Ulid, Entries] = {}
-        """Pack -> a byte for each entry up to the last that is needed."""
-        self.objects: set[ObjectKey] = set()
+        self._marks = Marks()
+        self._objects: set[ObjectKey] = set()
         """Records, parts and moved objects."""
 
     def update(self, view: RefTable) -> None:
@@ -44,10 +47,8 @@ class Reach:
         """
         relocations = frozenset(view.all_relocations())
         if relocations != self._relocations:
-            self._relocations = relocations
-            self._snapshots.clear()
-            self.packs.clear()
-            self.objects.clear()
+            self._relocations, self._relocated = relocations, frozenset(pack for pack, _ in relocations)
+            self._snapshots, self._objects, self._marks = set(), set(), Marks()
         new = [ulid for ulid in roots(view) if ulid not in self._snapshots]
         done = 0
 
@@ -59,14 +60,19 @@ class Reach:
                 self._progress(done, len(new))
 
         for_each(new, add, 1 if self._engine.backend.is_local else REMOTE_THREADS)
+        self._summaries.flush()
 
     def needs(self, key: ObjectKey) -> bool:
         """Whether a root needs an object."""
-        return key.ulid in self.packs if key.kind == "pack" else key in self.objects
+        return key.ulid in self._marks.packs if key.kind == "pack" else key in self._objects
 
     def live_entries(self, pack: Ulid) -> Entries:
         """The entries of a pack that are needed, in order."""
-        return np.flatnonzero(self.packs.get(pack, np.empty(0, np.uint8)))
+        return self._marks.live_entries(pack)
+
+    def forget_lost_summaries(self) -> None:
+        """Drops from the host's cache what it knows of parts that are gone."""
+        self._summaries.prune()
 
     def _add(self, view: RefTable, ulid: Ulid) -> None:
         info = view.snapshot(ulid)
@@ -85,29 +91,23 @@ class Reach:
 
     def _add_snapshot(self, view: RefTable, info: SnapshotInfo) -> None:
         objects = {ObjectKey("snapshot", info.ulid)}
-        for ulid, part, _ in read_parts(self._engine, info):
+        for ulid, summary in read_summaries(self._engine, info, self._summaries):
             objects.add(ObjectKey("part", ulid))
-            self._add_part(view, part, objects)
+            objects |= self._add_part(view, summary)
         with self._lock:
-            self.objects |= objects
+            self._objects |= objects
             self._snapshots.add(info.ulid)
 
-    def _add_part(self, view: RefTable, part: Part, objects: set[ObjectKey]) -> None:
-        numbers = part.extents["pack"]
-        for number in np.flatnonzero(np.bincount(numbers)).tolist() if len(numbers) else ():
-            entries = np.unique(part.extents["entry"][numbers == number])
-            for pack, found, moved in follow(self._engine, view, part.packs[number], entries):
-                if moved is not None:
-                    objects.add(ObjectKey("moved", moved))
-                else:
-                    self._mark(pack, found)
-
-    def _mark(self, pack: Ulid, entries: Entries) -> None:
+    def _add_part(self, view: RefTable, summary: PartSummary) -> set[ObjectKey]:
+        """Marks what a part needs; returns the moved objects on the way."""
+        moved_objects: set[ObjectKey] = set()
+        elsewhere = self._relocated.intersection(summary.packs)
+        found = [step for pack in elsewhere for step in follow(self._engine, view, pack, summary.entries(pack))]
         with self._lock:
-            marks = self.packs.get(pack)
-            size = int(entries[-1]) + 1
-            if marks is None or len(marks) < size:
-                grown = np.zeros(size, np.uint8)
-                grown[: 0 if marks is None else len(marks)] = [] if marks is None else marks
-                marks = self.packs[pack] = grown
-            marks[entries] = 1
+            self._marks.mark(summary.without(elsewhere) if elsewhere else summary)
+            for pack, entries, moved in found:
+                if moved is not None:
+                    moved_objects.add(ObjectKey("moved", moved))
+                else:
+                    self._marks.mark_entries(pack, entries)
+        return moved_objects

@@ -68,8 +68,9 @@ class _Gc:
         self._dry_run = dry_run
         self._progress = progress
         self._now_ns = engine.clock()
-        self._reach = Reach(engine, lambda done, total: progress("marking snapshots", done, total))
         self._view = engine.log.view()
+        self._listed: dict[ObjectKey, Listed] = {}
+        self._reach = Reach(engine, {})
         self._anchor = 0
         self._due: dict[int, bool] = {}
         self._requests = 0
@@ -83,6 +84,9 @@ class _Gc:
             self._engine.require_writable()
             self._require_safe_backend()
             self._engine.log.append(lambda view: self._ending(view)[:ENDINGS_AN_ENTRY])
+        self._listed = list_objects(self._engine.backend)
+        part_sizes = {key.ulid: listed.size_bytes for key, listed in self._listed.items() if key.kind == "part"}
+        self._reach = Reach(self._engine, part_sizes, lambda done, total: self._progress("marking snapshots", done, total))
         self._mark()
         plan = self._make_plan()
         self._refuse_too_much(plan)
@@ -95,6 +99,7 @@ class _Gc:
         self._sweep()
         deleted = self._delete(plan.listed)
         self._settle(plan.listed, deleted)
+        self._reach.forget_lost_summaries()
         moved = {move.pack for move in compacted.moves}
         return self._report(plan, deleted, [sparse for sparse in plan.sparse if sparse.pack in moved], compacted.written_bytes)
 
@@ -108,10 +113,10 @@ class _Gc:
             )
         if self._options.min_age_seconds == 0:
             return  # ages do not count
-        name = f"probe/{ulid_text(self._engine.new_id())}/clock"
+        name = f"probe/{ulid_text(self._engine.new_id())}"
         self._engine.backend.put(name, b"")
         try:
-            modified = [info.modified_ns for info in self._engine.backend.list(name.rpartition("/")[0] + "/")]
+            modified = [info.modified_ns for info in self._engine.backend.list("probe/") if info.name == name]
         finally:
             self._engine.backend.delete([name])
         apart = abs(self._engine.clock() - modified[0]) // 1_000_000_000 if modified else 0
@@ -142,7 +147,7 @@ class _Gc:
 
     def _make_plan(self) -> _Plan:
         view, options = self._view, self._options
-        listed = list_objects(self._engine.backend)
+        listed = self._listed
         self._requests += len(FOLDERS) + len(listed) // 1000
         states = {key: state for key in listed if (state := view.object_state(key)) is not None}
         unneeded = [key for key in listed if key not in states and not self._reach.needs(key)]

@@ -1,32 +1,35 @@
-"""Who uses how many bytes: per ref, and in all. One pass over the parts; no pack is read.
+"""Who uses how many bytes: per ref, job and pack, per snapshot when asked, and in all. One pass over the parts; no pack is read.
 
-Each stored block is marked with the set of refs that reach it. Sets are numbered as they turn up, and bytes are summed per set, so that
-a block costs one byte of memory while there are fewer than 256 of them.
+Exact, because extents say what each block takes: every block counts once per holder, and where relocations have put it. What is
+nobody's in particular (headers, footers and dead blocks of packs) is in no figure but `objects_bytes`.
 """
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from tensorstore_ck.closure import resolve
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.gc.mark import Marks, Numbers, Placed, read_parts
-from tensorstore_ck.gc.roots import roots
-from tensorstore_ck.ids import Ulid
+from tensorstore_ck.gc.mark import PackArray, read_parts
+from tensorstore_ck.gc.roots import UNDO, roots
+from tensorstore_ck.gc.tally import Blocks, Owners, Tally, distinct_blocks
+from tensorstore_ck.ids import Ulid, ulid_text
+from tensorstore_ck.log import FOLDERS, ObjectKey
 from tensorstore_ck.pack import ENTRY_DTYPE, HEADER, TRAILER
-from tensorstore_ck.parallel import for_each
-from tensorstore_ck.record import record_name
+from tensorstore_ck.parallel import cpu_threads, for_each
+from tensorstore_ck.part import Part
 
 REMOTE_THREADS: Final = 8
+_FOLDERS: Final = tuple(f"{folder}/" for folder in FOLDERS.values())
 
 
-@dataclass(frozen=True, slots=True)
-class RefUsage:
-    """What one branch, with its whole history, or one tag refers to."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What some refs hold: a branch with its whole history."""
 
-    ref: str
     snapshots: int
     """Distinct ones."""
     logical_bytes: int
@@ -34,135 +37,208 @@ class RefUsage:
     unique_bytes: int
     """Raw bytes of the distinct blocks, and of what lies inside parts."""
     stored_bytes: int
-    """What these blocks take in packs, and parts and records."""
+    """What these blocks take in packs, and parts, records and moved objects."""
     shared_bytes: int
-    """Of the stored bytes: those that another ref refers to as well."""
+    """Of the stored bytes: those that another one like it holds as well."""
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What all refs together refer to, and what lies in the store."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefUsage(Held):
+    """One branch or tag."""
 
-    refs: tuple[RefUsage, ...]
-    snapshots: int
+    ref: str
+    exclusive_bytes: int
+    """Of the stored bytes: those that no other ref and no pin holds. They go when it is forgotten, and undo windows have ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobUsage(Held):
+    """The refs of one job: those whose names are alike up to the last '/'. A ref without one is a job of its own."""
+
+    job: str
+    refs: int
+    exclusive_bytes: int
+    """Of the stored bytes: those that no ref of another job and no pin holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotUsage:
+    """One snapshot that a ref or a pin holds."""
+
+    id: str
+    root: str
+    ref: str
+    """The branch that it was put to."""
+    step: int | None
+    held_by: tuple[str, ...]
+    """Branches, tags, pins (``pin:owner``), and ``undo``."""
     logical_bytes: int
-    unique_bytes: int
     stored_bytes: int
     shared_bytes: int
-    """Of the stored bytes: those that more than one ref refers to."""
+    exclusive_bytes: int
+    """Of the stored bytes: those that no other such snapshot refers to. They go when all that holds it has let it go."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackUsage:
+    """One pack in the store."""
+
+    name: str
+    bytes: int
+    live_bytes: int
+    """What blocks that something holds take in it."""
+    live_ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage(Held):
+    """What all refs, pins and undo windows hold together, and what lies in the store."""
+
+    refs: tuple[RefUsage, ...]
+    jobs: tuple[JobUsage, ...]
+    by_snapshot: tuple[SnapshotUsage, ...] | None
+    """Oldest first; only when asked."""
+    packs: tuple[PackUsage, ...]
+    """Those with the smallest live ratio first."""
+    pinned_bytes: int
+    """Of the stored bytes: those that pins hold, and no ref."""
+    undo_bytes: int
+    """Of the stored bytes: those that nothing holds but undo windows."""
     objects_bytes: int
     """Everything in the store, by listing it."""
     unreferenced_bytes: int
-    """Bytes in packs, parts and records that no ref refers to, and that are no overhead of what one does."""
+    """Bytes in packs, parts, records and moved objects that nothing holds, and that are no overhead of what something does."""
 
 
-def measure_usage(engine: Engine) -> Usage:
+def job_of(ref: str) -> str:
+    """The job of a ref."""
+    return ref.rpartition("/")[0] or ref
+
+
+def measure_usage(engine: Engine, *, per_snapshot: bool = False) -> Usage:
     """The usage as of the log entry that was folded last.
 
     Raises:
         DamageError: a record or part cannot be read; `tsck fsck` tells more.
     """
-    view = engine.log.view()
-    reached = roots(view)
-    sums = _Sums(reached.values())
-    lock = threading.Lock()
+    return _Measurement(engine, per_snapshot=per_snapshot).run()
 
-    def count(ulid: Ulid) -> None:
-        info = view.snapshot(ulid)
+
+class _Measurement:
+    def __init__(self, engine: Engine, *, per_snapshot: bool) -> None:
+        self._engine = engine
+        self._view = engine.log.view()
+        self._held = roots(self._view)
+        self._relocated = {pack for pack, _ in self._view.all_relocations()}
+        self._sizes = {info.name: info.size_bytes for info in engine.backend.list("")}
+        self._labels = sorted({label for labels in self._held.values() for label in labels})
+        self._tally = Tally(self._labels)
+        chosen = sorted(ulid for ulid, labels in self._held.items() if labels != [UNDO]) if per_snapshot else []
+        self._number = {ulid: number for number, ulid in enumerate(chosen)}
+        self._owners = Owners(len(chosen))
+        self._per_snapshot = per_snapshot
+        self._lock = threading.Lock()
+
+    def run(self) -> Usage:
+        # Oldest first: most packs are met when all of their blocks are in use, and get their place at once.
+        for_each(sorted(self._held), self._add_snapshot, cpu_threads() if self._engine.backend.is_local else REMOTE_THREADS)
+        return self._usage()
+
+    def _add_snapshot(self, ulid: Ulid) -> None:
+        info = self._view.snapshot(ulid)
         if info is None:
             return
-        with lock:
-            sums.add_snapshot(reached[ulid], info.logical_bytes, engine.backend.size(record_name(ulid)))
-        for _, part, part_bytes in read_parts(engine, info):
-            with lock:
-                sums.add_part(reached[ulid], part_bytes, len(part.inline))
-                sums.marks.mark(part, lambda placed: sums.add_blocks(reached[ulid], placed))
+        mask = self._tally.mask(self._held[ulid])
+        number = self._number.get(ulid)
+        moved: set[ObjectKey] = set()
+        seen = PackArray(np.bool_)
+        with self._lock:
+            self._tally.add_snapshot(mask, info.logical_bytes)
+        for part_ulid, part, size_bytes in read_parts(self._engine, info):
+            blocks = self._blocks(part, moved)
+            with self._lock:
+                self._add_object(mask, number, ObjectKey("part", part_ulid), size_bytes, len(part.inline))
+                self._tally.add_blocks(mask, blocks)
+                if number is not None:
+                    self._owners.add_blocks(number, blocks, seen)
+        with self._lock:
+            for key in (ObjectKey("snapshot", ulid), *moved):
+                self._add_object(mask, number, key, self._sizes.get(key.name, 0))
 
-    for_each(reached, count, 1 if engine.backend.is_local else REMOTE_THREADS)
-    objects_bytes = kept_bytes = 0
-    for info in engine.backend.list(""):
-        objects_bytes += info.size_bytes
-        if info.name.startswith(("packs/", "parts/", "snapshots/")):
-            kept_bytes += info.size_bytes
-    return sums.usage(objects_bytes, kept_bytes)
+    def _add_object(self, mask: int, number: int | None, key: ObjectKey, size_bytes: int, raw_bytes: int = 0) -> None:
+        self._tally.add_object(mask, key, size_bytes, raw_bytes)
+        if number is not None:
+            self._owners.add_object(number, key, size_bytes)
 
+    def _blocks(self, part: Part, moved: set[ObjectKey]) -> Blocks:
+        """The blocks of a part, where they are now; adds the moved objects on the way to `moved`."""
+        if self._relocated.isdisjoint(part.packs):
+            return distinct_blocks(part.packs, part.extents)
+        places = resolve(self._engine, self._view, part)
+        moved.update(ObjectKey("moved", ulid) for ulid in places.moved)
+        return distinct_blocks(places.packs, places.extents)
 
-class _Sums:
-    """Bytes per set of refs; a set is a bit mask, and its number is what blocks are marked with. Number 0: no ref."""
+    # --- what it comes to ---------------------------------------------------------------------------------------------
 
-    def __init__(self, ref_lists: Iterable[list[str]]) -> None:
-        self.refs = sorted({ref for refs in ref_lists for ref in refs})
-        self._bit = {ref: 1 << number for number, ref in enumerate(self.refs)}
-        self.marks = Marks()
-        self._sets = [0]
-        self._number_of = {0: 0}
-        self._raw = [0]
-        self._stored = [0]
-        self._blocks = [0]
-        self._logical = [0]
-        self._snapshots = [0]
-
-    def add_snapshot(self, refs: list[str], logical_bytes: int, record_bytes: int) -> None:
-        """A snapshot and its record."""
-        number = self._set_number(refs)
-        self._snapshots[number] += 1
-        self._logical[number] += logical_bytes
-        self._stored[number] += record_bytes
-
-    def add_part(self, refs: list[str], part_bytes: int, inline_bytes: int) -> None:
-        """A part, without its blocks."""
-        number = self._set_number(refs)
-        self._stored[number] += part_bytes
-        self._raw[number] += inline_bytes
-
-    def add_blocks(self, refs: list[str], placed: Placed) -> Numbers:
-        """Moves blocks to the sets that `refs` joins, and returns these sets' numbers."""
-        mask = self._sets[self._set_number(refs)]
-        joined = np.zeros(int(placed.before.max()) + 1, np.int64)
-        for before in np.flatnonzero(np.bincount(placed.before)).tolist():
-            joined[before] = self._number(self._sets[before] | mask)
-        after = joined[placed.before]
-        moved = after != placed.before
-        for numbers, sign in ((placed.before[moved], -1), (after[moved], 1)):
-            # float64 holds every integer up to 2**53, which is more than one pack can have
-            for sums, weights in ((self._raw, placed.raw[moved]), (self._stored, placed.stored[moved]), (self._blocks, None)):
-                counted = np.bincount(numbers, weights)
-                for number in np.flatnonzero(counted).tolist():
-                    sums[number] += sign * int(counted[number])
-        return after
-
-    def usage(self, objects_bytes: int, kept_bytes: int) -> Usage:
-        """The result; `kept_bytes` is what all packs, parts and records take."""
-        every = self._totals(-1)
-        overhead = len(self.marks.packs) * (HEADER.size + TRAILER.size) + ENTRY_DTYPE.itemsize * sum(self._blocks[1:])
+    def _usage(self) -> Usage:
+        refs = {label: self._tally.mask([label]) for label in self._labels if label != UNDO and not label.startswith("pin:")}
+        jobs: dict[str, list[str]] = {}
+        for ref in refs:
+            jobs.setdefault(job_of(ref), []).append(ref)
+        every, undo = sum(refs.values()), self._tally.mask([UNDO]) if UNDO in self._labels else 0
+        held = self._tally.sums(bool)
+        kept_bytes = sum(size for name, size in self._sizes.items() if name.startswith(_FOLDERS))
+        packs = self._packs()
+        overhead = sum(pack.live_bytes > 0 for pack in packs) * (HEADER.size + TRAILER.size) + ENTRY_DTYPE.itemsize * self._tally.blocks
         return Usage(
-            tuple(RefUsage(ref, **self._totals(bit)) for ref, bit in self._bit.items()),
-            **every,
-            objects_bytes=objects_bytes,
-            unreferenced_bytes=max(0, kept_bytes - every["stored_bytes"] - overhead),
+            **held._asdict(),
+            shared_bytes=self._tally.sums(lambda mask: (mask & every).bit_count() > 1).stored_bytes,
+            refs=tuple(RefUsage(ref=ref, **self._held_by(bit, every, undo)) for ref, bit in refs.items()),
+            jobs=tuple(
+                JobUsage(job=job, refs=len(names), **self._held_by(self._tally.mask(names), every, undo)) for job, names in jobs.items()
+            ),
+            by_snapshot=tuple(self._snapshots()) if self._per_snapshot else None,
+            packs=packs,
+            pinned_bytes=self._tally.sums(lambda mask: not mask & every and mask != undo).stored_bytes,
+            undo_bytes=self._tally.sums(lambda mask: mask == undo).stored_bytes,
+            objects_bytes=sum(self._sizes.values()),
+            unreferenced_bytes=max(0, kept_bytes - held.stored_bytes - overhead),
         )
 
-    def _totals(self, refs: int) -> Mapping[str, int]:
-        """Sums over the sets that have one of these refs in them."""
-        numbers = [number for number, mask in enumerate(self._sets) if mask & refs]
+    def _held_by(self, group: int, every: int, undo: int) -> dict[str, int]:
+        """Sums for some refs among all refs."""
+        others = every & ~group
+        shared = self._tally.sums(lambda mask: mask & group and mask & others)
+        exclusive = self._tally.sums(lambda mask: mask & group and not mask & ~group & ~undo)
         return {
-            "snapshots": sum(self._snapshots[number] for number in numbers),
-            "logical_bytes": sum(self._logical[number] for number in numbers),
-            "unique_bytes": sum(self._raw[number] for number in numbers),
-            "stored_bytes": sum(self._stored[number] for number in numbers),
-            "shared_bytes": sum(self._stored[number] for number in numbers if self._sets[number].bit_count() > 1),
+            **self._tally.sums(lambda mask: mask & group)._asdict(),
+            "shared_bytes": shared.stored_bytes,
+            "exclusive_bytes": exclusive.stored_bytes,
         }
 
-    def _set_number(self, refs: list[str]) -> int:
-        mask = 0
-        for ref in refs:
-            mask |= self._bit[ref]
-        return self._number(mask)
+    def _packs(self) -> tuple[PackUsage, ...]:
+        live = {ObjectKey("pack", ulid).name: size for ulid, size in self._tally.live_bytes.items()}
+        sizes = {name: size for name, size in self._sizes.items() if name.startswith(f"{FOLDERS['pack']}/")}
+        found = (
+            PackUsage(name=name, bytes=size, live_bytes=live.get(name, 0), live_ratio=live.get(name, 0) / size)
+            for name, size in sizes.items()
+            if size
+        )
+        return tuple(sorted(found, key=lambda pack: (pack.live_ratio, pack.name)))
 
-    def _number(self, mask: int) -> int:
-        number = self._number_of.setdefault(mask, len(self._sets))
-        if number == len(self._sets):
-            self._sets.append(mask)
-            for sums in (self._raw, self._stored, self._blocks, self._logical, self._snapshots):
-                sums.append(0)
-        return number
+    def _snapshots(self) -> Iterator[SnapshotUsage]:
+        for ulid, number in self._number.items():
+            info = self._view.snapshot(ulid)
+            if info is not None:
+                stored, exclusive = int(self._owners.stored_bytes[number]), int(self._owners.exclusive_bytes[number])
+                yield SnapshotUsage(
+                    id=ulid_text(ulid),
+                    root=info.root.hex(),
+                    ref=info.ref,
+                    step=info.step,
+                    held_by=tuple(self._held[ulid]),
+                    logical_bytes=info.logical_bytes,
+                    stored_bytes=stored,
+                    shared_bytes=stored - exclusive,
+                    exclusive_bytes=exclusive,
+                )

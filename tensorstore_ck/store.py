@@ -302,12 +302,16 @@ class Store:
         readers = [SnapshotReader(self._engine, self._resolve(address).info) for address in (old, new)]
         return diff_snapshots(*readers)
 
-    def usage(self) -> "Usage":
-        """Logical, unique, shared and stored bytes, per ref and in all; reads no tensor data."""
+    def usage(self, *, per_snapshot: bool = False) -> "Usage":
+        """Logical, unique, stored, shared and exclusive bytes, per ref, job and pack, and in all; reads no tensor data.
+
+        Args:
+            per_snapshot: Also what each snapshot takes, and what forgetting it would free.
+        """
         from tensorstore_ck.gc.usage import measure_usage  # noqa: PLC0415
 
         self._engine.log.sync()
-        return measure_usage(self._engine)
+        return measure_usage(self._engine, per_snapshot=per_snapshot)
 
     def fsck(self, *, read_data: bool = False, progress: Progress | None = None) -> "FsckReport":
         """Checks the whole store's structure; with `read_data` every stored byte. Changes nothing."""

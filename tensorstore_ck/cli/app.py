@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 import click
 
 import tensorstore_ck
-from tensorstore_ck.cli import history, keeping, maintenance, refs, transfer
+from tensorstore_ck.cli import history, keeping, maintenance, refs, transfer, usage
 from tensorstore_ck.cli.output import emit, printable
 from tensorstore_ck.errors import StoreError
 
@@ -101,7 +101,7 @@ for _command in (
     refs.untag,
     refs.annotate,
     refs.mark,
-    history.usage,
+    usage.usage,
     keeping.pin,
     keeping.unpin,
     keeping.forget,

@@ -1,4 +1,4 @@
-"""Commands that look: log, show, diff, usage. They change nothing, read no tensor data and need no torch."""
+"""Commands that look: log, show, diff. They change nothing, read no tensor data and need no torch."""
 
 from typing import Final
 
@@ -19,7 +19,6 @@ from tensorstore_ck.cli.output import (
     snapshot_table,
     table,
 )
-from tensorstore_ck.gc.usage import RefUsage, Usage
 from tensorstore_ck.inspection import SnapshotDiff
 from tensorstore_ck.snapshot import SnapshotDetails
 
@@ -130,24 +129,3 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 def _value(value: object) -> str:
     return "-" if value is None else printable(value)
-
-
-@command("Show how many bytes each branch and tag takes.", "tsck usage")
-@store_options()
-def usage(choice: StoreChoice, *, as_json: bool) -> None:
-    """Show how many bytes each branch and tag takes, and how many they share.
-
-    LOGICAL is what was put, UNIQUE what is left of it without repetitions, STORED what that takes on disk, and SHARED
-    how much of it belongs to another ref as well.
-    """
-    with choice.open() as store:
-        found = store.usage()
-    every: list[tuple[str, RefUsage | Usage]] = [*((printable(ref.ref), ref) for ref in found.refs), ("all refs", found)]
-    rows = []
-    for name, row in every:
-        sizes = (row.logical_bytes, row.unique_bytes, row.stored_bytes, row.shared_bytes)
-        rows.append([name, str(row.snapshots), *map(human_bytes, sizes)])
-    header = ["REF", "SNAPSHOTS", "LOGICAL", "UNIQUE", "STORED", "SHARED"]
-    lines = table(header, rows, right=frozenset(header[1:]))
-    unused = f", {human_bytes(found.unreferenced_bytes)} of it used by no ref" if found.unreferenced_bytes else ""
-    emit(found, [*lines, "", f"in the store: {human_bytes(found.objects_bytes)}{unused}"], as_json=as_json)

@@ -133,8 +133,12 @@ def test_usage_sums_per_ref(history: Tsck) -> None:
     document = history("usage", "--json").json
     assert [(row["ref"], row["snapshots"]) for row in document["refs"]] == [("runs/gpt", 2), ("v1", 1)]
     lines = history("usage").out.splitlines()
-    assert lines[0].split() == ["REF", "SNAPSHOTS", "LOGICAL", "UNIQUE", "STORED", "SHARED"]
+    assert lines[0].split() == ["REF", "SNAPSHOTS", "LOGICAL", "UNIQUE", "STORED", "SHARED", "EXCLUSIVE"]
     assert lines[3].startswith("all refs")
+    by_snapshot = history("usage", "--snapshots", "--json").json["by_snapshot"]
+    assert [(row["step"], row["held_by"]) for row in by_snapshot] == [(1, ["runs/gpt", "v1"]), (2, ["runs/gpt"])]
+    assert history("usage", "--jobs").out.splitlines()[1].split()[0] == "runs"
+    assert "100%" in history("usage", "--packs").out
 
 
 def test_fsck_says_what_it_checked(history: Tsck) -> None:

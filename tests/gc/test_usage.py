@@ -1,13 +1,9 @@
 """Usage against numbers computed by hand from what was put."""
 
-import numpy as np
 import torch
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.gc.mark import Marks, Placed
-from tensorstore_ck.ids import Digest, Ulid
 from tensorstore_ck.opening import init_store, make_engine, read_config
-from tensorstore_ck.part import EXTENT_DTYPE, Part
 from tensorstore_ck.store import Store
 from tensorstore_ck.table import MemoryTable
 
@@ -141,31 +137,3 @@ def test_hundreds_of_refs_that_share() -> None:
 def test_an_empty_store() -> None:
     usage = open_store(MemoryBackend()).usage()
     assert (usage.refs, usage.snapshots, usage.stored_bytes, usage.unreferenced_bytes) == ((), 0, 0, 0)
-
-
-def part_of(rows: list[tuple[int, int]]) -> Part:
-    extents = np.zeros(len(rows), EXTENT_DTYPE)
-    extents["pack"] = [pack for pack, _ in rows]
-    extents["entry"] = [entry for _, entry in rows]
-    extents["stored"] = extents["raw"] = 10
-    packs = [Ulid(bytes([number]) * 16) for number in range(4)]
-    return Part(Digest(bytes(32)), 0, 1, np.zeros(1, EXTENT_DTYPE), bytes(32 * len(rows)), b"", b"", packs, extents, b"", 0)
-
-
-def test_marks_one_byte_per_block_each_block_once() -> None:
-    marks = Marks()
-    seen: list[int] = []
-
-    def change(placed: Placed) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-        seen.append(int((placed.before == 0).sum()))
-        return np.full(len(placed.before), 1, np.uint8)
-
-    marks.mark(part_of([(0, 0), (1, 3), (0, 0), (1, 2), (0, 5)]), change)
-    assert sorted(seen) == [2, 2]
-    seen.clear()
-    marks.mark(part_of([(0, 0), (0, 1), (1, 2)]), change)
-    assert sorted(seen) == [0, 1]
-    first, second = (marks.packs[Ulid(bytes([number]) * 16)] for number in range(2))
-    assert first[:6].tolist() == [1, 1, 0, 0, 0, 1]
-    assert second[:4].tolist() == [0, 0, 1, 1]
-    assert first.itemsize == 1
