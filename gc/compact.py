@@ -113,7 +113,16 @@ def compact(
     )
     problems: dict[Ulid, str] = {}
     lock = threading.Lock()
-    fetch = read or (lambda pack, footer, run: read_blocks(engine.backend, pack, footer, run))
+    buffers = threading.local()
+
+    def from_pack(pack: Ulid, footer: Footer, run: list[int]) -> list[memoryview]:
+        rows = footer.entries[[run[0], run[-1]]]
+        size_bytes = int(rows["offset"][1]) + int(rows["stored"][1]) - int(rows["offset"][0])
+        if len(getattr(buffers, "memory", b"")) < size_bytes:
+            buffers.memory = memoryview(bytearray(max(size_bytes, RUN_BYTES)))
+        return read_blocks(engine.backend, pack, footer, run, buffers.memory[:size_bytes])
+
+    fetch = read or from_pack
 
     def copy(run: tuple[SparsePack, list[int]]) -> None:
         source, entries = run
@@ -145,8 +154,9 @@ def compact(
     return Compacted(moves, writer.new_bytes + sum(move.size_bytes for move in moves), list(problems.values()))
 
 
-def read_blocks(backend: Backend, pack: Ulid, footer: Footer, entries: list[int]) -> list[memoryview]:
-    """The raw bytes of neighbouring entries of a pack; whether they match their ids is the caller's to check.
+def read_blocks(backend: Backend, pack: Ulid, footer: Footer, entries: list[int], memory: memoryview) -> list[memoryview]:
+    """The raw bytes of neighbouring entries of a pack, in `memory` as far as they are stored raw; whether they match their ids is the
+    caller's to check.
 
     Raises:
         DamageError: the pack is cut short, or a block cannot be decoded.
@@ -154,7 +164,6 @@ def read_blocks(backend: Backend, pack: Ulid, footer: Footer, entries: list[int]
     name = pack_name(pack)
     rows = footer.entries[entries]
     start = int(rows["offset"][0])
-    memory = memoryview(bytearray(int(rows["offset"][-1]) + int(rows["stored"][-1]) - start))
     backend.read_into(name, start, memory)
     blocks = []
     for row in rows:
