@@ -1,5 +1,8 @@
 """tensorstore_ck: a content-addressed snapshot store for training state."""
 
+import importlib
+from typing import TYPE_CHECKING, Final
+
 from tensorstore_ck.errors import (
     AlreadyExistsError,
     AmbiguousAddressError,
@@ -36,21 +39,28 @@ from tensorstore_ck.snapshot import Snapshot, SnapshotDetails
 from tensorstore_ck.store import ANY, Store
 from tensorstore_ck.store import open_store as open  # noqa: A004 - `tsck.open` reads as gzip.open does
 
+if TYPE_CHECKING:
+    from tensorstore_ck.copying import copy
+    from tensorstore_ck.fsck import FsckOptions
+    from tensorstore_ck.gc import GcOptions
+    from tensorstore_ck.state import LoadReport, register_type
+
 __version__ = "0.1.0"
 
-_FROM_STATE = ("LoadReport", "register_type")
+_LATER: Final = {
+    "LoadReport": "state",
+    "register_type": "state",
+    "GcOptions": "gc",
+    "FsckOptions": "fsck",
+    "copy": "copying",
+}
+"""Name -> the subpackage that it is loaded from when it is first asked for, so that a command starts fast."""
 
 
 def __getattr__(name: str) -> object:
     """Loads what takes long to load when it is first asked for."""
-    if name in _FROM_STATE:
-        from tensorstore_ck import state  # noqa: PLC0415
-
-        return getattr(state, name)
-    if name == "GcOptions":
-        from tensorstore_ck.gc import GcOptions  # noqa: PLC0415
-
-        return GcOptions
+    if name in _LATER:
+        return getattr(importlib.import_module(f"tensorstore_ck.{_LATER[name]}"), name)
     raise AttributeError(f"module 'tensorstore_ck' has no attribute {name!r}")
 
 
@@ -65,6 +75,7 @@ __all__ = [
     "CorruptObjectError",
     "DamageError",
     "FormatVersionError",
+    "FsckOptions",
     "GcOptions",
     "GcRefusedError",
     "InputError",
@@ -91,6 +102,7 @@ __all__ = [
     "UnreadableError",
     "UnsafeBackendError",
     "UnsupportedValueError",
+    "copy",
     "open",
     "register_type",
 ]

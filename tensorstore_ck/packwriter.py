@@ -22,8 +22,8 @@ SHARED_PACK_BYTES: Final = 64 << 20
 """A second pack is begun beside one of this size, not beside a smaller one."""
 
 
-class _Block(NamedTuple):
-    """A new block on its way into a pack."""
+class EncodedBlock(NamedTuple):
+    """A block on its way into a pack."""
 
     id: Digest
     codec: Codec
@@ -40,8 +40,8 @@ class _OpenPack:
         self.reserved_bytes = HEADER.size
         self.appending = 0
         self.full = False
-        self.rows: list[tuple[int, _Block]] = []
-        """(offset, block), in any order until the pack is sealed."""
+        self.rows: list[tuple[bytes, int, int, int, int, int, int, int]] = []
+        """Rows of `ENTRY_DTYPE`, in any order until the pack is sealed."""
 
 
 class PackWriter:
@@ -81,9 +81,16 @@ class PackWriter:
             blocks = []
             for block, raw in fresh:
                 codec, stored = encode_lz4(raw) if compress else (Codec.RAW, raw)
-                blocks.append(_Block(block, codec, stored, len(raw)))
+                blocks.append(EncodedBlock(block, codec, stored, len(raw)))
             self._append(blocks)
         return ids
+
+    def add_encoded(self, blocks: Sequence[EncodedBlock]) -> None:
+        """Stores those blocks that are not there yet as they are; the caller has verified them. Their buffers may be reused afterwards."""
+        with self._lock:
+            fresh = [block for block in blocks if self._claim(block.id)]
+        if fresh:
+            self._append(fresh)
 
     def location(self, block: Digest) -> Location:
         """Where a block that was added lies; only after `close`."""
@@ -108,8 +115,9 @@ class PackWriter:
             self.found[block] = location
         return location is None
 
-    def _append(self, blocks: list[_Block]) -> None:
+    def _append(self, blocks: list[EncodedBlock]) -> None:
         size = sum(len(block.stored) for block in blocks)
+        checks = [0 if block.codec == Codec.RAW else stored_check(block.stored) for block in blocks]
         with self._lock:
             pack = self._pack_to_append_to()
             pack.reserved_bytes += size
@@ -119,8 +127,8 @@ class PackWriter:
                 self._open.remove(pack)
         offset = pack.writer.append([block.stored for block in blocks])
         with self._lock:
-            for block in blocks:
-                pack.rows.append((offset, block._replace(stored=b"" if block.codec == Codec.RAW else block.stored)))
+            for block, check in zip(blocks, checks, strict=True):
+                pack.rows.append((block.id, offset, check, len(block.stored), block.raw_bytes, block.codec, 0, 0))
                 offset += len(block.stored)
             pack.appending -= 1
             last = pack.full and not pack.appending
@@ -144,15 +152,9 @@ class PackWriter:
 
     def _seal(self, pack: _OpenPack) -> None:
         """Writes the footer and makes the pack durable."""
-        pack.rows.sort(key=lambda row: row[0])
-        entries = np.zeros(len(pack.rows), ENTRY_DTYPE)
-        sizes = []
-        for number, (offset, block) in enumerate(pack.rows):
-            stored = len(block.stored) if block.codec != Codec.RAW else block.raw_bytes
-            check = stored_check(block.stored) if block.codec != Codec.RAW else 0
-            entries[number] = (block.id, offset, check, stored, block.raw_bytes, block.codec, 0, 0)
-            sizes.append(stored)
-        header, data_bytes = encode_header(), HEADER.size + sum(sizes)
+        pack.rows.sort(key=lambda row: row[1])
+        entries = np.array(pack.rows, ENTRY_DTYPE)
+        header, data_bytes = encode_header(), HEADER.size + int(entries["stored"].sum(dtype=np.int64))
         footer = encode_footer(header, entries)
         decode_footer(header, footer, data_bytes + len(footer), pack_name(pack.ulid))
         if pack.writer.append([footer]) != data_bytes:
@@ -161,5 +163,5 @@ class PackWriter:
         with self._lock:
             self._unsealed.remove(pack)
             self.new_bytes += data_bytes + len(footer)
-            for number, (offset, block) in enumerate(pack.rows):
-                self.added[block.id] = Location(pack.ulid, number, offset, sizes[number], block.raw_bytes, block.codec)
+            for number, (block, offset, _, stored, raw, codec, _, _) in enumerate(pack.rows):
+                self.added[Digest(block)] = Location(pack.ulid, number, offset, stored, raw, codec)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tensorstore_ck.errors import SnapshotMarkedBadError
 from tensorstore_ck.ids import ulid_text
 from tensorstore_ck.log import RefTable, SnapshotInfo
 
@@ -49,6 +50,20 @@ class Snapshot:
             info.logical_bytes,
             info.new_bytes,
             info.n,
+        )
+
+
+def refuse_marked(snapshot: Snapshot, address: str, advice: str) -> None:
+    """Refuses to resume from what somebody, or `tsck fsck --repair`, marked.
+
+    Raises:
+        SnapshotMarkedBadError: it is marked.
+    """
+    if snapshot.mark:
+        raise SnapshotMarkedBadError(
+            f"{address!r} ({snapshot.root[:16]}, step {snapshot.step}) is marked {snapshot.mark}: {snapshot.reason or 'no reason given'}. "
+            f"Take an earlier one (see `tsck log`), or {advice}",
+            object_id=address,
         )
 
 

@@ -14,21 +14,21 @@ from tensorstore_ck.address import Resolved, resolve
 from tensorstore_ck.closure import revive
 from tensorstore_ck.durations import parse_seconds
 from tensorstore_ck.engine import Engine, current_user
-from tensorstore_ck.errors import InvalidOptionError, SnapshotMarkedBadError
+from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo, validate_ref_name
 from tensorstore_ck.opening import open_engine
 from tensorstore_ck.reader import SnapshotReader
 from tensorstore_ck.record import check_metrics, encode_metadata
 from tensorstore_ck.seen import LAST_SEEN, LastSeen, Seen
-from tensorstore_ck.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails, pinned_snapshots
+from tensorstore_ck.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails, pinned_snapshots, refuse_marked
 from tensorstore_ck.writer import ANY, Anything, PutRequest, check_expected, put
 
 if TYPE_CHECKING:
     import torch
 
     from tensorstore_ck.forgetting import Forgotten
-    from tensorstore_ck.fsck import FsckReport
+    from tensorstore_ck.fsck import FsckOptions, FsckReport, RepairReport
     from tensorstore_ck.gc import GcOptions, GcReport
     from tensorstore_ck.gc.report import Progress as GcProgress
     from tensorstore_ck.gc.usage import Usage
@@ -148,13 +148,8 @@ class Store:
         from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
 
         found = self._resolve(address)
-        if found.info.mark and not allow_bad:
-            raise SnapshotMarkedBadError(
-                f"{address!r} ({found.info.root.hex()[:16]}, step {found.info.step}) is marked {found.info.mark}: "
-                f"{found.info.reason or 'no reason given'}. "
-                f"Take an earlier one (see `tsck log`), or pass allow_bad=True",
-                object_id=address,
-            )
+        if not allow_bad:
+            refuse_marked(Snapshot.from_info(found.info), address, "pass allow_bad=True")
         content = SnapshotReader(self._engine, found.info)
         state = restore(content, into=into, select=select, strict=strict, rename=rename, dtype=dtype, device=device, report=report)
         self._seen.note_restored(found.info.root)
@@ -313,11 +308,20 @@ class Store:
         self._engine.log.sync()
         return measure_usage(self._engine, per_snapshot=per_snapshot)
 
-    def fsck(self, *, read_data: bool = False, progress: Progress | None = None) -> "FsckReport":
-        """Checks the whole store's structure; with `read_data` every stored byte. Changes nothing."""
+    def fsck(self, options: "FsckOptions | None" = None, *, read_data: bool = False, progress: Progress | None = None) -> "FsckReport":
+        """Checks the whole store's structure, and as much data as asked for: `read_data`, or more in `options`. Changes nothing."""
         from tensorstore_ck.fsck import run_fsck  # noqa: PLC0415
 
-        return run_fsck(self._engine, read_data=read_data, progress=progress)
+        return run_fsck(self._engine, options, read_data=read_data, progress=progress)
+
+    def repair(self, *, read_data: bool = False, other: "Store | None" = None) -> "RepairReport":
+        """Mends what `fsck` finds: makes anew what is derived, and damaged objects from other copies, here or in another store.
+
+        Snapshots that stay damaged are marked, so that `checkout` refuses them. Nothing is deleted.
+        """
+        from tensorstore_ck.fsck import FsckOptions, run_repair  # noqa: PLC0415
+
+        return run_repair(self._engine, FsckOptions(read_data), other=other._engine if other is not None else None)
 
     # --- inner --------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 import click
 
 import tensorstore_ck
-from tensorstore_ck.cli import history, keeping, maintenance, refs, transfer, usage
+from tensorstore_ck.cli import checking, copying, history, keeping, maintenance, refs, transfer, usage
 from tensorstore_ck.cli.output import emit, printable
 from tensorstore_ck.errors import StoreError
 
@@ -107,7 +107,8 @@ for _command in (
     keeping.forget,
     keeping.undo,
     keeping.gc,
-    maintenance.fsck,
+    copying.copy,
+    checking.fsck,
     maintenance.salvage,
     maintenance.probe,
 ):

@@ -1,4 +1,4 @@
-"""Commands about the store itself: init, probe, fsck, salvage. They need no torch."""
+"""Commands about the store itself: init, probe, salvage. They need no torch."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -9,10 +9,7 @@ from tensorstore_ck.backend import ProbeResult
 from tensorstore_ck.backend import probe as run_probe
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import counted, emit, facts, green, human_bytes, indented, printable, red, short_root, table
-from tensorstore_ck.cli.progress import Bar
-from tensorstore_ck.errors import DamageError, UnsafeBackendError
-from tensorstore_ck.fsck import abort_stale_uploads, run_fsck
-from tensorstore_ck.fsck.findings import Finding, FsckReport
+from tensorstore_ck.errors import UnsafeBackendError
 from tensorstore_ck.opening import init_store
 from tensorstore_ck.salvage import Salvaged, SalvageReport
 from tensorstore_ck.salvage import salvage as run_salvage
@@ -60,45 +57,6 @@ def _probe_lines(result: ProbeResult) -> list[str]:
     lines += [red(printable(problem)) for problem in result.problems]
     if not result.exclusive_create:
         lines.append("several processes would lose each other's commits here: use another place, or --single-writer-unsafe with one writer")
-    return lines
-
-
-@command("Check that everything is there and unaltered.", "tsck fsck", "tsck fsck --read-data")
-@click.option("--read-data", is_flag=True, help="Also read and hash every stored byte.")
-@click.option("--abort-uploads", is_flag=True, help="Also free what unfinished uploads of more than a day ago left behind.")
-@store_options()
-@click.pass_context
-def fsck(context: click.Context, choice: StoreChoice, *, read_data: bool, abort_uploads: bool, as_json: bool) -> None:
-    """Check the store: is everything that branches and tags reach there, whole and unaltered? Ends with 40 where not."""
-    with closing(choice.open_engine()) as engine:
-        aborted = abort_stale_uploads(engine) if abort_uploads else []
-        with Bar("checking") as bar:
-            report = run_fsck(engine, read_data=read_data, progress=bar if read_data else None)
-    lines = [f"freed {printable(name)}" for name in aborted] + _fsck_lines(report, read_data=read_data)
-    emit({"ok": report.ok, "report": report, "aborted_uploads": aborted}, lines, as_json=as_json)
-    if not report.ok:
-        context.exit(DamageError.exit_code)
-
-
-def _fsck_lines(report: FsckReport, *, read_data: bool) -> list[str]:
-    lines = [line for finding in report.findings for line in _finding_lines(finding)]
-    errors = sum(finding.severity == "error" for finding in report.findings)
-    looked = ", ".join(
-        (
-            counted(report.log_entries, "log entry"),
-            counted(report.snapshots, "snapshot"),
-            counted(report.packs, "pack"),
-            counted(report.blocks, "block"),
-        )
-    )
-    read = f"{human_bytes(report.data_bytes)} read and verified" if read_data else "data not read (--read-data does)"
-    return [*lines, f"checked {looked}; {read}", green("no errors") if report.ok else red(counted(errors, "error"))]
-
-
-def _finding_lines(finding: Finding) -> list[str]:
-    colour = red if finding.severity == "error" else str
-    lines = [f"{colour(finding.severity)}  {printable(finding.object)}  ({finding.kind}{', repairable' if finding.repairable else ''})"]
-    lines += [f"  {printable(finding.message)}", *(f"  hits {printable(hit)}" for hit in finding.hits), ""]
     return lines
 
 

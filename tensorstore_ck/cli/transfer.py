@@ -3,9 +3,9 @@
 import click
 
 from tensorstore_ck.cli.options import StoreChoice, command, named_number, named_value, store_options
-from tensorstore_ck.cli.output import counted, emit, human_bytes, printable, short_root, snapshot_line
+from tensorstore_ck.cli.output import counted, emit, human_bytes, printable, snapshot_line
 from tensorstore_ck.cli.progress import Bar
-from tensorstore_ck.errors import SnapshotMarkedBadError
+from tensorstore_ck.snapshot import refuse_marked
 
 
 @command(
@@ -67,13 +67,8 @@ def get(address: str, file: str, select: tuple[str, ...], choice: StoreChoice, *
     check_target(file, overwrite=force)
     with Bar("getting") as bar, choice.open(bar) as store:
         snapshot = store.resolve(address)
-        if snapshot.mark and not allow_bad:
-            raise SnapshotMarkedBadError(
-                f"{address!r} ({short_root(snapshot.root)}, step {snapshot.step}) is marked {snapshot.mark}: "
-                f"{snapshot.reason or 'no reason given'}. "
-                "Take an earlier one (see `tsck log`), or give --allow-bad",
-                object_id=address,
-            )
+        if not allow_bad:
+            refuse_marked(snapshot, address, "give --allow-bad")
         metadata = store.show(snapshot.root).metadata
         bar.expect(snapshot.logical_bytes)
         # By its root, since a branch may have moved meanwhile.

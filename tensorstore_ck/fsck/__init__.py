@@ -1,13 +1,21 @@
-"""Checks of a whole store, offline or beside writers. Nothing here changes a store.
+"""Checks of a whole store, offline or beside writers and gc. Nothing here changes a store, but for repair.py.
 
 check.py          the order of things, and what lies in a store that nothing names
-logcheck.py       the log and its checkpoints
+options.py        how much is looked at
+logcheck.py       the log and its checkpoints; stillengine.py: an engine at the log as it was checked
 snapshotcheck.py  one snapshot: record, part, layout, extents
-packcheck.py      packs: footers, and every stored byte
+packcheck.py      packs: footers, and what is known of their blocks
+datacheck.py      every stored byte, in pieces; verified.py: when that was done last
+blocks.py         tables of blocks, and where there are copies of them
+mending.py        how damage can be mended
 findings.py       what is reported
+repair.py         mends; logrepair.py: the log and what is derived from it; remake.py: records and parts; repack.py: packs;
+sources.py        where it takes things from
 """
 
 from tensorstore_ck.fsck.check import abort_stale_uploads, run_fsck
 from tensorstore_ck.fsck.findings import Finding, FsckReport
+from tensorstore_ck.fsck.options import FsckOptions
+from tensorstore_ck.fsck.repair import RepairReport, run_repair
 
-__all__ = ["Finding", "FsckReport", "abort_stale_uploads", "run_fsck"]
+__all__ = ["Finding", "FsckOptions", "FsckReport", "RepairReport", "abort_stale_uploads", "run_fsck", "run_repair"]

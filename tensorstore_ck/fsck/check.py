@@ -1,13 +1,14 @@
-"""Checks a whole store and changes nothing: configuration, log, snapshots, packs and leftovers; with `read_data` every stored byte.
+"""Checks a whole store and changes nothing: configuration, log, snapshots, packs and leftovers; and as much data as `FsckOptions` says.
 
-Damage becomes findings; an error at one object never stops the rest. Runs beside writers: the log is read first, so that whatever its
-snapshots need is there when the packs are listed, and what appears later is not judged. What no snapshot refers to is told as a notice.
+Damage becomes findings; an error at one object never stops the rest. Runs beside writers and gc: the log is read first, so that whatever
+its snapshots need is there when the packs are listed, but for what gc frees meanwhile; so what seems damaged is looked at again as of what
+the log says then, until it was damaged while it was needed. What no snapshot refers to is told as a notice.
 """
 
 import contextlib
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -15,36 +16,49 @@ from tensorstore_ck.config import CONFIG_NAME, MAX_CONFIG_BYTES, decode_config
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES, unseal
 from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, MissingObjectError, StoreError
+from tensorstore_ck.executor import Executor
+from tensorstore_ck.fsck.blocks import BlockTables, find_copies
+from tensorstore_ck.fsck.datacheck import DataCheck
 from tensorstore_ck.fsck.findings import Finding, Findings, FsckReport, Severity, require_reachable
-from tensorstore_ck.fsck.logcheck import LogCheck, check_log, host_saw_more
-from tensorstore_ck.fsck.packcheck import Listed, Packs
-from tensorstore_ck.fsck.snapshotcheck import check_snapshot, hit_text
+from tensorstore_ck.fsck.logcheck import LogCheck, cache_problem, check_log, host_saw_more
+from tensorstore_ck.fsck.mending import FROM_OTHER, REPAIR, pack_advice, readable_parts, rebuild_moved
+from tensorstore_ck.fsck.options import FsckOptions, Progress
+from tensorstore_ck.fsck.packcheck import BadBlocks, Listed, Packs
+from tensorstore_ck.fsck.snapshotcheck import SnapshotCheck, check_snapshot, hit_text, parts_of
+from tensorstore_ck.fsck.stillengine import still_engine
 from tensorstore_ck.gc.roots import roots
 from tensorstore_ck.ids import Ulid, parse_ulid
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import FOLDERS, ObjectKey, Relocation, SnapshotInfo
 from tensorstore_ck.log.checkpoint import checkpoint_folder
-from tensorstore_ck.pack import pack_name
 from tensorstore_ck.parallel import cpu_threads, for_each
-from tensorstore_ck.part import decode_part, part_name
-from tensorstore_ck.record import Record, decode_record, record_name
+from tensorstore_ck.part import decode_part
+from tensorstore_ck.record import Record, decode_record
 
-__all__ = ["Finding", "FsckReport", "abort_stale_uploads", "run_fsck"]
+__all__ = ["Finding", "Fsck", "FsckReport", "abort_stale_uploads", "run_fsck"]
 
 STALE_SECONDS: Final = 24 * 3600
 REMOTE_THREADS: Final = 8
+CONFIRM_ROUNDS: Final = 5
+_NS: Final = 1_000_000_000
+_KIND_OF: Final = {folder: kind for kind, folder in FOLDERS.items()}
 LEFT_BEHIND: Final = "nothing refers to it: an interrupted save left it, or one is under way; gc will free it"
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+LISTED_BY_GC: Final = "nothing needs it any more: the next gc frees it"
 
 
-def run_fsck(engine: Engine, *, read_data: bool, progress: Progress | None = None) -> FsckReport:
-    """Checks the store.
+def run_fsck(
+    engine: Engine,
+    options: FsckOptions | None = None,
+    *,
+    read_data: bool = False,
+    progress: Progress | None = None,
+    executor: Executor | None = None,
+) -> FsckReport:
+    """Checks the store, as `options` say; `read_data` and `progress` are short for these options. `executor` reads the data.
 
     Raises:
         BackendUnavailableError: the backend does not answer. Damage is never raised.
     """
-    return _Fsck(engine, read_data, progress).run()
+    return Fsck(engine, options or FsckOptions(read_data=read_data, progress=progress), executor=executor).run()
 
 
 def abort_stale_uploads(engine: Engine, older_than_seconds: int = STALE_SECONDS) -> list[str]:
@@ -55,152 +69,258 @@ def abort_stale_uploads(engine: Engine, older_than_seconds: int = STALE_SECONDS)
     return names
 
 
-class _Objects(NamedTuple):
+class Objects(NamedTuple):
     """What was listed."""
 
-    packs: dict[Ulid, Listed]
-    parts: dict[Ulid, Listed]
-    records: dict[Ulid, Listed]
+    by_kind: dict[str, dict[Ulid, Listed]]
     other_logs: list[str]
     """Objects of logs that are not in force."""
 
 
-class _Fsck:
-    def __init__(self, engine: Engine, read_data: bool, progress: Progress | None) -> None:
-        self._engine = engine
+class Fsck:
+    """One check of a store; what it found out is there for repair."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        options: FsckOptions,
+        *,
+        known_bad: Mapping[Ulid, BadBlocks] | None = None,
+        executor: Executor | None = None,
+    ) -> None:
+        """`known_bad`: blocks that an earlier check of this store found bad."""
         self._backend = engine.backend
-        self._read_data = read_data
-        self._progress = progress
+        self._options = options
+        self._known_bad = known_bad or {}
+        self._executor = executor
         self._started_ns = engine.clock()
         self._found = Findings()
         self._lock = threading.Lock()
         self._done_bytes = self._total_bytes = 0
-        self._referenced: set[Ulid] = set()
-        """Parts and packs."""
+        self.needed: set[ObjectKey] = set()
+        """What the snapshots need, as far as it could be read."""
         self._broken: list[str] = []
         """Log entries that are missing or damaged."""
+        self._rebuilt: dict[Ulid, bytes | None] = {}
         self._unsure = False
         """Whether there are records or parts that could not be read, so that what they refer to is not known."""
+        self.engine = engine
+        self.log = LogCheck()
+        self.at_log: Engine = engine
+        """At the log as this check folded it."""
+        self.anchor = 0
+        """The entry up to which the log had been folded when the store was looked at."""
+        self.objects = Objects({kind: {} for kind in FOLDERS}, [])
+        self.packs = Packs(self._backend, {})
+        self.hit = BlockTables()
+        """Blocks that snapshots need and cannot be read."""
+        self.damaged: dict[Ulid, SnapshotCheck] = {}
+        """Snapshots that are damaged."""
 
     def run(self) -> FsckReport:
+        """Looks at everything."""
         self._check_config()
-        log = self._check_log()
-        objects = self._list()
-        packs = Packs(self._backend, objects.packs)
-        self._total_bytes = sum(listed.size_bytes for listed in (*objects.parts.values(), *objects.records.values()))
-        if self._read_data:
-            self._total_bytes += sum(listed.size_bytes for listed in objects.packs.values())
-            packs.check_data(self._engine.config.block_bytes, self._advance)
-        else:
-            packs.check_footers()
-        infos = {info.ulid: info for info in log.view.snapshots()}
-        self._check_snapshots(log, infos, packs)
-        self._judge_packs(packs)
-        self._check_leftovers(infos, objects)
-        if self._progress is not None:
-            self._progress(self._total_bytes, self._total_bytes)
-        return FsckReport(self._found.all(), log.entries, len(infos), len(objects.packs), packs.blocks, packs.data_bytes)
+        self._check_log()
+        self._list()
+        self.packs = packs = Packs(self._backend, self.objects.by_kind["pack"])
+        packs.bad.update(self._known_bad)
+        packs.check_footers()
+        max_seconds = self._options.max_seconds
+        deadline_ns = None if max_seconds is None else self._started_ns + int(max_seconds * _NS)
+        data = DataCheck(self.engine, packs, self._options, deadline_ns=deadline_ns)
+        sizes = (listed.size_bytes for kind in ("part", "snapshot") for listed in self.objects.by_kind[kind].values())
+        self._total_bytes = sum(sizes) + sum(packs.listed[pack].size_bytes for pack in data.chosen)
+        data.run(self._advance, self._executor)
+        snapshots = self._check_snapshots()
+        self._judge_packs()
+        self._check_leftovers()
+        self._advise()
+        if self._options.progress is not None:
+            self._options.progress(self._total_bytes, self._total_bytes)
+        return FsckReport(
+            self._found.all(),
+            self.log.entries,
+            snapshots,
+            len(packs.listed),
+            packs.blocks,
+            data.read_bytes,
+            data.packs,
+            data.never_verified,
+            data.oldest_verified_ns,
+            data.is_out_of_time,
+        )
 
     # --- configuration and log ----------------------------------------------------------------------------------------
 
     def _check_config(self) -> None:
         try:
             config = decode_config(self._backend.get(CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES), self._backend.url)
-            if config != self._engine.config:
+            if config != self.engine.config:
                 raise CorruptObjectError(f"{CONFIG_NAME} was replaced since this store was opened: open it again", object_id=CONFIG_NAME)
         except StoreError as exc:
             require_reachable(self._backend, exc)
             message = f"{exc}; until then nothing in the store can be opened"
             self._found.add(exc.kind, CONFIG_NAME, message, hit="every ref: the store cannot be opened", repairable=True)
 
-    def _check_log(self) -> LogCheck:
-        config, head = self._engine.config, None
+    def _check_log(self) -> None:
+        config, head = self.engine.config, None
         with contextlib.suppress(StoreError):  # a host's cache that cannot be read tells nothing
-            head = self._engine.log.view().head()
-        log = check_log(self._backend, prefix=config.log, uuid=uuid.UUID(config.uuid).bytes)
-        more = host_saw_more(log, head, self._engine.log.chain)
-        for problem in [*log.problems, *([more] if more else [])]:
+            head = self.engine.log.view().head()
+        self.log = log = check_log(self._backend, prefix=config.log, uuid=uuid.UUID(config.uuid).bytes)
+        self.at_log, self.anchor = still_engine(self.engine, log), log.last
+        more = [host_saw_more(log, head, self.engine.log.chain), cache_problem(log, self.engine.log)]
+        for problem in [*log.problems, *(found for found in more if found)]:
             severity: Severity = "error" if problem.is_error else "notice"
             self._found.add(problem.kind, problem.object, problem.message, severity=severity, repairable=problem.is_error)
             if problem.kind == "broken_log":
                 self._broken.append(problem.object)
-        return log
 
     # --- snapshots and packs ------------------------------------------------------------------------------------------
 
-    def _list(self) -> _Objects:
-        objects = _Objects({}, {}, {}, [])
-        config = self._engine.config
+    def _list(self) -> None:
+        config = self.engine.config
         in_force = (f"{config.log}/", checkpoint_folder(config.log))
         for name, size_bytes, modified_ns in self._backend.list(""):
             if name == CONFIG_NAME or name.startswith(in_force):
                 continue
             folder, ulid = name.partition("/")[0], parse_ulid(name[-26:])
-            listed = {"packs": objects.packs, "parts": objects.parts, "snapshots": objects.records}.get(folder)
-            if listed is not None and ulid is not None and name == f"{folder}/{name[-2:]}/{name[-26:]}":
-                listed[ulid] = Listed(size_bytes, modified_ns)
+            kind = _KIND_OF.get(folder)
+            if kind is not None and ulid is not None and ObjectKey(kind, ulid).name == name:
+                self.objects.by_kind[kind][ulid] = Listed(size_bytes, modified_ns)
             elif folder in {"log", "checkpoint"} or folder.startswith("log-"):
-                objects.other_logs.append(name)
-            else:
+                self.objects.other_logs.append(name)
+            elif folder not in {"gc", "probe"}:
                 self._found.add("foreign_object", name, "it is none of a store's objects: delete it if nobody knows it", severity="notice")
-        return objects
 
-    def _check_snapshots(self, log: LogCheck, infos: Mapping[Ulid, SnapshotInfo], packs: Packs) -> None:
-        refs = roots(log.view)
+    def _check_snapshots(self) -> int:
+        """Checks all snapshots; those that seem damaged again, as of what the log says then.
+
+        An object that is missing although the log, read later, still says that it is needed was not freed by gc.
+        """
+        infos = {info.ulid: info for info in self.log.view.snapshots()}
+        suspects = self._check_all(infos.values())
+        for _ in range(CONFIRM_ROUNDS):
+            if not suspects or not self.log.follow(self.engine.log.chain):
+                break
+            before = {(ulid, damage.object) for ulid, found in suspects.items() for damage in found.damages}
+            suspects = self._check_all(infos[ulid] for ulid in suspects if self.log.view.is_live(ulid))
+            if all((ulid, damage.object) in before for ulid, found in suspects.items() for damage in found.damages):
+                break
+        self.damaged = suspects
+        refs = roots(self.log.view)
+        for ulid, found in suspects.items():
+            self._unsure = self._unsure or not found.is_complete
+            step = "" if infos[ulid].step is None else f"@{infos[ulid].step}"
+            addresses = [f"{ref}{step}" for ref in refs.get(ulid, ())]
+            for damage in found.damages:
+                self._found.add(damage.kind, damage.object, damage.message, hit=hit_text(addresses, infos[ulid], damage.names))
+                if damage.blocks is not None:
+                    self.hit.add(*damage.blocks)
+        return len(infos)
+
+    def _check_all(self, infos: Iterable[SnapshotInfo]) -> dict[Ulid, SnapshotCheck]:
+        """Checks snapshots, and returns the damaged ones."""
+        damaged: dict[Ulid, SnapshotCheck] = {}
 
         def check(info: SnapshotInfo) -> None:
-            checked = check_snapshot(self._engine, packs, info, read_data=self._read_data)
-            step = "" if info.step is None else f"@{info.step}"
-            addresses = [f"{ref}{step}" for ref in refs.get(info.ulid, ())]
-            for damage in checked.damages:
-                self._found.add(damage.kind, damage.object, damage.message, hit=hit_text(addresses, info, damage.names))
+            checked = check_snapshot(self.at_log, self.packs, info, read_data=self._options.reads_data)
             with self._lock:
-                self._referenced.update(checked.parts, checked.packs)
-                self._unsure = self._unsure or not checked.is_complete
+                self.needed |= checked.needs
+                if checked.damages:
+                    damaged[info.ulid] = checked
             self._advance(checked.object_bytes)
 
-        for_each(infos.values(), check, cpu_threads() if self._backend.is_local else REMOTE_THREADS)
+        for_each(infos, check, cpu_threads() if self._backend.is_local else REMOTE_THREADS)
+        return damaged
 
-    def _judge_packs(self, packs: Packs) -> None:
+    def _judge_packs(self) -> None:
         """What was found about packs, but hits no snapshot."""
-        for pack, listed in packs.listed.items():
-            name, problem, bad = pack_name(pack), packs.problems.get(pack), packs.bad.get(pack)
-            if self._found.names(name) or (pack not in self._referenced and listed.modified_ns >= self._started_ns):
+        for pack, listed in self.packs.listed.items():
+            key, problem, bad = ObjectKey("pack", pack), self.packs.problems.get(pack), self.packs.bad.get(pack)
+            is_needed = key in self.needed
+            if self._found.names(key.name) or (not is_needed and listed.modified_ns >= self._started_ns):
                 continue
-            if pack not in self._referenced:
-                self._left_behind(name, problem or ((CorruptObjectError.kind, bad.message) if bad else None))
+            if problem is not None and problem.kind == MissingObjectError.kind:
+                continue  # freed meanwhile: whoever had needed it was hit
+            if not is_needed:
+                self._left_behind(
+                    key, (problem.kind, problem.message) if problem else (CorruptObjectError.kind, bad.message) if bad else None
+                )
             elif problem is not None:
                 rest = (
-                    "what snapshots refer to in it is intact" if self._read_data else "its data was not read: run `tsck fsck --read-data`"
+                    f"what snapshots refer to in it is intact: {REPAIR} copies that to a new pack"
+                    if self._options.reads_data
+                    else "its data was not read: run `tsck fsck --read-data`"
                 )
-                self._found.add(problem.kind, name, f"{problem.message}; {rest}")
+                self._found.add(problem.kind, key.name, f"{problem.message}; {rest}", repairable=True)
             elif bad is not None:
-                self._found.add(CorruptObjectError.kind, name, f"{bad.message}; no snapshot refers to that block", severity="notice")
+                self._found.add(CorruptObjectError.kind, key.name, f"{bad.message}; no snapshot refers to that block", severity="notice")
+
+    def _advise(self) -> None:
+        """Says of what is damaged how it can be mended."""
+        for pack, (advice, repairable) in pack_advice(self.packs, self.hit).items():
+            self._found.advise(ObjectKey("pack", pack).name, advice, repairable=repairable)
+        moved = {ObjectKey("moved", moved).name: relocation for moved, relocation in self.relocations().items()}
+        objects = {damage.object for found in self.damaged.values() for damage in found.damages if damage.blocks is None}
+        for name in objects:
+            relocation = moved.get(name)
+            if relocation is not None and (self.rebuild(relocation) is not None or self._has_blocks_of(name)):
+                self._found.advise(name, f"{REPAIR} makes it anew, or what needs it", repairable=True)
+            elif name.partition("/")[0] in _KIND_OF:
+                self._found.advise(name, FROM_OTHER, repairable=False)
+
+    def _has_blocks_of(self, name: str) -> bool:
+        """Whether all blocks of the snapshots that an object hits are somewhere."""
+        hit = (ulid for ulid, found in self.damaged.items() if any(damage.object == name for damage in found.damages))
+        infos = (info for ulid in hit if (info := self.log.view.snapshot(ulid)) is not None)
+        wanted = {part.block_id(row) for info in infos for part in parts_of(self.at_log, info) for row in range(part.block_count)}
+        return wanted == find_copies(self.packs, wanted, unless={}).keys()
+
+    def relocations(self) -> dict[Ulid, Relocation]:
+        """The relocations in force, by their moved objects."""
+        view = self.log.view
+        packs = {pack for pack, _ in view.all_relocations()}
+        return {relocation.moved: relocation for pack in packs for relocation in view.relocations(pack)}
+
+    def rebuild(self, relocation: Relocation) -> bytes | None:
+        """The moved object of a relocation, made anew."""
+        if relocation.moved not in self._rebuilt:
+            parts = readable_parts(self.at_log, self.objects.by_kind["part"])
+            self._rebuilt[relocation.moved] = rebuild_moved(self.packs, relocation, parts)
+        return self._rebuilt[relocation.moved]
 
     # --- leftovers ----------------------------------------------------------------------------------------------------
 
-    def _check_leftovers(self, infos: Mapping[Ulid, SnapshotInfo], objects: _Objects) -> None:
-        for ulid, listed in objects.parts.items():
-            if ulid not in self._referenced and listed.modified_ns < self._started_ns:
-                name = part_name(ulid)
-                self._left_behind(name, self._problem_of(name, decode_part))
-        for ulid, listed in objects.records.items():
-            if ulid not in infos and listed.modified_ns < self._started_ns:
-                self._check_stray_record(ulid)
-        for name in objects.other_logs:
+    def _check_leftovers(self) -> None:
+        decoders: Mapping[str, Callable[[bytes, str], object]] = {"part": decode_part, "moved": partial(unseal, "moved")}
+        in_force = self.relocations()
+        for kind, decode in decoders.items():
+            for ulid, listed in self.objects.by_kind[kind].items():
+                key = ObjectKey(kind, ulid)
+                if key not in self.needed and ulid not in in_force and listed.modified_ns < self._started_ns:
+                    with contextlib.suppress(MissingObjectError):
+                        self._left_behind(key, self._problem_of(key.name, decode))
+        for ulid, listed in self.objects.by_kind["snapshot"].items():
+            key = ObjectKey("snapshot", ulid)
+            if key not in self.needed and listed.modified_ns < self._started_ns:
+                with contextlib.suppress(MissingObjectError):
+                    self._check_stray_record(key)
+        for name in self.objects.other_logs:
             kind = "checkpoint" if "checkpoint/" in name else "log"
-            problem = self._problem_of(name, partial(unseal, kind))
-            detail = f" ({problem[1]})" if problem else ""
-            self._found.add("old_log", name, f"it belongs to a log that is not in force any more{detail}", severity="notice")
+            with contextlib.suppress(MissingObjectError):
+                problem = self._problem_of(name, partial(unseal, kind))
+                detail = f" ({problem[1]})" if problem else ""
+                self._found.add("old_log", name, f"it belongs to a log that is not in force any more{detail}", severity="notice")
         for upload in self._backend.list_uploads():
-            if _is_older(self._engine, upload.modified_ns, STALE_SECONDS):
+            if _is_older(self.engine, upload.modified_ns, STALE_SECONDS):
                 message = "an unfinished write of more than a day ago: `tsck fsck --abort-uploads` frees it"
                 self._found.add("stale_upload", upload.name, message, severity="notice", repairable=True)
 
-    def _check_stray_record(self, ulid: Ulid) -> None:
-        name = record_name(ulid)
+    def _check_stray_record(self, key: ObjectKey) -> None:
         records: list[Record] = []
-        self._left_behind(name, self._problem_of(name, lambda data, name: records.append(decode_record(data, name))))
+        self._left_behind(key, self._problem_of(key.name, lambda data, name: records.append(decode_record(data, name))))
+        if self.log.view.snapshot(key.ulid) is not None:
+            return  # nothing holds it any more
         for record in records:
             for entry in self._broken:
                 step = "" if record.step is None else f"@{record.step}"
@@ -208,26 +328,35 @@ class _Fsck:
                 self._found.add(BrokenLogError.kind, entry, "", hit=hit)
 
     def _problem_of(self, name: str, decode: Callable[[bytes, str], object]) -> tuple[str, str] | None:
+        """What is wrong with an object that nothing needs.
+
+        Raises:
+            MissingObjectError: it was freed meanwhile.
+        """
         try:
             decode(self._backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
         except MissingObjectError:
-            return None  # freed meanwhile
+            raise
         except StoreError as exc:
             require_reachable(self._backend, exc)
             return exc.kind, str(exc)
         return None
 
-    def _left_behind(self, name: str, problem: tuple[str, str] | None) -> None:
-        who = "no snapshot that can be read refers to it" if self._unsure or self._broken else LEFT_BEHIND
+    def _left_behind(self, key: ObjectKey, problem: tuple[str, str] | None) -> None:
+        if problem is not None and problem[0] == MissingObjectError.kind:
+            return  # freed meanwhile
+        who = LISTED_BY_GC if self.log.view.object_state(key) is not None else LEFT_BEHIND
+        if self._unsure or self._broken:
+            who = "no snapshot that can be read refers to it"
         kind, message = ("unreferenced", who) if problem is None else (problem[0], f"{problem[1]}; {who}")
-        self._found.add(kind, name, message, severity="notice")
+        self._found.add(kind, key.name, message, severity="notice")
 
     def _advance(self, count: int) -> None:
         with self._lock:
             self._done_bytes = min(self._done_bytes + count, self._total_bytes)
-            if self._progress is not None:
-                self._progress(self._done_bytes, self._total_bytes)
+            if self._options.progress is not None:
+                self._options.progress(self._done_bytes, self._total_bytes)
 
 
 def _is_older(engine: Engine, modified_ns: int, seconds: float) -> bool:
-    return modified_ns < engine.clock() - seconds * 1_000_000_000
+    return modified_ns < engine.clock() - seconds * _NS

@@ -29,7 +29,7 @@ class Finding:
     hits: tuple[str, ...]
     """``ref@step (root): tensors`` for each snapshot that is hit; at the most `MAX_HITS`, then how many more."""
     repairable: bool
-    """Whether a command can put it right with what is in the store; the message names it."""
+    """Whether a command can put it right with what is in the store; the message tells which, or what else is needed."""
     severity: Severity
 
 
@@ -45,7 +45,15 @@ class FsckReport:
     blocks: int
     """Blocks in the packs' footers."""
     data_bytes: int
-    """Bytes of blocks that were read and hashed."""
+    """Bytes of blocks that were read and hashed in this run."""
+    read_packs: int = 0
+    """Packs whose blocks were all read in this run."""
+    never_verified: int = 0
+    """Packs whose blocks this host never found all sound."""
+    oldest_verified_ns: int | None = None
+    """Of the other packs, when this host last found that one sound that waits longest; nanoseconds since 1970."""
+    out_of_time: bool = False
+    """Whether there was no time to read all that was asked for."""
 
     @property
     def ok(self) -> bool:
@@ -92,6 +100,13 @@ class Findings:
                 gathered.hit_count += 1
                 if len(gathered.hits) < MAX_HITS:
                     gathered.hits.append(hit)
+
+    def advise(self, object_name: str, advice: str, *, repairable: bool) -> None:
+        """Says how an object can be mended."""
+        with self._lock:
+            for (name, _), gathered in self._found.items():
+                if name == object_name:
+                    gathered.message, gathered.repairable = f"{gathered.message}; {advice}", repairable
 
     def names(self, object_name: str) -> bool:
         """Whether anything was found about an object."""

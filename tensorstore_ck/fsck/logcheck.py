@@ -4,28 +4,33 @@ Where entries are gone the fold goes on behind the gap, and from a checkpoint be
 never raises for damage.
 """
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES
-from tensorstore_ck.errors import FormatVersionError, MissingObjectError, StoreError
+from tensorstore_ck.errors import BrokenLogError, DamageError, FormatVersionError, MissingObjectError, StoreError
 from tensorstore_ck.fsck.findings import require_reachable
 from tensorstore_ck.ids import Digest
-from tensorstore_ck.log import Chain, Entry, Head, RefTable, chain_break
+from tensorstore_ck.log import Chain, Entry, Head, Log, RefTable, chain_break
 from tensorstore_ck.log.checkpoint import Checkpoint, checkpoint_folder, checkpoint_number, decode_checkpoint, dump, load
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.parallel import for_each
-from tensorstore_ck.table import MemoryTable
+from tensorstore_ck.table import MemoryTable, TableDamagedError
 
+CACHE_NAME: Final = "cache of this host"
 MAX_NUMBER: Final = (1 << 63) - 1
 _WINDOW: Final = 256
 _READERS: Final = 16
 _UNLISTED_TRIES: Final = 16
 """A listing that runs beside writers can miss an entry that is there: so many are looked for by name before they count as missing."""
+
+
+_DERIVED: Final = "it is derived from the log, and ignored; `tsck fsck --repair` makes it anew"
 
 
 class LogProblem(NamedTuple):
@@ -51,11 +56,28 @@ class LogCheck:
     """Entries that were read."""
     lost: list[range] = field(default_factory=list)
     """Numbers of entries whose operations are not in `table`."""
+    checkpoints: dict[str, bytes] = field(default_factory=dict)
+    """Damaged checkpoints, and what they should be."""
+    vouched: dict[int, Digest] = field(default_factory=dict)
+    """Hashes of entries that sound checkpoints name."""
 
     @property
     def view(self) -> RefTable:
         """The ref table."""
         return RefTable(self.table)
+
+    def follow(self, chain: Chain) -> bool:
+        """Folds what was appended meanwhile; whether there was anything. Damage ends it: whoever reads the log next will tell."""
+        before, last_hash = self.last, self.last_hash if self.last else chain.genesis
+        if last_hash is None:
+            return False
+        with contextlib.suppress(DamageError):
+            for entries in chain.entries(before, last_hash):
+                with self.table.batch() as batch:
+                    for entry in entries:
+                        fold(entry, batch)
+                self.last, self.last_hash = entries[-1].n, entries[-1].hash
+        return self.last > before
 
 
 def check_log(backend: Backend, *, prefix: str, uuid: bytes | None, fill: Mapping[int, Sequence[Entry]] | None = None) -> LogCheck:
@@ -212,28 +234,35 @@ class _LogChecker:
             return None
         except StoreError as exc:
             require_reachable(self._backend, exc)
-            self._note(exc.kind, name, f"{exc} (it is derived from the log, and ignored: delete it)")
+            self._note(exc.kind, name, f"{exc}; {_DERIVED}")
             return None
         if found.n != n:
-            self._note("corrupt_object", name, f"it is the checkpoint of entry {found.n}: it is ignored; delete it")
+            self._note("corrupt_object", name, f"it is the checkpoint of entry {found.n}; {_DERIVED}")
             return None
+        self._check.vouched[n] = found.entry_hash
         return found
 
     def _compare(self, n: int) -> None:
         """A checkpoint whose entry was just folded must be what the log folds to."""
         check, name = self._check, self._checkpoint_name(n)
+        before = len(check.problems)
         found = self._load_checkpoint(n)
-        if found is None or check.last_hash is None:
+        if check.last_hash is None or (found is None and len(check.problems) == before):
             return
-        if found.entry_hash != check.last_hash:
-            self._note("corrupt_object", name, "it was not made from this log: it is ignored; delete it")
-        elif check.lost:
+        if found is not None and found.entry_hash != check.last_hash:
+            self._note("corrupt_object", name, f"it was not made from this log; {_DERIVED}")
+        elif found is not None and check.lost:
             self._adopt(found)
-        else:
-            with check.table.batch() as batch:
-                expected = dump(batch, n, check.last_hash)
-            if expected is not None and decode_checkpoint(expected, name) != found:
-                self._note("corrupt_object", name, "it differs from what the log folds to: delete it")
+        if check.lost:
+            return
+        with check.table.batch() as batch:
+            expected = dump(batch, n, check.last_hash)
+        if expected is None:
+            return
+        if len(check.problems) == before and decode_checkpoint(expected, name) != found:
+            self._note("corrupt_object", name, f"it differs from what the log folds to; {_DERIVED}")
+        if len(check.problems) > before:
+            check.checkpoints[name] = expected
 
     def _adopt(self, checkpoint: Checkpoint) -> None:
         """Takes the ref table from a checkpoint: no operation up to there is lost."""
@@ -259,3 +288,20 @@ def host_saw_more(check: LogCheck, head: Head | None, chain: Chain) -> LogProble
         "were destroyed; `tsck salvage` makes a new log that holds every complete snapshot"
     )
     return LogProblem("broken_log", name, message)
+
+
+def cache_problem(check: LogCheck, log: Log) -> LogProblem | None:
+    """Whether this host's cache of the log, at the same entry, says something else than the log itself."""
+    if check.last_hash is None or any(problem.kind == BrokenLogError.kind for problem in check.problems):
+        return None
+    head = Head(check.last, check.last_hash)
+    try:
+        if log.view().head() != head:
+            return None
+        is_same = all(one == other for one, other in zip_longest(log.view().items(), check.view.items()))
+        if is_same or log.view().head() != head:
+            return None
+    except TableDamagedError:
+        return None  # it was emptied, and is filled again
+    message = f"what this host's cache says of the log is not what the log says, at entry {check.last}: `tsck fsck --repair` makes it anew"
+    return LogProblem("damaged_cache", CACHE_NAME, message)

@@ -9,14 +9,16 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tensorstore_ck.closure import Places, resolve
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.errors import CorruptObjectError, StoreError
+from tensorstore_ck.fsck.blocks import Ids
 from tensorstore_ck.fsck.findings import require_reachable
 from tensorstore_ck.fsck.packcheck import Packs
 from tensorstore_ck.ids import DIGEST_BYTES, Ulid
 from tensorstore_ck.inspection import names_of_rows
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import ObjectKey, SnapshotInfo
 from tensorstore_ck.pack import Footer, pack_name
 from tensorstore_ck.part import Extents, Part, decode_part, part_name
 from tensorstore_ck.reader import SnapshotReader
@@ -35,18 +37,28 @@ class Damage(NamedTuple):
     message: str
     names: tuple[str, ...]
     """Tensors and values that are hit; empty for all of them."""
+    blocks: "DamagedBlocks | None" = None
+    """Those that are hit, where the object is a pack."""
+
+
+class DamagedBlocks(NamedTuple):
+    """Blocks of a pack that are not where a part says, or not what it says."""
+
+    pack: Ulid
+    extents: Extents
+    ids: Ids
 
 
 class SnapshotCheck(NamedTuple):
     """Outcome for one snapshot."""
 
     damages: Sequence[Damage]
-    parts: Sequence[Ulid]
-    packs: Sequence[Ulid]
+    needs: frozenset[ObjectKey]
+    """Its closure: record, parts, moved objects, packs."""
     object_bytes: int
     """Of its record and parts."""
     is_complete: bool
-    """Whether `parts` and `packs` are all that it refers to."""
+    """Whether `needs` is all that it refers to."""
     anchor: int = 0
     """The highest of its parts: its log entry came later."""
 
@@ -57,33 +69,75 @@ class _PartProblem(NamedTuple):
     message: str
     rows: npt.NDArray[np.bool_]
     """Which extents are hit."""
+    blocks: DamagedBlocks
 
 
 def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_data: bool) -> SnapshotCheck:
-    """Checks a snapshot; `read_data` says that `packs` had its data checked, and reads blocks that this could not reach."""
+    """Checks a snapshot at the head that `engine` has folded.
+
+    `read_data` says that `packs` had its data checked, and reads blocks that this could not reach.
+    """
     damages: list[Damage] = []
-    seen_packs: dict[Ulid, None] = {}
+    needs = {ObjectKey("snapshot", info.ulid)}
     record, size = _read_record(engine, info, damages)
     if record is None:
-        return SnapshotCheck(damages, (), (), size, is_complete=False)
+        return SnapshotCheck(damages, frozenset(needs), size, is_complete=False)
     is_complete, anchor = True, 0
+    needs.update(ObjectKey("part", part) for part in record.parts)
     for rank in range(len(record.parts)):
         part, part_bytes = _read_part(engine, record, rank, damages)
         size += part_bytes
-        if part is None:
+        places = _resolve(engine, part, damages) if part is not None else None
+        if part is None or places is None:
             is_complete = False
             continue
         anchor = max(anchor, part.anchor)
-        seen_packs.update(dict.fromkeys(part.packs))
-        problems = list(_extent_problems(packs, part, record, rank, read_data=read_data))
+        needs.update(places.objects())
+        problems = list(_extent_problems(packs, part, places, record, rank, read_data=read_data))
         reader = _open(engine, info)
         layout_rows = slice(0, int(part.blobs["blocks"][0]))
         if isinstance(reader, StoreError) and not any(problem.rows[layout_rows].any() for problem in problems):
             damages.append(Damage(reader.kind, reader.object_id or part_name(record.parts[rank]), str(reader), ()))
         for problem in problems:
             names = names_of_rows(reader, problem.rows) if isinstance(reader, SnapshotReader) else []
-            damages.append(Damage(problem.kind, problem.object, problem.message, _bounded(names)))
-    return SnapshotCheck(damages, record.parts, tuple(seen_packs), size, is_complete, anchor)
+            damages.append(Damage(problem.kind, problem.object, problem.message, _bounded(names), problem.blocks))
+    return SnapshotCheck(damages, frozenset(needs), size, is_complete, anchor)
+
+
+def parts_of(engine: Engine, info: SnapshotInfo) -> Iterator[Part]:
+    """The parts of a snapshot that can be read."""
+    damages: list[Damage] = []
+    record, _ = _read_record(engine, info, damages)
+    if record is not None:
+        parts = (_read_part(engine, record, rank, damages)[0] for rank in range(len(record.parts)))
+        yield from (part for part in parts if part is not None)
+
+
+def placed_parts(engine: Engine, info: SnapshotInfo) -> Iterator[tuple[Part, Places]]:
+    """The parts of a snapshot that can be read, and where their blocks are."""
+    for part in parts_of(engine, info):
+        places = _resolve(engine, part, [])
+        if places is not None:
+            yield part, places
+
+
+def block_ids(part: Part) -> Ids:
+    """The ids of a part's extents, row by row."""
+    return np.frombuffer(part.ids + part.base_ids, np.uint8).reshape(-1, DIGEST_BYTES)
+
+
+def by_pack(places: Places) -> Iterator[tuple[Ulid, npt.NDArray[np.int64]]]:
+    """(pack, rows of the extents) for each pack in use; a pack may come twice."""
+    numbers = places.extents["pack"]
+    order = np.argsort(numbers, kind="stable")
+    starts = np.flatnonzero(np.diff(numbers[order], prepend=-1)) if len(order) else order
+    for rows in np.split(order, starts[1:]) if len(order) else ():
+        yield places.packs[int(numbers[rows[0]])], rows
+
+
+def remade_record(info: SnapshotInfo, metadata: bytes, parts: Sequence[Ulid], part_ids: bytes) -> Record:
+    """A record that repair makes anew: what the log says of it, and what is under its root; the only one that may take another's place."""
+    return Record(info.ref, info.step, info.parent, metadata, {}, info.time_ns, list(parts), part_ids, info.logical_bytes, info.new_bytes)
 
 
 def _read_record(engine: Engine, info: SnapshotInfo, damages: list[Damage]) -> tuple[Record | None, int]:
@@ -92,7 +146,8 @@ def _read_record(engine: Engine, info: SnapshotInfo, damages: list[Damage]) -> t
         data = engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
         size = len(data)
         record = decode_record(data, name)
-        if object_hash(data) != info.record or record.root() != info.root:
+        is_remade = record == remade_record(info, record.metadata, record.parts, record.part_ids)
+        if (object_hash(data) != info.record and not is_remade) or record.root() != info.root:
             raise CorruptObjectError(f"{name} is not the record that the log names", object_id=name)
     except StoreError as exc:
         require_reachable(engine.backend, exc)
@@ -118,6 +173,15 @@ def _read_part(engine: Engine, record: Record, rank: int, damages: list[Damage])
     return part, size
 
 
+def _resolve(engine: Engine, part: Part, damages: list[Damage]) -> Places | None:
+    try:
+        return resolve(engine, engine.log.view(), part)
+    except StoreError as exc:
+        require_reachable(engine.backend, exc)
+        damages.append(Damage(exc.kind, exc.object_id, f"{exc} (it says where blocks are that were moved)", ()))
+        return None
+
+
 def _open(engine: Engine, info: SnapshotInfo) -> SnapshotReader | StoreError:
     """The snapshot, opened: its layout, values and tree are sound; or why they are not, or not this build's to read."""
     try:
@@ -129,14 +193,11 @@ def _open(engine: Engine, info: SnapshotInfo) -> SnapshotReader | StoreError:
     return reader
 
 
-def _extent_problems(packs: Packs, part: Part, record: Record, rank: int, *, read_data: bool) -> Iterator[_PartProblem]:
+def _extent_problems(packs: Packs, part: Part, places: Places, record: Record, rank: int, *, read_data: bool) -> Iterator[_PartProblem]:
     """Compares extents with the packs' footers, with the packs' sizes, and with the blocks that were found bad."""
-    ids = np.frombuffer(part.ids + part.base_ids, np.uint8).reshape(-1, DIGEST_BYTES)
-    for number, pack in enumerate(part.packs):
-        rows = np.flatnonzero(part.extents["pack"] == number)
-        if not len(rows):
-            continue
-        name, extents = pack_name(pack), part.extents[rows]
+    ids = block_ids(part)
+    for pack, rows in by_pack(places):
+        name, extents = pack_name(pack), places.extents[rows]
         footer = packs.footer(pack)
         if isinstance(footer, Footer):
             wrong: npt.NDArray[np.bool_] = _not_in_footer(footer, extents, ids[rows])
@@ -145,16 +206,16 @@ def _extent_problems(packs: Packs, part: Part, record: Record, rank: int, *, rea
                 f"{name} does not hold what {part_name(record.parts[rank])} refers to: it was replaced or swapped",
             )
             bad = packs.bad.get(pack)
-            if bad is not None and not wrong.any():
-                kind, message = "corrupt_object", bad.message
-                wrong = np.isin(extents["entry"], np.fromiter(bad.entries, np.int64))
+            if bad is not None:
+                message = message if wrong.any() else bad.message
+                wrong |= np.isin(extents["entry"], np.fromiter(bad.entries, np.int64))
         else:
             kind, message = footer
             wrong = _unreachable(packs, pack, extents, ids[rows], read_data=read_data and kind != "missing_object")
         if wrong.any():
             hit = np.zeros(len(part.extents), np.bool_)
             hit[rows[wrong]] = True
-            yield _PartProblem(kind, name, message, hit)
+            yield _PartProblem(kind, name, message, hit, DamagedBlocks(pack, extents[wrong], ids[rows][wrong]))
 
 
 def _not_in_footer(footer: Footer, extents: Extents, ids: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:

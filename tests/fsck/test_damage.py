@@ -1,6 +1,7 @@
 """Every kind of object x {flipped bytes, truncated, deleted, swapped}: found, named, and what it hits is exactly what fails."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -312,7 +313,8 @@ def test_a_remote_store() -> None:
     backend = Remote()
     for name, data in OBJECTS.items():
         backend.put(name, data)
-    assert check(backend) == check(copy(OBJECTS))
+    reports = [replace(check(each), oldest_verified_ns=None) for each in (backend, copy(OBJECTS))]
+    assert reports[0] == reports[1]
     assert check(backend, read_data=False).blocks == check(backend).blocks
     assert reopen(backend).usage() == reopen(copy(OBJECTS)).usage()
     for kind in KINDS[1:]:

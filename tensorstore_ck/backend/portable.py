@@ -1,0 +1,33 @@
+"""A backend that can be pickled: for pieces of work that run in other processes, on this host or elsewhere.
+
+What travels is how to open it, credentials in `storage_options` included, so it goes only to workers of the same user.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from tensorstore_ck.backend import open_backend
+from tensorstore_ck.errors import InvalidUrlError
+
+
+class PortableBackend:
+    """A backend that is opened anew wherever it arrives."""
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None, no_sync: bool = False) -> None:
+        """Opens it.
+
+        Raises:
+            InvalidUrlError: it is in this process's memory.
+        """
+        if url.startswith("memory:"):
+            raise InvalidUrlError(f"{url} is in the memory of one process: other workers cannot reach it", object_id=url)
+        where = url if "://" in url else os.path.abspath(os.path.expanduser(url))  # workers have other current folders
+        self._arguments = (where, storage_options, no_sync)
+        self._backend = open_backend(where, storage_options, no_sync=no_sync)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PortableBackend, self._arguments

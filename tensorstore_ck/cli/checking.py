@@ -1,0 +1,129 @@
+"""The command fsck: check, and mend. It needs no torch."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from typing import cast
+
+import click
+
+from tensorstore_ck.backend.portable import PortableBackend
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.cli.options import StoreChoice, command, fraction, named_value, seconds, store_options
+from tensorstore_ck.cli.output import counted, emit, green, human_bytes, iso_time, printable, red
+from tensorstore_ck.cli.progress import Bar
+from tensorstore_ck.errors import DamageError
+from tensorstore_ck.executor import DaskCluster
+from tensorstore_ck.fsck import FsckOptions, RepairReport, abort_stale_uploads, run_fsck, run_repair
+from tensorstore_ck.fsck.findings import Finding, FsckReport
+
+
+@command(
+    "Check that everything is there and unaltered, and mend it.",
+    "tsck fsck",
+    "tsck fsck --read-data",
+    "tsck fsck --max-time 10m",
+    "tsck fsck --read-data --repair --from s3://bucket/copy",
+)
+@click.option("--read-data", is_flag=True, help="Also read and hash every stored byte.")
+@click.option("--sample", type=fraction, metavar="PART", help="Read so much of it, e.g. 5%: what was verified longest ago first.")
+@click.option("--max-time", type=seconds, metavar="TIME", help="Read for so long, in that order; the next run goes on.")
+@click.option("--repair", is_flag=True, help="Mend what is damaged, and mark what cannot be mended; deletes nothing.")
+@click.option("--from", "other", metavar="URL", help="With --repair: another store to take lost data from.")
+@click.option("--from-storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help="For its storage service (repeatable).")
+@click.option("--abort-uploads", is_flag=True, help="Also free what unfinished uploads of more than a day ago left behind.")
+@click.option("--dask", metavar="ADDRESS", help="Read the data on the workers of a Dask cluster.")
+@store_options()
+@click.pass_context
+def fsck(
+    context: click.Context,
+    choice: StoreChoice,
+    *,
+    read_data: bool,
+    sample: float | None,
+    max_time: float | None,
+    repair: bool,
+    other: str | None,
+    from_storage_option: tuple[tuple[str, object], ...],
+    abort_uploads: bool,
+    dask: str | None,
+    as_json: bool,
+) -> None:
+    """Check the store: is everything that branches, tags and pins hold there, whole and unaltered? Ends with 40 where not.
+
+    Runs beside jobs and gc. Without options it reads no data: log, records, parts and the packs' tables.
+    """
+    if other is not None and not repair:
+        raise click.UsageError("--from is for --repair.")
+    if dask is not None and repair:
+        raise click.UsageError("--dask checks; --repair runs here.")
+    with ExitStack() as stack:
+        engine = stack.enter_context(closing(choice.open_engine()))
+        aborted = abort_stale_uploads(engine) if abort_uploads else []
+        executor: DaskCluster | None = None
+        if dask is not None:
+            engine.backend = _portable(choice)
+            executor = stack.enter_context(DaskCluster(dask))
+        bar = stack.enter_context(Bar("checking"))
+        options = FsckOptions(read_data, sample, max_time)
+        if options.reads_data:
+            options = FsckOptions(read_data, sample, max_time, bar)
+        repaired: RepairReport | None = None
+        if repair:
+            source = StoreChoice(other, dict(from_storage_option), choice.cache_dir).open_engine() if other is not None else None
+            repaired = run_repair(engine, options, other=stack.enter_context(closing(source)) if source is not None else None)
+            report = repaired.after
+        else:
+            report = run_fsck(engine, options, executor=executor)
+    lines = [f"freed {printable(name)}" for name in aborted] + (_repair_lines(repaired) if repaired else [])
+    lines += _fsck_lines(report, read_data=options.reads_data and repaired is None)
+    document = {"ok": report.ok, "report": report, "aborted_uploads": aborted, **({"repair": repaired} if repaired else {})}
+    emit(document, lines, as_json=as_json)
+    if not report.ok:
+        context.exit(DamageError.exit_code)
+
+
+def _portable(choice: StoreChoice) -> Backend:
+    return cast(Backend, PortableBackend(choice.require_url(), choice.storage_options, choice.no_sync))
+
+
+def _repair_lines(report: RepairReport) -> list[str]:
+    lines = [f"{green('mended')}  {printable(mended.object)}: {printable(mended.how)}" for mended in report.mended]
+    lines += [f"{red('marked damaged')}  {root}" for root in report.marked]
+    lines += [f"{green('whole again')}  {root}" for root in report.unmarked]
+    return [*lines, ""] if lines else ["nothing to mend", ""]
+
+
+def _fsck_lines(report: FsckReport, *, read_data: bool) -> list[str]:
+    lines = [line for finding in report.findings for line in _finding_lines(finding)]
+    errors = sum(finding.severity == "error" for finding in report.findings)
+    looked = ", ".join(
+        (
+            counted(report.log_entries, "log entry"),
+            counted(report.snapshots, "snapshot"),
+            counted(report.packs, "pack"),
+            counted(report.blocks, "block"),
+        )
+    )
+    lines += [f"checked {looked}; {_data_line(report) if read_data else 'data not read (--read-data does)'}"]
+    return [*lines, green("no errors") if report.ok else red(counted(errors, "error"))]
+
+
+def _data_line(report: FsckReport) -> str:
+    return "; ".join(_data_parts(report))
+
+
+def _data_parts(report: FsckReport) -> Iterator[str]:
+    yield f"{human_bytes(report.data_bytes)} read and verified"
+    if report.out_of_time:
+        yield f"out of time after {counted(report.read_packs, 'pack')}: the next run goes on"
+    if report.never_verified:
+        yield f"{counted(report.never_verified, 'pack')} never verified by this host"
+    elif report.oldest_verified_ns is not None:
+        yield f"all verified since {iso_time(report.oldest_verified_ns)}"
+
+
+def _finding_lines(finding: Finding) -> list[str]:
+    colour = red if finding.severity == "error" else str
+    lines = [f"{colour(finding.severity)}  {printable(finding.object)}  ({finding.kind}{', repairable' if finding.repairable else ''})"]
+    lines += [f"  {printable(finding.message)}", *(f"  hits {printable(hit)}" for hit in finding.hits), ""]
+    return lines

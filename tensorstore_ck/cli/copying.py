@@ -1,0 +1,107 @@
+"""The command that copies refs between stores: copy. It needs no torch."""
+
+import re
+from contextlib import closing
+from typing import Final
+
+import click
+
+from tensorstore_ck.cli.options import CACHE_VARIABLE, StoreChoice, command, json_option, named_value
+from tensorstore_ck.cli.output import counted, emit, green, human_bytes, printable, red, short_root, table
+from tensorstore_ck.cli.progress import Bar
+from tensorstore_ck.copying import CopyReport, Pace, copy_refs
+
+_RATE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?(?:/s)?", re.IGNORECASE)
+
+
+def byte_rate(text: str) -> float:
+    """``100MB``, ``1.5GiB/s``: bytes per second."""
+    match = _RATE.fullmatch(text.strip())
+    rate = float(match[1]) * (1024 if match[3] else 1000) ** (" kmgt".index((match[2] or " ").lower())) if match else 0.0
+    if rate <= 0:
+        raise click.BadParameter(f"{text!r} is no rate: write 500kB, 100MB or 1GiB, per second.")
+    return rate
+
+
+@command(
+    "Copy refs to another store, as far as it lacks them.",
+    "tsck copy ./ckpt s3://bucket/ckpt",
+    "tsck copy s3://bucket/ckpt ./ckpt --ref 'runs/gpt-*' --rate-limit 100MB",
+)
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST")
+@click.option("--ref", "refs", metavar="GLOB", multiple=True, help="Only branches and tags that fit, e.g. 'runs/*' (repeatable).")
+@click.option("--rate-limit", metavar="RATE", type=byte_rate, help="Read and write no more than that per second, e.g. 100MB.")
+@click.option("--src-storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help="For SRC's storage service (repeatable).")
+@click.option("--dst-storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help="For DST's storage service (repeatable).")
+@click.option("--cache-dir", metavar="FOLDER", envvar=CACHE_VARIABLE, help=f"Where this host keeps its cache (or ${CACHE_VARIABLE}).")
+@click.option("--single-writer-unsafe", is_flag=True, help="Write where creation is not exclusive: a second writer would lose commits.")
+@click.option("--no-sync", is_flag=True, help="Skip fsync: a power failure may lose what was acknowledged.")
+@json_option
+@click.pass_context
+def copy(
+    context: click.Context,
+    source: str,
+    target: str,
+    *,
+    refs: tuple[str, ...],
+    rate_limit: float | None,
+    src_storage_option: tuple[tuple[str, object], ...],
+    dst_storage_option: tuple[tuple[str, object], ...],
+    cache_dir: str | None,
+    single_writer_unsafe: bool,
+    no_sync: bool,
+    as_json: bool,
+) -> None:
+    """Copy branches with their histories, and tags, from the store SRC to the store DST.
+
+    Only blocks that DST lacks travel, each verified. May be killed at any time and run again: it goes on. A ref that has other snapshots
+    in DST is left as it is.
+    """
+    from_choice = StoreChoice(source, dict(src_storage_option), cache_dir)
+    to_choice = StoreChoice(target, dict(dst_storage_option), cache_dir, single_writer_unsafe, no_sync)
+    pace = Pace.limited(rate_limit)
+    with closing(from_choice.open_engine()) as from_engine, closing(to_choice.open_engine()) as to_engine, Bar("copying") as bar:
+        report = copy_refs(from_engine, to_engine, refs=refs, pace=pace, progress=bar)
+    emit(_document(report), _lines(report), as_json=as_json)
+    error = next((ref.error for ref in report.refs if ref.error is not None), None)
+    if error is not None:
+        context.exit(error.exit_code)
+
+
+def _document(report: CopyReport) -> dict[str, object]:
+    return {
+        "ok": report.ok,
+        "refs": [
+            {
+                "name": ref.name,
+                "kind": ref.kind,
+                "outcome": ref.outcome,
+                "root": ref.root,
+                "snapshots": ref.snapshots,
+                "error": None if ref.error is None else {"kind": ref.error.kind, "message": str(ref.error), "object": ref.error.object_id},
+            }
+            for ref in report.refs
+        ],
+        "snapshots": report.snapshots,
+        "snapshots_there": report.snapshots_there,
+        "blocks": report.blocks,
+        "blocks_there": report.blocks_there,
+        "read_bytes": report.read_bytes,
+        "written_bytes": report.written_bytes,
+        "warnings": report.warnings,
+    }
+
+
+def _lines(report: CopyReport) -> list[str]:
+    lines = [red(f"{printable(ref.name)}: {printable(ref.error)}") for ref in report.refs if ref.error is not None]
+    lines += [f"warning: {printable(warning)}" for warning in report.warnings]
+    rows = [[printable(ref.name), ref.kind, ref.outcome, short_root(ref.root), str(ref.snapshots)] for ref in report.refs]
+    styles = [red if ref.error is not None else str for ref in report.refs]
+    lines += table(["REF", "KIND", "OUTCOME", "NOW AT", "SNAPSHOTS"], rows, right={"SNAPSHOTS"}, styles=styles)
+    if not report.refs:
+        lines = ["the source has no refs yet: nothing to copy"]
+    copied = f"copied {counted(report.snapshots, 'snapshot')}, {counted(report.blocks, 'block')}"
+    sizes = f"read {human_bytes(report.read_bytes)}, wrote {human_bytes(report.written_bytes)}"
+    there = f"{counted(report.snapshots_there, 'snapshot')} and {counted(report.blocks_there, 'block')} were there"
+    return [*lines, (green if report.ok else str)(f"{copied}; {sizes}; {there}")]

@@ -1,0 +1,46 @@
+"""A token bucket: how many bytes a second may pass. Clock and sleep are injected; it knows nothing of what the bytes are."""
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from tensorstore_ck.errors import InvalidOptionError
+
+BURST_SECONDS: Final = 1.0
+"""What was not used is kept for so long."""
+
+
+class RateLimit:
+    """Lets `bytes_per_second` pass, of all threads together."""
+
+    def __init__(
+        self,
+        bytes_per_second: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        """Begins with an empty bucket.
+
+        Raises:
+            InvalidOptionError: not a rate.
+        """
+        if not 0 < bytes_per_second < math.inf:
+            raise InvalidOptionError(f"a rate limit must be more than 0 bytes per second, not {bytes_per_second}", object_id="rate limit")
+        self._rate = bytes_per_second
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._free_at = clock()
+        """When all that was taken so far will have passed."""
+
+    def take(self, count: int) -> None:
+        """Returns when `count` more bytes may pass, however many that is."""
+        with self._lock:
+            now = self._clock()
+            self._free_at = max(self._free_at, now - BURST_SECONDS) + count / self._rate
+            wait = self._free_at - now
+        if wait > 0:
+            self._sleep(wait)

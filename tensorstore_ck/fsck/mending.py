@@ -1,0 +1,93 @@
+"""Whether damage can be mended with what is in the store: where there are other copies of blocks, and moved objects made anew.
+
+Reads footers and parts, no data, and only when something is damaged. What is told here fsck says, and repair does.
+"""
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import Final
+
+import numpy as np
+
+from tensorstore_ck.closure import Places
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.envelope import MAX_OBJECT_BYTES, object_hash
+from tensorstore_ck.errors import StoreError
+from tensorstore_ck.fsck.blocks import BlockTables, find_copies
+from tensorstore_ck.fsck.findings import require_reachable
+from tensorstore_ck.fsck.packcheck import Packs
+from tensorstore_ck.fsck.snapshotcheck import block_ids, by_pack
+from tensorstore_ck.ids import Digest, Ulid
+from tensorstore_ck.log import Relocation
+from tensorstore_ck.moved import MOVED_DTYPE, Moved
+from tensorstore_ck.pack import ENTRY_DTYPE, Entries, Footer
+from tensorstore_ck.part import Part, decode_part, part_name
+
+FROM_OTHER: Final = "`tsck fsck --repair --from OTHER_STORE` takes it from a store that has it"
+REPAIR: Final = "`tsck fsck --repair`"
+
+
+def pack_advice(packs: Packs, hit: BlockTables) -> dict[Ulid, tuple[str, bool]]:
+    """Damaged pack -> what can be done, and whether with this store alone; `hit` has the blocks that cannot be read."""
+    wanted = set[Digest]().union(*(hit.ids(pack) for pack in hit.packs))
+    copies = find_copies(packs, wanted, unless={pack: set(hit.entries(pack)) for pack in hit.packs})
+    advice = {}
+    for pack in hit.packs:
+        ids = hit.ids(pack)
+        lost = len(ids - copies.keys())
+        if lost:
+            advice[pack] = (f"{lost} of {len(ids)} damaged blocks are nowhere else in this store: {FROM_OTHER}", False)
+        else:
+            advice[pack] = (f"every damaged block is in other packs, too: {REPAIR} takes it from there", True)
+    return advice
+
+
+def readable_parts(engine: Engine, parts: Iterable[Ulid]) -> Iterator[tuple[Ulid, Part]]:
+    """Those of the parts that can be read."""
+    for ulid in parts:
+        name = part_name(ulid)
+        try:
+            yield ulid, decode_part(engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
+        except StoreError as exc:
+            require_reachable(engine.backend, exc)
+
+
+def blocks_in(packs: Collection[Ulid], parts: Iterable[tuple[Part, Places]]) -> BlockTables:
+    """What parts say of the blocks in these packs."""
+    tables = BlockTables()
+    for part, places in parts:
+        ids = block_ids(part)
+        for pack, rows in by_pack(places):
+            if pack in packs:
+                tables.add(pack, places.extents[rows], ids[rows])
+    return tables
+
+
+def as_written(part: Part) -> Places:
+    """Where a part's blocks were when it was written."""
+    return Places(list(part.packs), part.extents, frozenset())
+
+
+def rebuild_moved(packs: Packs, relocation: Relocation, parts: Iterable[tuple[Ulid, Part]]) -> bytes | None:
+    """The moved object of a relocation, made anew from the footers of both sides; None where they do not give the one that the log names.
+
+    Where the pack itself is gone, what parts say of it stands for its footer.
+    """
+    targets: dict[bytes, tuple[int, ...]] = {}
+    for number, target in enumerate(relocation.targets):
+        footer = packs.footer(target)
+        if not isinstance(footer, Footer):
+            return None
+        for entry, (block, offset, _, stored, _, codec, _, _) in enumerate(footer.entries.tolist()):
+            targets.setdefault(block, (number, entry, stored, offset, codec))
+    source = packs.footer(relocation.pack)
+    entries = source.entries if isinstance(source, Footer) else _told_by_parts(relocation.pack, parts)
+    rows = [(entry, *targets[row[0]], 0, 0) for entry, row in enumerate(entries.tolist()) if row[4] and row[0] in targets]
+    if not rows:
+        return None
+    encoded = Moved(relocation.pack, relocation.targets, np.array(rows, MOVED_DTYPE)).encode()
+    return encoded if object_hash(encoded) == relocation.hash else None
+
+
+def _told_by_parts(pack: Ulid, parts: Iterable[tuple[Ulid, Part]]) -> Entries:
+    tables = blocks_in({pack}, ((part, as_written(part)) for _, part in parts))
+    return tables.packs.get(pack, np.zeros(0, ENTRY_DTYPE))

@@ -1,0 +1,180 @@
+"""Makes lost parts and records anew: what they say is taken from another object of the same logical hash, where their blocks are from here.
+
+A part made anew must not refer to a pack just because that is listed. So it refers to a pack that never was, and a relocation, checked and
+put in force like any other, leads from there to blocks that live snapshots need, or that were copied for it. The relocation comes first:
+as long as the part or the record cannot be read, no gc frees anything, and one that is under way marks anew when it sees the relocation.
+What a copy of this very store has is taken byte for byte, if nothing that it leads to is on gc's lists.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterable, Mapping
+from typing import Final
+
+import numpy as np
+
+from tensorstore_ck.closure import resolve
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.envelope import MAX_OBJECT_BYTES, object_hash
+from tensorstore_ck.errors import DamageError, MissingObjectError
+from tensorstore_ck.fsck.blocks import Place, find_copies
+from tensorstore_ck.fsck.mending import readable_parts
+from tensorstore_ck.fsck.packcheck import Packs
+from tensorstore_ck.fsck.repack import commit_move
+from tensorstore_ck.fsck.snapshotcheck import remade_record
+from tensorstore_ck.fsck.sources import BlockSource, Other
+from tensorstore_ck.gc.compact import Move
+from tensorstore_ck.ids import DIGEST_BYTES, Digest, Ulid
+from tensorstore_ck.index import Location
+from tensorstore_ck.log import ObjectKey, SnapshotInfo
+from tensorstore_ck.moved import MOVED_DTYPE, Moved
+from tensorstore_ck.pack import HEADER
+from tensorstore_ck.packwriter import PackWriter
+from tensorstore_ck.part import EXTENT_DTYPE, Part, decode_part, part_name
+from tensorstore_ck.record import Record, decode_record, record_name
+
+COPIED: Final = "copied from the other store"
+
+
+class Remaker:
+    """Makes parts and records of one store anew."""
+
+    def __init__(
+        self, engine: Engine, packs: Packs, parts: Collection[Ulid], other: Other | None, *, safe: frozenset[Ulid], anchor: int
+    ) -> None:
+        """`parts`: those listed. `safe`: packs that live snapshots need as of entry `anchor`."""
+        self._engine = engine
+        self._packs = packs
+        self._parts = parts
+        self._safe = safe
+        self._other = other
+        self._anchor = anchor
+        self._parts_by_id: dict[tuple[Digest, int], tuple[Engine, Ulid]] | None = None
+
+    def record(self, info: SnapshotInfo) -> str | None:
+        """Writes a record anew; how that was done, or None where there is none to take it from.
+
+        Raises:
+            SnapshotExpiredError: gc was at work: look again.
+            DamageError: a block is nowhere to be had.
+        """
+        name, theirs = record_name(info.ulid), None
+        with contextlib.suppress(DamageError):
+            data = self._from_copy(name)
+            record = decode_record(data, name)
+            if object_hash(data) == info.record and not self._is_listed(ObjectKey("part", part) for part in record.parts):
+                self._engine.backend.replace(name, data)
+                return COPIED
+        with contextlib.suppress(DamageError):
+            theirs = self._their_record(info)
+        parts = [] if theirs is None else [self._logical_part(_part_id(theirs, rank), rank) for rank in range(len(theirs.parts))]
+        if theirs is None or None in parts:
+            return None
+        ulids = [self._engine.new_id() for _ in parts]
+        for ulid, part in zip(ulids, parts, strict=True):
+            assert part is not None
+            self._write_part(ulid, part, info)
+        self._engine.backend.replace(name, remade_record(info, theirs.metadata, ulids, theirs.part_ids).encode())
+        return "made anew from the other store's, which has the same root"
+
+    def part(self, ulid: Ulid, rank: int, record: Record, info: SnapshotInfo) -> str | None:
+        """Writes a part anew; how that was done, or None where there is none to take it from. Raises what `record` raises."""
+        wanted, name = _part_id(record, rank), part_name(ulid)
+        with contextlib.suppress(DamageError):
+            data = self._from_copy(name)
+            part = decode_part(data, name)
+            objects = set(resolve(self._engine, self._engine.log.view(), part).objects())
+            is_here = all(key.kind != "pack" or key.ulid in self._packs.listed for key in objects)
+            if part.part_id() == wanted and is_here and not self._is_listed(objects):
+                self._engine.backend.replace(name, data)
+                return COPIED
+        found = self._logical_part(wanted, rank)
+        if found is None:
+            return None
+        self._write_part(ulid, found, info)
+        return "made anew from one of the same content"
+
+    def _is_listed(self, objects: Iterable[ObjectKey]) -> bool:
+        """Whether gc condemned or swept any of them."""
+        view = self._engine.log.view()
+        return any(view.object_state(key) is not None for key in objects)
+
+    # --- what it says -------------------------------------------------------------------------------------------------
+
+    def _from_copy(self, name: str) -> bytes:
+        if self._other is None:
+            raise MissingObjectError(f"there is no other store to take {name} from", object_id=name)
+        return self._other.engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
+
+    def _their_record(self, info: SnapshotInfo) -> Record | None:
+        other = self._other
+        theirs = other.engine.log.view().by_root(info.root) if other is not None else None
+        return other.engine.read_record(theirs) if other is not None and theirs is not None else None
+
+    def _logical_part(self, wanted: Digest, rank: int) -> Part | None:
+        """A part of that id: of this store, else of the other."""
+        if self._parts_by_id is None:
+            self._parts_by_id = {}
+            stores = [(self._engine, self._parts), *([(self._other.engine, self._other.parts)] if self._other is not None else [])]
+            for engine, parts in stores:
+                for ulid, part in readable_parts(engine, parts):
+                    self._parts_by_id.setdefault((part.part_id(), part.rank), (engine, ulid))
+        found = self._parts_by_id.get((wanted, rank))
+        return next((part for _, part in readable_parts(found[0], [found[1]])), None) if found is not None else None
+
+    # --- where it is --------------------------------------------------------------------------------------------------
+
+    def _write_part(self, ulid: Ulid, part: Part, info: SnapshotInfo) -> None:
+        """A part of the same content, whose blocks are in this store."""
+        places = self._places(part)
+        nowhere, numbers = self._engine.new_id(), dict[Digest, int]()
+        rows: list[tuple[int, ...]] = []
+        targets = sorted({place.pack for place in places.values()})
+        target_of = {target: number for number, target in enumerate(targets)}
+        extents = np.zeros(part.block_count, EXTENT_DTYPE)
+        offset = HEADER.size
+        offsets: list[int] = []
+        for row in range(part.block_count):
+            block = part.block_id(row)
+            place = places[block]
+            if block not in numbers:
+                numbers[block] = len(rows)
+                rows.append((len(rows), target_of[place.pack], place.entry, place.stored, place.offset, place.codec, 0, 0))
+                offsets.append(offset)
+                offset += place.stored
+            entry = numbers[block]
+            extents[row] = (0, entry, offsets[entry], place.stored, place.raw, -1, place.codec, 0)
+        moved = Moved(nowhere, targets, np.array(rows, MOVED_DTYPE)).encode()
+        key = ObjectKey("moved", self._engine.new_id())
+        self._engine.backend.put(key.name, moved)
+        move = Move(nowhere, key.ulid, object_hash(moved), tuple(targets), np.arange(len(rows)), len(moved))
+        commit_move(self._engine, move, self._anchor, [ObjectKey("part", ulid), ObjectKey("snapshot", info.ulid)])
+        anew = part._replace(packs=[nowhere], extents=extents, base_ids=b"", anchor=self._anchor)
+        self._engine.backend.replace(part_name(ulid), anew.encode())
+
+    def _places(self, part: Part) -> Mapping[Digest, Location]:
+        ids = list(dict.fromkeys(part.block_id(row) for row in range(part.block_count)))
+        known = find_copies(self._packs, ids, unless={})
+        safe = {block: place for block, places in known.items() for place in places if place.pack in self._safe}
+        source = BlockSource(self._engine.backend, self._packs, self._other, [block for block in ids if block not in safe])
+        writer = PackWriter(self._engine.backend, self._engine.new_id, lambda _: None)
+        try:
+            for block in ids:
+                if block not in safe:
+                    raw = source.get(block)
+                    if raw is None:
+                        raise MissingObjectError(f"block {block.hex()} is nowhere to be had", object_id=block.hex())
+                    writer.add([raw])
+            writer.close()
+        except BaseException:
+            writer.abort()
+            raise
+        return {block: _location(safe[block]) if block in safe else writer.location(block) for block in ids}
+
+
+def _location(place: Place) -> Location:
+    row = place.row[0]
+    return Location(place.pack, place.entry, int(row["offset"]), int(row["stored"]), int(row["raw"]), int(row["codec"]))
+
+
+def _part_id(record: Record, rank: int) -> Digest:
+    return Digest(record.part_ids[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES])

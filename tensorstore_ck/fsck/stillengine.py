@@ -1,0 +1,34 @@
+"""An engine at a log that was folded apart from this host's cache: it follows nothing, and writes nothing.
+
+What fsck and repair read goes through it, so that a damaged cache, or one that lags behind, does not mislead them.
+"""
+
+import uuid
+
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.fsck.logcheck import LogCheck
+from tensorstore_ck.index import BlockIndex
+from tensorstore_ck.log import Head, Log
+
+
+class _StillLog(Log):
+    """A log that stays where it was folded to."""
+
+    def sync(self) -> Head:
+        """The head of the fold."""
+        return self.view().head() or Head(0, self.chain.genesis)
+
+
+def still_engine(engine: Engine, check: LogCheck) -> Engine:
+    """An engine over the same backend, whose ref table is that of `check`."""
+    config = engine.config
+    log = _StillLog(
+        engine.backend,
+        check.table,
+        uuid=uuid.UUID(config.uuid).bytes,
+        prefix=config.log,
+        clock=engine.clock,
+        actor="fsck",
+        new_id=engine.new_id,
+    )
+    return Engine(engine.backend, config, check.table, log, BlockIndex(check.table), engine.clock, engine.new_id)
