@@ -132,6 +132,7 @@ def read_summaries(engine: Engine, info: SnapshotInfo, cache: SummaryCache) -> I
         if summary is None or (summary.part_id, summary.rank) != (_part_id(record, rank), rank):
             part, size_bytes = _read_part(engine, record, rank)
             summary = summarize(part, _part_id(record, rank))
+            del part  # not beside the next one
             cache.put(ulid, size_bytes, summary)
         yield ulid, summary
 

@@ -176,7 +176,7 @@ class _Gc:
                 return
             if len(entries) and int(entries[-1]) < len(footer.entries):
                 pack = SparsePack(key.ulid, footer, entries, size_bytes)
-                if _live_bytes(pack) < self._options.compact_below * size_bytes:
+                if _live_bytes(pack) < self._options.compact_below * int(footer.entries["stored"].sum(dtype=np.int64)):
                     found.append(pack)
 
         for_each(candidates, judge, 1 if self._engine.backend.is_local else THREADS)
@@ -268,7 +268,7 @@ class _Gc:
 
     def _report(self, plan: _Plan, deleted: Sequence[ObjectKey], rewritten: Sequence[SparsePack], written_bytes: int) -> GcReport:
         going = set(deleted)
-        waiting = len(plan.garbage) + len(plan.sparse) if self._options.grace_seconds else 0
+        waiting = len(plan.garbage) + len(plan.sparse) if self._options.grace_seconds and self._dry_run else 0
         waiting += sum(not state.swept and key not in going for key, state in plan.view.objects())
         batch = 1 if self._engine.backend.is_local else DELETE_BATCH
         writes = sum(2 + _live_bytes(pack) // (8 << 20) for pack in rewritten)
@@ -317,7 +317,11 @@ def _live_bytes(pack: SparsePack) -> int:
 
 
 def _written_bytes(packs: Sequence[SparsePack]) -> int:
-    """What rewriting will write; a pack more than one gibibyte adds a header and a trailer."""
-    sizes = [_live_bytes(pack) + len(pack.entries) * ENTRY_DTYPE.itemsize for pack in packs]
+    """What rewriting will write: each block once; a pack more than one gibibyte adds a header and a trailer."""
+    if not packs:
+        return 0
+    rows = np.concatenate([pack.footer.entries[pack.entries] for pack in packs])
+    _, first = np.unique(rows["id"], return_index=True)
+    pack_bytes = int(rows["stored"][first].sum(dtype=np.int64)) + len(first) * ENTRY_DTYPE.itemsize
     moved = [len(Moved(pack.pack, [pack.pack], np.zeros(len(pack.entries), MOVED_DTYPE)).encode()) for pack in packs]
-    return sum(sizes) + sum(moved) + (HEADER.size + TRAILER.size) * -(-sum(sizes) // PACK_LIMIT_BYTES)
+    return pack_bytes + sum(moved) + (HEADER.size + TRAILER.size) * -(-pack_bytes // PACK_LIMIT_BYTES)

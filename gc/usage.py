@@ -71,7 +71,7 @@ class SnapshotUsage:
     """The branch that it was put to."""
     step: int | None
     held_by: tuple[str, ...]
-    """Branches, tags, pins (``pin:owner``), and ``undo``."""
+    """Branches, tags, pins (``pin:owner``) and undo windows, as `roots` calls them."""
     logical_bytes: int
     stored_bytes: int
     shared_bytes: int

@@ -39,6 +39,10 @@ class Seen:
         """The ref is at `head`, and the state in memory is `current`."""
         self._refs[ref] = _Ref(head, current)
 
+    def drop(self, ref: str) -> None:
+        """This handle forgot the ref: its next put there begins it anew."""
+        self._refs.pop(ref, None)
+
     def note_restored(self, root: Digest) -> None:
         """The state in memory is `root`."""
         self._restored = root

@@ -244,7 +244,11 @@ class Store:
             addresses: ``ref@step``, ``ref~n`` or a root for one snapshot; a ref for all of it. Tags, pins and other branches go on
                 holding what they hold.
         """
-        return forgetting.forget(self._engine, addresses)
+        found = forgetting.forget(self._engine, addresses)
+        for one in found:
+            if one.kind == "branch":
+                self._seen.drop(one.ref)
+        return found
 
     def undo(self, address: str | None = None) -> "tuple[Forgotten, ...]":
         """Brings back what was forgotten last, or last of a ref, or one snapshot: until gc ends the undo window."""
