@@ -19,14 +19,12 @@ from typing import Any, Final
 import numpy as np
 
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.gc.mark import Marks, read_summaries
-from tensorstore_ck.gc.roots import roots
-from tensorstore_ck.gc.summary import SummaryCache
+from tensorstore_ck.gc.mark import Marks
+from tensorstore_ck.gc.reach import Reach
 from tensorstore_ck.gc.usage import measure_usage
 from tensorstore_ck.ids import Digest, Ulid, parse_ulid
 from tensorstore_ck.log import Op
 from tensorstore_ck.opening import open_engine
-from tensorstore_ck.parallel import cpu_threads, for_each
 from tensorstore_ck.part import BLOB_DTYPE, EXTENT_DTYPE, Part, part_name
 from tensorstore_ck.record import Record, encode_metadata, record_name
 
@@ -131,22 +129,11 @@ class Memory:
 
 
 def mark(engine: Engine) -> Marks:
-    """What gc does: every part of every root, by its summary."""
-    view = engine.log.view()
-    marks, lock = Marks(), threading.Lock()
+    """What gc does first: every part of every root, by its summary."""
     listed = {ulid: info.size_bytes for info in engine.backend.list("parts/") if (ulid := parse_ulid(info.name[-26:]))}
-    cache = SummaryCache(engine.table, listed)
-
-    def add(ulid: Ulid) -> None:
-        info = view.snapshot(ulid)
-        assert info is not None
-        for _, summary in read_summaries(engine, info, cache):
-            with lock:
-                marks.mark(summary)
-
-    for_each(sorted(roots(view)), add, cpu_threads())  # oldest first: a pack is met when it is whole
-    cache.flush()
-    return marks
+    reach = Reach(engine, listed)
+    reach.update(engine.log.view())
+    return reach._marks
 
 
 def measure(what: str, folder: Path) -> None:
@@ -211,9 +198,8 @@ def variant(folder: Path, snapshots: int, pack_blocks: int, packs_at_once: int) 
             f"\n{snapshots} snapshots, {first['references'] / 1e6:.1f} M references, {first['blocks'] / 1e6:.2f} M blocks "
             f"in {first['packs']} packs of up to {pack_blocks}, filled {packs_at_once} at once; cache {first['cache'] / MIB:.0f} MiB\n"
         )
-        print(
-            "| | s | CPU s | M references/s | x first | marks, bytes/block | memory, MiB | memory, bytes/block |\n|---|---|---|---|---|---|---|---|"
-        )
+        columns = ["", "s", "CPU s", "M references/s", "x first", "marks, bytes/block", "memory, MiB", "memory, bytes/block"]
+        print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
         for name, row in rows:
             print(
                 f"| {name} | {row['seconds']:.2f} | {row['cpu']:.2f} | {row['rate']:.1f} | {first['seconds'] / row['seconds']:.1f} | "

@@ -98,7 +98,7 @@ def put(engine: Engine, captured: Captured, request: PutRequest) -> SnapshotInfo
 def _try_put(engine: Engine, captured: Captured, request: PutRequest) -> SnapshotInfo:
     head = engine.log.view().head()
     anchor = head.n if head else 0
-    known = _KnownBlocks(engine, request.parent)
+    known = KnownBlocks(engine, request.parent)
     open_packs = min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
     packs = PackWriter(engine.backend, engine.new_id, known, open_packs=open_packs)
     try:
@@ -248,7 +248,7 @@ def commit_rescue(engine: Engine, view: RefTable, snapshot: Ulid, parts: Sequenc
     return rescue(view, needed, min(part.anchor for _, part in parts), "this snapshot")
 
 
-class _KnownBlocks:
+class KnownBlocks:
     """Where blocks lie already: in the parent's part, else in this host's index; only in packs that are there in full and stay."""
 
     def __init__(self, engine: Engine, parent: Digest | None) -> None:
@@ -271,6 +271,7 @@ class _KnownBlocks:
         self._rows = {ids[row * 32 : row * 32 + 32]: row for row in range(self._parent.block_count)}
 
     def __call__(self, block: Digest) -> Location | None:
+        """Where a block lies, if it may be relied on."""
         row = self._rows.get(block)
         if row is None or self._places is None:
             location = self._engine.index.get(block)

@@ -2,12 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from typing import cast
 
 import click
 
-from tensorstore_ck.backend.portable import PortableBackend
-from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.cli.options import StoreChoice, command, fraction, named_value, seconds, store_options
 from tensorstore_ck.cli.output import counted, emit, green, human_bytes, iso_time, printable, red
 from tensorstore_ck.cli.progress import Bar
@@ -61,7 +58,7 @@ def fsck(
         aborted = abort_stale_uploads(engine) if abort_uploads else []
         executor: DaskCluster | None = None
         if dask is not None:
-            engine.backend = _portable(choice)
+            engine.backend = choice.open_portable()
             executor = stack.enter_context(DaskCluster(dask))
         bar = stack.enter_context(Bar("checking"))
         options = FsckOptions(read_data, sample, max_time)
@@ -80,10 +77,6 @@ def fsck(
     emit(document, lines, as_json=as_json)
     if not report.ok:
         context.exit(DamageError.exit_code)
-
-
-def _portable(choice: StoreChoice) -> Backend:
-    return cast(Backend, PortableBackend(choice.require_url(), choice.storage_options, choice.no_sync))
 
 
 def _repair_lines(report: RepairReport) -> list[str]:

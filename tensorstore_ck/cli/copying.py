@@ -1,7 +1,7 @@
 """The command that copies refs between stores: copy. It needs no torch."""
 
 import re
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Final
 
 import click
@@ -10,6 +10,7 @@ from tensorstore_ck.cli.options import CACHE_VARIABLE, StoreChoice, command, jso
 from tensorstore_ck.cli.output import counted, emit, green, human_bytes, printable, red, short_root, table
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.copying import CopyReport, Pace, copy_refs
+from tensorstore_ck.executor import DaskCluster
 
 _RATE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?(?:/s)?", re.IGNORECASE)
 
@@ -37,6 +38,7 @@ def byte_rate(text: str) -> float:
 @click.option("--cache-dir", metavar="FOLDER", envvar=CACHE_VARIABLE, help=f"Where this host keeps its cache (or ${CACHE_VARIABLE}).")
 @click.option("--single-writer-unsafe", is_flag=True, help="Write where creation is not exclusive: a second writer would lose commits.")
 @click.option("--no-sync", is_flag=True, help="Skip fsync: a power failure may lose what was acknowledged.")
+@click.option("--dask", metavar="ADDRESS", help="Carry the data on the workers of a Dask cluster.")
 @json_option
 @click.pass_context
 def copy(
@@ -51,6 +53,7 @@ def copy(
     cache_dir: str | None,
     single_writer_unsafe: bool,
     no_sync: bool,
+    dask: str | None,
     as_json: bool,
 ) -> None:
     """Copy branches with their histories, and tags, from the store SRC to the store DST.
@@ -61,8 +64,14 @@ def copy(
     from_choice = StoreChoice(source, dict(src_storage_option), cache_dir)
     to_choice = StoreChoice(target, dict(dst_storage_option), cache_dir, single_writer_unsafe, no_sync)
     pace = Pace.limited(rate_limit)
-    with closing(from_choice.open_engine()) as from_engine, closing(to_choice.open_engine()) as to_engine, Bar("copying") as bar:
-        report = copy_refs(from_engine, to_engine, refs=refs, pace=pace, progress=bar)
+    with ExitStack() as stack:
+        from_engine, to_engine = (stack.enter_context(closing(choice.open_engine())) for choice in (from_choice, to_choice))
+        executor: DaskCluster | None = None
+        if dask is not None:
+            from_engine.backend, to_engine.backend = from_choice.open_portable(), to_choice.open_portable()
+            executor = stack.enter_context(DaskCluster(dask))
+        bar = stack.enter_context(Bar("copying"))
+        report = copy_refs(from_engine, to_engine, refs=refs, pace=pace, progress=bar, executor=executor)
     emit(_document(report), _lines(report), as_json=as_json)
     error = next((ref.error for ref in report.refs if ref.error is not None), None)
     if error is not None:

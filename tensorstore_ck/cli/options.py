@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar, cast
 import click
 
 from tensorstore_ck.backend import open_backend
+from tensorstore_ck.backend.portable import PortableBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.cli.progress import Bar, CountingBackend
 from tensorstore_ck.config import CONFIG_NAME
@@ -70,6 +71,10 @@ class StoreChoice:
             no_sync=self.no_sync,
             cache_dir=self.cache_dir,
         )
+
+    def open_portable(self) -> Backend:
+        """The place of the store, in a form that travels to workers elsewhere."""
+        return cast(Backend, PortableBackend(self.require_url(), self.storage_options, self.no_sync))
 
     def open_backend(self) -> Backend:
         """The place alone, where there may be no store (yet, or any more)."""

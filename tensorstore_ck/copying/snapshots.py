@@ -23,7 +23,7 @@ from tensorstore_ck.index import Location
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.part import EXTENT_DTYPE, Part, part_name
 from tensorstore_ck.record import Record, record_name
-from tensorstore_ck.writer import MAX_TRIES, _KnownBlocks, commit_rescue
+from tensorstore_ck.writer import MAX_TRIES, KnownBlocks, commit_rescue
 
 Arrange = Callable[[RefTable, Op], list[Op]]
 """Given the target at its head and a put: checks the ref, and returns the operations that publish the snapshot under it."""
@@ -111,7 +111,7 @@ class SnapshotCopier:
         parts = []
         try:
             record = self._source.read_record(info)
-            known = _KnownBlocks(self._target, self._nearest(record, ref))
+            known = KnownBlocks(self._target, self._nearest(record, ref))
             for rank in range(len(record.parts)):
                 part = self._copy_part(info, self._source.read_part(record, rank), known, anchor)
                 ulid, encoded = self._target.new_id(), part.encode()

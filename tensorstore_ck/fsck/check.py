@@ -30,6 +30,7 @@ from tensorstore_ck.gc.roots import roots
 from tensorstore_ck.ids import Ulid, parse_ulid
 from tensorstore_ck.log import FOLDERS, ObjectKey, Relocation, SnapshotInfo
 from tensorstore_ck.log.checkpoint import checkpoint_folder
+from tensorstore_ck.moved import decode_moved
 from tensorstore_ck.parallel import cpu_threads, for_each
 from tensorstore_ck.part import decode_part
 from tensorstore_ck.record import Record, decode_record
@@ -300,6 +301,13 @@ class Fsck:
                 if key not in self.needed and ulid not in in_force and listed.modified_ns < self._started_ns:
                     with contextlib.suppress(MissingObjectError):
                         self._left_behind(key, self._problem_of(key.name, decode))
+        for ulid, relocation in in_force.items():
+            key = ObjectKey("moved", ulid)
+            if key not in self.needed and not self._found.names(key.name):
+                with contextlib.suppress(MissingObjectError):
+                    problem = self._problem_of(key.name, partial(decode_moved, expected=relocation.hash))
+                    if problem is not None:
+                        self._left_behind(key, problem)
         for ulid, listed in self.objects.by_kind["snapshot"].items():
             key = ObjectKey("snapshot", ulid)
             if key not in self.needed and listed.modified_ns < self._started_ns:

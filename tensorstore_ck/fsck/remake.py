@@ -14,7 +14,7 @@ import numpy as np
 
 from tensorstore_ck.closure import resolve
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.envelope import MAX_OBJECT_BYTES, object_hash
+from tensorstore_ck.envelope import MAX_OBJECT_BYTES, object_hash, unseal
 from tensorstore_ck.errors import DamageError, MissingObjectError
 from tensorstore_ck.fsck.blocks import Place, find_copies
 from tensorstore_ck.fsck.mending import readable_parts
@@ -39,15 +39,23 @@ class Remaker:
     """Makes parts and records of one store anew."""
 
     def __init__(
-        self, engine: Engine, packs: Packs, parts: Collection[Ulid], other: Other | None, *, safe: frozenset[Ulid], anchor: int
+        self,
+        engine: Engine,
+        packs: Packs,
+        listed: Mapping[str, Collection[Ulid]],
+        other: Other | None,
+        *,
+        safe: frozenset[Ulid],
+        anchor: int,
     ) -> None:
-        """`parts`: those listed. `safe`: packs that live snapshots need as of entry `anchor`."""
+        """`listed`: objects by kind. `safe`: packs that live snapshots need as of entry `anchor`."""
         self._engine = engine
         self._packs = packs
-        self._parts = parts
+        self._listed = listed
         self._safe = safe
         self._other = other
         self._anchor = anchor
+        self._hashes: dict[str, dict[Digest, str]] = {}
         self._parts_by_id: dict[tuple[Digest, int], tuple[Engine, Ulid]] | None = None
 
     def record(self, info: SnapshotInfo) -> str | None:
@@ -58,12 +66,13 @@ class Remaker:
             DamageError: a block is nowhere to be had.
         """
         name, theirs = record_name(info.ulid), None
-        with contextlib.suppress(DamageError):
-            data = self._from_copy(name)
-            record = decode_record(data, name)
-            if object_hash(data) == info.record and not self._is_listed(ObjectKey("part", part) for part in record.parts):
-                self._engine.backend.replace(name, data)
-                return COPIED
+        found = self.exact(ObjectKey("snapshot", info.ulid), info.record)
+        if found is not None:
+            with contextlib.suppress(DamageError):
+                record = decode_record(found[0], name)
+                if not self._is_listed(ObjectKey("part", part) for part in record.parts):
+                    self.overwrite(ObjectKey("snapshot", info.ulid), found[0])
+                    return found[1]
         with contextlib.suppress(DamageError):
             theirs = self._their_record(info)
         parts = [] if theirs is None else [self._logical_part(_part_id(theirs, rank), rank) for rank in range(len(theirs.parts))]
@@ -73,7 +82,7 @@ class Remaker:
         for ulid, part in zip(ulids, parts, strict=True):
             assert part is not None
             self._write_part(ulid, part, info)
-        self._engine.backend.replace(name, remade_record(info, theirs.metadata, ulids, theirs.part_ids).encode())
+        self.overwrite(ObjectKey("snapshot", info.ulid), remade_record(info, theirs.metadata, ulids, theirs.part_ids).encode())
         return "made anew from the other store's, which has the same root"
 
     def part(self, ulid: Ulid, rank: int, record: Record, info: SnapshotInfo) -> str | None:
@@ -85,13 +94,51 @@ class Remaker:
             objects = set(resolve(self._engine, self._engine.log.view(), part).objects())
             is_here = all(key.kind != "pack" or key.ulid in self._packs.listed for key in objects)
             if part.part_id() == wanted and is_here and not self._is_listed(objects):
-                self._engine.backend.replace(name, data)
+                self.overwrite(ObjectKey("part", ulid), data)
                 return COPIED
         found = self._logical_part(wanted, rank)
         if found is None:
             return None
         self._write_part(ulid, found, info)
         return "made anew from one of the same content"
+
+    def exact(self, key: ObjectKey, expected: Digest) -> tuple[bytes, str] | None:
+        """The object of that name and hash from the other store, or one of that hash that has another name here; and where it was."""
+        with contextlib.suppress(DamageError):
+            data = self._from_copy(key.name)
+            if object_hash(data) == expected:
+                unseal(key.kind, data, key.name)
+                return data, COPIED
+        found = self._names_by_hash(key.kind).get(expected)
+        with contextlib.suppress(DamageError):
+            if found is not None:
+                data = self._engine.backend.get(found, max_bytes=MAX_OBJECT_BYTES)
+                unseal(key.kind, data, found)
+                return data, f"copied from {found}"
+        return None
+
+    def overwrite(self, key: ObjectKey, data: bytes) -> None:
+        """Writes an object that was damaged. What is whole there, and only in the wrong place, is kept under a new name."""
+        with contextlib.suppress(DamageError):
+            there = self._engine.backend.get(key.name, max_bytes=MAX_OBJECT_BYTES)
+            if _identity(key.kind, there) != _identity(key.kind, data):
+                kept = ObjectKey(key.kind, self._engine.new_id())
+                self._engine.backend.put(kept.name, there)
+                self._names_by_hash(key.kind)[object_hash(there)] = kept.name
+                if key.kind == "part" and self._parts_by_id is not None:
+                    part = decode_part(there, kept.name)
+                    self._parts_by_id[part.part_id(), part.rank] = self._engine, kept.ulid
+        self._engine.backend.replace(key.name, data)
+
+    def _names_by_hash(self, kind: str) -> dict[Digest, str]:
+        """Hash that an object of this store ends with -> its name."""
+        if kind not in self._hashes:
+            found = self._hashes.setdefault(kind, {})
+            for ulid in self._listed[kind]:
+                name = ObjectKey(kind, ulid).name
+                with contextlib.suppress(DamageError):
+                    found[object_hash(self._engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES))] = name
+        return self._hashes[kind]
 
     def _is_listed(self, objects: Iterable[ObjectKey]) -> bool:
         """Whether gc condemned or swept any of them."""
@@ -114,7 +161,10 @@ class Remaker:
         """A part of that id: of this store, else of the other."""
         if self._parts_by_id is None:
             self._parts_by_id = {}
-            stores = [(self._engine, self._parts), *([(self._other.engine, self._other.parts)] if self._other is not None else [])]
+            stores = [
+                (self._engine, sorted(self._listed["part"])),
+                *([(self._other.engine, self._other.parts)] if self._other is not None else []),
+            ]
             for engine, parts in stores:
                 for ulid, part in readable_parts(engine, parts):
                     self._parts_by_id.setdefault((part.part_id(), part.rank), (engine, ulid))
@@ -149,7 +199,7 @@ class Remaker:
         move = Move(nowhere, key.ulid, object_hash(moved), tuple(targets), np.arange(len(rows)), len(moved))
         commit_move(self._engine, move, self._anchor, [ObjectKey("part", ulid), ObjectKey("snapshot", info.ulid)])
         anew = part._replace(packs=[nowhere], extents=extents, base_ids=b"", anchor=self._anchor)
-        self._engine.backend.replace(part_name(ulid), anew.encode())
+        self.overwrite(ObjectKey("part", ulid), anew.encode())
 
     def _places(self, part: Part) -> Mapping[Digest, Location]:
         ids = list(dict.fromkeys(part.block_id(row) for row in range(part.block_count)))
@@ -178,3 +228,18 @@ def _location(place: Place) -> Location:
 
 def _part_id(record: Record, rank: int) -> Digest:
     return Digest(record.part_ids[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES])
+
+
+def _identity(kind: str, data: bytes) -> bytes:
+    """What an object is, wherever it lies; the same for all that may take its place.
+
+    Raises:
+        CorruptObjectError: it is none of that kind.
+    """
+    name = f"a {kind}"
+    if kind == "part":
+        return decode_part(data, name).part_id()
+    if kind == "snapshot":
+        return decode_record(data, name).root()
+    unseal(kind, data, name)
+    return object_hash(data)

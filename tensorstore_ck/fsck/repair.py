@@ -5,13 +5,11 @@ again, since what was unreadable may hide more. What stays damaged is marked, so
 are taken back, when all its data was read.
 """
 
-import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.envelope import MAX_OBJECT_BYTES
 from tensorstore_ck.errors import BrokenLogError, DamageError, SnapshotExpiredError, StoreError
 from tensorstore_ck.fsck.check import Fsck
 from tensorstore_ck.fsck.datacheck import DataCheck
@@ -27,7 +25,6 @@ from tensorstore_ck.fsck.snapshotcheck import SnapshotCheck, check_snapshot, pla
 from tensorstore_ck.fsck.sources import BlockSource, Other, open_other
 from tensorstore_ck.ids import Ulid
 from tensorstore_ck.log import Head, ObjectKey, Op, RefTable, Relocation, SnapshotInfo
-from tensorstore_ck.moved import decode_moved
 from tensorstore_ck.pack import pack_name
 from tensorstore_ck.part import part_name
 from tensorstore_ck.record import record_name
@@ -165,20 +162,15 @@ class _Repair:
 
     def _mend_moved(self, fsck: Fsck, remaker: Remaker, info: SnapshotInfo, relocation: Relocation) -> str | None:
         """Makes a moved object anew, exactly as it was; where that cannot be done, the parts that need it."""
-        name = ObjectKey("moved", relocation.moved).name
-        data, how = fsck.rebuild(relocation), "made anew from the footers of its packs"
-        if data is None and self._other is not None:
-            with contextlib.suppress(DamageError):
-                found = self._other.engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
-                decode_moved(found, name, relocation.hash)
-                data, how = found, COPIED
-        if data is not None:
-            self._engine.backend.replace(name, data)
-            return how
+        key, data = ObjectKey("moved", relocation.moved), fsck.rebuild(relocation)
+        found = (data, "made anew from the footers of its packs") if data is not None else remaker.exact(key, relocation.hash)
+        if found is not None:
+            remaker.overwrite(key, found[0])
+            return found[1]
         for part in fsck.at_log.read_record(info).parts:
             remade = self._mend_part(fsck, remaker, info, part_name(part))
             if remade is not None:
-                self._mended[part_name(part)] = f"{remade}: {name} is lost"
+                self._mended[part_name(part)] = f"{remade}: {key.name} is lost"
         return None
 
     def _mend_part(self, fsck: Fsck, remaker: Remaker, info: SnapshotInfo, name: str) -> str | None:
@@ -190,8 +182,8 @@ class _Repair:
 
     def _remaker(self, fsck: Fsck) -> Remaker:
         safe = frozenset(key.ulid for key in fsck.needed if key.kind == "pack") - fsck.hit.packs.keys()
-        parts = fsck.objects.by_kind["part"].keys()
-        return Remaker(self._engine, fsck.packs, parts, self._other, safe=safe, anchor=fsck.anchor)
+        listed = fsck.objects.by_kind
+        return Remaker(self._engine, fsck.packs, listed, self._other, safe=safe, anchor=fsck.anchor)
 
     # --- packs --------------------------------------------------------------------------------------------------------
 

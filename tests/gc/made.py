@@ -69,12 +69,13 @@ class Made(NamedTuple):
     """Of the record, and of each part."""
 
 
-def publish(engine: Engine, ref: str, step: int, parts: Sequence[Part]) -> Made:
-    """Puts a snapshot of these parts."""
-    ulids, sizes = [engine.new_id() for _ in parts], []
-    for ulid, part in zip(ulids, parts, strict=True):
-        engine.backend.put(part_name(ulid), part.encode())
-        sizes.append(engine.backend.size(part_name(ulid)))
+def publish(engine: Engine, ref: str, step: int, parts: Sequence[Part], ulids: list[Ulid] | None = None) -> Made:
+    """Puts a snapshot of these parts; with `ulids` they are there already."""
+    if ulids is None:
+        ulids = [engine.new_id() for _ in parts]
+        for ulid, part in zip(ulids, parts, strict=True):
+            engine.backend.put(part_name(ulid), part.encode())
+    sizes = [engine.backend.size(part_name(ulid)) for ulid in ulids]
     ids = b"".join(part.part_id() for part in parts)
     record = Record(ref, step, None, encode_metadata(None), {}, step, ulids, ids, 1000 + step, 0)
     snapshot, sealed = engine.new_id(), record.encode()

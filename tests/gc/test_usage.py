@@ -6,6 +6,7 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.opening import init_store, make_engine, read_config
 from tensorstore_ck.store import Store
 from tensorstore_ck.table import MemoryTable
+from tests.gc import stores
 
 COMMON = torch.arange(4000, dtype=torch.float32)
 OWN = [torch.full((2000,), float(number)) for number in range(4)]
@@ -137,3 +138,35 @@ def test_hundreds_of_refs_that_share() -> None:
 def test_an_empty_store() -> None:
     usage = open_store(MemoryBackend()).usage()
     assert (usage.refs, usage.snapshots, usage.stored_bytes, usage.unreferenced_bytes) == ((), 0, 0, 0)
+
+
+def test_after_compaction_blocks_count_where_they_are_now() -> None:
+    backend = MemoryBackend()
+    store = open_store(backend)
+    stores.put_all(store, "runs/a", [stores.state(*range(20)), stores.state(0, 7)])
+    store.forget("runs/a@1")
+    before = store.usage()
+    assert before.undo_bytes > 18 * stores.TENSOR_BYTES
+    assert store.gc(stores.AT_ONCE).rewritten
+    after = store.usage(per_snapshot=True)
+
+    moved = size(backend, "moved/")
+    assert moved > 0
+    assert (after.stored_bytes, after.unreferenced_bytes, after.undo_bytes) == (before.refs[0].stored_bytes + moved, 0, 0)
+    assert after.refs[0].exclusive_bytes == after.stored_bytes
+    assert [row.exclusive_bytes for row in after.by_snapshot or ()] == [after.stored_bytes]
+    assert sum(pack.live_bytes for pack in after.packs) == after.stored_bytes - size(backend, "moved/", "parts/", "snapshots/")
+    assert all(pack.live_ratio > 0.9 for pack in after.packs)
+
+
+def test_what_a_snapshot_has_alone_is_what_gc_frees() -> None:
+    """In packs whose blocks all go, beside headers and footers."""
+    backend = MemoryBackend()
+    store = open_store(backend)
+    stores.put_all(store, "runs/a", [stores.state(1, 2), stores.state(1, 2, 3), stores.state(1, 4)])
+    rows = {row.step: row for row in store.usage(per_snapshot=True).by_snapshot or ()}
+    assert rows[2].exclusive_bytes > stores.TENSOR_BYTES
+    before = store.usage()
+    store.forget("runs/a@2")
+    store.gc(stores.AT_ONCE)
+    assert before.stored_bytes - store.usage().stored_bytes == rows[2].exclusive_bytes

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tensorstore_ck.gc.roots import UNDO
 from tensorstore_ck.gc.usage import SnapshotUsage, Usage, measure_usage
 from tensorstore_ck.ids import ulid_text
 from tensorstore_ck.pack import pack_name
@@ -17,7 +18,7 @@ PACKS = 4
 PACK_BYTES = 40_000
 
 places = st.lists(st.tuples(st.integers(0, PACKS - 1), st.integers(0, 12) | st.integers(0, 400)), min_size=1, max_size=12)
-snapshots = st.tuples(st.sampled_from(REFS), st.lists(places, min_size=1, max_size=3), st.integers(0, 40))
+snapshots = st.tuples(st.sampled_from(REFS), st.lists(places, min_size=1, max_size=3), st.integers(0, 40), st.booleans())
 actions = st.tuples(st.sampled_from(["tag", "pin", "branch", "forget", "forget branch"]), st.integers(0, 100), st.integers(0, 3))
 
 
@@ -28,14 +29,19 @@ class Model:
     labels: dict[int, list[str]] = field(default_factory=dict)
     items: dict[int, dict[object, tuple[int, int]]] = field(default_factory=dict)
     made: dict[int, Made] = field(default_factory=dict)
+    shape: tuple[list[list[Place]], int] = ([], 0)
+    """Of the newest snapshot."""
 
-    def publish(self, store: Store, ref: str, parts: list[list[Place]], inline: int) -> None:
+    def publish(self, store: Store, ref: str, parts: list[list[Place]], inline: int, again: bool) -> None:
+        """Puts a snapshot; with `again`, one of the very parts of the snapshot before."""
         step = len(self.made)
+        ulids = self.made[step - 1].parts if again and step else None
+        parts, inline = self.shape = self.shape if ulids else (parts, inline)
         built = [
             make_part(places, rank=rank, ranks=len(parts), bases=len(places) // 3, inline=bytes(inline))
             for rank, places in enumerate(parts)
         ]
-        made = self.made[step] = publish(store._engine, ref, step, built)
+        made = self.made[step] = publish(store._engine, ref, step, built, ulids)
         items: dict[object, tuple[int, int]] = {made.info.ulid: (made.object_bytes[0], 0)}
         items |= {part: (size, inline) for part, size in zip(made.parts, made.object_bytes[1:], strict=True)}
         items |= {place: (stored_bytes(place), 2 * stored_bytes(place)) for places in parts for place in places}
@@ -56,7 +62,7 @@ class Model:
             self.labels[by_root[pinned.snapshot.root]].append(f"pin:{pinned.owner}")
         for forgotten in store.forgotten():
             for snapshot in forgotten.snapshots:
-                self.labels[by_root[snapshot.root]].append("undo")
+                self.labels[by_root[snapshot.root]].append(UNDO)
 
     def steps(self, labels: set[str]) -> set[int]:
         return {step for step, held in self.labels.items() if labels & set(held)}
@@ -92,7 +98,7 @@ def apply(store: Store, model: Model, action: tuple[str, int, int]) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(snapshots, min_size=1, max_size=7), st.lists(actions, max_size=6))
-def test_every_figure(made: list[tuple[str, list[list[Place]], int]], actions: list[tuple[str, int, int]]) -> None:
+def test_every_figure(made: list[tuple[str, list[list[Place]], int, bool]], actions: list[tuple[str, int, int]]) -> None:
     backend = Counting()
     store, model = Store(open_engine(backend)), Model()
     for pack in range(PACKS):
@@ -107,8 +113,8 @@ def test_every_figure(made: list[tuple[str, list[list[Place]], int]], actions: l
 
 def compare(usage: Usage, model: Model) -> None:
     every_label = {label for labels in model.labels.values() for label in labels}
-    refs = {label for label in every_label if label != "undo" and not label.startswith("pin:")}
-    pins = every_label - refs - {"undo"}
+    refs = {label for label in every_label if label != UNDO and not label.startswith("pin:")}
+    pins = every_label - refs - {UNDO}
 
     for name, found, labels in [
         *((ref.ref, ref, {ref.ref}) for ref in usage.refs),
