@@ -104,17 +104,16 @@ class Remaker:
 
     def exact(self, key: ObjectKey, expected: Digest) -> tuple[bytes, str] | None:
         """The object of that name and hash from the other store, or one of that hash that has another name here; and where it was."""
-        with contextlib.suppress(DamageError):
-            data = self._from_copy(key.name)
-            if object_hash(data) == expected:
-                unseal(key.kind, data, key.name)
-                return data, COPIED
-        found = self._names_by_hash(key.kind).get(expected)
-        with contextlib.suppress(DamageError):
-            if found is not None:
-                data = self._engine.backend.get(found, max_bytes=MAX_OBJECT_BYTES)
-                unseal(key.kind, data, found)
-                return data, f"copied from {found}"
+        own = self._names_by_hash(key.kind).get(expected, key.name)
+        places = [(self._engine, own, f"copied from {own}")]
+        if self._other is not None:
+            places.insert(0, (self._other.engine, key.name, COPIED))
+        for engine, name, how in places:
+            with contextlib.suppress(DamageError):
+                data = engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
+                unseal(key.kind, data, name)
+                if object_hash(data) == expected:
+                    return data, how
         return None
 
     def overwrite(self, key: ObjectKey, data: bytes) -> None:
