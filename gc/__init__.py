@@ -1,7 +1,8 @@
 """What is kept and what goes. The protocol and why it is safe: PROTOCOL.md.
 
-roots.py, mark.py, reach.py   what is needed
-usage.py                      who uses how many bytes
+roots.py, reach.py            what is needed: snapshots, and all that they need
+mark.py, summary.py           as bits per pack; what is kept of a part that was read
+usage.py, tally.py            who uses how many bytes
 listing.py                    what lies in the backend
 compact.py                    live entries of sparse packs, copied
 run.py, report.py             a run of gc

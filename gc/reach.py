@@ -16,7 +16,7 @@ from tensorstore_ck.gc.roots import roots
 from tensorstore_ck.gc.summary import PartSummary, SummaryCache
 from tensorstore_ck.ids import Ulid
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
-from tensorstore_ck.parallel import for_each
+from tensorstore_ck.parallel import cpu_threads, for_each
 
 REMOTE_THREADS: Final = 8
 
@@ -49,7 +49,7 @@ class Reach:
         if relocations != self._relocations:
             self._relocations, self._relocated = relocations, frozenset(pack for pack, _ in relocations)
             self._snapshots, self._objects, self._marks = set(), set(), Marks()
-        new = [ulid for ulid in roots(view) if ulid not in self._snapshots]
+        new = sorted(roots(view).keys() - self._snapshots)  # oldest first: packs then grow in place
         done = 0
 
         def add(ulid: Ulid) -> None:
@@ -59,7 +59,7 @@ class Reach:
                 done += 1
                 self._progress(done, len(new))
 
-        for_each(new, add, 1 if self._engine.backend.is_local else REMOTE_THREADS)
+        for_each(new, add, cpu_threads() if self._engine.backend.is_local else REMOTE_THREADS)
         self._summaries.flush()
 
     def needs(self, key: ObjectKey) -> bool:

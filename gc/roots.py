@@ -5,8 +5,8 @@ from typing import Final
 from tensorstore_ck.ids import Ulid
 from tensorstore_ck.log import RefTable
 
-UNDO: Final = "undo"
-"""Label of what is held by an undo window."""
+UNDO: Final = "undo window"
+"""Label of what is held by one; no ref can be called so."""
 
 
 def roots(view: RefTable) -> dict[Ulid, list[str]]:

@@ -73,8 +73,8 @@ class Tally:
         self._objects: dict[Hashable, int] = {}
         self.blocks = 0
         """Distinct ones."""
-        self.live_bytes: dict[Ulid, int] = {}
-        """Pack -> what its blocks take."""
+        self.live: dict[Ulid, tuple[int, int]] = {}
+        """Pack -> its blocks, and what they take."""
 
     def mask(self, holders: Collection[str]) -> int:
         """A set of holders."""
@@ -126,10 +126,12 @@ class Tally:
         if is_new.any():
             self.blocks += int(is_new.sum())
             starts = np.cumsum(blocks.counts) - blocks.counts
+            counts = np.add.reduceat(is_new, starts, dtype=np.int64)
             sizes = np.add.reduceat(np.where(is_new, blocks.stored, 0), starts, dtype=np.int64)
-            for number in np.flatnonzero(sizes).tolist():
+            for number in np.flatnonzero(counts).tolist():
                 pack = blocks.packs[number]
-                self.live_bytes[pack] = self.live_bytes.get(pack, 0) + int(sizes[number])
+                count, size = self.live.get(pack, (0, 0))
+                self.live[pack] = (count + int(counts[number]), size + int(sizes[number]))
 
     def _number(self, mask: int) -> int:
         number = self._number_of.setdefault(mask, len(self._sets))

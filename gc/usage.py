@@ -88,6 +88,7 @@ class PackUsage:
     live_bytes: int
     """What blocks that something holds take in it."""
     live_ratio: float
+    """Of its blocks, by bytes: 1.0 when something holds each of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,14 +218,15 @@ class _Measurement:
         }
 
     def _packs(self) -> tuple[PackUsage, ...]:
-        live = {ObjectKey("pack", ulid).name: size for ulid, size in self._tally.live_bytes.items()}
-        sizes = {name: size for name, size in self._sizes.items() if name.startswith(f"{FOLDERS['pack']}/")}
-        found = (
-            PackUsage(name=name, bytes=size, live_bytes=live.get(name, 0), live_ratio=live.get(name, 0) / size)
-            for name, size in sizes.items()
-            if size
-        )
-        return tuple(sorted(found, key=lambda pack: (pack.live_ratio, pack.name)))
+        live = {ObjectKey("pack", ulid).name: counted for ulid, counted in self._tally.live.items()}
+        packs = []
+        for name, size in self._sizes.items():
+            if name.startswith(f"{FOLDERS['pack']}/"):
+                count, live_bytes = live.get(name, (0, 0))
+                filled = max(size - HEADER.size - TRAILER.size, 1)  # blocks, and a row of the footer for each
+                ratio = min((live_bytes + count * ENTRY_DTYPE.itemsize) / filled, 1.0)
+                packs.append(PackUsage(name=name, bytes=size, live_bytes=live_bytes, live_ratio=ratio))
+        return tuple(sorted(packs, key=lambda pack: (pack.live_ratio, pack.name)))
 
     def _snapshots(self) -> Iterator[SnapshotUsage]:
         for ulid, number in self._number.items():
