@@ -1,12 +1,13 @@
 """Lengths of time as people write them: ``90s``, ``10m``, ``1h``, ``30d``, ``2w``."""
 
-import math
 import re
 from datetime import timedelta
 from typing import Final
 
 from tensorstore_ck.errors import InvalidOptionError
 
+MAX_SECONDS: Final = 1e11
+"""More than 3,000 years."""
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([smhdw])")
 
@@ -19,9 +20,9 @@ def parse_seconds(value: object, what: str) -> float:
     """
     if isinstance(value, timedelta):
         value = value.total_seconds()
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0:
-        return float(value)
     match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None:
-        raise InvalidOptionError(f"{what} must be a length of time like 90s, 10m, 1h or 30d, not {value!r}", object_id=what)
-    return float(match[1]) * _UNITS[match[2]]
+    if match is not None:
+        value = float(match[1]) * _UNITS[match[2]]
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_SECONDS:
+        return float(value)
+    raise InvalidOptionError(f"{what} must be a length of time like 90s, 10m, 1h or 30d, not {value!r}", object_id=what)

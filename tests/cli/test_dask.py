@@ -75,7 +75,7 @@ def test_a_worker_dies(history: Tsck, tmp_path: Path, cluster: Any, monkeypatch:
         closing(open_engine("ck", cache_dir=tmp_path / "c1")) as source,
         closing(open_engine("other", cache_dir=tmp_path / "c2")) as target,
     ):
-        source.backend, target.backend = PortableBackend("ck"), PortableBackend("other")  # type: ignore[assignment]
+        source.backend, target.backend = PortableBackend("ck"), PortableBackend("other")
         with Killing(cluster) as executor:
             assert copy_refs(source, target, executor=executor).ok
             assert executor.killed

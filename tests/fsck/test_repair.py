@@ -14,6 +14,7 @@ from tensorstore_ck.errors import SnapshotMarkedBadError, StoreError, Unreadable
 from tensorstore_ck.fsck import FsckOptions, RepairReport, run_fsck, run_repair
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.log import keys
+from tensorstore_ck.log.entry import decode_entry, seal_entry
 from tensorstore_ck.opening import init_store, make_engine, read_config
 from tensorstore_ck.store import Store
 from tensorstore_ck.table import MemoryTable
@@ -133,11 +134,22 @@ def test_the_last_entry_comes_back_only_where_the_host_remembers_it() -> None:
 
 def test_nothing_is_written_to_a_log_that_stays_broken() -> None:
     for other in (None, TWIN):
-        backend = backend_of({name: data for name, data in OBJECTS.items() if name != of_kind("log/")[2]})
+        backend = backend_of({name: data for name, data in OBJECTS.items() if name not in (of_kind("log/")[-2], of_kind("packs/")[0])})
         before = contents(backend)
         report = repair(backend, other)
         assert not report.ok
         assert contents(backend) == before
+
+
+def test_an_entry_that_the_log_does_not_vouch_for_is_not_taken() -> None:
+    """A copy that went its own way has another entry of that number."""
+    lost = of_kind("log/")[3]
+    entry = decode_entry(OBJECTS[lost], lost, 4)
+    forked, _ = seal_entry(4, entry.prev, entry.ops, write_id=entry.write_id, time_ns=entry.time_ns, actor="somebody else")
+    backend = backend_of({name: data for name, data in OBJECTS.items() if name != lost})
+    report = repair(backend, {**{name: data for name, data in OBJECTS.items() if name < lost or not name.startswith("log/")}, lost: forked})
+    assert (report.ok, report.mended) == (False, ())
+    assert lost not in names(backend)
 
 
 def test_what_cannot_be_mended_is_marked_and_unmarked_again() -> None:
@@ -235,6 +247,21 @@ def test_what_can_be_saved_of_a_pack_is_saved() -> None:
     assert torch.equal(reopen(backend).checkout("runs/a@1")["a"], torch.arange(2000.0))
     with pytest.raises(SnapshotMarkedBadError):
         reopen(backend).checkout("runs/a@2")
+
+
+@pytest.mark.parametrize("kind", ["snapshots/", "parts/", "packs/"])
+def test_swapped_objects_are_put_right_without_another_store(kind: str) -> None:
+    """Neither is overwritten before it lies somewhere else."""
+    first, second, third, *_ = of_kind(kind)
+    for swapped in (
+        {first: OBJECTS[second], second: OBJECTS[first]},
+        {first: OBJECTS[second], second: OBJECTS[third], third: OBJECTS[first]},
+    ):
+        backend = backend_of({**OBJECTS, **swapped})
+        report = repair(backend)
+        assert not report.before.ok
+        assert (report.ok, report.marked) == (True, ())
+        assert_whole(backend)
 
 
 # --- what is derived --------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def test_an_intact_store_is_left_alone() -> None:
 @pytest.mark.parametrize("how", ["deleted", "damaged"])
 def test_one_entry(position: int, how: str) -> None:
     data = OBJECTS[LOG[position]]
-    backend = copy_with({LOG[position]: None if how == "deleted" else data[:40] + b"!" + data[41:]})
+    backend = copy_with({LOG[position]: None if how == "deleted" else data[:40] + bytes([data[40] ^ 1]) + data[41:]})
     report = salvage(backend)
     if position == len(LOG) - 1 and how == "deleted":
         assert report.log == ""  # only the mark is lost, without a trace

@@ -1,0 +1,153 @@
+"""Stores to free space in: a clock that stands until it is told, small states, and what lies in a backend."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tensorstore_ck import parallel
+from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.gc import GcOptions
+from tensorstore_ck.ids import IdSource, new_ulid
+from tensorstore_ck.opening import init_store, make_engine, read_config
+from tensorstore_ck.store import Store
+from tensorstore_ck.table import MemoryTable, Table
+from tests.crash.faulty import Death, Faults, FaultyBackend
+
+AT_ONCE = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1)
+"""Frees everything that nothing holds, whatever its age."""
+TENSOR_BYTES = 5000
+"""More than what lies inside a part."""
+FOLDERS = ("packs", "parts", "snapshots", "moved")
+
+State = dict[str, object]
+
+
+class Clock:
+    """Nanoseconds since 1970, as told."""
+
+    def __init__(self) -> None:
+        self.now_ns = 2_000_000_000_000_000_000  # later than files of today
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+    def advance(self, seconds: float) -> None:
+        self.now_ns += int(seconds * 1e9)
+
+
+def open_store(
+    backend: Backend | None = None, *, table: Table | None = None, clock: Clock | None = None, new_id: IdSource = new_ulid
+) -> Store:
+    """A handle of a host of its own; without `table` it has no cache."""
+    backend = backend if backend is not None else (MemoryBackend(clock=clock) if clock is not None else MemoryBackend())
+    config = read_config(backend) or init_store(backend)
+    table = MemoryTable() if table is None else table
+    return Store(make_engine(backend, config, table, sleep=lambda _: None, clock=clock or time.time_ns, new_id=new_id))
+
+
+def tensor(number: int, size: int = TENSOR_BYTES) -> torch.Tensor:
+    """Bytes that no other number has, and that lz4 makes no smaller."""
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
+
+
+def state(*numbers: int, size: int = TENSOR_BYTES) -> State:
+    """A tensor, and so a block, for each number."""
+    return {f"t{number}": tensor(number, size) for number in numbers}
+
+
+def same(left: object, right: object) -> bool:
+    """Whether two states are equal bit by bit."""
+    if isinstance(left, dict):
+        return isinstance(right, dict) and list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, torch.Tensor):
+        return isinstance(right, torch.Tensor) and torch.equal(left, right)
+    return left == right
+
+
+def contents(backend: Backend, prefix: str = "") -> dict[str, bytes]:
+    """Every object and its bytes."""
+    return {info.name: backend.get(info.name, max_bytes=1 << 30) for info in backend.list(prefix)}
+
+
+def sizes(backend: Backend) -> dict[str, int]:
+    """What gc may free: name -> bytes."""
+    return {info.name: info.size_bytes for folder in FOLDERS for info in backend.list(f"{folder}/")}
+
+
+def counts(backend: Backend) -> dict[str, int]:
+    """Folder -> how many objects."""
+    return {folder: sum(1 for _ in backend.list(f"{folder}/")) for folder in FOLDERS}
+
+
+def require_readable(store: Store, held: dict[str, State]) -> None:
+    """Every held snapshot is what was put."""
+    for address, expected in held.items():
+        assert same(store.checkout(address), expected), address
+
+
+def require_sound(store: Store, held: dict[str, State]) -> None:
+    """Every held snapshot is what was put, and fsck finds nothing wrong in any byte."""
+    require_readable(store, held)
+    report = store.fsck(read_data=True)
+    assert report.ok, report.findings
+
+
+def put_all(store: Store, ref: str, states: Sequence[State]) -> list[str]:
+    """Puts the states as steps 1, 2, ...; returns their roots."""
+    return [store.put_snapshot(state, ref=ref, step=step).root for step, state in enumerate(states, start=1)]
+
+
+def stay_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the backend calls come in the same order every time: `for_each` does all tasks in its caller's thread."""
+    idle = SimpleNamespace(start=lambda: None, join=lambda: None)
+    monkeypatch.setattr(parallel, "threading", SimpleNamespace(Lock=threading.Lock, Thread=lambda **_: idle))
+
+
+class Interrupted(Faults):
+    """At one call somebody else does something in full; and then the call goes on."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        super().__init__()
+        self._action = action
+        self.when: int | str = 0
+        """The call's number, or what its description begins with."""
+
+    def call(self, what: str, effect: Callable[[], Any], tear: Callable[[], object] | None = None, *, create: bool = False) -> Any:
+        if not self.struck and (what.startswith(self.when) if isinstance(self.when, str) else self.calls + 1 == self.when):
+            self.struck = what
+            self._action()
+        return super().call(what, effect, tear, create=create)
+
+
+def interrupted(backend: Backend, when: int | str, action: Callable[[], object], **options: Any) -> tuple[Store, Interrupted]:
+    """A handle in whose call number `when`, from now on, or in the first whose description begins so, `action` happens."""
+    faults = Interrupted(action)
+    store = open_store(FaultyBackend(backend, faults, atomic_put=True), **options)
+    faults.calls, faults.when = 0, when
+    return store, faults
+
+
+class DiesAt(Faults):
+    """The process dies before the first call whose description begins with `what`."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__("die-before")
+        self._what = what
+
+    def call(self, what: str, effect: Callable[[], Any], tear: Callable[[], object] | None = None, *, create: bool = False) -> Any:
+        if what.startswith(self._what):
+            self.dead = True
+        return super().call(what, effect, tear, create=create)
+
+
+def leave_orphans(backend: Backend, state: State) -> None:
+    """A save that dies before its log entry."""
+    store = open_store(FaultyBackend(backend, DiesAt("create log"), atomic_put=True))
+    with pytest.raises(Death):
+        store.put_snapshot(state, ref="orphaned")
