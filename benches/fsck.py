@@ -125,9 +125,8 @@ def main() -> None:
         print(f"{len(files)} packs, {size / 2**30:.2f} GiB, {args.folder}, page cache {state}, median (least-most) of {args.rounds} rounds")
         print("| what | GB/s | seconds |\n|---|---|---|")
         for name, taken in seconds.items():
-            print(
-                f"| {name} | {size / statistics.median(taken) / 1e9:.2f} | {statistics.median(taken):.3f} ({min(taken):.3f}-{max(taken):.3f}) |"
-            )
+            middle = statistics.median(taken)
+            print(f"| {name} | {size / middle / 1e9:.2f} | {middle:.3f} ({min(taken):.3f}-{max(taken):.3f}) |")
         *floors, ours = seconds
         for name in floors:
             ratio = statistics.median(b / a for a, b in zip(seconds[ours], seconds[name], strict=True))

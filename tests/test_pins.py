@@ -87,6 +87,14 @@ def test_nobody_unpins_for_another_by_accident(store: Store) -> None:
     assert len(store.pins()) == 1
 
 
+def test_a_pin_on_one_of_two_snapshots_with_one_root_can_be_taken_back(store: Store) -> None:
+    root = store.pin("job@1", owner="ada").root
+    assert open_store(store._engine.backend).put_snapshot(state(1), ref="again", step=1).root == root
+    store.pin(root, owner="ada")
+    store.unpin(root, owner="ada")
+    assert store.pins() == ()
+
+
 def test_a_pin_ends_when_it_has_expired(store: Store, clock: Clock) -> None:
     root = store.pin("job@1", owner="ada", expires="1h").root
     store.pin("job@1", owner="grace", expires=7200)
