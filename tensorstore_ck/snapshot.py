@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorstore_ck.errors import SnapshotMarkedBadError
-from tensorstore_ck.ids import ulid_text
+from tensorstore_ck.ids import Ulid, ulid_text
 from tensorstore_ck.log import RefTable, SnapshotInfo
 
 
@@ -86,6 +86,12 @@ def pinned_snapshots(view: RefTable) -> tuple[PinnedSnapshot, ...]:
         for info, pin in pins
         if info is not None
     )
+
+
+def pinned_with_root(view: RefTable, info: SnapshotInfo, owner: str) -> list[Ulid]:
+    """The snapshots with the root of `info` (a content that was put twice has two) that `owner` has pinned; `info` itself when none is."""
+    pinned = ((view.snapshot(pin.ulid), pin.owner) for pin in view.pins())
+    return [other.ulid for other, name in pinned if other is not None and other.root == info.root and name == owner] or [info.ulid]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from tensorstore_ck.opening import open_engine
 from tensorstore_ck.reader import SnapshotReader
 from tensorstore_ck.record import check_metrics, encode_metadata
 from tensorstore_ck.seen import LAST_SEEN, LastSeen, Seen
-from tensorstore_ck.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails, pinned_snapshots, refuse_marked
+from tensorstore_ck.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails, pinned_snapshots, pinned_with_root, refuse_marked
 from tensorstore_ck.writer import ANY, Anything, PutRequest, check_expected, put
 
 if TYPE_CHECKING:
@@ -229,9 +229,12 @@ class Store:
         return self._move(lambda root: Op.pin(root, owner or current_user(), reason, expires_ns), address, None)
 
     def unpin(self, address: str, *, owner: str | None = None) -> None:
-        """Takes this user's pin, or `owner`'s, from a snapshot."""
+        """Takes this user's pin, or `owner`'s, from a snapshot, and from any other one that has the same root."""
         self._engine.require_writable()
-        self._engine.log.append(lambda view: [Op.unpin(resolve(view, address).info.ulid, owner or current_user(), view)])
+        who = owner or current_user()
+        self._engine.log.append(
+            lambda view: [Op.unpin(ulid, who, view) for ulid in pinned_with_root(view, resolve(view, address).info, who)]
+        )
 
     def pins(self) -> tuple[PinnedSnapshot, ...]:
         """Every pin."""
