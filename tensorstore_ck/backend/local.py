@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from tensorstore_ck.backend.directwriter import DirectWriter, use_direct
-from tensorstore_ck.backend.localfile import byte_views, read_at, write_at
+from tensorstore_ck.backend.localfile import byte_views, read_at, read_whole, write_at
 from tensorstore_ck.backend.localwriter import LocalWriter
 from tensorstore_ck.backend.names import check_name, check_prefix
 from tensorstore_ck.backend.oserrors import os_errors, store_error
@@ -57,11 +57,9 @@ class LocalBackend:
                 size = _regular_size(os.fstat(fd), name)
                 if size > max_bytes:
                     raise CorruptObjectError(f"{name} has {size} bytes, more than the {max_bytes} it may have", object_id=name)
-                data = bytearray(size)
-                count = read_at(fd, memoryview(data), 0)
+                return read_whole(fd, size)
             finally:
                 os.close(fd)
-        return bytes(memoryview(data)[:count])
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         try:  # no context manager: many small blocks are read one by one

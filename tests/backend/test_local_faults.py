@@ -126,7 +126,8 @@ def test_errors_are_ours_and_name_the_object(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[StoreError]
 ) -> None:
     backend.put("a/b", b"x")
-    monkeypatch.setattr(os, "preadv", fails(number))
+    for call in ("pread", "preadv"):
+        monkeypatch.setattr(os, call, fails(number))
     with pytest.raises(expected, match="a/b") as caught:
         backend.get("a/b", max_bytes=10)
     assert caught.value.object_id == "a/b"
@@ -138,12 +139,18 @@ def test_short_writes_and_reads_are_continued(backend: LocalBackend, monkeypatch
     def pwritev(fd: int, views: list[memoryview], offset: int) -> int:
         return os.pwrite(fd, views[0][:3], offset)
 
+    read = os.pread
+
+    def pread(fd: int, size: int, offset: int) -> bytes:
+        return read(fd, min(3, size), offset)
+
     def preadv(fd: int, views: list[memoryview], offset: int) -> int:
-        data = os.pread(fd, min(3, len(views[0])), offset)
+        data = pread(fd, len(views[0]), offset)
         views[0][: len(data)] = data
         return len(data)
 
     monkeypatch.setattr(os, "pwritev", pwritev)
+    monkeypatch.setattr(os, "pread", pread)
     monkeypatch.setattr(os, "preadv", preadv)
     backend.put("a/b", b"0123456789")
     writer = backend.open_writer("a/c")
