@@ -5,6 +5,7 @@
 A crash or an error before the last step leaves orphans only. Knows no torch: it takes a state that was taken apart.
 """
 
+import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
@@ -257,7 +258,7 @@ class KnownBlocks:
         self._parent: Part | None = None
         self._places: Places | None = None
         self._rows: dict[bytes, int] = {}
-        self._pack_bytes: dict[Ulid, int] = {}
+        self._usable_bytes: dict[Ulid, int] = dict.fromkeys(packs_of_damaged(engine, self._view), 0)
         info = self._view.by_root(parent) if parent else None
         if info is None or not self._view.is_live(info.ulid):
             return
@@ -273,20 +274,34 @@ class KnownBlocks:
     def __call__(self, block: Digest) -> Location | None:
         """Where a block lies, if it may be relied on."""
         row = self._rows.get(block)
-        if row is None or self._places is None:
-            location = self._engine.index.get(block)
-        else:
+        if row is not None and self._places is not None:
             pack, entry, offset, stored, raw, base, codec, _ = self._places.extents[row].item()
             location = Location(self._places.packs[pack], entry, offset, stored, raw, codec) if base == -1 else None
-        if location is None or self._view.object_state(ObjectKey("pack", location.pack)) is not None:
-            return None
-        return location if location.offset + location.stored <= self._bytes_of(location.pack) else None
+            if location is not None and self._is_usable(location):
+                return location
+        location = self._engine.index.get(block)
+        return location if location is not None and self._is_usable(location) else None
+
+    def _is_usable(self, location: Location) -> bool:
+        if location.pack not in self._usable_bytes:
+            self._usable_bytes[location.pack] = self._bytes_of(location.pack)
+        return location.offset + location.stored <= self._usable_bytes[location.pack]
 
     def _bytes_of(self, pack: Ulid) -> int:
-        """The pack's size, 0 if it is gone: a lost pack must not be relied on by every later snapshot."""
-        if pack not in self._pack_bytes:
-            try:
-                self._pack_bytes[pack] = self._engine.backend.size(pack_name(pack))
-            except DamageError:
-                self._pack_bytes[pack] = 0
-        return self._pack_bytes[pack]
+        """The pack's size; 0 if it goes, is gone (a lost pack must not be relied on by every later snapshot), or was moved from."""
+        if self._view.object_state(ObjectKey("pack", pack)) is not None or any(self._view.relocations(pack)):
+            return 0
+        try:
+            return self._engine.backend.size(pack_name(pack))
+        except DamageError:
+            return 0
+
+
+def packs_of_damaged(engine: Engine, view: RefTable) -> Iterator[Ulid]:
+    """The packs of snapshots that are marked as damaged: their blocks are written again by whoever has them."""
+    for info in view.marked("damaged"):
+        with contextlib.suppress(DamageError):
+            record = engine.read_record(info)
+            for rank in range(len(record.parts)):
+                with contextlib.suppress(DamageError):
+                    yield from resolve(engine, view, engine.read_part(record, rank)).packs

@@ -1,13 +1,14 @@
 """Makes lost parts and records anew: what they say is taken from another object of the same logical hash, where their blocks are from here.
 
 A part made anew must not refer to a pack just because that is listed. So it refers to a pack that never was, and a relocation, checked and
-put in force like any other, leads from there to blocks that live snapshots need, or that were copied for it. The relocation comes first:
-as long as the part or the record cannot be read, no gc frees anything, and one that is under way marks anew when it sees the relocation.
+put in force like any other, leads from there to blocks that live snapshots need, or that were copied for it. It gets a new name, since
+hosts remember what the part of a name needs, and the record, made anew too, names it. The relocation comes last: its entry rescues
+what a gc has condemned that did not see the new record, and one that condemns later marks anew, because it sees the relocation.
 What a copy of this very store has is taken byte for byte, if nothing that it leads to is on gc's lists.
 """
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -78,11 +79,8 @@ class Remaker:
         parts = [] if theirs is None else [self._logical_part(_part_id(theirs, rank), rank) for rank in range(len(theirs.parts))]
         if theirs is None or None in parts:
             return None
-        ulids = [self._engine.new_id() for _ in parts]
-        for ulid, part in zip(ulids, parts, strict=True):
-            assert part is not None
-            self._write_part(ulid, part, info)
-        self.overwrite(ObjectKey("snapshot", info.ulid), remade_record(info, theirs.metadata, ulids, theirs.part_ids).encode())
+        anew = [self._write_part(part) for part in parts if part is not None]
+        self._publish(info, remade_record(info, theirs.metadata, [ulid for ulid, _ in anew], theirs.part_ids), anew)
         return "made anew from the other store's, which has the same root"
 
     def part(self, ulid: Ulid, rank: int, record: Record, info: SnapshotInfo) -> str | None:
@@ -99,7 +97,9 @@ class Remaker:
         found = self._logical_part(wanted, rank)
         if found is None:
             return None
-        self._write_part(ulid, found, info)
+        anew = self._write_part(found)
+        parts = [*record.parts[:rank], anew[0], *record.parts[rank + 1 :]]
+        self._publish(info, remade_record(info, record.metadata, parts, record.part_ids), [anew])
         return "made anew from one of the same content"
 
     def exact(self, key: ObjectKey, expected: Digest) -> tuple[bytes, str] | None:
@@ -172,8 +172,14 @@ class Remaker:
 
     # --- where it is --------------------------------------------------------------------------------------------------
 
-    def _write_part(self, ulid: Ulid, part: Part, info: SnapshotInfo) -> None:
-        """A part of the same content, whose blocks are in this store."""
+    def _publish(self, info: SnapshotInfo, record: Record, parts: Sequence[tuple[Ulid, Move]]) -> None:
+        """Writes a record that names parts made anew, and puts their relocations in force."""
+        self.overwrite(ObjectKey("snapshot", info.ulid), record.encode())
+        for ulid, move in parts:
+            commit_move(self._engine, move, self._anchor, [ObjectKey("part", ulid), ObjectKey("snapshot", info.ulid)])
+
+    def _write_part(self, part: Part) -> tuple[Ulid, Move]:
+        """A part of the same content, whose blocks are in this store; and the relocation that leads to them."""
         places = self._places(part)
         nowhere, numbers = self._engine.new_id(), dict[Digest, int]()
         rows: list[tuple[int, ...]] = []
@@ -196,9 +202,11 @@ class Remaker:
         key = ObjectKey("moved", self._engine.new_id())
         self._engine.backend.put(key.name, moved)
         move = Move(nowhere, key.ulid, object_hash(moved), tuple(targets), np.arange(len(rows)), len(moved))
-        commit_move(self._engine, move, self._anchor, [ObjectKey("part", ulid), ObjectKey("snapshot", info.ulid)])
-        anew = part._replace(packs=[nowhere], extents=extents, base_ids=b"", anchor=self._anchor)
-        self.overwrite(ObjectKey("part", ulid), anew.encode())
+        ulid = self._engine.new_id()
+        self._engine.backend.put(
+            part_name(ulid), part._replace(packs=[nowhere], extents=extents, base_ids=b"", anchor=self._anchor).encode()
+        )
+        return ulid, move
 
     def _places(self, part: Part) -> Mapping[Digest, Location]:
         ids = list(dict.fromkeys(part.block_id(row) for row in range(part.block_count)))

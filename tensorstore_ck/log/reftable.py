@@ -167,8 +167,12 @@ class RefTable:
 
     def is_live(self, ulid: bytes) -> bool:
         """Whether anything holds a snapshot: a history, a tag, a pin, or an undo window."""
+        return self.holds(ulid) > 0
+
+    def holds(self, ulid: bytes) -> int:
+        """How many things hold a snapshot; each time that a branch came to it counts."""
         row = self._row(rows.HoldsRow, keys.holds_key(ulid))
-        return row is not None and row.holds > 0
+        return row.holds if row is not None else 0
 
     def expired_at(self, ulid: bytes) -> int | None:
         """The entry since which nothing holds a snapshot; None while something does."""
@@ -183,6 +187,14 @@ class RefTable:
         found = [(Ulid(key[len(prefix) :]), rows.decode_row(rows.RootRow, value).n) for key, value in self._reader.scan(prefix)]
         newest = max(found, key=lambda item: (self.is_live(item[0]), item[1]), default=None)
         return self.snapshot(newest[0]) if newest is not None else None
+
+    def marked(self, mark: str) -> Iterator[SnapshotInfo]:
+        """The newest snapshot of each root that carries a mark."""
+        prefix = keys.note_key(b"")
+        for key, value in self._reader.scan(prefix):
+            info = self.by_root(key[len(prefix) :]) if rows.decode_row(rows.NoteRow, value).mark == mark else None
+            if info is not None:
+                yield info
 
     def roots_with_prefix(self, prefix: str, *, limit: int = 8) -> list[Digest]:
         """Up to `limit` roots that begin with these hex digits."""
@@ -216,10 +228,10 @@ class RefTable:
         """Whether `owner` has a pin on a snapshot."""
         return self._reader.get(keys.pin_key(ulid, owner)) is not None
 
-    def windows(self) -> Iterator[UndoWindow]:
-        """What was forgotten and can be undone, oldest first."""
+    def windows(self, entry: int | None = None, *, newest_first: bool = False) -> Iterator[UndoWindow]:
+        """What was forgotten, by that entry or any, and can be undone, oldest first."""
         prefix = keys.window_key(0, "")[:-8]
-        for key, value in self._reader.scan(prefix):
+        for key, value in self._reader.scan(prefix if entry is None else keys.window_key(entry, ""), reverse=newest_first):
             n, name = int.from_bytes(key[len(prefix) :][:8], "big"), key[len(prefix) + 8 :].decode("ascii")
             moves = [rows.decode_row(Move, value) for _, value in self._reader.scan(keys.forgotten_prefix(n, name))]
             yield UndoWindow(n, name, *rows.decode_row(rows.WindowRow, value), moves)

@@ -13,7 +13,7 @@ from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import SnapshotMarkedBadError, StoreError, UnreadableError
 from tensorstore_ck.fsck import FsckOptions, RepairReport, run_fsck, run_repair
 from tensorstore_ck.gc import GcOptions
-from tensorstore_ck.log import keys
+from tensorstore_ck.log import ObjectKey, keys
 from tensorstore_ck.log.entry import decode_entry, seal_entry
 from tensorstore_ck.opening import init_store, make_engine, read_config
 from tensorstore_ck.store import Store
@@ -395,3 +395,77 @@ def test_at_every_write(kind: str, crash: bool) -> None:
         if done:
             return
     pytest.fail("more writes than expected")
+
+
+def test_a_host_that_knew_the_part_before_it_was_made_anew_frees_nothing_of_it() -> None:
+    backend, table = backend_of(OBJECTS), MemoryTable()
+    host = Store(make_engine(backend, CONFIG, table, sleep=lambda _: None))
+    host.gc(AT_ONCE)  # remembers what each part needs
+    (name,) = parts_of(backend, "runs/a")
+    backend.replace(name, flipped(read(backend, name)))
+    assert repair(backend, TWIN).ok
+    for _ in range(2):
+        host.gc(AT_ONCE)
+    assert_whole(backend)
+
+
+def test_gc_of_another_host_while_a_part_is_made_anew() -> None:
+    backend, table = backend_of(OBJECTS), MemoryTable()
+    host = Store(make_engine(backend, CONFIG, table, sleep=lambda _: None))
+    host.gc(AT_ONCE)
+    (name,) = parts_of(backend, "runs/a")
+    backend.replace(name, flipped(read(backend, name)))
+    replace, calls = backend.replace, list[str]()
+
+    def replace_after_gc(name: str, data: bytes) -> None:
+        if not calls:
+            calls.append(name)
+            host.gc(AT_ONCE)
+        replace(name, data)
+
+    backend.replace = replace_after_gc  # type: ignore[assignment, method-assign]
+    assert repair(backend, TWIN).ok
+    assert calls
+    host.gc(AT_ONCE)
+    assert_whole(backend)
+
+
+def test_a_put_writes_again_what_is_known_to_be_damaged() -> None:
+    store = Store(make_engine(backend := backend_of({"store.json": OBJECTS["store.json"]}), CONFIG, MemoryTable(), sleep=lambda _: None))
+    frozen = torch.arange(100_000, dtype=torch.int32)
+    store.put_snapshot({"frozen": frozen, "w": torch.ones(5000)}, ref="job", step=1)
+    pack = next(name for name in names(backend) if name.startswith("packs"))
+    at = read(backend, pack).index(frozen.numpy().tobytes()[:64])
+    backend.replace(pack, flipped(read(backend, pack), at))
+    assert not store.repair(read_data=True).ok
+    store.put_snapshot({"frozen": frozen, "w": torch.zeros(5000)}, ref="job", step=2)
+    assert torch.equal(store.checkout("job")["frozen"], frozen)
+    assert store.put_snapshot({"frozen": frozen, "w": torch.zeros(5000)}, ref="job", step=3).new_bytes < 10_000
+    report = store.repair(read_data=True)
+    assert report.ok, "the good copy mends the older snapshot"
+    assert torch.equal(store.checkout("job@1")["frozen"], frozen)
+
+
+def test_a_put_does_not_rely_on_what_was_moved_by_an_object_that_is_lost() -> None:
+    store = Store(make_engine(backend := backend_of({"store.json": OBJECTS["store.json"]}), CONFIG, MemoryTable(), sleep=lambda _: None))
+    state = {"frozen": torch.arange(100_000, dtype=torch.int32)}
+    store.put_snapshot(state, ref="job", step=1)
+    other = contents(backend)
+    pack = next(name for name in names(backend) if name.startswith("packs"))
+    backend.replace(pack, flipped(read(backend, pack), 1000))
+    assert repair(backend, other).ok
+    backend.delete([name for name in names(backend) if name.startswith("moved")])
+    store.put_snapshot(state, ref="new", step=1)
+    assert torch.equal(store.checkout("new")["frozen"], state["frozen"])
+
+
+def parts_of(backend: Backend, ref: str) -> list[str]:
+    """The names of the parts of a branch's head."""
+    engine = engine_of(backend)
+    engine.log.sync()
+    view = engine.log.view()
+    branch = view.branch(ref)
+    assert branch is not None
+    info = view.by_root(branch.root)
+    assert info is not None
+    return [ObjectKey("part", ulid).name for ulid in engine.read_record(info).parts]
