@@ -12,7 +12,7 @@ from tensorstore_ck.closure import Entries, follow
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import DamageError, UnreadableError
 from tensorstore_ck.gc.mark import Marks, read_summaries
-from tensorstore_ck.gc.roots import roots
+from tensorstore_ck.gc.roots import how_to_let_go, roots
 from tensorstore_ck.gc.summary import PartSummary, SummaryCache
 from tensorstore_ck.ids import Ulid
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
@@ -82,10 +82,11 @@ class Reach:
         except DamageError as exc:
             if not view.is_live(ulid):
                 return  # let go meanwhile
-            refs = ", ".join(roots(view).get(ulid, ()))
+            labels = roots(view).get(ulid, [])
             raise UnreadableError(
-                f"cannot tell what snapshot {info.root.hex()[:16] if info else ''} ({refs}) needs, so nothing may be freed: {exc}. "
-                "Mend it with `tsck fsck --repair`, or let it go with `tsck forget`",
+                f"cannot tell what snapshot {info.root.hex()[:16] if info else ''} ({', '.join(labels)}) needs, "
+                f"so nothing may be freed: {exc}. "
+                f"Mend it with `tsck fsck --repair`, or let it go with {how_to_let_go(labels)}",
                 object_id=exc.object_id,
             ) from exc
 

@@ -43,7 +43,7 @@ class GcOptions:
 
 @dataclass(frozen=True, slots=True)
 class GoneSnapshot:
-    """A snapshot that nothing holds any more."""
+    """A snapshot that nothing holds any more, and whose record is deleted."""
 
     id: str
     root: str
@@ -66,7 +66,7 @@ class GcReport:
 
     dry_run: bool
     snapshots: tuple[GoneSnapshot, ...]
-    """Those that go in this run."""
+    """Those that go in this run; not those that wait for the grace period, or are too young."""
     deleted: dict[str, int]
     """Kind of object -> how many are deleted."""
     deleted_bytes: int
@@ -83,6 +83,8 @@ class GcReport:
     """Requests to the backend after marking: lists, reads of what is rewritten, writes and deletes."""
     notes: tuple[str, ...]
     """What a user should know: packs that could not be rewritten, and the like."""
+    refused: str | None
+    """In a dry run: why a real one would refuse; None when it would not."""
 
     @property
     def freed_bytes(self) -> int:

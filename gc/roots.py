@@ -1,5 +1,6 @@
 """The roots: which snapshots are kept, and by what."""
 
+from collections.abc import Sequence
 from typing import Final
 
 from tensorstore_ck.ids import Ulid
@@ -31,3 +32,12 @@ def roots(view: RefTable) -> dict[Ulid, list[str]]:
         for move in window.moves:
             add(move.ulid, UNDO)
     return held
+
+
+def how_to_let_go(labels: Sequence[str]) -> str:
+    """The commands that take from a snapshot all that holds it."""
+    pins = sum(label.startswith("pin:") for label in labels)
+    commands = ["`tsck unpin`"] if pins else []
+    commands += ["`tsck forget`"] if len(labels) > pins + (UNDO in labels) else []
+    commands += ["`tsck gc --undo-window 0s`, which ends all undo windows"] if len(labels) > pins else []
+    return " and ".join(commands)

@@ -1,7 +1,8 @@
-"""One run of gc: end what has run out, mark, plan, compact, condemn, sweep, delete, settle. PROTOCOL.md says why that is safe.
+"""One run of gc: mark, plan, end what has run out, compact, condemn, sweep, delete, settle. PROTOCOL.md says why that is safe.
 
 Any number of hosts may run it at once, beside writers and readers, and it may be killed anywhere: the lists belong to the log,
-so that the next run, of anybody, goes on with them. Clocks decide only when something is begun.
+so that the next run, of anybody, goes on with them. Clocks decide only when something is begun. A run that refuses has changed
+nothing: marks and plan are made as if what has run out had ended, and only an accepted plan is carried out.
 """
 
 import threading
@@ -12,13 +13,13 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.errors import DamageError, GcRefusedError, UnreadableError, UnsafeBackendError
+from tensorstore_ck.errors import DamageError, GcRefusedError, StoreError, UnreadableError, UnsafeBackendError
 from tensorstore_ck.gc.compact import Move, SparsePack, compact, read_footer
 from tensorstore_ck.gc.listing import Listed, list_objects
 from tensorstore_ck.gc.reach import Reach
 from tensorstore_ck.gc.report import GcOptions, GcReport, GoneSnapshot, Progress, RewrittenPack
 from tensorstore_ck.ids import ZERO_DIGEST, ulid_text
-from tensorstore_ck.log import FOLDERS, Entry, ObjectKey, Objects, Op, RefTable, fold, pieces
+from tensorstore_ck.log import FOLDERS, Entry, ObjectKey, Objects, Op, RefTable, SnapshotInfo, fold, pieces
 from tensorstore_ck.moved import MOVED_DTYPE, Moved
 from tensorstore_ck.pack import ENTRY_DTYPE, HEADER, PACK_LIMIT_BYTES, TRAILER
 from tensorstore_ck.parallel import for_each
@@ -51,13 +52,16 @@ class _Plan(NamedTuple):
     """What would be done at `view`."""
 
     view: RefTable
+    ending: list[Op]
+    """Undo windows and pins that have run out, and that `view` has no more."""
     listed: dict[ObjectKey, Listed]
     garbage: list[ObjectKey]
     """To be condemned, unless something has come to need it."""
     sparse: list[SparsePack]
     doomed: list[ObjectKey]
     """What will be deleted in this run."""
-    gone: tuple[GoneSnapshot, ...]
+    expired: list[SnapshotInfo]
+    """Nothing holds them."""
     young: int
 
 
@@ -69,6 +73,7 @@ class _Gc:
         self._progress = progress
         self._now_ns = engine.clock()
         self._view = engine.log.view()
+        self._ends: list[Op] = []
         self._listed: dict[ObjectKey, Listed] = {}
         self._reach = Reach(engine, {})
         self._anchor = 0
@@ -77,21 +82,20 @@ class _Gc:
         self._notes: list[str] = []
 
     def run(self) -> GcReport:
-        self._engine.log.sync()
-        if self._dry_run:
-            self._view = _simulated(self._engine.log.view(), self._ending(self._engine.log.view()))
-        else:
+        if not self._dry_run:
             self._engine.require_writable()
-            self._require_safe_backend()
-            self._engine.log.append(lambda view: self._ending(view)[:ENDINGS_AN_ENTRY])
+        self._engine.log.sync()  # a log that cannot be read is said before all else
         self._listed = list_objects(self._engine.backend)
         part_sizes = {key.ulid: listed.size_bytes for key, listed in self._listed.items() if key.kind == "part"}
         self._reach = Reach(self._engine, part_sizes, lambda done, total: self._progress("marking snapshots", done, total))
         self._mark()
         plan = self._make_plan()
-        self._refuse_too_much(plan)
+        refusal = self._refusal(plan)
         if self._dry_run:
-            return self._report(plan, plan.doomed, plan.sparse, _written_bytes(plan.sparse))
+            return self._report(plan, plan.doomed, plan.sparse, _written_bytes(plan.sparse), refusal)
+        if refusal is not None:
+            raise refusal
+        self._end(plan.ending)
         copied = _Summed(self._progress, "rewriting packs", sum(map(_live_bytes, plan.sparse)))
         compacted = compact(self._engine, plan.sparse, copied.add)
         self._notes += compacted.problems
@@ -105,27 +109,6 @@ class _Gc:
 
     # --- what to do ---------------------------------------------------------------------------------------------------
 
-    def _require_safe_backend(self) -> None:
-        if not self._engine.config.exclusive_create:
-            raise UnsafeBackendError(
-                f"{self._engine.backend.url} does not create objects exclusively: gc needs a total order of commits",
-                object_id=self._engine.backend.url,
-            )
-        if self._options.min_age_seconds == 0:
-            return  # ages do not count
-        name = f"probe/{ulid_text(self._engine.new_id())}"
-        self._engine.backend.put(name, b"")
-        try:
-            modified = [info.modified_ns for info in self._engine.backend.list("probe/") if info.name == name]
-        finally:
-            self._engine.backend.delete([name])
-        apart = abs(self._engine.clock() - modified[0]) // 1_000_000_000 if modified else 0
-        if apart > MAX_CLOCK_SECONDS:
-            raise GcRefusedError(
-                f"the clocks of this host and of {self._engine.backend.url} are {apart} s apart, so the ages of objects are not known: "
-                "set this host's clock"
-            )
-
     def _ending(self, view: RefTable) -> list[Op]:
         """Undo windows and pins that have run out by this host's clock; all others follow the entry that says so."""
         windows = [window for window in view.windows() if self._age_seconds(window.time_ns) >= self._options.undo_window_seconds]
@@ -133,15 +116,16 @@ class _Gc:
         return [*(Op.purge(window.n, window.name) for window in windows), *(Op.unpin(pin.ulid, pin.owner, view) for pin in pins)]
 
     def _mark(self) -> None:
-        """Marks at the newest head; what vanishes meanwhile, because others free it, is looked at again."""
+        """Marks at the newest head, without what has run out; what vanishes meanwhile, because others free it, is looked at again."""
         for attempt in range(MARK_TRIES):
-            head = self._view.head()
-            self._anchor = head.n if head else 0
+            self._anchor = self._engine.log.sync().n  # before any row is read: all that is seen is of this entry or later
+            view = self._engine.log.view()
+            self._ends = self._ending(view)
+            self._view = _simulated(view, self._ends) if self._ends else view
             try:
                 return self._reach.update(self._view)
             except UnreadableError:
-                before, now = self._anchor, self._engine.log.sync().n
-                if now == before or attempt + 1 == MARK_TRIES:
+                if attempt + 1 == MARK_TRIES or self._engine.log.sync().n == self._anchor:
                     raise
         return None
 
@@ -156,8 +140,8 @@ class _Gc:
         sparse = self._sparse_packs(listed, states)
         doomed = [*due, *(garbage if not options.grace_seconds else ())]
         doomed += [ObjectKey("pack", pack.pack) for pack in sparse if not options.grace_seconds]
-        gone = (GoneSnapshot(ulid_text(info.ulid), info.root.hex(), info.ref, info.step) for info in view.snapshots(live=False))
-        return _Plan(view, listed, garbage, sparse, doomed, tuple(gone), len(unneeded) - len(garbage))
+        expired = list(view.snapshots(live=False))
+        return _Plan(view, self._ends, listed, garbage, sparse, doomed, expired, len(unneeded) - len(garbage))
 
     def _sparse_packs(self, listed: dict[ObjectKey, Listed], states: Iterable[ObjectKey]) -> list[SparsePack]:
         """The packs worth rewriting, those first that free most per byte written, up to the budget."""
@@ -192,17 +176,58 @@ class _Gc:
             chosen.append(pack)
         return chosen
 
-    def _refuse_too_much(self, plan: _Plan) -> None:
+    def _refusal(self, plan: _Plan) -> StoreError | None:
+        """Why the plan must not be carried out."""
+        url = self._engine.backend.url
+        if not self._engine.config.exclusive_create:
+            return UnsafeBackendError(f"{url} does not create objects exclusively: gc needs a total order of commits", object_id=url)
+        apart = self._clock_gap_seconds() if self._relies_on_clock(plan) else 0
+        if apart > MAX_CLOCK_SECONDS:
+            return GcRefusedError(
+                f"the clocks of this host and of {url} are {apart} s apart, so the ages of objects, undo windows and pins are not known: "
+                "set this host's clock"
+            )
         going = sum(plan.listed[key].size_bytes for key in plan.doomed) - _written_bytes(plan.sparse)
         total = sum(listed.size_bytes for listed in plan.listed.values())
-        if not self._dry_run and going > self._options.max_delete * total:
-            raise GcRefusedError(
+        if going > self._options.max_delete * total:
+            return GcRefusedError(
                 f"{going} of {total} bytes ({going / total:.0%}) would go, more than {self._options.max_delete:.0%}: "
-                "see what with a dry run, "
-                "and allow it with max_delete (--max-delete 100%)"
+                "see what with a dry run, and allow it with max_delete (--max-delete 100%)"
             )
+        return None
+
+    def _relies_on_clock(self, plan: _Plan) -> bool:
+        """Whether anything goes because of its age or date; undo windows of no length end at any time."""
+        dated = any(op.name != "purge" or self._options.undo_window_seconds > 0 for op in plan.ending)
+        return dated or self._options.min_age_seconds > 0 or self._options.grace_seconds > 0
+
+    def _clock_gap_seconds(self) -> int:
+        """How far the backend's clock is from this host's, by an object written for that."""
+        backend, name = self._engine.backend, f"probe/{ulid_text(self._engine.new_id())}"
+        try:
+            backend.put(name, b"")
+            try:
+                modified = [info.modified_ns for info in backend.list("probe/") if info.name == name]
+            finally:
+                backend.delete([name])
+        except StoreError as exc:
+            if not self._dry_run:
+                raise
+            self._notes.append(f"the clocks of this host and of {backend.url} were not compared: {exc}")
+            return 0
+        return abs(self._engine.clock() - modified[0]) // 1_000_000_000 if modified else 0
 
     # --- do it --------------------------------------------------------------------------------------------------------
+
+    def _end(self, planned: Sequence[Op]) -> None:
+        """Ends what the plan has without a hold; of that, what was undone or pinned for longer meanwhile stays."""
+        accepted = {tuple(op.fields.values()) for op in planned}
+
+        def build(view: RefTable) -> list[Op]:
+            return [op for op in self._ending(view) if tuple(op.fields.values()) in accepted][:ENDINGS_AN_ENTRY]
+
+        while accepted and self._engine.log.append(build).ops:
+            pass
 
     def _condemn(self, garbage: list[ObjectKey], moves: list[Move]) -> None:
         """Lists the garbage and puts moves in force, as of the very head that the entry follows."""
@@ -266,15 +291,24 @@ class _Gc:
 
     # --- say it -------------------------------------------------------------------------------------------------------
 
-    def _report(self, plan: _Plan, deleted: Sequence[ObjectKey], rewritten: Sequence[SparsePack], written_bytes: int) -> GcReport:
+    def _report(
+        self,
+        plan: _Plan,
+        deleted: Sequence[ObjectKey],
+        rewritten: Sequence[SparsePack],
+        written_bytes: int,
+        refusal: StoreError | None = None,
+    ) -> GcReport:
         going = set(deleted)
+        gone = [info for info in plan.expired if ObjectKey("snapshot", info.ulid) in going]
+        view = plan.view if self._dry_run else self._engine.log.view()
         waiting = len(plan.garbage) + len(plan.sparse) if self._options.grace_seconds and self._dry_run else 0
-        waiting += sum(not state.swept and key not in going for key, state in plan.view.objects())
+        waiting += sum(not state.swept and key not in going for key, state in view.objects())
         batch = 1 if self._engine.backend.is_local else DELETE_BATCH
         writes = sum(2 + _live_bytes(pack) // (8 << 20) for pack in rewritten)
         return GcReport(
             self._dry_run,
-            plan.gone,
+            tuple(GoneSnapshot(ulid_text(info.ulid), info.root.hex(), info.ref, info.step) for info in gone),
             {kind: sum(key.kind == kind for key in deleted) for kind in FOLDERS},
             sum(plan.listed[key].size_bytes for key in deleted),
             tuple(RewrittenPack(ObjectKey("pack", pack.pack).name, pack.size_bytes, _live_bytes(pack)) for pack in rewritten),
@@ -284,6 +318,7 @@ class _Gc:
             sum(listed.size_bytes for listed in plan.listed.values()),
             self._requests + -(-len(deleted) // batch) + writes,
             tuple(self._notes),
+            None if refusal is None else str(refusal),
         )
 
 
@@ -302,13 +337,13 @@ class _Summed:
 
 
 def _simulated(view: RefTable, ops: Sequence[Op]) -> RefTable:
-    """What `view` would be after an entry with these operations."""
+    """What `view` would be with these operations; a copy, still at the head of `view`."""
     table = MemoryTable()
     head = view.head()
     with table.batch() as batch:
         for key, value in view.items():
             batch.put(key, value)
-        fold(Entry((head.n if head else 0) + 1, ZERO_DIGEST, bytes(16), 0, "", tuple(ops), ZERO_DIGEST, 0), batch)
+        fold(Entry(head.n if head else 0, ZERO_DIGEST, bytes(16), 0, "", tuple(ops), ZERO_DIGEST, 0), batch)
     return RefTable(table)
 
 

@@ -4,7 +4,8 @@ Forgetting frees nothing by itself: gc lets go of what was forgotten longer ago 
 holds then.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,7 +13,7 @@ from tensorstore_ck.address import resolve
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import ConflictError, NotFoundError
 from tensorstore_ck.gc.roots import UNDO, roots
-from tensorstore_ck.ids import Ulid, ulid_text
+from tensorstore_ck.ids import Digest, Ulid, ulid_text
 from tensorstore_ck.log import Move, Op, RefTable, UndoWindow
 from tensorstore_ck.snapshot import Snapshot
 
@@ -38,8 +39,8 @@ def forget(engine: Engine, addresses: Sequence[str]) -> tuple[Forgotten, ...]:
 
     Args:
         engine: The store.
-        addresses: ``ref@step`` and ``ref~n``: that snapshot, from that branch's history. A root: from the history of every branch.
-            A branch or a tag: the branch with its history, or the tag.
+        addresses: ``ref@step`` and ``ref~n``: all that has the root of that snapshot, from that branch's history. A root: from the
+            history of every branch. A branch or a tag: the branch with its history, or the tag.
 
     Raises:
         NotFoundError: nothing there, or no branch holds it.
@@ -50,22 +51,24 @@ def forget(engine: Engine, addresses: Sequence[str]) -> tuple[Forgotten, ...]:
     def build(view: RefTable) -> list[Op]:
         whole: set[str] = set()
         taken: dict[str, set[Ulid]] = {}
+        histories = _Histories(view)
         for address in addresses:
             if view.branch(address) is not None or view.tag(address) is not None:
                 whole.add(address)
             else:
-                for branch, ulid in _in_histories(view, address):
-                    taken.setdefault(branch, set()).add(ulid)
+                for branch, ulids in histories.held(address):
+                    taken.setdefault(branch, set()).update(ulids)
         ops = [Op.untag(name, view) if view.tag(name) is not None else Op.expire(name, None) for name in sorted(whole)]
         return ops + [Op.expire(branch, ulids) for branch, ulids in sorted(taken.items()) if branch not in whole]
 
     appended = engine.log.append(build)
     view = engine.log.view()
-    return _told(view, [window for window in view.windows() if window.n == appended.n])
+    windows = list(view.windows(appended.n))
+    return _told(view, windows, _held_besides(view, windows))
 
 
 def undo(engine: Engine, address: str | None = None) -> tuple[Forgotten, ...]:
-    """Brings back what was forgotten last; with an address, what was last forgotten of that ref, or that snapshot of it.
+    """Brings back what was forgotten last; with an address (ref, ``ref@step``, ``ref~n``, root), what was last forgotten there.
 
     Raises:
         NotFoundError: nothing that can be undone: never forgotten, or the undo window has ended.
@@ -81,51 +84,80 @@ def undo(engine: Engine, address: str | None = None) -> tuple[Forgotten, ...]:
 
     engine.log.append(build)
     view = engine.log.view()
-    return _told(view, [window._replace(moves=[move for move in window.moves if move.ulid in ulids]) for window, ulids in found])
+    windows = [window._replace(moves=[move for move in window.moves if move.ulid in ulids]) for window, ulids in found]
+    return _told(view, windows, roots(view))
 
 
 def forgotten(engine: Engine) -> tuple[Forgotten, ...]:
     """What can be undone, newest first."""
     view = engine.log.view()
-    return _told(view, list(view.windows())[::-1])
+    windows = list(view.windows(newest_first=True))
+    return _told(view, windows, _held_besides(view, windows))
 
 
-def _in_histories(view: RefTable, address: str) -> list[tuple[str, Ulid]]:
-    found = resolve(view, address)
-    branches = [found.branch] if found.branch is not None else view.branches()
-    held = [(name, found.info.ulid) for name in branches if any(move.ulid == found.info.ulid for move in view.moves(name))]
-    if not held:
-        raise NotFoundError(f"no branch has {address!r} in its history: there is nothing to forget", object_id=address)
-    for name, ulid in held:
-        branch = view.branch(name)
-        if branch is not None and branch.ulid == ulid:
-            raise ConflictError(
-                f"{address!r} is where branch {name!r} is: move that first (`tsck reset {name} {name}~1`), "
-                f"or forget all of it (`tsck forget {name}`)",
-                object_id=address,
-            )
-    return held
+class _Histories:
+    """Histories of branches, each read once: which snapshots have which root."""
+
+    def __init__(self, view: RefTable) -> None:
+        self._view = view
+        self._by_branch: dict[str, dict[Digest, set[Ulid]]] = {}
+
+    def held(self, address: str) -> list[tuple[str, set[Ulid]]]:
+        """(branch, snapshots) with the root that is at `address`; none of it where a branch is."""
+        view = self._view
+        found = resolve(view, address)
+        branches = [found.branch] if found.branch is not None else view.branches()
+        held = [(name, ulids) for name in branches if (ulids := self._of(name).get(found.info.root))]
+        if not held:
+            raise NotFoundError(f"no branch has {address!r} in its history: there is nothing to forget", object_id=address)
+        for name, _ in held:
+            branch = view.branch(name)
+            if branch is not None and branch.root == found.info.root:
+                raise ConflictError(
+                    f"{address!r} is where branch {name!r} is: move that first (`tsck reset {name} {name}~1`), "
+                    f"or forget all of it (`tsck forget {name}`)",
+                    object_id=address,
+                )
+        return held
+
+    def _of(self, branch: str) -> dict[Digest, set[Ulid]]:
+        if branch not in self._by_branch:
+            by_root = self._by_branch[branch] = {}
+            for move in self._view.moves(branch):
+                by_root.setdefault(move.root, set()).add(move.ulid)
+        return self._by_branch[branch]
 
 
 def _to_undo(view: RefTable, address: str | None) -> list[tuple[UndoWindow, set[Ulid]]]:
-    windows = list(view.windows())
+    newest_first = view.windows(newest_first=True)
     if address is None:
-        if not windows:
+        newest = next(newest_first, None)
+        if newest is None:
             raise NotFoundError("nothing can be undone: nothing was forgotten, or the undo window has ended and gc let it go")
-        return [(window, {move.ulid for move in window.moves}) for window in windows if window.n == windows[-1].n]
-    name, _, step = address.partition("@")
-    for window in reversed(windows):
-        chosen = {move.ulid for move in window.moves if _is_meant(move, window.name == name, name, step)}
+        return [(window, {move.ulid for move in window.moves}) for window in view.windows(newest.n)]
+    is_meant = _meant_by(view, address)
+    for window in newest_first:
+        chosen = {move.ulid for move in window.moves if is_meant(window, move)}
         if chosen:
             return [(window, chosen)]
     raise NotFoundError(
-        f"{address!r} cannot be undone: it was not forgotten, or the undo window has ended and gc let it go", object_id=address
+        f"{address!r} cannot be undone: it was not forgotten, or the undo window has ended and gc let it go; `tsck forget` lists what can",
+        object_id=address,
     )
 
 
-def _is_meant(move: Move, is_ref: bool, name: str, step: str) -> bool:
-    is_root = len(name) >= MIN_ROOT_DIGITS and move.root.hex().startswith(name)
-    return (is_ref or is_root) and (not step or str(move.step) == step)
+def _meant_by(view: RefTable, address: str) -> Callable[[UndoWindow, Move], bool]:
+    if "~" in address:
+        found = resolve(view, address)
+        return lambda window, move: move.root == found.info.root and found.branch in (None, window.name)
+    name, _, step = address.partition("@")
+    wanted_step = step and (step.lstrip("0") or "0")
+
+    def is_meant(window: UndoWindow, move: Move) -> bool:
+        is_root = len(name) >= MIN_ROOT_DIGITS and move.root.hex().startswith(name)
+        return (window.name == name or is_root) and (not step or str(move.step) == wanted_step)
+
+    return is_meant
 
 
 def _refuse_taken_name(view: RefTable, window: UndoWindow) -> None:
@@ -136,8 +168,13 @@ def _refuse_taken_name(view: RefTable, window: UndoWindow) -> None:
         )
 
 
-def _told(view: RefTable, windows: Sequence[UndoWindow]) -> tuple[Forgotten, ...]:
-    held = roots(view)
+def _held_besides(view: RefTable, windows: Sequence[UndoWindow]) -> Mapping[Ulid, Sequence[str]]:
+    """What holds the snapshots of undo windows; only where more does than those windows is all that is held looked through."""
+    within = Counter(move.ulid for window in windows for move in window.moves)
+    return roots(view) if any(view.holds(ulid) > count for ulid, count in within.items()) else {}
+
+
+def _told(view: RefTable, windows: Sequence[UndoWindow], held: Mapping[Ulid, Sequence[str]]) -> tuple[Forgotten, ...]:
     found = []
     for window in windows:
         infos = [info for ulid in dict.fromkeys(move.ulid for move in window.moves) if (info := view.snapshot(ulid)) is not None]

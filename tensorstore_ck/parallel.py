@@ -13,14 +13,20 @@ def cpu_threads() -> int:
     return min(len(os.sched_getaffinity(0)), 16)
 
 
-def for_each(tasks: Iterable[Task], work: Callable[[Task], None], threads: int) -> None:
+def for_each(tasks: Iterable[Task], work: Callable[[Task], None], threads: int, *, failed: threading.Event | None = None) -> None:
     """Calls `work` on each task, from up to `threads` threads, and returns when all are done.
 
-    After the first error no further task is begun, and that error is raised. Tasks are drawn lazily, under a lock.
+    After the first error, or Ctrl-C, no further task is begun, and that error is raised when those under way have ended: `failed` is
+    set by then, for those that wait. Tasks are drawn lazily, under a lock.
     """
     queue = iter(tasks)
     lock = threading.Lock()
     errors: list[BaseException] = []
+
+    def fail(error: BaseException) -> None:
+        errors.append(error)
+        if failed is not None:
+            failed.set()
 
     def drain() -> None:
         try:
@@ -31,14 +37,19 @@ def for_each(tasks: Iterable[Task], work: Callable[[Task], None], threads: int) 
                     return
                 work(task)  # type: ignore[arg-type]
         except BaseException as exc:  # noqa: BLE001 - raised below, in the caller's thread
-            errors.append(exc)
+            fail(exc)
 
     stop = object()
     helpers = [threading.Thread(target=drain, name="tsck", daemon=True) for _ in range(threads - 1)]
     for helper in helpers:
         helper.start()
     drain()
-    for helper in helpers:
-        helper.join()
+    try:
+        for helper in helpers:
+            helper.join()
+    except BaseException as exc:  # noqa: BLE001 - Ctrl-C: raised below, once the others have ended
+        fail(exc)
+        for helper in helpers:
+            helper.join()
     if errors:
         raise errors[0]

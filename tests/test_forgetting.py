@@ -1,12 +1,15 @@
 """forget and undo: what leaves a history, what comes back, and what is said about the rest."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import ConflictError, InvalidNameError, NotFoundError
+from tensorstore_ck.log import Move, RefTable
 from tensorstore_ck.store import Store
+from tensorstore_ck.writer import ANY
 from tests.gc.stores import AT_ONCE, Clock, open_store, put_all, require_sound, state
 
 HOUR = 3600
@@ -96,6 +99,60 @@ def test_the_newest_of_a_step_goes_before_an_older_one(store: Store) -> None:
     assert store.resolve("job@3").root != again
     store.undo()
     assert store.resolve("job@3").root == again
+
+
+def test_training_that_was_repeated_to_the_bit_goes_as_one(store: Store) -> None:
+    root = store.resolve("job@2").root
+    store.checkout("job@1")
+    for step in (2, 3, 5):
+        store.put_snapshot(state(step), ref="job", step=step, expect=ANY)
+    assert [snapshot.root for snapshot in store.log("job")].count(root) == 2
+    assert len({snapshot.id for snapshot in store.log("job") if snapshot.root == root}) == 2
+    (forgotten,) = store.forget("job@2")
+    assert [snapshot.root for snapshot in forgotten.snapshots] == [root, root]
+    assert steps(store) == [5, 3, 4, 3, 1]
+    assert steps(store, "fork") == [2]
+    with pytest.raises(NotFoundError):
+        store.resolve("job@2")
+    store.undo("job@2")
+    assert steps(store) == [5, 3, 2, 4, 3, 2, 1]
+    assert [len(each.snapshots) for each in store.forget(store.resolve("job@3").root)] == [2]
+    assert steps(store) == [5, 2, 4, 2, 1]
+
+
+def test_where_a_branch_came_by_repeated_training_is_held(store: Store) -> None:
+    store.checkout("job@3")
+    store.put_snapshot(state(4), ref="job", step=4, expect=ANY)
+    with pytest.raises(ConflictError, match="where branch 'job' is"):
+        store.forget("job@4")
+    assert steps(store) == [4, 4, 3, 2, 1]
+
+
+def test_of_two_branches_with_equal_snapshots(store: Store) -> None:
+    other = open_store(store._engine.backend)
+    put_all(other, "twin", [state(step) for step in range(1, 4)])
+    root = store.resolve("job@1").root
+    assert other.resolve("twin@1").root == root
+    assert {each.ref for each in store.forget("job@1")} == {"job"}
+    assert {each.ref for each in store.forget(root)} == {"twin"}
+    with pytest.raises(NotFoundError, match="no branch has"):
+        store.forget(root)
+
+
+def test_many_at_once_read_the_history_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(MemoryBackend())
+    put_all(store, "job", [{} for _ in range(40)])
+    walked: list[str] = []
+    moves = RefTable.moves
+
+    def counted(view: RefTable, name: str, **more: Any) -> Iterator[Move]:
+        walked.append(name)
+        return moves(view, name, **more)
+
+    monkeypatch.setattr(RefTable, "moves", counted)
+    (forgotten,) = store.forget(*[f"job@{step}" for step in range(1, 40)])
+    assert len(forgotten.snapshots) == 39
+    assert walked == ["job"]
 
 
 def test_a_whole_branch(store: Store) -> None:
@@ -209,12 +266,14 @@ def test_undo_takes_back_the_last_entry(store: Store) -> None:
         store.undo()
 
 
-@pytest.mark.parametrize("by", ["ref", "ref@step", "root", "prefix"])
+@pytest.mark.parametrize("by", ["ref", "ref@step", "ref@0step", "ref~n", "root", "prefix"])
 def test_undo_by_address(store: Store, by: str) -> None:
     root = store.resolve("job@1").root
     store.forget("job@1", "job@3")
     store.forget("fork")
-    (undone,) = store.undo({"ref": "job", "ref@step": "job@1", "root": root, "prefix": root[:8]}[by])
+    (undone,) = store.undo(
+        {"ref": "job", "ref@step": "job@1", "ref@0step": "job@01", "ref~n": "job~3", "root": root, "prefix": root[:8]}[by]
+    )
     assert undone.ref == "job"
     assert [snapshot.step for snapshot in undone.snapshots] == ([1, 3] if by == "ref" else [1])
     assert steps(store) == ([4, 3, 2, 1] if by == "ref" else [4, 2, 1])
@@ -325,5 +384,13 @@ def test_undo_ends_with_the_window(store: Store, clock: Clock) -> None:
 def test_nothing_to_undo(store: Store, address: str) -> None:
     store.forget("job@1")
     with pytest.raises(NotFoundError, match="was not forgotten"):
+        store.undo(address)
+    assert steps(store) == [4, 3, 2]
+
+
+@pytest.mark.parametrize("address", ["job~1", "fork~1", "job~9"])
+def test_nothing_to_undo_so_far_back(store: Store, address: str) -> None:
+    store.forget("job@1")
+    with pytest.raises(NotFoundError):
         store.undo(address)
     assert steps(store) == [4, 3, 2]

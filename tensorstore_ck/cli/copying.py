@@ -10,6 +10,7 @@ from tensorstore_ck.cli.options import CACHE_VARIABLE, StoreChoice, command, jso
 from tensorstore_ck.cli.output import counted, emit, green, human_bytes, printable, red, short_root, table
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.copying import CopyReport, Pace, copy_refs
+from tensorstore_ck.errors import RetryableError
 from tensorstore_ck.executor import DaskCluster
 
 _RATE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?(?:/s)?", re.IGNORECASE)
@@ -73,9 +74,9 @@ def copy(
         bar = stack.enter_context(Bar("copying"))
         report = copy_refs(from_engine, to_engine, refs=refs, pace=pace, progress=bar, executor=executor)
     emit(_document(report), _lines(report), as_json=as_json)
-    error = next((ref.error for ref in report.refs if ref.error is not None), None)
-    if error is not None:
-        context.exit(error.exit_code)
+    if not report.ok:
+        error = next((ref.error for ref in report.refs if ref.error is not None), None)
+        context.exit(RetryableError.exit_code if error is None else error.exit_code)
 
 
 def _document(report: CopyReport) -> dict[str, object]:
@@ -106,7 +107,7 @@ def _lines(report: CopyReport) -> list[str]:
     lines = [red(f"{printable(ref.name)}: {printable(ref.error)}") for ref in report.refs if ref.error is not None]
     lines += [f"warning: {printable(warning)}" for warning in report.warnings]
     rows = [[printable(ref.name), ref.kind, ref.outcome, short_root(ref.root), str(ref.snapshots)] for ref in report.refs]
-    styles = [red if ref.error is not None else str for ref in report.refs]
+    styles = [red if ref.error is not None or ref.outcome == "behind" else str for ref in report.refs]
     lines += table(["REF", "KIND", "OUTCOME", "NOW AT", "SNAPSHOTS"], rows, right={"SNAPSHOTS"}, styles=styles)
     if not report.refs:
         lines = ["the source has no refs yet: nothing to copy"]

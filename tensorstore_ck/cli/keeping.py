@@ -171,4 +171,6 @@ def _gc_lines(report: GcReport) -> list[str]:
         lines.append(f"waiting for the grace period: {counted(report.waiting, 'object')}")
     if report.young:
         lines.append(f"too young to be judged: {counted(report.young, 'object')} that nothing refers to")
+    if report.refused is not None:
+        lines.append(f"would be refused: {printable(report.refused)}")
     return lines

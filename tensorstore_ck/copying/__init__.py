@@ -50,7 +50,8 @@ def copy(
 
     Raises:
         ConflictError: a ref has other snapshots in the target; it is left as it is. All others were copied.
-        DamageError: a snapshot of the source cannot be read; it and what follows it on its ref was not copied. All other refs were.
+        DamageError: a snapshot of the source cannot be read; it and what follows it on its ref was not copied. Or a ref of the source is
+            at one that is marked damaged, which was left out. All other refs were copied.
         NotFoundError: a glob fits no ref.
     """
     globs = (refs,) if isinstance(refs, str) else tuple(refs)

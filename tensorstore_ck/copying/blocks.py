@@ -55,6 +55,17 @@ class Pace(NamedTuple):
 
     reads: RateLimit
     writes: RateLimit
+    wait: Callable[[threading.Event, float], object] = threading.Event.wait
+
+    @property
+    def run_bytes(self) -> int:
+        """How much to read at a time, so that nobody waits for long."""
+        return min(RUN_BYTES, self.reads.burst_bytes, self.writes.burst_bytes)
+
+    def take(self, read_bytes: int, written_bytes: int, failed: threading.Event) -> bool:
+        """Waits until so much may be read and then written: for the slower of both. False when `failed` is set meanwhile."""
+        self.wait(failed, max(self.reads.take(read_bytes), self.writes.take(written_bytes)))
+        return not failed.is_set()
 
     @classmethod
     def limited(cls, bytes_per_second: float | None) -> "Pace | None":
@@ -89,13 +100,14 @@ def copy_piece(
     writer = PackWriter(target, new_id, lambda _: None, open_packs=min(cpu_threads(), MAX_OPEN_PACKS) if target.is_local else 1)
     buffers = threading.local()
     lock = threading.Lock()
+    failed = threading.Event()
     read_bytes = 0
 
     def copy(run: Blocks) -> None:
         nonlocal read_bytes
         size = _span(run)
-        if pace is not None:
-            pace.reads.take(size)
+        if pace is not None and not pace.take(size, int(run["stored"].sum()), failed):
+            return
         buffer = getattr(buffers, "buffer", None)
         if buffer is None or len(buffer) < size:
             buffer = buffers.buffer = bytearray(max(size, RUN_BYTES))
@@ -103,15 +115,14 @@ def copy_piece(
         name = pack_name(piece.packs[int(run["pack"][0])])
         source.read_into(name, int(run["offset"][0]), fetched)
         encoded = list(_verified(name, run, fetched))
-        if pace is not None:
-            pace.writes.take(sum(len(block.stored) for block in encoded))
         writer.add_encoded(encoded)
         with lock:
             read_bytes += size
         advance(sum(block.raw_bytes for block in encoded))
 
     try:
-        for_each(_runs(piece.blocks), copy, cpu_threads() + 1 if is_local else REMOTE_THREADS)
+        runs = _runs(piece.blocks, RUN_BYTES if pace is None else pace.run_bytes)
+        for_each(runs, copy, cpu_threads() + 1 if is_local else REMOTE_THREADS, failed=failed)
         writer.close()
     except BaseException:
         writer.abort()
@@ -119,13 +130,13 @@ def copy_piece(
     return Copied(writer.added, read_bytes, writer.new_bytes)
 
 
-def _runs(blocks: Blocks) -> Iterator[Blocks]:
-    """Blocks that lie side by side, or nearly, and are worth fetching in one request."""
+def _runs(blocks: Blocks, run_bytes: int = RUN_BYTES) -> Iterator[Blocks]:
+    """Blocks that lie side by side, or nearly, and are worth fetching in one request: one, or up to `run_bytes`."""
     first = start = end = 0
     rows = zip(blocks["pack"].tolist(), blocks["offset"].tolist(), blocks["stored"].tolist(), strict=True)
     in_pack = -1
     for row, (pack, offset, stored) in enumerate(rows):
-        is_far = pack != in_pack or offset - end > MAX_GAP_BYTES or offset + stored - start > RUN_BYTES
+        is_far = pack != in_pack or offset - end > MAX_GAP_BYTES or offset + stored - start > run_bytes
         if is_far and row:
             yield blocks[first:row]
         if is_far:

@@ -1,4 +1,4 @@
-"""A token bucket: how many bytes a second may pass. Clock and sleep are injected; it knows nothing of what the bytes are."""
+"""A token bucket: how many bytes a second may pass. The clock is injected; it waits for nobody, and does not know what the bytes are."""
 
 import math
 import threading
@@ -20,7 +20,6 @@ class RateLimit:
         bytes_per_second: float,
         *,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         """Begins with an empty bucket.
 
@@ -31,16 +30,18 @@ class RateLimit:
             raise InvalidOptionError(f"a rate limit must be more than 0 bytes per second, not {bytes_per_second}", object_id="rate limit")
         self._rate = bytes_per_second
         self._clock = clock
-        self._sleep = sleep
         self._lock = threading.Lock()
         self._free_at = clock()
         """When all that was taken so far will have passed."""
 
-    def take(self, count: int) -> None:
-        """Returns when `count` more bytes may pass, however many that is."""
+    @property
+    def burst_bytes(self) -> int:
+        """As much as is worth asking for at a time."""
+        return max(1, int(self._rate * BURST_SECONDS))
+
+    def take(self, count: int) -> float:
+        """Takes `count` bytes, however many that is; returns in how many seconds they may pass."""
         with self._lock:
             now = self._clock()
             self._free_at = max(self._free_at, now - BURST_SECONDS) + count / self._rate
-            wait = self._free_at - now
-        if wait > 0:
-            self._sleep(wait)
+            return max(0.0, self._free_at - now)

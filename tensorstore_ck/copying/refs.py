@@ -158,21 +158,25 @@ class _Copy:
 
     def _copy(self, plan: _RefPlan) -> CopiedRef:
         copied_before, error = self._meter.snapshots, plan.error
+        outcome = "ahead" if plan.branch and plan.branch.is_ahead else "copied" if plan.missing else "there"
         if error is None:
             try:
-                self._bring_all(plan)
+                if not self._bring_all(plan):
+                    outcome, error = "behind", self._why_behind(plan)
                 self._copy_notes(plan)
             except (ConflictError, DamageError, FormatVersionError) as exc:
                 error = exc
         copied = self._meter.snapshots - copied_before
-        outcome = "failed" if error else "ahead" if plan.branch and plan.branch.is_ahead else "copied" if plan.missing else "there"
+        if error is not None and outcome != "behind":
+            outcome = "failed"
         branch = self._to.branch(plan.name)
         root = branch.root if branch is not None else self._to.tag(plan.name)
         return CopiedRef(plan.name, plan.kind, outcome, root.hex() if root is not None else None, copied, error)
 
-    def _bring_all(self, plan: _RefPlan) -> None:
-        """Moves the target's ref through all that is missing."""
+    def _bring_all(self, plan: _RefPlan) -> bool:
+        """Moves the target's ref through all that is missing; whether it came to the last of it."""
         head = plan.branch.head if plan.branch is not None else None
+        last_brought: Ulid | None = None
         for ulid in plan.missing:
             info = self._from.snapshot(ulid)
             if info is None:
@@ -189,7 +193,21 @@ class _Copy:
                     continue
             except DamageError as exc:
                 raise type(exc)(f"{what} cannot be copied: {exc}", object_id=exc.object_id) from exc
-            head = info.root
+            head, last_brought = info.root, ulid
+        return not plan.missing or last_brought == plan.missing[-1]
+
+    def _why_behind(self, plan: _RefPlan) -> DamageError | None:
+        """None: it was forgotten while it was copied, and the next copy looks anew."""
+        info = self._from.snapshot(plan.missing[-1])
+        if info is None or info.mark != DAMAGED:
+            return None
+        name = plan.name
+        advice = f"`tsck reset {name} {name}~1`, or train on from there" if plan.kind == "branch" else f"`tsck untag {name}`"
+        return DamageError(
+            f"{plan.kind} {name!r} is at snapshot {info.root.hex()[:16]} (step {info.step}) in the source, which is marked damaged and was "
+            f"left out: the target stays without it. Move it in the source ({advice}), and copy again",
+            object_id=info.root.hex(),
+        )
 
     def _bring(self, info: SnapshotInfo, ref: str, arrange: "_Arrange") -> bool:
         """Brings the ref to a snapshot, copied if the target lacks it; whether the source still has it."""

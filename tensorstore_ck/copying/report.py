@@ -17,13 +17,14 @@ class CopiedRef:
     kind: str
     """``branch`` or ``tag``."""
     outcome: str
-    """``copied``: it is now where the source has it; ``there``: it was; ``ahead``: the target has more; ``failed``."""
+    """``copied``: it is now where the source has it; ``there``: it was; ``ahead``: the target has more; ``failed``; ``behind``: the
+    snapshot where the source has it was left out, and the target is at the one before it that was copied, if any."""
     root: str | None
     """Where the target has it now."""
     snapshots: int
     """Snapshots that were copied for it."""
     error: StoreError | None = None
-    """Why it failed; snapshots before the trouble were copied, and stay."""
+    """Why it failed, or is behind; snapshots before the trouble were copied, and stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,5 +49,5 @@ class CopyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every ref was copied, as far as the source can be read."""
-        return not any(ref.error for ref in self.refs)
+        """Whether every ref is where the source has it, or further. Snapshots before that may have been left out: see `warnings`."""
+        return not any(ref.error or ref.outcome == "behind" for ref in self.refs)

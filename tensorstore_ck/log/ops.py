@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from tensorstore_ck.envelope import object_hash
-from tensorstore_ck.errors import AlreadyExistsError, NotFoundError
+from tensorstore_ck.errors import AlreadyExistsError, InvalidOptionError, NotFoundError
 from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
 from tensorstore_ck.log.names import is_ref_name
 from tensorstore_ck.log.objects import Objects, is_ulids, join_ulids
@@ -99,7 +99,19 @@ class Op:
 
     @classmethod
     def pin(cls, root: Digest, owner: str, reason: str, expires_ns: int | None) -> "Op":
-        """Holds a snapshot; another pin of the same owner on it is replaced."""
+        """Holds a snapshot; another pin of the same owner on it is replaced.
+
+        Raises:
+            InvalidOptionError: an owner, a reason or a date that no pin can have.
+        """
+        if not is_owner(owner):
+            raise InvalidOptionError(f"a pin's owner must be 1 to {MAX_OWNER_BYTES} bytes of UTF-8 without zero bytes", object_id="owner")
+        if not is_reason(reason):
+            raise InvalidOptionError(f"a pin's reason must be a text of at most {MAX_REASON_CHARS:,} characters", object_id="reason")
+        if not is_date(expires_ns):
+            raise InvalidOptionError(
+                "a pin must expire within the next centuries: leave `expires` out to hold it for good", object_id="expires"
+            )
         return _op("pin", root=root, owner=owner, reason=reason, expires_ns=expires_ns)
 
     @classmethod

@@ -83,5 +83,5 @@ def test_a_worker_dies(history: Tsck, tmp_path: Path, cluster: Any, monkeypatch:
             report = run_fsck(target, FsckOptions(read_data=True), executor=executor)
             assert report.ok
             assert executor.killed
-            assert report.data_bytes == run_fsck(source, FsckOptions(read_data=True)).data_bytes
+            assert report.data_bytes == run_fsck(target, FsckOptions(read_data=True)).data_bytes
     assert history("fsck", "--read-data", store="other").code == 0

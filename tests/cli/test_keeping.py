@@ -61,3 +61,11 @@ def test_gc_refuses_to_free_too_much(history: Tsck) -> None:
     refused = history("gc", "--undo-window", "0s", "--min-age", "0s", "--max-delete", "10%")
     assert refused.code == 37
     assert "--max-delete 100%" in refused.err
+    assert "nothing was forgotten" not in history("forget").out, "what it would have ended is still there"
+    dry = ("gc", "--dry-run", "--undo-window", "0s", "--min-age", "0s", "--max-delete")
+    planned = history(*dry, "10%")
+    assert planned.code == 0
+    assert "would be refused: " in planned.out
+    assert "--max-delete 100%" in history(*dry, "10%", "--json").json["report"]["refused"]
+    assert history(*dry, "100%", "--json").json["report"]["refused"] is None
+    assert "refused" not in history(*dry, "100%").out

@@ -10,7 +10,7 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.codec import decode
-from tensorstore_ck.copying import blocks, copy
+from tensorstore_ck.copying import blocks, copy, copy_refs
 from tensorstore_ck.ids import block_id
 from tensorstore_ck.log import Op
 from tensorstore_ck.opening import init_store
@@ -70,6 +70,24 @@ def test_a_snapshot_that_is_marked_damaged() -> None:
     report = copy(source, target, refs="runs/a")
     assert [snap.step for snap in target.log("runs/a")] == [3, 1]
     assert report.warnings == (f"snapshot {root[:16]} (step 2) of 'runs/a' was left out: it is marked damaged in the source",)
+
+
+@pytest.mark.parametrize(("name", "advice"), [("runs/a", "tsck reset runs/a runs/a~1"), ("paper", "tsck untag paper")])
+def test_a_ref_at_a_snapshot_that_is_marked_damaged(name: str, advice: str) -> None:
+    source, target = reopen(build()), open_over(empty())
+    root = source.resolve(name).root
+    source._engine.log.append(lambda view: [Op.mark(bytes.fromhex(root), "damaged", "by fsck")])  # type: ignore[arg-type]
+    with pytest.raises(DamageError, match=f"marked damaged and was left out.*{advice}"):
+        copy(source, target)
+    assert is_exact(target.checkout("runs/b"), 4), "the others were copied"
+    report = copy_refs(source._engine, target._engine, refs=[name])
+    assert [(ref.outcome, report.ok) for ref in report.refs] == [("behind", False)]
+    if name == "runs/a":
+        assert [snap.step for snap in target.log(name)] == [2, 1]
+        assert report.refs[0].root == target.resolve("runs/a").root
+    source._engine.log.append(lambda view: [Op.mark(bytes.fromhex(root), "", "")])  # type: ignore[arg-type]
+    assert copy(source, target).ok
+    assert target.resolve(name).root == root
 
 
 def test_delta_coded_blocks_are_refused() -> None:
@@ -195,6 +213,8 @@ def test_the_source_forgets_meanwhile() -> None:
     target = open_over(empty())
     report = copy(open_over(Watched(backend, forget)), target)
     assert done
+    assert {ref.name: ref.outcome for ref in report.refs} == {"runs/a": "copied", "runs/b": "copied", "paper": "behind"}
+    assert not report.ok
     assert [snap.step for snap in target.log("runs/a")] == [3, 1]
     assert len(report.warnings) >= 1
     assert all("was forgotten in the source" in warning for warning in report.warnings)

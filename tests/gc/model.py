@@ -52,6 +52,10 @@ class Model:
         moves = [*self.branches.values(), *(window.moves for window in self.windows)]
         return {key for each in moves for key in each.values()} | set(self.tags.values()) | {key for key, _ in self.pins}
 
+    def with_root(self, branch: str, root: str) -> set[str]:
+        """The snapshots in a branch's history that have a root: the same training may have been put twice."""
+        return {key for key in self.branches[branch].values() if self.puts[key].root == root}
+
     def holder_of(self, root: str) -> str | None:
         """The key that a root stands for; None when nothing that is held has that root."""
         held = self.held()

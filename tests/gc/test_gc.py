@@ -15,6 +15,7 @@ from tensorstore_ck.errors import (
     GcRefusedError,
     InvalidOptionError,
     NotFoundError,
+    PermissionDeniedError,
     SnapshotExpiredError,
     UnreadableError,
     UnsafeBackendError,
@@ -215,8 +216,9 @@ def test_grace_waits_between_condemning_and_deleting() -> None:
     put_all(store, "job", [state(1, 2, 3), state(1)])
     store.forget("job@1")
     options = replace(AT_ONCE, grace_seconds=60)
+    gone = store.forgotten()[0].snapshots[0].id
     report = collect(store, options)
-    assert (report.deleted_bytes, report.waiting) == (0, 3), "record, part and the sparse pack"
+    assert (report.deleted_bytes, report.waiting, report.snapshots) == (0, 3, ()), "record, part and the sparse pack"
     before = sizes(backend)
     clock.advance(59)
     report = collect(store, options)
@@ -225,6 +227,7 @@ def test_grace_waits_between_condemning_and_deleting() -> None:
     clock.advance(1)
     report = collect(store, options)
     assert (report.deleted, report.waiting) == ({"pack": 1, "part": 1, "snapshot": 1, "moved": 0}, 0)
+    assert [snapshot.id for snapshot in report.snapshots] == [gone]
     require_sound(store, {"job": state(1)})
 
 
@@ -238,6 +241,7 @@ def test_refuses_when_too_much_would_go() -> None:
     before = sizes(backend)
     with pytest.raises(GcRefusedError) as refused:
         store.gc(options)
+    assert plan.refused == str(refused.value)
     assert f"{plan.freed_bytes} of {plan.total_bytes} bytes ({plan.freed_bytes / plan.total_bytes:.0%})" in str(refused.value)
     assert "50%" in str(refused.value)
     assert sizes(backend) == before
@@ -264,6 +268,46 @@ def test_refuses_when_too_much_would_go() -> None:
 def test_options_that_make_no_sense(options: dict[str, float]) -> None:
     with pytest.raises(InvalidOptionError, match=next(iter(options))):
         GcOptions(**options)  # type: ignore[arg-type]
+
+
+# --- what has run out ---------------------------------------------------------------------------------------------------
+
+
+def test_more_runs_out_than_one_entry_can_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorstore_ck.gc.run.ENDINGS_AN_ENTRY", 2)
+    store = open_store()
+    put_all(store, "job", [state(number) for number in range(6)])
+    for step in range(1, 6):
+        store.pin(f"job@{step}", expires=0)
+        store.forget(f"job@{step}")
+    assert len(collect(store).snapshots) == 5, "as the dry run said"
+    assert [len(entry.ops) for entry in store._engine.log.entries() if entry.ops[0].name in ("purge", "unpin")] == [2] * 5
+    assert (store.forgotten(), store.pins()) == ((), ())
+    require_sound(store, {"job": state(5)})
+
+
+def test_only_what_was_planned_ends() -> None:
+    """After it has planned, another host undoes, pins for longer, and forgets what the plan does not know of."""
+    clock = Clock()
+    backend = MemoryBackend(clock=clock)
+    store = open_store(backend, clock=clock)
+    roots = {ref: put_all(store, ref, [state(number)])[0] for number, ref in enumerate(("undone", "pinned", "late", "gone"))}
+    store.pin("pinned", owner="me", expires=0)
+    store.forget("pinned", "undone", "gone")
+
+    def act() -> None:
+        store.undo("undone")
+        store.pin(roots["pinned"], owner="me", expires=DAY)
+        store.forget("late")
+
+    collector, faults = interrupted(backend, "put probe", act, clock=clock)
+    report = collector.gc(AT_ONCE)
+    assert faults.struck
+    assert [snapshot.root for snapshot in report.snapshots] == [roots["gone"]]
+    assert [window.ref for window in store.forgotten()] == ["late"]
+    assert len(store.pins()) == 1
+    store.undo()
+    require_sound(store, {"undone": state(0), roots["pinned"]: state(1), "late": state(2)})
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------------
@@ -294,6 +338,53 @@ def test_frees_nothing_while_a_root_cannot_be_read(folder: str, how: str) -> Non
     require_sound(store, {"job": state(3)})
 
 
+def test_an_undo_window_that_cannot_be_read_can_be_ended() -> None:
+    store = open_store()
+    put_all(store, "job", [state(1), state(2)])
+    store.tag("best", "job@1")
+    pinned = store.pin("job@1", owner="me").root
+    backend = store._engine.backend
+    backend.delete([object_names(store, "job@1")["snapshots"]])
+
+    def advice() -> str:
+        with pytest.raises(UnreadableError) as refused:
+            store.gc(replace(AT_ONCE, undo_window_seconds=DAY))
+        return str(refused.value).partition("let it go with ")[2]
+
+    window = "`tsck gc --undo-window 0s`, which ends all undo windows"
+    assert advice() == f"`tsck unpin` and `tsck forget` and {window}"
+    store.unpin(pinned, owner="me")
+    assert advice() == f"`tsck forget` and {window}"
+    store.forget("job@1", "best")
+    assert advice() == window
+    collect(store)
+    require_sound(store, {"job": state(2)})
+
+
+@pytest.mark.parametrize("why", ["too much", "unreadable", "clock"])
+def test_what_has_run_out_stays_when_gc_refuses(why: str) -> None:
+    clock = Clock()
+    backend = MemoryBackend(clock=clock)
+    store = open_store(backend, clock=clock)
+    put_all(store, "job", [state(1), state(2), state(3)])
+    store.pin("job@1", expires=60)
+    store.forget("job@1", "job@2")
+    clock.advance(2 * DAY)
+    if why == "unreadable":
+        backend.delete([object_names(store, "job")["snapshots"]])
+    if why == "clock":
+        ahead = Clock()
+        ahead.advance(4 * DAY)
+        store = open_store(backend, clock=ahead)
+    before = contents(backend)
+    with pytest.raises(UnreadableError if why == "unreadable" else GcRefusedError):
+        store.gc(GcOptions(min_age_seconds=0, max_delete=0.1 if why == "too much" else 1))
+    assert contents(backend) == before
+    assert len(store.pins()) == 1
+    store.undo()
+    assert store.resolve("job@2").step == 2
+
+
 def object_names(store: Store, address: str) -> dict[str, str]:
     """Where the record and the part of a snapshot lie."""
     info = resolve(store._engine.log.view(), address).info
@@ -313,8 +404,55 @@ def test_refuses_when_the_clocks_are_apart() -> None:
     with pytest.raises(GcRefusedError, match="600 s apart"):
         store.gc(GcOptions())
     assert contents(backend) == before, "not even the probe of the clock is left"
+    assert "600 s apart" in str(store.gc(GcOptions(), dry_run=True).refused)
+    assert contents(backend) == before
     clock.advance(301)
+    assert store.gc(GcOptions(), dry_run=True).refused is None
     store.gc(GcOptions())
+
+
+def test_dates_are_not_judged_by_a_wrong_clock() -> None:
+    """Nor with a min_age of 0: pins and undo windows have dates too. Without any of them the clock does not matter."""
+    clock = Clock()
+    backend = MemoryBackend(clock=clock)
+    right = open_store(backend, clock=clock)
+    put_all(right, "job", [state(1), state(2), state(3)])
+    ahead = Clock()
+    ahead.advance(60 * DAY)
+    wrong = open_store(backend, clock=ahead)
+
+    def refuses(options: GcOptions) -> bool:
+        refused = wrong.gc(options, dry_run=True).refused
+        if refused is None:
+            wrong.gc(options)
+            return False
+        with pytest.raises(GcRefusedError, match="s apart") as raised:
+            wrong.gc(options)
+        return str(raised.value) == refused
+
+    right.forget("job@1")
+    assert refuses(replace(AT_ONCE, undo_window_seconds=DAY))
+    assert refuses(replace(AT_ONCE, grace_seconds=DAY))
+    right.undo()
+    right.pin("job@1", expires=30 * DAY)
+    assert refuses(AT_ONCE)
+    right.unpin("job@1")
+    right.forget("job@1")
+    assert not refuses(AT_ONCE)
+    require_sound(right, {"job": state(3), "job@2": state(2)})
+
+
+def test_a_dry_run_that_may_not_write_says_that_it_did_not_ask_for_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    def put(name: str, data: object) -> None:
+        raise PermissionDeniedError(f"may not write {name}")
+
+    store = open_store()
+    put_all(store, "job", [state(1)])
+    monkeypatch.setattr(store._engine.backend, "put", put)
+    plan = store.gc(GcOptions(), dry_run=True)
+    assert (plan.refused, ["were not compared" in note for note in plan.notes]) == (None, [True])
+    with pytest.raises(PermissionDeniedError):
+        store.gc(GcOptions())
 
 
 def test_refuses_where_commits_have_no_total_order() -> None:
@@ -325,6 +463,7 @@ def test_refuses_where_commits_have_no_total_order() -> None:
     put_all(store, "job", [state(1), state(2)])
     store.forget("job@1")
     before = contents(backend)
+    assert "exclusively" in str(store.gc(AT_ONCE, dry_run=True).refused)
     with pytest.raises(UnsafeBackendError, match="exclusively"):
         store.gc(AT_ONCE)
     assert contents(backend) == before
@@ -735,7 +874,7 @@ def test_an_expired_snapshot_can_be_held_again(how: str, options: GcOptions) -> 
     root = put_all(store, "job", [state(1, 2)])[0]
     bystander = put_all(store, "other", [state(3)])[0]
     store.forget("job")
-    assert [snapshot.root for snapshot in store.gc(options).snapshots] == [root]
+    assert store.gc(options).snapshots == (), "it waits"
     with pytest.raises(NotFoundError):
         store.undo()
     HOLD_AGAIN[how](open_store(backend, clock=clock), root)

@@ -252,15 +252,12 @@ class StoreMachine(RuleBasedStateMachine):
             if name in model.tags or (how == "whole" and name in model.branches):
                 taken[name] = None
         elif how == "step":
-            key = model.of_step(name, step) if name in model.branches else None
+            key, among = (model.of_step(name, step) if name in model.branches else None), [name]
             if key is None and name in model.tags and model.puts[model.tags[name]].step == step:
-                key = model.holder_of(model.puts[model.tags[name]].root)
-                how = "root"
-            among = [name] if how == "step" else list(model.branches)
-            taken = {branch: {key} for branch in among if key is not None and key in model.branches.get(branch, {}).values()}
+                key, among = model.tags[name], list(model.branches)
+            taken = {branch: ids for branch in among if key is not None and (ids := model.with_root(branch, model.puts[key].root))}
         else:
-            key = model.holder_of(root)
-            taken = {branch: {key} for branch, moves in model.branches.items() if key is not None and key in moves.values()}
+            taken = {branch: ids for branch in model.branches if (ids := model.with_root(branch, root))}
         if not taken:
             error = NotFoundError
         elif any(ids is not None and model.head(branch) in ids for branch, ids in taken.items()):
