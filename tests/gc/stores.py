@@ -31,8 +31,8 @@ State = dict[str, object]
 class Clock:
     """Nanoseconds since 1970, as told."""
 
-    def __init__(self) -> None:
-        self.now_ns = 2_000_000_000_000_000_000  # later than files of today
+    def __init__(self, now_ns: int = 2_000_000_000_000_000_000) -> None:
+        self.now_ns = now_ns  # later than files of today
 
     def __call__(self) -> int:
         return self.now_ns

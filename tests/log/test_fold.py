@@ -42,7 +42,8 @@ class Model:
     stop: tuple[int, str] | None = None
 
     def newest(self, root: bytes) -> bytes | None:
-        return next((ulid for ulid, put in reversed(self.snapshots.items()) if put["root"] == root), None)
+        found = sorted(ulid for ulid, put in self.snapshots.items() if put["root"] == root)
+        return max(found, key=lambda ulid: self.snapshots[ulid]["n"], default=None)
 
     def apply(self, entry: Entry) -> None:
         self.n = entry.n
