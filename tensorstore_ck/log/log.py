@@ -37,6 +37,10 @@ RESEND_DELAYS: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 10, 10, 10, 10, 10, 10
 """Seconds between tries to settle an entry: about 100 in all."""
 
 
+class _EmptiedError(Exception):
+    """Another process of this host emptied the cache."""
+
+
 class LogChangedWarning(UserWarning):
     """The log does not continue what this host read earlier: the store was restored from a copy, or entries were destroyed."""
 
@@ -105,8 +109,10 @@ class Log:
             for _ in range(_CACHE_TRIES):
                 try:
                     return self._sync()
+                except _EmptiedError:
+                    continue
                 except (TableDamagedError, CorruptObjectError):  # of the cache: damage in the log is a BrokenLogError
-                    self._forget()
+                    self._empty()
             self._table = MemoryTable()
             return self._sync()
 
@@ -223,7 +229,7 @@ class Log:
             self._durable_n = n
 
     def _remember(self, entry: Entry) -> None:
-        with suppress(StoreError):  # it is in the log: whatever fails now, the next sync makes good
+        with suppress(StoreError, _EmptiedError):  # it is in the log: whatever fails now, the next sync makes good
             self._fold([entry])
             self._verified = Head(entry.n, entry.hash)
             self._write_checkpoint_if_due(entry.n)
@@ -240,10 +246,14 @@ class Log:
     # --- follow -------------------------------------------------------------------------------------------------------
 
     def _sync(self) -> Head:
-        head, at_least = self._cached_head(), 0
-        if head is None:
-            head = self._start_anew()
-            at_least = self.chain.last_listed(head.n)
+        cached, at_least = self.view().head(), 0
+        while cached is None or not self._is_of_this_log(cached):
+            if self._forget(cached):
+                cached = self._start_anew()
+                at_least = self.chain.last_listed(cached.n)
+                break
+            cached = self.view().head()  # another process of this host was faster
+        head = cached
         for entries in self.chain.entries(head.n, head.hash, at_least=at_least):
             self._fold(entries)
             head = Head(entries[-1].n, entries[-1].hash)
@@ -251,14 +261,13 @@ class Log:
         self._write_checkpoint_if_due(head.n)
         return head
 
-    def _cached_head(self) -> Head | None:
-        """The head of the table, when it is one of this log."""
-        head = self.view().head()
-        if head is None or head == self._verified:
-            return head
+    def _is_of_this_log(self, head: Head) -> bool:
+        """Whether the table's head is an entry of this log."""
+        if head == self._verified:
+            return True
         entry = self.chain.read(head.n)
         if entry is not None and entry.hash == head.hash:
-            return head
+            return True
         warnings.warn(
             LogChangedWarning(
                 f"{self._backend.url}: log entry {self.chain.name(head.n)} is not what this host read earlier. If the store was not "
@@ -266,17 +275,17 @@ class Log:
             ),
             stacklevel=2,
         )
-        return None
+        return False
 
     def _start_anew(self) -> Head:
-        """Empties the table, and fills it from the newest checkpoint that fits the log."""
-        self._forget()
+        """Fills the empty table from the newest checkpoint that fits the log."""
         for n, size_bytes in itertools.islice(self._listed_checkpoints(), _CHECKPOINT_TRIES):
             found = self._read_checkpoint(n)
             if found is not None:
                 with self._table.batch() as batch:
-                    checkpoint.load(batch, found)
-                    Tail(n, size_bytes, 0, 0).write(batch)
+                    if RefTable(batch).head() is None:  # else another process of this host was faster
+                        checkpoint.load(batch, found)
+                        Tail(n, size_bytes, 0, 0).write(batch)
                 return Head(n, found.entry_hash)
         return Head(0, self.chain.genesis)
 
@@ -300,7 +309,7 @@ class Log:
                 if entry.n <= head.n:
                     continue  # another process of this host was faster
                 if entry.n != head.n + 1 or entry.prev != head.hash:
-                    raise TableDamagedError("another process emptied the cache; try again")
+                    raise _EmptiedError
                 swept = fold(entry, batch)
                 if swept:
                     self._on_swept(batch, swept)
@@ -314,11 +323,21 @@ class Log:
         except TableDamagedError:
             return False
 
-    def _forget(self) -> None:
-        """Empties the whole table: the block index in it is only as good as the fold that it was kept beside."""
+    def _forget(self, head: Head | None) -> bool:
+        """Empties the whole table: the block index in it is only as good as the fold that it was kept beside.
+
+        Unless its head is no longer `head`, which cannot be used: then another process has begun anew. Whether it did.
+        """
+        with self._table.batch() as batch:
+            if RefTable(batch).head() != head:
+                return False
+            _clear(batch)
+        return True
+
+    def _empty(self) -> None:
+        """Empties a damaged table."""
         with suppress(TableDamagedError), self._table.batch() as batch:
-            batch.clear(b"")
-            Tail(0, 0, 0, 0).write(batch)
+            _clear(batch)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -358,3 +377,8 @@ class Log:
         listed = self._backend.list(checkpoint.checkpoint_folder(self._prefix))
         numbered = [(checkpoint.checkpoint_number(info.name), info.size_bytes) for info in listed]
         yield from sorted(((n, size) for n, size in numbered if n), reverse=True)
+
+
+def _clear(batch: Batch) -> None:
+    batch.clear(b"")
+    Tail(0, 0, 0, 0).write(batch)

@@ -1,0 +1,48 @@
+"""Processes of one host that fold into one table: none empties what another has folded, wherever they meet."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.table import Batch, MemoryTable
+from tests.log.scripted import append_puts, follow, open_log
+
+
+class Interrupted(MemoryTable):
+    """Something happens before the k-th batch, and something else after each."""
+
+    at = 0
+    before: Callable[[], object] = staticmethod(lambda: None)
+    after: Callable[[], object] = staticmethod(lambda: None)
+
+    @contextmanager
+    def batch(self) -> Iterator[Batch]:
+        self.at -= 1
+        if self.at == 0:
+            self.before()
+        with super().batch() as batch:
+            yield batch
+        self.after()
+
+
+@pytest.mark.parametrize("entries", [1, 70])
+@pytest.mark.parametrize("at", range(1, 5))
+def test_a_new_process_meets_another_one(at: int, entries: int) -> None:
+    """With 70 entries there is a checkpoint to begin with."""
+    backend = MemoryBackend()
+    append_puts(open_log(backend), entries)
+    table = Interrupted()
+    one, other = open_log(backend, table), open_log(backend, table)
+    seen: list[int] = []
+
+    def meet() -> None:
+        other.sync()
+        table.after = lambda: seen.append(len(follow(other.view(), "runs/gpt")))
+        table.after()
+
+    table.at, table.before = at, meet
+    assert one.sync().n == entries
+    assert len(follow(one.view(), "runs/gpt")) == entries
+    assert set(seen) <= {entries}, "what the other process saw stays"
