@@ -73,11 +73,26 @@ def free_port() -> int:
     return port
 
 
+ONE_AT_A_TIME = """
+import sys, threading
+from moto import server
+
+lock, serve = threading.Lock(), server.DomainDispatcherApplication.__call__
+
+def serve_one(self, environ, start_response):
+    with lock:
+        return serve(self, environ, start_response)
+
+server.DomainDispatcherApplication.__call__ = serve_one
+server.main(sys.argv[1:])
+"""
+"""moto looks for an object and then writes it, so that two conditional writes at the same time can both succeed."""
+
+
 @contextlib.contextmanager
 def moto() -> Iterator[S3Server]:
     port = free_port()
-    script = _tool("moto_server")
-    with _running([sys.executable, script, "-H", "127.0.0.1", "-p", str(port)], S3Server(port)) as server:
+    with _running([sys.executable, "-c", ONE_AT_A_TIME, "-H", "127.0.0.1", "-p", str(port)], S3Server(port)) as server:
         yield server
 
 
