@@ -34,20 +34,23 @@ from tensorstore_ck.errors import (
     UnsafeBackendError,
     UnsupportedValueError,
 )
+from tensorstore_ck.samples import SampleCursor
 from tensorstore_ck.seen import LAST_SEEN
 from tensorstore_ck.snapshot import Snapshot, SnapshotDetails
 from tensorstore_ck.store import ANY, Store
 from tensorstore_ck.store import open_store as open  # noqa: A004 - `tsck.open` reads as gzip.open does
+from tensorstore_ck.streams import Streams
 
 if TYPE_CHECKING:
     from tensorstore_ck.copying import copy
     from tensorstore_ck.fsck import FsckOptions
     from tensorstore_ck.gc import GcOptions
-    from tensorstore_ck.state import LoadReport, register_type
+    from tensorstore_ck.state import FlatShard, LoadReport, register_type
 
 __version__ = "0.1.0"
 
 _LATER: Final = {
+    "FlatShard": "state",
     "LoadReport": "state",
     "register_type": "state",
     "GcOptions": "gc",
@@ -74,6 +77,7 @@ __all__ = [
     "ConflictError",
     "CorruptObjectError",
     "DamageError",
+    "FlatShard",
     "FormatVersionError",
     "FsckOptions",
     "GcOptions",
@@ -91,6 +95,7 @@ __all__ = [
     "NotFoundError",
     "PermissionDeniedError",
     "RetryableError",
+    "SampleCursor",
     "Snapshot",
     "SnapshotAbortedError",
     "SnapshotDetails",
@@ -98,6 +103,7 @@ __all__ = [
     "SnapshotMarkedBadError",
     "Store",
     "StoreError",
+    "Streams",
     "UndecidedError",
     "UnreadableError",
     "UnsafeBackendError",

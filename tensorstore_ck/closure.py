@@ -101,8 +101,8 @@ def snapshot_closure(engine: Engine, view: RefTable, info: SnapshotInfo) -> Obje
     return Objects([ObjectKey("snapshot", info.ulid), *(ObjectKey("part", part) for part in record.parts), *needed])
 
 
-def rescue(view: RefTable, needed: Iterable[ObjectKey], anchor: int, what: str) -> list[Op]:
-    """What must be in the entry that makes something reachable: a rescue of what is condemned, if anything is.
+def condemned_among(view: RefTable, needed: Iterable[ObjectKey], anchor: int, what: str) -> Objects:
+    """What must be rescued in the entry that makes something reachable.
 
     Args:
         view: The fold at the head that the entry follows.
@@ -121,7 +121,12 @@ def rescue(view: RefTable, needed: Iterable[ObjectKey], anchor: int, what: str) 
     for key, state in states.items():
         if state is not None and state.swept:
             raise SnapshotExpiredError(f"{what} needs {key.name}, which gc freed", object_id=key.name)
-    condemned = Objects(key for key, state in states.items() if state is not None)
+    return Objects(key for key, state in states.items() if state is not None)
+
+
+def rescue(view: RefTable, needed: Iterable[ObjectKey], anchor: int, what: str) -> list[Op]:
+    """The operation that rescues what `condemned_among` finds, if it finds anything."""
+    condemned = condemned_among(view, needed, anchor, what)
     return [Op.rescue(condemned)] if condemned else []
 
 

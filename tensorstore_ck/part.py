@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES, pack_body, seal, take, take_count, take_digest, unpack_body, unseal
-from tensorstore_ck.errors import CorruptObjectError, FormatVersionError
+from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, derived_hash, ulid_text
+from tensorstore_ck.layout import MAX_RANKS
 from tensorstore_ck.pack import HEADER, MAX_BLOCK_BYTES
 
 EXTENT_DTYPE: Final = np.dtype(
@@ -58,6 +59,10 @@ class Part(NamedTuple):
     """Block ids of the rows after the last block: delta bases that are not blocks of this part."""
     anchor: int
     """The log entry under which the extents were chosen."""
+    layout_of: bytes | None = None
+    """Of one of many ranks: the number of every rank's layout (``<u2``), by order of first appearance; empty when all have the same."""
+    regions: bytes = b""
+    """What this rank holds of tensors whose regions do not follow from the layout (``<i8``): see `split.encode_regions`."""
 
     @property
     def block_count(self) -> int:
@@ -73,7 +78,10 @@ class Part(NamedTuple):
         """The logical hash."""
         blobs = self.blobs.tobytes()
         sizes = struct.pack("<IIQQQQ", self.rank, self.world_size, len(blobs), len(self.ids), len(self.values), len(self.inline))
-        return derived_hash("part", self.layout_id, sizes, blobs, self.ids, self.values, self.inline)
+        if self.layout_of is None:
+            return derived_hash("part", self.layout_id, sizes, blobs, self.ids, self.values, self.inline)
+        ranks = struct.pack("<QQ", len(self.layout_of), len(self.regions)) + self.layout_of + self.regions
+        return derived_hash("part", self.layout_id, sizes, blobs, self.ids, self.values, self.inline, ranks)
 
     def encode(self) -> bytes:
         """The sealed part object."""
@@ -83,8 +91,8 @@ class Part(NamedTuple):
                 "layout": self.layout_id,
                 "rank": self.rank,
                 "world_size": self.world_size,
-                "coordinate": None,
-                "regions": None,
+                "coordinate": self.layout_of,
+                "regions": self.regions or None,
                 "blobs": self.blobs.tobytes(),
                 "ids": self.ids,
                 "values": self.values,
@@ -121,11 +129,8 @@ def decode_part(data: bytes, name: str) -> Part:
 
     Raises:
         CorruptObjectError: not a part, or one that contradicts itself.
-        FormatVersionError: uses features of a newer build.
     """
     body = unseal("part", data, name)
-    if body.get("regions") is not None or body.get("coordinate") is not None:
-        raise FormatVersionError(f"{name} holds regions of tensors spread over ranks: upgrade tensorstore_ck", object_id=name)
     try:
         packs = take(body, "packs", bytes)
         part = Part(
@@ -140,6 +145,8 @@ def decode_part(data: bytes, name: str) -> Part:
             np.frombuffer(take(body, "extents", bytes), EXTENT_DTYPE),
             take(body, "base_ids", bytes),
             take_count(body, "anchor"),
+            None if body.get("coordinate") is None else take(body, "coordinate", bytes),
+            b"" if body.get("regions") is None else take(body, "regions", bytes),
         )
     except (TypeError, ValueError) as exc:
         raise CorruptObjectError(f"{name} is not a valid part: {exc!r}", object_id=name) from exc
@@ -157,8 +164,14 @@ def _check(part: Part, pack_table_bytes: int, name: str) -> None:
         problem = "an id is cut short"
     elif len(extents) != rows or int(part.blobs["blocks"].sum(dtype=np.int64)) > blocks or not len(part.blobs):
         problem = "its tables differ in length"
-    elif not part.rank < part.world_size <= 1 << 24:
+    elif not part.rank < 2 * part.world_size <= 2 * MAX_RANKS:  # those after the ranks' own are rank states
         problem = "its rank or world size is impossible"
+    elif part.layout_of is not None if part.rank >= part.world_size else part.layout_of is None and part.world_size > 1:
+        problem = "it is one of many ranks' and does not say with whom, or it is a rank state and does"
+    elif not _is_numbering(part.layout_of or b"", part.world_size):
+        problem = "its layouts are not one number for each rank, by order of first appearance"
+    elif len(part.regions) % 8 or (part.regions and part.layout_of is None):  # which the part id would not cover
+        problem = "its regions are cut short, or it is not one of many ranks'"
     elif int(part.blobs["size"][0]) > MAX_OBJECT_BYTES:
         problem = "its layout is too large"
     elif rows and (
@@ -179,3 +192,12 @@ def _check(part: Part, pack_table_bytes: int, name: str) -> None:
             problem = "a delta base is out of bounds"
     if problem:
         raise CorruptObjectError(f"{name} is not a valid part: {problem}", object_id=name)
+
+
+def _is_numbering(layout_of: bytes, ranks: int) -> bool:
+    """Whether it is as `Part.layout_of` says."""
+    if len(layout_of) != (2 * ranks if layout_of else 0):
+        return False
+    numbers = np.frombuffer(layout_of, "<u2").astype(np.int64)
+    highest = np.maximum.accumulate(np.concatenate(([-1], numbers)))
+    return not layout_of or bool(np.all(numbers <= highest[:-1] + 1) and highest[-1] > 0)

@@ -33,6 +33,8 @@ class Record(NamedTuple):
     logical_bytes: int
     new_bytes: int
     """Bytes of the packs and parts that this snapshot added to the store."""
+    streams: str = ""
+    """With rank states: the rule by which other numbers of ranks derive random streams (`streams.RULE`)."""
 
     def root(self) -> Digest:
         """The Merkle root."""
@@ -55,6 +57,7 @@ class Record(NamedTuple):
                 "new_bytes": self.new_bytes,
                 "root": self.root(),
                 "signatures": [],
+                **({"streams": self.streams} if self.streams else {}),
             },
         )
 
@@ -93,6 +96,7 @@ def decode_record(data: bytes, name: str) -> Record:
             take(body, "part_ids", bytes),
             take_count(body, "logical_bytes"),
             take_count(body, "new_bytes"),
+            take(body, "streams", str) if "streams" in body else "",
         )
         is_root = record.root() == body["root"]
     except (KeyError, TypeError, ValueError, struct.error) as exc:

@@ -1,5 +1,6 @@
 """What users see of a snapshot."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,12 +55,14 @@ class Snapshot:
 
 
 def refuse_marked(snapshot: Snapshot, address: str, advice: str) -> None:
-    """Refuses to resume from what somebody, or `tsck fsck --repair`, marked.
+    """Refuses to resume from what somebody, or `tsck fsck --repair`, marked; warns of what is whole, but of which replicas differed.
 
     Raises:
         SnapshotMarkedBadError: it is marked.
     """
-    if snapshot.mark:
+    if snapshot.mark == "drift":
+        warnings.warn(f"{address!r} ({snapshot.root[:16]}, step {snapshot.step}) is marked drift: {snapshot.reason}", stacklevel=4)
+    elif snapshot.mark:
         raise SnapshotMarkedBadError(
             f"{address!r} ({snapshot.root[:16]}, step {snapshot.step}) is marked {snapshot.mark}: {snapshot.reason or 'no reason given'}. "
             f"Take an earlier one (see `tsck log`), or {advice}",
@@ -100,6 +103,8 @@ class SnapshotDetails:
 
     snapshot: Snapshot
     metadata: Mapping[str, Any]
+    ranks: int
+    """How many put it together."""
     tensors: tuple[tuple[str, str, tuple[int, ...], int], ...]
     """(name, dtype, shape, bytes) of each."""
     values: Mapping[str, Any]
@@ -107,3 +112,6 @@ class SnapshotDetails:
     stored_bytes: int
     """Bytes of the distinct encoded blocks that it refers to."""
     packs: tuple[str, ...]
+    placements: Mapping[str, str]
+    """Tensor -> how the ranks that put it held it, short: ``R,S(0) on 2x4`` (replicated along the first dim of a 2x4 mesh, and dim 0
+    sharded along the second), ``boxes`` or ``flat``. Tensors that each of them held whole are left out."""

@@ -1,68 +1,42 @@
 """`Store`: the facade that users hold. It resolves addresses, remembers what this handle has seen, and delegates.
 
-torch is loaded only by the methods that take or return tensors, and what looks at a store only by the methods that look, so
-that a command starts fast.
+torch is loaded only by the methods that take or return tensors, so that a command starts fast. All else is in `manage`.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from tensorstore_ck import forgetting
-from tensorstore_ck.address import Resolved, resolve
-from tensorstore_ck.closure import revive
-from tensorstore_ck.durations import parse_seconds
-from tensorstore_ck.engine import Engine, current_user
-from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.ids import Digest
-from tensorstore_ck.log import Op, RefTable, SnapshotInfo, validate_ref_name
+from tensorstore_ck.address import Resolved
+from tensorstore_ck.blockreader import read_blocks
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundError
+from tensorstore_ck.grouped import TIMEOUT_SECONDS, Groups, Reading
+from tensorstore_ck.layout import Content
+from tensorstore_ck.log import SnapshotInfo, validate_ref_name
+from tensorstore_ck.manage import ManagedStore
+from tensorstore_ck.merged import count_rank_states, open_rank_state, open_snapshot
 from tensorstore_ck.opening import open_engine
-from tensorstore_ck.reader import SnapshotReader
 from tensorstore_ck.record import check_metrics, encode_metadata
-from tensorstore_ck.seen import LAST_SEEN, LastSeen, Seen
-from tensorstore_ck.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails, pinned_snapshots, pinned_with_root, refuse_marked
+from tensorstore_ck.seen import LAST_SEEN, LastSeen
+from tensorstore_ck.snapshot import Snapshot, refuse_marked
+from tensorstore_ck.streams import RULE, Streams
 from tensorstore_ck.writer import ANY, Anything, PutRequest, check_expected, put
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
-    from tensorstore_ck.forgetting import Forgotten
-    from tensorstore_ck.fsck import FsckOptions, FsckReport, RepairReport
-    from tensorstore_ck.gc import GcOptions, GcReport
-    from tensorstore_ck.gc.report import Progress as GcProgress
-    from tensorstore_ck.gc.usage import Usage
-    from tensorstore_ck.inspection import SnapshotDiff
     from tensorstore_ck.state import LazySnapshot, LoadReport, StateCheck
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
 
-
-class Store:
+class Store(ManagedStore):
     """An open store. Thread-safe; a context manager. Make one with `tensorstore_ck.open`."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._seen = Seen()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"Store({self.url!r})"
-
-    @property
-    def url(self) -> str:
-        """Where the store is, without credentials."""
-        return self._engine.backend.url
-
-    def close(self) -> None:
-        """Releases connections and the cache; idempotent."""
-        self._engine.close()
+        super().__init__(engine)
+        self._groups = Groups(engine)
 
     # --- put and restore ----------------------------------------------------------------------------------------------
 
@@ -75,6 +49,9 @@ class Store:
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, object] | None = None,
         expect: "str | Snapshot | Anything | LastSeen | None" = LAST_SEEN,
+        group: "ProcessGroup | None" = None,
+        rank_state: object = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Snapshot:
         """Stores `state` and moves branch `ref` to it. Durable and published when it returns; else it raises and nothing is visible.
 
@@ -88,26 +65,37 @@ class Store:
             metrics: Numbers to rank by.
             metadata: What the run knows: config, learning rate, git commit. At most 1 MiB; part of the root.
             expect: A root, `ANY`, or None for "the ref must not exist", instead of what this handle last saw.
+            group: All ranks of it put together, each its own side of the state: DTensors and `FlatShard` its share, other tensors whole.
+            rank_state: With `group`: what is this rank's alone, such as random number generators.
+            timeout_seconds: With `group`: when to give up on ranks that do not come.
 
         Raises:
             UnsupportedValueError: `state` holds something that cannot be stored; the message has the path.
             ConflictError: the ref is elsewhere; nothing was written.
+            SnapshotAbortedError: with `group`: a rank failed, is gone, or came with something else; the message names it.
         """
         from tensorstore_ck.state import capture  # noqa: PLC0415 - loads torch
 
-        validate_ref_name(ref)
-        packed_metadata, checked_metrics = encode_metadata(metadata), check_metrics(metrics)
-        if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
-            raise InvalidOptionError(f"step must be an integer, not {step!r}", object_id="step")
-        self._engine.require_writable()
-        self._engine.log.sync()
-        view = self._engine.log.view()
-        expected = self._seen.expected(view, ref, expect)
-        check_expected(view, ref, expected)
-        request = PutRequest(
-            ref, None if step is None else step.__index__(), self._seen.parent(view, ref), expected, packed_metadata, checked_metrics
-        )
-        info = put(self._engine, capture(state), request)
+        if rank_state is not None and group is None:
+            raise InvalidOptionError("rank_state= needs group=: one process puts everything into the state", object_id="rank_state")
+
+        def request() -> PutRequest:
+            validate_ref_name(ref)
+            packed_metadata, checked_metrics = encode_metadata(metadata), check_metrics(metrics)
+            if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
+                raise InvalidOptionError(f"step must be an integer, not {step!r}", object_id="step")
+            self._engine.require_writable()
+            self._engine.log.sync()
+            view = self._engine.log.view()
+            parent, expected = self._seen.parent(view, ref), self._seen.expected(view, ref, expect)
+            return PutRequest(ref, None if step is None else step.__index__(), parent, expected, packed_metadata, checked_metrics)
+
+        if group is not None:
+            info = self._groups.put(group, ref, state, rank_state, request, timeout_seconds=timeout_seconds)
+        else:
+            alone = request()
+            check_expected(self._engine.log.view(), ref, alone.expect)
+            info = put(self._engine, capture(state), alone)
         self._seen.note(ref, info.root, info.root)
         return Snapshot.from_info(info)
 
@@ -123,6 +111,9 @@ class Store:
         device: "str | torch.device" = "cpu",
         report: "LoadReport | None" = None,
         allow_bad: bool = False,
+        group: "ProcessGroup | None" = None,
+        broadcast: bool = False,
+        timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Any:
         """Restores the snapshot at `address`, every block verified.
 
@@ -132,11 +123,15 @@ class Store:
                 before anything is read; if reading then fails, its tensors are undefined.
             select: Globs over names such as ``model.*``; what fits none is left out (None inside lists and tuples).
             strict: Whether names that are missing, unexpected or of another shape or dtype are an error; if false,
-                what fits is loaded and the rest is told in `report`, or as a warning.
+                what fits is loaded and the rest is told in `report`, or as a warning. With `group`, unexpected is what no rank has.
             rename: Prefixes of stored names -> prefixes of names in `into`; or a function of the name (None: leave it out).
             dtype: Floating-point tensors are converted to it.
             device: Where new tensors are made.
             report: Filled with the differences when `strict` is false.
+            group: All ranks of it restore the snapshot that the first of them finds, each its own side of `into`; all, or none.
+            broadcast: With `group`: tensors that all ranks restore in full, as under DDP, are read by one rank each, and go to the
+                others by a broadcast: where the network between hosts is faster than the store.
+            timeout_seconds: With `group`: when to give up on ranks that do not come.
             allow_bad: Restore a snapshot that was marked, too: ``bad`` by a user, or ``damaged`` by `tsck fsck --repair`.
 
         Raises:
@@ -147,22 +142,105 @@ class Store:
         """
         from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
 
-        found = self._resolve(address)
-        if not allow_bad:
-            refuse_marked(Snapshot.from_info(found.info), address, "pass allow_bad=True")
-        content = SnapshotReader(self._engine, found.info)
-        state = restore(content, into=into, select=select, strict=strict, rename=rename, dtype=dtype, device=device, report=report)
+        def find(address: str) -> Resolved:
+            found = self._resolve(address)
+            if not allow_bad:
+                refuse_marked(Snapshot.from_info(found.info), address, "pass allow_bad=True")
+            return found
+
+        def read(info: SnapshotInfo, reading: Reading | None = None) -> Any:
+            place = 0.0 if group is None else (group.rank() + 0.5) / group.size()
+            content: Content = open_snapshot(self._engine, info, reading.read_blocks if reading is not None else read_blocks, place=place)
+            if broadcast and reading is not None and group is not None:
+                from tensorstore_ck.state.broadcast import BroadcastContent  # noqa: PLC0415 - loads torch.distributed
+
+                content = BroadcastContent(content, group, reading.agree)
+            return restore(
+                content,
+                into=into,
+                select=select,
+                strict=strict,
+                rename=rename,
+                dtype=dtype,
+                device=device,
+                report=report,
+                group=group,
+                unclaimed=reading.unclaimed if reading is not None else None,
+            )
+
+        if group is not None:
+            state, found = self._groups.restore(group, address, find, read, timeout_seconds=timeout_seconds)
+        else:
+            found = find(address)
+            state = read(found.info)
         self._seen.note_restored(found.info.root)
         if found.branch is not None and found.branch_root is not None:
             self._seen.note(found.branch, found.branch_root, found.info.root)
         return state
+
+    def rank_state(
+        self,
+        address: str,
+        rank: int | None = None,
+        *,
+        rank_state_map: Callable[[int, int], int | Iterable[int]] | None = None,
+        group: "ProcessGroup | None" = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> Any:
+        """What a rank put as ``rank_state=``: this rank's own, if as many ranks put it.
+
+        Args:
+            address: As in `checkout`.
+            rank: Whose to take instead, whatever the number of ranks.
+            rank_state_map: With another number of ranks, whose to take: called with this rank and the number of ranks that put,
+                such as ``lambda rank, ranks: rank % ranks``. When it returns several, their states come as a list.
+            group: All ranks of it restore theirs, or none; without it there is one rank.
+            timeout_seconds: With `group`: when to give up on ranks that do not come.
+
+        Raises:
+            NotFoundError: no rank states were put, or there is no such rank.
+            MismatchError: another number of ranks put them, and nothing says whose to take.
+        """
+        from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
+
+        own, size = (0, 1) if group is None else (group.rank(), group.size())
+
+        def read(info: SnapshotInfo, *_: object) -> Any:
+            try:
+                ranks = count_rank_states(self._engine, info, size if rank is None and rank_state_map is None else None)
+            except (NotFoundError, MismatchError) as exc:
+                return exc  # all ranks find it so, and trying again is no use: no reason to abort
+            if rank is not None:
+                whose: int | Iterable[int] = rank
+            else:
+                whose = own if rank_state_map is None or ranks == size else rank_state_map(own, ranks)
+            if isinstance(whose, Iterable):
+                return [restore(open_rank_state(self._engine, info, each)) for each in whose]
+            return restore(open_rank_state(self._engine, info, whose))
+
+        found = self._agreed(address, read, group, timeout_seconds)
+        if isinstance(found, NotFoundError | MismatchError):
+            raise found
+        return found
+
+    def streams(self, address: str, *, group: "ProcessGroup | None" = None, timeout_seconds: float = TIMEOUT_SECONDS) -> Streams:
+        """Seeds of new random streams for this rank, derived from a snapshot that another number of ranks put.
+
+        Raises:
+            FormatVersionError: the snapshot names a rule that this build does not know.
+        """
+        root, rule = self._agreed(
+            address, lambda info, *_: (info.root.hex(), self._engine.read_record(info).streams), group, timeout_seconds
+        )
+        rank, world_size = (0, 1) if group is None else (group.rank(), group.size())
+        return Streams(root, rank, world_size, rule or RULE)
 
     @contextmanager
     def open_snapshot(self, address: str) -> "Iterator[LazySnapshot]":
         """A lazy mapping from tensor names to tensors: ``s["model.weight"][0:128]`` reads only the blocks that it needs."""
         from tensorstore_ck.state import LazySnapshot  # noqa: PLC0415 - loads torch
 
-        yield LazySnapshot(SnapshotReader(self._engine, self._resolve(address).info))
+        yield LazySnapshot(open_snapshot(self._engine, self._resolve(address).info))
 
     def check(self, state: object) -> "StateCheck":
         """What `put_snapshot(state)` would do: what cannot be stored, sizes, free space, expected time. Publishes nothing."""
@@ -170,191 +248,11 @@ class Store:
 
         return check_state(state, self._engine.backend)
 
-    # --- refs ---------------------------------------------------------------------------------------------------------
-
-    def branch(self, name: str, at: str) -> Snapshot:
-        """Makes branch `name` at a snapshot."""
-        validate_ref_name(name)
-        return self._move(lambda root: Op.branch(name, root), at, name)
-
-    def reset(self, name: str, to: str) -> Snapshot:
-        """Moves an existing branch to any snapshot, from wherever it is; its history keeps where it was."""
-        validate_ref_name(name)
-        return self._move(lambda root: Op.reset(name, root), to, name)
-
-    def tag(self, name: str, at: str) -> Snapshot:
-        """Names a snapshot for good: a tag never moves."""
-        validate_ref_name(name)
-        return self._move(lambda root: Op.tag(name, root), at, None)
-
-    def untag(self, name: str) -> None:
-        """Removes a tag; what nothing else holds goes like what is forgotten."""
-        self._engine.require_writable()
-        self._engine.log.append(lambda view: [Op.untag(name, view)])
-
-    def branches(self) -> dict[str, Snapshot]:
-        """Every branch, and where it is."""
-        view = self._synced()
-        return {name: Snapshot.from_info(resolve(view, name).info) for name in view.branches()}
-
-    def tags(self) -> dict[str, Snapshot]:
-        """Every tag, and where it is."""
-        view = self._synced()
-        return {name: Snapshot.from_info(resolve(view, name).info) for name in view.tags()}
-
-    def annotate(self, address: str, metrics: Mapping[str, float]) -> Snapshot:
-        """Adds metrics that came later than the put; a name that is there already gets the new number."""
-        checked = check_metrics(metrics)
-        return self._move(lambda root: Op.annotate(root, checked), address, None)
-
-    def mark(self, address: str, mark: str = "bad", *, reason: str = "") -> Snapshot:
-        """Marks a snapshot ``bad``, so that `checkout` refuses it; the empty mark takes that back."""
-        if mark not in ("bad", ""):
-            raise InvalidOptionError(f"mark must be 'bad' or '', not {mark!r}", object_id="mark")
-        return self._move(lambda root: Op.mark(root, mark, reason), address, None)
-
-    # --- what stays, and what goes ------------------------------------------------------------------------------------
-
-    def pin(self, address: str, *, reason: str = "", owner: str | None = None, expires: "str | float | None" = None) -> Snapshot:
-        """Holds a snapshot until it is unpinned or `expires` has passed. An owner's second pin replaces the first.
-
-        Args:
-            address: The snapshot.
-            reason: For those who wonder later.
-            owner: Who holds it; by default this user.
-            expires: For how long: ``"30d"``, or seconds.
-        """
-        seconds = None if expires is None else parse_seconds(expires, "expires")
-        expires_ns = None if seconds is None else self._engine.clock() + int(seconds * 1e9)
-        return self._move(lambda root: Op.pin(root, owner or current_user(), reason, expires_ns), address, None)
-
-    def unpin(self, address: str, *, owner: str | None = None) -> None:
-        """Takes this user's pin, or `owner`'s, from a snapshot, and from any other one that has the same root."""
-        self._engine.require_writable()
-        who = owner or current_user()
-        self._engine.log.append(
-            lambda view: [Op.unpin(ulid, who, view) for ulid in pinned_with_root(view, resolve(view, address).info, who)]
-        )
-
-    def pins(self) -> tuple[PinnedSnapshot, ...]:
-        """Every pin."""
-        return pinned_snapshots(self._synced())
-
-    def forget(self, *addresses: str) -> "tuple[Forgotten, ...]":
-        """Takes snapshots out of their branches' histories, or whole branches and tags. `gc` frees them after the undo window.
-
-        Args:
-            addresses: ``ref@step``, ``ref~n`` or a root for one snapshot; a ref for all of it. Tags, pins and other branches go on
-                holding what they hold.
-        """
-        found = forgetting.forget(self._engine, addresses)
-        for one in found:
-            if one.kind == "branch":
-                self._seen.drop(one.ref)
-        return found
-
-    def undo(self, address: str | None = None) -> "tuple[Forgotten, ...]":
-        """Brings back what was forgotten last, or last of a ref, or one snapshot: until gc ends the undo window."""
-        return forgetting.undo(self._engine, address)
-
-    def forgotten(self) -> "tuple[Forgotten, ...]":
-        """What `undo` can bring back, newest first."""
-        self._engine.log.sync()
-        return forgetting.forgotten(self._engine)
-
-    def gc(self, options: "GcOptions | None" = None, *, dry_run: bool = False, progress: "GcProgress | None" = None) -> "GcReport":
-        """Frees what nothing holds any more; from any host, beside writers and readers. With `dry_run` tells what would go.
-
-        Raises:
-            UnreadableError: something that is held cannot be read; nothing was freed.
-            GcRefusedError: more than `options.max_delete` of all bytes would go.
-        """
-        from tensorstore_ck.gc import run_gc  # noqa: PLC0415
-
-        return run_gc(self._engine, options, dry_run=dry_run, **({"progress": progress} if progress else {}))
-
-    # --- what is there ------------------------------------------------------------------------------------------------
-
-    def resolve(self, address: str) -> Snapshot:
-        """The snapshot at an address."""
-        return Snapshot.from_info(self._resolve(address).info)
-
-    def log(self, ref: str | None = None, *, limit: int | None = None) -> list[Snapshot]:
-        """The history of a branch (a tag: its one snapshot), newest first; of all branches together without `ref`."""
-        view = self._synced()
-        if ref is None:
-            infos = [info for name in view.branches() for info in view.history(name, limit=limit)]
-            infos = sorted({info.ulid: info for info in infos}.values(), key=lambda info: -info.n)
-        elif view.branch(ref) is not None:
-            infos = list(view.history(ref, limit=limit))
-        else:
-            infos = [resolve(view, ref).info]
-        return [Snapshot.from_info(info) for info in infos[:limit]]
-
-    def show(self, address: str) -> SnapshotDetails:
-        """Metadata, tensors and values of a snapshot."""
-        from tensorstore_ck.inspection import describe  # noqa: PLC0415
-
-        return describe(SnapshotReader(self._engine, self._resolve(address).info))
-
-    def diff(self, old: str, new: str) -> "SnapshotDiff":
-        """Which tensors and values differ between two snapshots, and how many of their bytes; reads no tensor data."""
-        from tensorstore_ck.inspection import diff_snapshots  # noqa: PLC0415
-
-        readers = [SnapshotReader(self._engine, self._resolve(address).info) for address in (old, new)]
-        return diff_snapshots(*readers)
-
-    def usage(self, *, per_snapshot: bool = False) -> "Usage":
-        """Logical, unique, stored, shared and exclusive bytes, per ref, job and pack, and in all; reads no tensor data.
-
-        Args:
-            per_snapshot: Also what each snapshot takes, and what forgetting it would free.
-        """
-        from tensorstore_ck.gc.usage import measure_usage  # noqa: PLC0415
-
-        self._engine.log.sync()
-        return measure_usage(self._engine, per_snapshot=per_snapshot)
-
-    def fsck(self, options: "FsckOptions | None" = None, *, read_data: bool = False, progress: Progress | None = None) -> "FsckReport":
-        """Checks the whole store's structure, and as much data as asked for: `read_data`, or more in `options`. Changes nothing."""
-        from tensorstore_ck.fsck import run_fsck  # noqa: PLC0415
-
-        return run_fsck(self._engine, options, read_data=read_data, progress=progress)
-
-    def repair(self, *, read_data: bool = False, other: "Store | None" = None) -> "RepairReport":
-        """Mends what `fsck` finds: makes anew what is derived, and damaged objects from other copies, here or in another store.
-
-        Snapshots that stay damaged are marked, so that `checkout` refuses them. Nothing is deleted.
-        """
-        from tensorstore_ck.fsck import FsckOptions, run_repair  # noqa: PLC0415
-
-        return run_repair(self._engine, FsckOptions(read_data), other=other._engine if other is not None else None)
-
-    # --- inner --------------------------------------------------------------------------------------------------------
-
-    def _synced(self) -> RefTable:
-        self._engine.log.sync()
-        return self._engine.log.view()
-
-    def _resolve(self, address: str) -> Resolved:
-        return resolve(self._synced(), address)
-
-    def _move(self, make: Callable[[Digest], Op], address: str, branch: str | None) -> Snapshot:
-        """Appends one operation on the snapshot at `address`, and notes where `branch` is now."""
-        self._engine.require_writable()
-        found: list[SnapshotInfo] = []
-
-        def build(view: RefTable) -> list[Op]:
-            found[:] = [resolve(view, address).info]
-            operation = make(found[0].root)
-            operation.check(view)
-            return [operation, *revive(self._engine, view, found[0])]
-
-        self._engine.log.append(build)
-        if branch is not None:
-            self._seen.note(branch, found[0].root, found[0].root)
-        info = self._engine.log.view().snapshot(found[0].ulid)
-        return Snapshot.from_info(info or found[0])
+    def _agreed(self, address: str, read: Callable[..., Any], group: "ProcessGroup | None", timeout_seconds: float) -> Any:
+        """What `read` makes of the snapshot at `address`: with `group` of the same one on all ranks, and on all or on none."""
+        if group is None:
+            return read(self._resolve(address).info)
+        return self._groups.restore(group, address, self._resolve, read, timeout_seconds=timeout_seconds)[0]
 
 
 def open_store(

@@ -10,7 +10,16 @@ from tensorstore_ck.chunker import opaque
 from tensorstore_ck.codec import Codec
 from tensorstore_ck.config import BLOCK_BYTES, CONFIG_NAME, STORE_FORMAT
 from tensorstore_ck.envelope import FORMAT_VERSION, KINDS, MAGIC, MAX_DEPTH, MAX_ITEMS, MAX_OBJECT_BYTES
-from tensorstore_ck.layout import INLINE_TENSOR_BYTES, INLINE_VALUE_BYTES
+from tensorstore_ck.layout import (
+    BOXES_A_TENSOR,
+    INLINE_TENSOR_BYTES,
+    INLINE_VALUE_BYTES,
+    MAX_ALL_BOXES,
+    MAX_BOXES,
+    MAX_MESH_DIMS,
+    MAX_RANKS,
+    MAX_REGIONS,
+)
 from tensorstore_ck.log.checkpoint import MAX_TAIL_ENTRIES, MIN_TAIL_ENTRIES
 from tensorstore_ck.log.entry import MAX_ENTRY_BYTES
 from tensorstore_ck.log.ops import SCHEMA
@@ -27,6 +36,7 @@ from tensorstore_ck.pack import (
     TRAILER,
 )
 from tensorstore_ck.part import EXTENT_DTYPE
+from tensorstore_ck.split import MIN_RUN_BYTES
 
 TEXT = (Path(tensorstore_ck.__file__).parent / "FORMAT.md").read_text()
 
@@ -100,6 +110,12 @@ def test_limits() -> None:
     assert f"tensor of up to {INLINE_TENSOR_BYTES:,} bytes" in TEXT
     assert f"`block_bytes`, {BLOCK_BYTES >> 20} MiB" in TEXT
     assert f"at most {MAX_BLOCK_BYTES >> 20} MiB" in TEXT
+    assert f"T // {MIN_RUN_BYTES >> 20} MiB" in TEXT
+    assert MAX_RANKS == MAX_REGIONS == 1 << 20
+    assert "more than 2^20 ranks" in TEXT
+    assert f"more than {MAX_MESH_DIMS} mesh dims" in TEXT
+    assert f"more than {MAX_BOXES:,} boxes" in TEXT
+    assert f"{MAX_ALL_BOXES:,} and {BOXES_A_TENSOR} for each tensor" in TEXT
     assert PACK_LIMIT_BYTES == 1 << 30
     assert MAX_ENTRIES == 1 << 22
     assert MAX_ENTRY_BYTES == 1 << 20

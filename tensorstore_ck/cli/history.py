@@ -64,6 +64,7 @@ def _details_lines(details: SnapshotDetails, limit: int | None) -> list[str]:
             ("metrics", metrics_text(snapshot.metrics)),
             ("mark", red(mark_text(snapshot)) if snapshot.mark else ""),
             ("size", f"{logical}, stored as {stored}, {new} of it new when it was put"),
+            ("ranks", str(details.ranks) if details.ranks > 1 else ""),
             ("id", snapshot.id),
         ]
     )
@@ -75,7 +76,11 @@ def _details_lines(details: SnapshotDetails, limit: int | None) -> list[str]:
         lines += _rest(len(details.values) - len(shown))
     if details.tensors:
         rows = [[printable(name), dtype, _shape(shape), human_bytes(size)] for name, dtype, shape, size in details.tensors[:limit]]
-        lines += ["", counted(len(details.tensors), "tensor"), *indented(table(["NAME", "DTYPE", "SHAPE", "SIZE"], rows, right={"SIZE"}))]
+        head = ["NAME", "DTYPE", "SHAPE", "SIZE"]
+        if details.placements:
+            head.append("PLACEMENT")
+            rows = [[*row, details.placements.get(name, "")] for row, (name, *_) in zip(rows, details.tensors, strict=False)]
+        lines += ["", counted(len(details.tensors), "tensor"), *indented(table(head, rows, right={"SIZE"}))]
         lines += _rest(len(details.tensors) - len(rows))
     return lines
 

@@ -20,10 +20,11 @@ from tensorstore_ck.errors import DamageError, FormatVersionError, SnapshotAbort
 from tensorstore_ck.executor import Executor
 from tensorstore_ck.ids import Digest, Ulid
 from tensorstore_ck.index import Location
+from tensorstore_ck.knownblocks import KnownBlocks
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.part import EXTENT_DTYPE, Part, part_name
 from tensorstore_ck.record import Record, record_name
-from tensorstore_ck.writer import MAX_TRIES, KnownBlocks, commit_rescue
+from tensorstore_ck.writer import MAX_TRIES, commit_rescue
 
 Arrange = Callable[[RefTable, Op], list[Op]]
 """Given the target at its head and a put: checks the ref, and returns the operations that publish the snapshot under it."""
@@ -111,9 +112,11 @@ class SnapshotCopier:
         parts = []
         try:
             record = self._source.read_record(info)
-            known = KnownBlocks(self._target, self._nearest(record, ref))
+            nearest = self._nearest(record, ref)
             for rank in range(len(record.parts)):
-                part = self._copy_part(info, self._source.read_part(record, rank), known, anchor)
+                theirs = self._source.read_part(record, rank)
+                known = KnownBlocks(self._target, nearest, theirs.rank, theirs.world_size)
+                part = self._copy_part(info, theirs, known, anchor)
                 ulid, encoded = self._target.new_id(), part.encode()
                 self._put(part_name(ulid), encoded)
                 parts.append((ulid, part))

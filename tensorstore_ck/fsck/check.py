@@ -24,7 +24,7 @@ from tensorstore_ck.fsck.logcheck import LogCheck, cache_problem, check_log, hos
 from tensorstore_ck.fsck.mending import FROM_OTHER, REPAIR, pack_advice, readable_parts, rebuild_moved
 from tensorstore_ck.fsck.options import FsckOptions, Progress
 from tensorstore_ck.fsck.packcheck import BadBlocks, Listed, Packs
-from tensorstore_ck.fsck.snapshotcheck import SnapshotCheck, check_snapshot, hit_text, parts_of
+from tensorstore_ck.fsck.snapshotcheck import SnapshotCheck, check_snapshot, hit_text, merged, parts_of
 from tensorstore_ck.fsck.stillengine import still_engine
 from tensorstore_ck.gc.roots import roots
 from tensorstore_ck.ids import Ulid, parse_ulid
@@ -214,9 +214,10 @@ class Fsck:
             step = "" if infos[ulid].step is None else f"@{infos[ulid].step}"
             addresses = [f"{ref}{step}" for ref in refs.get(ulid, ())]
             for damage in found.damages:
-                self._found.add(damage.kind, damage.object, damage.message, hit=hit_text(addresses, infos[ulid], damage.names))
                 if damage.blocks is not None:
                     self.hit.add(*damage.blocks)
+            for damage in merged(found.damages):
+                self._found.add(damage.kind, damage.object, damage.message, hit=hit_text(addresses, infos[ulid], damage.names))
         return len(infos)
 
     def _check_all(self, infos: Iterable[SnapshotInfo]) -> dict[Ulid, SnapshotCheck]:

@@ -30,7 +30,7 @@ from tensorstore_ck.log import ObjectKey, SnapshotInfo
 from tensorstore_ck.moved import MOVED_DTYPE, Moved
 from tensorstore_ck.pack import HEADER
 from tensorstore_ck.packwriter import PackWriter
-from tensorstore_ck.part import EXTENT_DTYPE, Part, decode_part, part_name
+from tensorstore_ck.part import EXTENT_DTYPE, Part, decode_part, encode_values, part_name
 from tensorstore_ck.record import Record, decode_record, record_name
 
 COPIED: Final = "copied from the other store"
@@ -76,11 +76,15 @@ class Remaker:
                     return found[1]
         with contextlib.suppress(DamageError):
             theirs = self._their_record(info)
-        parts = [] if theirs is None else [self._logical_part(_part_id(theirs, rank), rank) for rank in range(len(theirs.parts))]
-        if theirs is None or None in parts:
+        if theirs is None or not all(self._find_part(_part_id(theirs, rank), rank) for rank in range(len(theirs.parts))):
             return None
-        anew = [self._write_part(part) for part in parts if part is not None]
-        self._publish(info, remade_record(info, theirs.metadata, [ulid for ulid, _ in anew], theirs.part_ids), anew)
+        anew = []
+        for rank in range(len(theirs.parts)):
+            part = self._logical_part(_part_id(theirs, rank), rank)
+            if part is None:
+                return None
+            anew.append(self._write_part(part))
+        self._publish(info, remade_record(info, theirs, [ulid for ulid, _ in anew]), anew)
         return "made anew from the other store's, which has the same root"
 
     def part(self, ulid: Ulid, rank: int, record: Record, info: SnapshotInfo) -> str | None:
@@ -94,12 +98,12 @@ class Remaker:
             if part.part_id() == wanted and is_here and not self._is_listed(objects):
                 self.overwrite(ObjectKey("part", ulid), data)
                 return COPIED
-        found = self._logical_part(wanted, rank)
+        found = self._logical_part(wanted, rank) or self._empty_part(wanted, rank, record)
         if found is None:
             return None
         anew = self._write_part(found)
         parts = [*record.parts[:rank], anew[0], *record.parts[rank + 1 :]]
-        self._publish(info, remade_record(info, record.metadata, parts, record.part_ids), [anew])
+        self._publish(info, remade_record(info, record, parts), [anew])
         return "made anew from one of the same content"
 
     def exact(self, key: ObjectKey, expected: Digest) -> tuple[bytes, str] | None:
@@ -156,8 +160,8 @@ class Remaker:
         theirs = other.engine.log.view().by_root(info.root) if other is not None else None
         return other.engine.read_record(theirs) if other is not None and theirs is not None else None
 
-    def _logical_part(self, wanted: Digest, rank: int) -> Part | None:
-        """A part of that id: of this store, else of the other."""
+    def _find_part(self, wanted: Digest, rank: int) -> tuple[Engine, Ulid] | None:
+        """Where there is a part of that id: in this store, else in the other."""
         if self._parts_by_id is None:
             self._parts_by_id = {}
             stores = [
@@ -167,19 +171,37 @@ class Remaker:
             for engine, parts in stores:
                 for ulid, part in readable_parts(engine, parts):
                     self._parts_by_id.setdefault((part.part_id(), part.rank), (engine, ulid))
-        found = self._parts_by_id.get((wanted, rank))
+        return self._parts_by_id.get((wanted, rank))
+
+    def _logical_part(self, wanted: Digest, rank: int) -> Part | None:
+        """A part of that id."""
+        found = self._find_part(wanted, rank)
         return next((part for _, part in readable_parts(found[0], [found[1]])), None) if found is not None else None
+
+    def _empty_part(self, wanted: Digest, rank: int, record: Record) -> Part | None:
+        """A part of that id, where a rank had nothing to store: it says what those beside it say."""
+        for other, ulid in enumerate(record.parts):
+            for _, part in readable_parts(self._engine, [ulid]) if other != rank else ():
+                blobs = part.blobs[:1].copy()
+                blobs["blocks"] = 0
+                empty = part._replace(rank=rank, blobs=blobs, ids=b"", values=encode_values(()), inline=b"", regions=b"")
+                if empty.part_id() == wanted:
+                    return empty
+        return None
 
     # --- where it is --------------------------------------------------------------------------------------------------
 
-    def _publish(self, info: SnapshotInfo, record: Record, parts: Sequence[tuple[Ulid, Move]]) -> None:
+    def _publish(self, info: SnapshotInfo, record: Record, parts: Sequence[tuple[Ulid, Move | None]]) -> None:
         """Writes a record that names parts made anew, and puts their relocations in force."""
         self.overwrite(ObjectKey("snapshot", info.ulid), record.encode())
         for ulid, move in parts:
-            commit_move(self._engine, move, self._anchor, [ObjectKey("part", ulid), ObjectKey("snapshot", info.ulid)])
+            if move is not None:
+                commit_move(self._engine, move, self._anchor, [ObjectKey("part", ulid), ObjectKey("snapshot", info.ulid)])
 
-    def _write_part(self, part: Part) -> tuple[Ulid, Move]:
-        """A part of the same content, whose blocks are in this store; and the relocation that leads to them."""
+    def _write_part(self, part: Part) -> tuple[Ulid, Move | None]:
+        """A part of the same content, whose blocks are in this store; and the relocation that leads to them, if it has any."""
+        if not part.block_count:
+            return self._put_part(part._replace(packs=[], extents=np.zeros(0, EXTENT_DTYPE))), None
         places = self._places(part)
         nowhere, numbers = self._engine.new_id(), dict[Digest, int]()
         rows: list[tuple[int, ...]] = []
@@ -202,11 +224,12 @@ class Remaker:
         key = ObjectKey("moved", self._engine.new_id())
         self._engine.backend.put(key.name, moved)
         move = Move(nowhere, key.ulid, object_hash(moved), tuple(targets), np.arange(len(rows)), len(moved))
+        return self._put_part(part._replace(packs=[nowhere], extents=extents)), move
+
+    def _put_part(self, part: Part) -> Ulid:
         ulid = self._engine.new_id()
-        self._engine.backend.put(
-            part_name(ulid), part._replace(packs=[nowhere], extents=extents, base_ids=b"", anchor=self._anchor).encode()
-        )
-        return ulid, move
+        self._engine.backend.put(part_name(ulid), part._replace(base_ids=b"", anchor=self._anchor).encode())
+        return ulid
 
     def _places(self, part: Part) -> Mapping[Digest, Location]:
         ids = list(dict.fromkeys(part.block_id(row) for row in range(part.block_count)))

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from tensorstore_ck.closure import resolve
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import BrokenLogError, DamageError, SnapshotExpiredError, StoreError
 from tensorstore_ck.fsck.check import Fsck
@@ -27,9 +28,11 @@ from tensorstore_ck.ids import Ulid
 from tensorstore_ck.log import Head, ObjectKey, Op, RefTable, Relocation, SnapshotInfo
 from tensorstore_ck.pack import pack_name
 from tensorstore_ck.part import part_name
-from tensorstore_ck.record import record_name
+from tensorstore_ck.record import Record, record_name
 
 DAMAGED: Final = "damaged"
+GIVES_WAY: Final = ("", "drift")
+"""Marks that `DAMAGED` takes the place of: one may still resume from such a snapshot."""
 MAX_ROUNDS: Final = 8
 MARKS_AN_ENTRY: Final = 500
 MAX_REASON: Final = 400
@@ -167,7 +170,10 @@ class _Repair:
         if found is not None:
             remaker.overwrite(key, found[0])
             return found[1]
-        for part in fsck.at_log.read_record(info).parts:
+        record = fsck.at_log.read_record(info)
+        for rank, part in enumerate(record.parts):
+            if _is_resolved(fsck.at_log, record, rank):
+                continue
             remade = self._mend_part(fsck, remaker, info, part_name(part))
             if remade is not None:
                 self._mended[part_name(part)] = f"{remade}: {key.name} is lost"
@@ -217,7 +223,7 @@ class _Repair:
         marked = {
             info.root: Op.mark(info.root, DAMAGED, _reason(fsck.damaged[info.ulid]))
             for info in infos
-            if info.ulid in fsck.damaged and info.root not in whole and not info.mark
+            if info.ulid in fsck.damaged and info.root not in whole and info.mark in GIVES_WAY
         }
         suspects = [info for info in infos if info.mark == DAMAGED and info.ulid not in fsck.damaged]
         unmarked = {info.root: Op.mark(info.root, "") for info in self._verified(fsck, suspects)}
@@ -247,6 +253,15 @@ def _host_head(engine: Engine) -> Head | None:
         return engine.log.view().head()
     except StoreError:
         return None  # a cache that cannot be read tells nothing
+
+
+def _is_resolved(engine: Engine, record: Record, rank: int) -> bool:
+    """Whether it is known where the blocks of a part are."""
+    try:
+        resolve(engine, engine.log.view(), engine.read_part(record, rank))
+    except DamageError:
+        return False
+    return True
 
 
 def _damaged_objects(fsck: Fsck) -> list[tuple[SnapshotInfo, str]]:

@@ -3,7 +3,7 @@
 Reads past every cache. Damage is returned, never raised, with the tensors that it hits: what a restore would fail on.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -15,15 +15,13 @@ from tensorstore_ck.envelope import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.errors import CorruptObjectError, StoreError
 from tensorstore_ck.fsck.blocks import Ids
 from tensorstore_ck.fsck.findings import require_reachable
+from tensorstore_ck.fsck.hits import Hits
 from tensorstore_ck.fsck.packcheck import Packs
 from tensorstore_ck.ids import DIGEST_BYTES, Ulid
-from tensorstore_ck.inspection import names_of_rows
 from tensorstore_ck.log import ObjectKey, SnapshotInfo
 from tensorstore_ck.pack import Footer, pack_name
 from tensorstore_ck.part import Extents, Part, decode_part, part_name
-from tensorstore_ck.reader import SnapshotReader
 from tensorstore_ck.record import Record, decode_record, record_name
-from tensorstore_ck.tree import parse
 
 MAX_NAMED: Final = 10
 """Tensors that are named for each snapshot."""
@@ -82,26 +80,33 @@ def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_dat
     record, size = _read_record(engine, info, damages)
     if record is None:
         return SnapshotCheck(damages, frozenset(needs), size, is_complete=False)
-    is_complete, anchor = True, 0
     needs.update(ObjectKey("part", part) for part in record.parts)
-    for rank in range(len(record.parts)):
-        part, part_bytes = _read_part(engine, record, rank, damages)
+    anchor, hits, lost = 0, Hits(engine, info, record, 0, None), dict[int, Damage]()
+    for rank, ulid in enumerate(record.parts):
+        part, part_bytes = _read_part(engine, record, rank)
         size += part_bytes
-        places = _resolve(engine, part, damages) if part is not None else None
-        if part is None or places is None:
-            is_complete = False
+        if isinstance(part, Damage):
+            lost[rank] = part
             continue
+        if not hits.is_known(rank):
+            hits = Hits(engine, info, record, part.world_size, part.layout_of)
         anchor = max(anchor, part.anchor)
+        places = _resolve(engine, part)
+        if isinstance(places, Damage):
+            lost[rank] = places
+            continue
         needs.update(places.objects())
         problems = list(_extent_problems(packs, part, places, record, rank, read_data=read_data))
-        reader = _open(engine, info)
+        misfit = hits.problem(part, part_name(ulid))
         layout_rows = slice(0, int(part.blobs["blocks"][0]))
-        if isinstance(reader, StoreError) and not any(problem.rows[layout_rows].any() for problem in problems):
-            damages.append(Damage(reader.kind, reader.object_id or part_name(record.parts[rank]), str(reader), ()))
-        for problem in problems:
-            names = names_of_rows(reader, problem.rows) if isinstance(reader, SnapshotReader) else []
-            damages.append(Damage(problem.kind, problem.object, problem.message, _bounded(names), problem.blocks))
-    return SnapshotCheck(damages, frozenset(needs), size, is_complete, anchor)
+        if misfit is not None and not any(problem.rows[layout_rows].any() for problem in problems):
+            damages.append(Damage(misfit.kind, misfit.object_id or part_name(ulid), str(misfit), tuple(hits.names_of_lost(rank))))
+        damages += [
+            Damage(problem.kind, problem.object, problem.message, tuple(hits.names(part, problem.rows)), problem.blocks)
+            for problem in problems
+        ]
+    damages += [damage._replace(names=tuple(hits.names_of_lost(rank))) for rank, damage in lost.items()]
+    return SnapshotCheck(damages, frozenset(needs), size, not lost, anchor)
 
 
 def parts_of(engine: Engine, info: SnapshotInfo) -> Iterator[Part]:
@@ -109,15 +114,15 @@ def parts_of(engine: Engine, info: SnapshotInfo) -> Iterator[Part]:
     damages: list[Damage] = []
     record, _ = _read_record(engine, info, damages)
     if record is not None:
-        parts = (_read_part(engine, record, rank, damages)[0] for rank in range(len(record.parts)))
-        yield from (part for part in parts if part is not None)
+        parts = (_read_part(engine, record, rank)[0] for rank in range(len(record.parts)))
+        yield from (part for part in parts if isinstance(part, Part))
 
 
 def placed_parts(engine: Engine, info: SnapshotInfo) -> Iterator[tuple[Part, Places]]:
     """The parts of a snapshot that can be read, and where their blocks are."""
     for part in parts_of(engine, info):
-        places = _resolve(engine, part, [])
-        if places is not None:
+        places = _resolve(engine, part)
+        if isinstance(places, Places):
             yield part, places
 
 
@@ -135,9 +140,18 @@ def by_pack(places: Places) -> Iterator[tuple[Ulid, npt.NDArray[np.int64]]]:
         yield places.packs[int(numbers[rows[0]])], rows
 
 
-def remade_record(info: SnapshotInfo, metadata: bytes, parts: Sequence[Ulid], part_ids: bytes) -> Record:
+def remade_record(info: SnapshotInfo, found: Record, parts: Sequence[Ulid]) -> Record:
     """A record that repair makes anew: what the log says of it, and what is under its root; the only one that may take another's place."""
-    return Record(info.ref, info.step, info.parent, metadata, {}, info.time_ns, list(parts), part_ids, info.logical_bytes, info.new_bytes)
+    return found._replace(
+        ref=info.ref,
+        step=info.step,
+        parent=info.parent,
+        metrics={},
+        time_ns=info.time_ns,
+        parts=list(parts),
+        logical_bytes=info.logical_bytes,
+        new_bytes=info.new_bytes,
+    )
 
 
 def _read_record(engine: Engine, info: SnapshotInfo, damages: list[Damage]) -> tuple[Record | None, int]:
@@ -146,7 +160,7 @@ def _read_record(engine: Engine, info: SnapshotInfo, damages: list[Damage]) -> t
         data = engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
         size = len(data)
         record = decode_record(data, name)
-        is_remade = record == remade_record(info, record.metadata, record.parts, record.part_ids)
+        is_remade = record == remade_record(info, record, record.parts)
         if (object_hash(data) != info.record and not is_remade) or record.root() != info.root:
             raise CorruptObjectError(f"{name} is not the record that the log names", object_id=name)
     except StoreError as exc:
@@ -156,7 +170,8 @@ def _read_record(engine: Engine, info: SnapshotInfo, damages: list[Damage]) -> t
     return record, size
 
 
-def _read_part(engine: Engine, record: Record, rank: int, damages: list[Damage]) -> tuple[Part | None, int]:
+def _read_part(engine: Engine, record: Record, rank: int) -> tuple[Part | Damage, int]:
+    """A part, or why it cannot be read; and its bytes."""
     ulid = record.parts[rank]
     name, size = part_name(ulid), 0
     try:
@@ -167,30 +182,18 @@ def _read_part(engine: Engine, record: Record, rank: int, damages: list[Damage])
             raise CorruptObjectError(f"{name} is not the part that its snapshot names", object_id=name)
     except StoreError as exc:
         require_reachable(engine.backend, exc)
-        damages.append(Damage(exc.kind, name, str(exc), ()))
-        return None, size
+        return Damage(exc.kind, name, str(exc), ()), size
     engine.keep_part(ulid, part)  # what the reader takes next
     return part, size
 
 
-def _resolve(engine: Engine, part: Part, damages: list[Damage]) -> Places | None:
+def _resolve(engine: Engine, part: Part) -> Places | Damage:
+    """Where the blocks of a part are, or why there is no telling."""
     try:
         return resolve(engine, engine.log.view(), part)
     except StoreError as exc:
         require_reachable(engine.backend, exc)
-        damages.append(Damage(exc.kind, exc.object_id, f"{exc} (it says where blocks are that were moved)", ()))
-        return None
-
-
-def _open(engine: Engine, info: SnapshotInfo) -> SnapshotReader | StoreError:
-    """The snapshot, opened: its layout, values and tree are sound; or why they are not, or not this build's to read."""
-    try:
-        reader = SnapshotReader(engine, info)
-        parse(reader.layout, len(reader.values), f"the layout of {reader.name}")
-    except StoreError as exc:
-        require_reachable(engine.backend, exc)
-        return exc
-    return reader
+        return Damage(exc.kind, exc.object_id, f"{exc} (it says where blocks are that were moved)", ())
 
 
 def _extent_problems(packs: Packs, part: Part, places: Places, record: Record, rank: int, *, read_data: bool) -> Iterator[_PartProblem]:
@@ -242,12 +245,18 @@ def _unreachable(packs: Packs, pack: Ulid, extents: Extents, ids: npt.NDArray[np
     return wrong
 
 
-def _bounded(names: Sequence[str]) -> tuple[str, ...]:
-    more = len(names) - MAX_NAMED
-    return (*names[:MAX_NAMED], *([f"and {more} more"] if more > 0 else []))
+def merged(damages: Iterable[Damage]) -> Iterator[Damage]:
+    """One for each kind and object, with all the names that it hits in any part; without the blocks."""
+    found: dict[tuple[str, str], Damage] = {}
+    for damage in damages:
+        known = found.setdefault((damage.kind, damage.object), damage)
+        names = tuple(dict.fromkeys((*known.names, *damage.names))) if known.names and damage.names else ()
+        found[damage.kind, damage.object] = known._replace(names=names, blocks=None)
+    yield from found.values()
 
 
 def hit_text(addresses: Sequence[str], info: SnapshotInfo, names: Sequence[str]) -> str:
     """``runs/gpt@1000 (root 9f86d081...): tensors``."""
-    where = ", ".join(addresses) or "no ref"
-    return f"{where} (root {info.root.hex()[:12]}): {', '.join(names) or 'all of it'}"
+    where, more = ", ".join(addresses) or "no ref", len(names) - MAX_NAMED
+    shown = [*names[:MAX_NAMED], *([f"and {more} more"] if more > 0 else [])]
+    return f"{where} (root {info.root.hex()[:12]}): {', '.join(shown) or 'all of it'}"

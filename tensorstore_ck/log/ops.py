@@ -23,7 +23,7 @@ MAX_METRIC_NAME_CHARS: Final = 256
 MAX_REASON_CHARS: Final = 4096
 MAX_OP_NAME_CHARS: Final = 64
 MAX_OWNER_BYTES: Final = 256
-MARKS: Final = ("bad", "damaged", "")
+MARKS: Final = ("bad", "damaged", "drift", "")
 
 
 @dataclass(frozen=True, slots=True)

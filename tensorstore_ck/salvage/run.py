@@ -209,6 +209,7 @@ class _Salvage:
         for ulid in strays.keys() & intact.keys():
             condemned = log.view.object_state(ObjectKey("snapshot", ulid))
             after[ulid] = max(intact[ulid].anchor, condemned.n if condemned is not None else 0)
+        _put_parents_first(after, strays, log.view)
         heads = {branch: head.root for branch in log.view.branches() if (head := log.view.branch(branch))}
         fill: dict[int, list[Entry]] = {}
         for ulid, anchor in sorted(after.items(), key=lambda item: (item[1], strays[item[0]].info.time_ns)):
@@ -263,6 +264,17 @@ class _Salvage:
 def _was_published(view: RefTable, ulid: Ulid) -> bool:
     outcome, state = view.outcome(ulid), view.object_state(ObjectKey("snapshot", ulid))
     return view.snapshot(ulid) is not None or (outcome is not None and outcome.put) or (state is not None and state.swept)
+
+
+def _put_parents_first(after: dict[Ulid, int], strays: Mapping[Ulid, _Stray], view: RefTable) -> None:
+    """A parent was published when its child was begun, whatever the anchor says of a part that repair made anew later."""
+    by_root: dict[Digest, list[Ulid]] = {}
+    for ulid in after:
+        by_root.setdefault(strays[ulid].info.root, []).append(ulid)
+    for ulid in sorted(after, key=lambda ulid: strays[ulid].info.time_ns, reverse=True):
+        parents = by_root.get(strays[ulid].info.parent or Digest(b""), [])
+        if len(parents) == 1 and view.object_state(ObjectKey("snapshot", parents[0])) is None:
+            after[parents[0]] = min(after[parents[0]], max(after[ulid] - 1, 0))
 
 
 def _relocations(view: RefTable) -> Iterator[Relocation]:

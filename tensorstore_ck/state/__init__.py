@@ -7,17 +7,20 @@ below. Nothing is pickled, nothing that a store names is imported or called, and
 from tensorstore_ck.state.capture import capture
 from tensorstore_ck.state.check import Problem, StateCheck, check_state, problems
 from tensorstore_ck.state.lazy import LazySnapshot, LazyTensor
-from tensorstore_ck.state.report import LoadReport, LoadWarning
+from tensorstore_ck.state.report import LoadReport, LoadWarning, Unclaimed
 from tensorstore_ck.state.restore import restore
+from tensorstore_ck.state.sharded import FlatShard
 from tensorstore_ck.state.types import register_type
 
 __all__ = [
+    "FlatShard",
     "LazySnapshot",
     "LazyTensor",
     "LoadReport",
     "LoadWarning",
     "Problem",
     "StateCheck",
+    "Unclaimed",
     "capture",
     "check_state",
     "problems",

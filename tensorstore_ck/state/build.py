@@ -27,21 +27,23 @@ def build(tree: Tree, content: Content, tensor_of: Callable[[Leaf], Any]) -> Any
     return encoded if type(encoded) in _PLAIN else decode(encoded, decode_other=decode_torch, blob=content.blob, name=tree.path)
 
 
-def require_types(tree: Tree) -> None:
-    """Checks that every type in the tree can be made, so that nothing is read in vain.
+def require_buildable(tree: Tree, content: Content) -> None:
+    """Checks that every type in the tree can be made and every value told, so that nothing is read in vain.
 
     Raises:
-        UnsupportedValueError: one is not loaded or not registered in this process.
+        UnsupportedValueError: a type is not loaded or not registered in this process.
+        MismatchError: the ranks that put it did not agree on a value.
     """
     if isinstance(tree, Leaf):
+        if tree.kind == "value" and tree is not NOTHING:
+            content.values[tree.index]
         return
     if tree.node[0] == "n":
         namedtuple_class(tree.node[1], list(tree.keys))
     elif tree.node[0] == "r":
         registered_name(tree.node[1])
     for child in tree.children:
-        if isinstance(child, Branch):
-            require_types(child)
+        require_buildable(child, content)
 
 
 def _container(branch: Branch, items: list[Any], content: Content, tensor_of: Callable[[Leaf], Any]) -> Any:

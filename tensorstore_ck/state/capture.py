@@ -12,9 +12,12 @@ import numpy as np
 import torch
 
 from tensorstore_ck.errors import UnsupportedValueError
-from tensorstore_ck.layout import MAX_ITEM_BYTES, ByteSource, Captured, Layout, Node, SharedStorage, TensorSpec
+from tensorstore_ck.layout import MAX_ITEM_BYTES, ByteSource, Captured, Explicit, Layout, Node, Sharding, SharedStorage, Spread, TensorSpec
+from tensorstore_ck.sharding import Box, Mesh
 from tensorstore_ck.state.extents import area_of, extent_of, span_of
 from tensorstore_ck.state.memory import Array, CopySource, MemorySource, address_of
+from tensorstore_ck.state.sharded import Describer, FlatShard
+from tensorstore_ck.state.shares import share_of
 from tensorstore_ck.state.sharing import Area, Extra, Place, find_sharing, find_suspects
 from tensorstore_ck.state.types import DTYPE_NAMES, FACTORIES, encode_torch, namedtuple_name, registered_class
 from tensorstore_ck.tree import ATTRIBUTES, PARAMETER, REQUIRES_GRAD, ROOT, Names
@@ -27,13 +30,17 @@ _FACTORY_NAMES: Final = {factory: name for name, factory in FACTORIES.items()}
 Refuse = Callable[[UnsupportedValueError], None]
 
 
-def capture(state: object) -> Captured:
+def capture(state: object, describer: Describer | None = None) -> Captured:
     """Takes `state` apart. Its tensors must neither move nor change until the result has been stored.
+
+    Args:
+        state: The state, or this rank's side of it.
+        describer: Tells how tensors are spread over the ranks that put together.
 
     Raises:
         UnsupportedValueError: something in it cannot be stored; the message has its path and what to do.
     """
-    walk = Walk()
+    walk = Walk(describer=describer)
     walk.visit(state)
     return walk.finish()
 
@@ -41,7 +48,11 @@ def capture(state: object) -> Captured:
 class Walk:
     """One walk over a state. With `refuse`, it goes on after what cannot be stored."""
 
-    def __init__(self, refuse: Refuse | None = None) -> None:
+    def __init__(self, refuse: Refuse | None = None, describer: Describer | None = None) -> None:
+        self._describer = describer
+        self._spreads: dict[int, Spread] = {}
+        self._meshes: dict[Mesh, int] = {}
+        self._explicit: dict[int, tuple[Box, ...]] = {}
         self._values: list[Any] = []
         self._blobs: list[bytes] = []
         self._names = Names()
@@ -69,9 +80,10 @@ class Walk:
         suspects = find_suspects(self._areas)
         sharing = find_sharing({leaf: extent_of(self._objects[leaf]) for leaf in suspects})
         specs, sources = self._specs, self._sources
-        number_of: Sequence[int] | dict[int, int] = range(len(specs))
+        own: Sequence[int] = range(len(specs))
+        number_of: Sequence[int] | dict[int, int] = own
         if sharing.views:
-            own = [leaf for leaf in range(len(specs)) if leaf not in sharing.views]
+            own = [leaf for leaf in own if leaf not in sharing.views]
             number_of = {leaf: number for number, leaf in enumerate(own)}
             specs, sources = [specs[leaf] for leaf in own], [sources[leaf] for leaf in own]
             for position, extra in enumerate(sharing.extras):
@@ -79,6 +91,7 @@ class Walk:
                 name = self._names.name(f"{self._specs[extra.first].name}.__storage__")
                 specs.append(TensorSpec(name, "uint8", 1, (extra.stop - extra.start,)))
                 sources.append(_source_of_extra(extra, self._objects[extra.first]))
+            own += [-1 - position for position in range(len(sharing.extras))]
         storages = []
         for storage in sharing.storages:
             for base, _ in storage.places:
@@ -92,7 +105,10 @@ class Walk:
                 nodes[position] = self._view_node(leaf, sharing.views[leaf], number_of)
             else:
                 nodes[position] = ["t", number_of[leaf], flags] if flags else number_of[leaf]
-        return Captured(Layout(specs, self._root[0], storages), self._values, self._blobs, sources)
+        spreads = [self._spreads.get(leaf) for leaf in own] if self._spreads else ()
+        explicit = [Explicit(number_of[leaf], boxes) for leaf, boxes in self._explicit.items()]
+        layout = Layout(specs, self._root[0], storages, list(self._meshes), spreads)
+        return Captured(layout, self._values, self._blobs, sources, explicit)
 
     def _view_node(self, leaf: int, place: Place, number_of: Sequence[int] | dict[int, int]) -> Node:
         self._check_addressable(leaf)
@@ -120,6 +136,8 @@ class Walk:
         kind = type(value)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             self._visit_tensor(value, path, nodes, position)
+        elif self._describer is not None and (kind is FlatShard or isinstance(value, torch.Tensor)):
+            self._visit_spread(value, path, nodes, position)
         elif kind in _INLINE:
             self._names.name(path[:-1] if path else ROOT)
             self._values.append(value)
@@ -242,6 +260,33 @@ class Walk:
         if type(tensor) is torch.nn.Parameter:
             flags |= PARAMETER
         return self._add(tensor, TensorSpec(name, dtype, tensor.itemsize, tuple(tensor.shape)), flags, source, area_of(tensor))
+
+    def _visit_spread(self, value: Any, path: str, nodes: list[Any], position: int) -> None:
+        """A tensor of which this rank holds a share."""
+        assert self._describer is not None
+        name = self._names.name(path[:-1] if path else ROOT)
+        number = self._number_of.get(id(value))
+        if number is None:
+            try:
+                share = share_of(self._describer, value, name)
+                if share is None or share.dtype not in DTYPE_NAMES:
+                    what, advice = advice_for(value) or (f"its dtype {value.dtype} has no stored form", "convert it")
+                    raise UnsupportedValueError(f"cannot store {name}: {what}; {advice}", object_id=name)
+            except UnsupportedValueError as exc:
+                self._refused(exc)
+                return
+            flags = REQUIRES_GRAD if share.requires_grad else 0
+            flags |= PARAMETER if share.is_parameter else 0
+            spec = TensorSpec(name, DTYPE_NAMES[share.dtype], share.dtype.itemsize, share.shape)
+            number = self._add(value, spec, flags, share.source(), None)
+            if share.mesh is not None:
+                self._spreads[number] = Sharding(self._meshes.setdefault(share.mesh, len(self._meshes)), share.placements)
+            else:
+                self._spreads[number] = "flat" if share.is_flat else "boxes"
+                self._explicit[number] = tuple(piece.box for piece in share.pieces)
+        nodes[position] = number
+        self._hole_nodes.append(nodes)
+        self._hole_positions.append(position)
 
     def _visit_array(self, array: Array, path: str, nodes: list[Any], position: int) -> None:
         name = self._names.name(path[:-1] if path else ROOT)

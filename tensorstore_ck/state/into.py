@@ -13,15 +13,17 @@ import numpy as np
 import torch
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, StoreError, UnsupportedValueError
-from tensorstore_ck.layout import Content
-from tensorstore_ck.state.build import build, require_types
+from tensorstore_ck.layout import Content, WantedBox
+from tensorstore_ck.state.build import build, require_buildable
 from tensorstore_ck.state.capture import advice_for
 from tensorstore_ck.state.fresh import CONVERTIBLE, Form, FreshTensors, Wanted, form_of
 from tensorstore_ck.state.inplace import Fill, find_conflicts, read_in_place
-from tensorstore_ck.state.report import LoadReport
+from tensorstore_ck.state.report import LoadReport, Unclaimed
 from tensorstore_ck.state.select import Selection
+from tensorstore_ck.state.sharded import Describer
+from tensorstore_ck.state.shares import Share, share_of
 from tensorstore_ck.state.types import encode_torch, registered_class
-from tensorstore_ck.tree import ROOT, Branch, Leaf, Names, Tree, leaves
+from tensorstore_ck.tree import ROOT, Branch, Leaf, Names, Tree, leaves, parse
 from tensorstore_ck.values import MAX_NESTING, encode, key_text
 
 Finish = Callable[[], Any]
@@ -39,18 +41,21 @@ def fill(
     device: torch.device,
     strict: bool,
     report: LoadReport | None,
+    describer: Describer | None,
+    unclaimed: Unclaimed | None,
 ) -> Any:
     """Restores `tree` into `into`, and returns it (or what replaces it, where it cannot be changed in place)."""
-    plan = _Plan(content, tree, selection, rename, dtype)
+    plan = _Plan(content, tree, selection, rename, dtype, describer=describer)
     finish = plan.visit(into, "", 0)
-    plan.settle(strict=strict, report=report)
+    plan.settle(strict=strict, report=report, unclaimed=unclaimed)
     for adopted in plan.adopted:
-        require_types(adopted)
+        require_buildable(adopted, content)
     fresh = FreshTensors(content.layout, plan.wanted, device)
     plan.tensor_of = fresh.get
     try:
         content.read(dict(fresh.targets))
         read_in_place(content, plan.fills)
+        content.read_boxes(plan.boxes)
     except StoreError as exc:
         raise type(exc)(f"{exc} (the tensors of `into` are now undefined: restore into it again)", object_id=exc.object_id) from exc
     except BaseException as exc:
@@ -61,9 +66,19 @@ def fill(
 
 class _Plan:
     def __init__(
-        self, content: Content, tree: Tree, selection: Selection | None, rename: Callable[[str], str | None], dtype: torch.dtype | None
+        self,
+        content: Content,
+        tree: Tree,
+        selection: Selection | None,
+        rename: Callable[[str], str | None],
+        dtype: torch.dtype | None,
+        *,
+        describer: Describer | None,
     ) -> None:
+        self._describer = describer
         self.fills: list[Fill] = []
+        self.boxes: list[WantedBox] = []
+        """For tensors of which this rank has a share."""
         self.wanted: list[Wanted] = []
         self.adopted: list[Tree] = []
         self.tensor_of: Callable[[Leaf], Any]
@@ -91,14 +106,17 @@ class _Plan:
         self._below = _ByPrefix(self._stored)
         self._branches = {branch.path: branch for branch in reversed(list(_branches(tree)))}
 
-    def settle(self, *, strict: bool, report: LoadReport | None) -> None:
-        """Checks that everything fits."""
+    def settle(self, *, strict: bool, report: LoadReport | None, unclaimed: Unclaimed | None) -> None:
+        """Checks that everything fits. `unclaimed`: takes what is not expected here, but perhaps on another rank."""
         conflicts = find_conflicts(self.fills)
         for name, other in conflicts.items():
             self._report.mismatched.append(f"{name}: shares memory with {other} here, but not in the snapshot")
         self.fills = [fill for fill in self.fills if fill.name not in conflicts]
         self._report.unexpected += [name for name in self._stored if name not in self._used]
-        self._report.settle(strict=strict, report=report)
+        self._report.settle(strict=strict, report=report, others=unclaimed is not None)
+        if unclaimed is not None and strict:
+            every = parse(self._content.layout, len(self._content.values))  # also what is not selected here
+            unclaimed.note((leaf.path for leaf in leaves(every)), [self._stored[name].path for name in self._report.unexpected])
 
     # --- the walk -----------------------------------------------------------------------------------------------------
 
@@ -112,6 +130,9 @@ class _Plan:
         if registered is not None:
             inner = self.visit(registered.to_state(target), path, depth + 1)
             return lambda: registered.from_state(inner())
+        share = share_of(self._describer, target, path[:-1]) if self._describer is not None else None
+        if share is not None:
+            return self._visit_share(target, share, self._name(path))
         if isinstance(target, torch.Tensor | np.ndarray):
             return self._visit_tensor(target, self._name(path))
         if (advice := advice_for(target)) is not None:
@@ -168,6 +189,11 @@ class _Plan:
 
     def _visit_value(self, target: object, path: str) -> Finish:
         name = self._name(path)
+        leaf = self._stored.get(name)
+        if leaf is not None and (problem := _unknown_value(leaf, self._content)) is not None:
+            self._used.add(name)
+            self._report.mismatched.append(f"{name}: {problem}")
+            return lambda: target
         adopted = self._adopt(target, path, name)
         if adopted is None:
             self._miss(name)
@@ -208,6 +234,24 @@ class _Plan:
             return made[key]
 
         return finish
+
+    def _visit_share(self, target: Any, share: Share, name: str) -> Finish:
+        leaf = self._stored.get(name)
+        if leaf is None:
+            self._miss(name)
+            return lambda: target
+        self._used.add(name)
+        form = form_of(self._content.layout, leaf) if leaf.kind == "tensor" else None
+        if form is None:
+            self._report.mismatched.append(f"{name}: spread over ranks here, a value or a view of another tensor in the snapshot")
+        elif form.shape != share.shape:
+            self._report.mismatched.append(f"{name}: shape {list(share.shape)} here, {list(form.shape)} in the snapshot")
+        elif form.dtype != share.dtype and not (share.dtype == self._dtype and form.dtype in CONVERTIBLE):
+            self._report.mismatched.append(f"{name}: {_dtype_text(share.dtype)} here, {_dtype_text(form.dtype)} in the snapshot")
+        else:
+            assert isinstance(form.dtype, torch.dtype)
+            self.boxes += share.wanted(leaf.index, form.dtype)
+        return lambda: target
 
     def _problem(self, target: Any, form: Form) -> str | None:
         """Why a stored tensor of that form does not fit `target`, or None."""
@@ -299,6 +343,16 @@ class _ByPrefix:
         while last < len(self._names) and self._names[last].startswith(prefix):
             last += 1
         return self._names[first:last]
+
+
+def _unknown_value(leaf: Leaf, content: Content) -> str | None:
+    """Why the snapshot cannot tell a value."""
+    try:
+        if leaf.kind == "value":
+            content.values[leaf.index]
+    except MismatchError as exc:
+        return str(exc)
+    return None
 
 
 def _own_leaves(tree: Tree) -> Iterable[Leaf]:

@@ -1,7 +1,10 @@
 """How a restore tells what did not fit: as an error, in a report, or as a warning."""
 
 import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.state.select import listed
@@ -22,8 +25,10 @@ class LoadReport:
     mismatched: list[str] = field(default_factory=list)
     """Names of another shape or dtype, and why; they stay as they were."""
 
-    def settle(self, *, strict: bool, report: "LoadReport | None") -> None:
+    def settle(self, *, strict: bool, report: "LoadReport | None", others: bool = False) -> None:
         """Fills `report`; then raises if `strict`, or warns if nobody asked for a report.
+
+        `others`: what is unexpected here may have its place on other ranks, see `Unclaimed`.
 
         Raises:
             MismatchError: something did not fit, and `strict`.
@@ -34,7 +39,7 @@ class LoadReport:
             f"{len(names)} {what}: {listed(names)}"
             for what, names in (
                 ("missing in the snapshot", self.missing),
-                ("not expected by `into`", self.unexpected),
+                ("not expected by `into`", self.unexpected if not (others and strict) else []),
                 ("do not match", self.mismatched),
             )
             if names
@@ -47,3 +52,39 @@ class LoadReport:
             raise MismatchError(f"{message}. Use rename=, select= or strict=False to load a part", object_id=first)
         if report is None:
             warnings.warn(message, LoadWarning, stacklevel=4)
+
+
+class Unclaimed:
+    """What of a snapshot has no place in the `into` of this rank. When that is so on all ranks of a group, nobody expected it."""
+
+    def __init__(self) -> None:
+        self._paths: list[str] = []
+        self._places: bytes = b""
+
+    def note(self, every: Iterable[str], unclaimed: Sequence[str]) -> None:
+        """`every`: the paths of all that the snapshot holds, in its order."""
+        if unclaimed:
+            self._paths = list(every)
+            missing = set(unclaimed)
+            self._places = np.packbits(np.array([path in missing for path in self._paths])).tobytes()
+
+    def record(self) -> bytes:
+        """What other ranks are told: nothing, or a bit for each path."""
+        return self._places
+
+    def require_claimed(self, records: Sequence[bytes]) -> None:
+        """Compares the records of all ranks.
+
+        Raises:
+            MismatchError: something has no place on any rank.
+        """
+        if not self._places or any(len(record) != len(self._places) for record in records):
+            return
+        nowhere = np.bitwise_and.reduce(np.array([np.frombuffer(record, np.uint8) for record in records]), axis=0)
+        names = [self._paths[at] for at in np.flatnonzero(np.unpackbits(nowhere)).tolist()]
+        if names:
+            raise MismatchError(
+                f"the snapshot does not fit `into`; {len(names)} not expected by `into` on any rank: {listed(names)}. Use rename=, "
+                "select= or strict=False to load a part (the tensors of `into` are now undefined: restore into it again)",
+                object_id=names[0],
+            )

@@ -9,11 +9,12 @@ import torch
 
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.layout import Content
-from tensorstore_ck.state.build import build, require_types
+from tensorstore_ck.state.build import build, require_buildable
 from tensorstore_ck.state.fresh import CONVERTIBLE, FreshTensors
 from tensorstore_ck.state.into import fill
-from tensorstore_ck.state.report import LoadReport
+from tensorstore_ck.state.report import LoadReport, Unclaimed
 from tensorstore_ck.state.select import Rename, Selection, renamer
+from tensorstore_ck.state.shares import describer_of
 from tensorstore_ck.tree import leaves, parse
 
 
@@ -27,8 +28,10 @@ def restore(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     report: LoadReport | None = None,
+    group: Any = None,
+    unclaimed: Unclaimed | None = None,
 ) -> Any:
-    """The state that `content` holds; see `Store.checkout` for the options.
+    """The state that `content` holds; see `Store.checkout` for the options. `unclaimed`: takes what may have its place on another rank.
 
     With `into`, values of `into` are replaced by what is stored, lists and dicts in place. Tensors on the meta device and empty
     dicts are filled with new tensors. When reading fails, the contents of its tensors are undefined, and the error says so.
@@ -60,8 +63,10 @@ def restore(
             device=place,
             strict=strict,
             report=report,
+            describer=None if group is None else describer_of(group),
+            unclaimed=unclaimed,
         )
-    require_types(tree)
+    require_buildable(tree, content)
     fresh = FreshTensors(content.layout, ((leaf, dtype) for leaf in leaves(tree) if leaf.kind != "value"), place)
     content.read(dict(fresh.targets))
     return build(tree, content, fresh.get)

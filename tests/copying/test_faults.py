@@ -253,7 +253,7 @@ def test_a_snapshot_of_two_ranks() -> None:
     ulids, part_ids = [], b""
     for rank, info in enumerate(infos):
         assert info is not None
-        part = engine.read_part(engine.read_record(info), 0)._replace(rank=rank, world_size=2)
+        part = engine.read_part(engine.read_record(info), 0)._replace(rank=rank, world_size=2, layout_of=b"\0\0\1\0")
         ulids.append(engine.new_id())
         part_ids += part.part_id()
         source_backend.put(part_name(ulids[-1]), part.encode())

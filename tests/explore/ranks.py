@@ -6,13 +6,16 @@ What ranks tell each other goes through objects under ``channel/``, so that it i
 
 from typing import Final
 
+import numpy as np
+
 from tensorstore_ck import writer
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import MissingObjectError, SnapshotExpiredError
 from tensorstore_ck.ids import Ulid
+from tensorstore_ck.knownblocks import KnownBlocks
 from tensorstore_ck.log import Op, RefTable
-from tensorstore_ck.packwriter import PackWriter
 from tensorstore_ck.part import Part, decode_part, part_name
+from tensorstore_ck.partwriter import Seat, write_part
 from tensorstore_ck.record import Record, encode_metadata, record_name
 from tensorstore_ck.table import MemoryTable
 from tests.explore.actor import Actor, Process
@@ -42,12 +45,9 @@ def rank(name: str, number: int, labels: str, *, ranks: int = 2, table: MemoryTa
 
 def _write_part(engine: Engine, number: int, ranks: int, labels: str) -> tuple[Ulid, Part]:
     head = engine.log.view().head()
-    packs = PackWriter(engine.backend, engine.new_id, writer.KnownBlocks(engine, None))
-    part = writer._write_blocks(engine, captured(labels.split()), packs, head.n if head else 0)
-    part = part._replace(rank=number, world_size=ranks)
-    ulid = engine.new_id()
-    engine.backend.put(part_name(ulid), part.encode())
-    return ulid, part
+    seat = Seat(number, ranks, (number,), np.arange(ranks, dtype="<u2").tobytes())
+    written = write_part(engine, captured(labels.split()), KnownBlocks(engine, None), anchor=head.n if head else 0, seat=seat)
+    return written.ulid, written.part
 
 
 def _lead(engine: Engine, ranks: int) -> None:

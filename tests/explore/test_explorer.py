@@ -67,10 +67,10 @@ def test_pack_after_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """The log names what is not there yet: seen in the very state between, that is a crash there."""
     publish = writer_module._publish
 
-    def early(engine: Any, part: Any, packs: Any, captured: Any, request: Any) -> Any:
+    def early(engine: Any, *arguments: Any) -> Any:
         backend, held = engine.backend, list[tuple[str, bytes]]()
         backend.put = lambda name, data: held.append((name, data))
-        info = publish(engine, part, packs, captured, request)
+        info = publish(engine, *arguments)
         del backend.put
         for name, data in held:
             backend.put(name, data)

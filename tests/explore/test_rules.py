@@ -122,29 +122,30 @@ NAMES_OF_A_PUT: Final = 4
 
 
 def no_rescue(patch: Patch) -> None:
-    def rescue(*args: Any) -> list[Op]:
-        return [op for op in checked(*args) if op.name != "rescue"]
+    def condemned_among(*args: Any) -> Objects:
+        checked(*args)
+        return Objects()
 
-    checked = closure.rescue
-    patch.setattr(closure, "rescue", rescue)
-    patch.setattr(writer, "rescue", rescue)
+    checked = closure.condemned_among
+    patch.setattr(closure, "condemned_among", condemned_among)
+    patch.setattr(writer, "condemned_among", condemned_among)
 
 
 def no_own_part(patch: Patch) -> None:
-    def rescue(view: RefTable, needed: Iterable[ObjectKey], *rest: Any) -> list[Op]:
+    def condemned_among(view: RefTable, needed: Iterable[ObjectKey], *rest: Any) -> Objects:
         return checked(view, [key for key in needed if key.kind not in ("part", "snapshot")], *rest)
 
-    checked = closure.rescue
-    patch.setattr(writer, "rescue", rescue)
+    checked = closure.condemned_among
+    patch.setattr(writer, "condemned_among", condemned_among)
 
 
 def no_swept_check(patch: Patch) -> None:
-    def rescue(view: RefTable, needed: Iterable[ObjectKey], *rest: Any) -> list[Op]:
+    def condemned_among(view: RefTable, needed: Iterable[ObjectKey], *rest: Any) -> Objects:
         states = {key: view.object_state(key) for key in needed}
         return checked(view, [key for key, state in states.items() if state is None or not state.swept], *rest)
 
-    checked = closure.rescue
-    patch.setattr(writer, "rescue", rescue)
+    checked = closure.condemned_among
+    patch.setattr(writer, "condemned_among", condemned_among)
 
 
 def condemn_by_the_mark(patch: Patch) -> None:
@@ -157,11 +158,11 @@ def condemn_by_the_mark(patch: Patch) -> None:
 
 
 def no_horizon(patch: Patch) -> None:
-    def rescue(view: RefTable, needed: Iterable[ObjectKey], _anchor: int, what: str) -> list[Op]:
+    def condemned_among(view: RefTable, needed: Iterable[ObjectKey], _anchor: int, what: str) -> Objects:
         return checked(view, needed, view.horizon(), what)
 
-    checked = closure.rescue
-    patch.setattr(writer, "rescue", rescue)
+    checked = closure.condemned_among
+    patch.setattr(writer, "condemned_among", condemned_among)
 
 
 def no_index_removal(patch: Patch) -> None:

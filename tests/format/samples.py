@@ -1,4 +1,7 @@
-"""One real object of each kind, small and with every field in use; and what tests do to them."""
+"""One real object of each form, small and with every field in use; and what tests do to them.
+
+A form is a kind of sealed object, or one that looks different where a snapshot has many ranks.
+"""
 
 import copy
 import json
@@ -13,7 +16,7 @@ from tensorstore_ck.config import decode_config, new_config
 from tensorstore_ck.envelope import HEADER_BYTES, KINDS, MAGIC
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.ids import DIGEST_BYTES, Digest, Ulid, block_id, derived_hash
-from tensorstore_ck.layout import Layout, SharedStorage, TensorSpec, decode_layout
+from tensorstore_ck.layout import Explicit, Layout, Sharding, SharedStorage, Spread, TensorSpec, decode_layout
 from tensorstore_ck.log import checkpoint
 from tensorstore_ck.log.entry import Entry, decode_entry, genesis_hash, seal_entry
 from tensorstore_ck.log.fold import fold
@@ -31,6 +34,8 @@ from tensorstore_ck.pack import (
 )
 from tensorstore_ck.part import BLOB_DTYPE, EXTENT_DTYPE, Part, decode_part, encode_values
 from tensorstore_ck.record import Record, decode_record, encode_metadata
+from tensorstore_ck.sharding import Box, Mesh, Shard
+from tensorstore_ck.split import encode_regions, regions, shares
 from tensorstore_ck.table import MemoryTable
 
 ROOT = Digest(bytes(range(32)))
@@ -79,6 +84,62 @@ def part() -> Part:
     packs = [Ulid(bytes([1] * 16)), Ulid(bytes([2] * 16))]
     inline = bytes(range(200))
     return Part(Digest(sealed[-32:]), 0, 1, blobs, ids, encode_values(value_list()), inline, packs, extents, block_id(b"base"), 17)
+
+
+def spread_layout() -> Layout:
+    """What one of several layouts of six ranks may be: tensors spread in every way, over two meshes."""
+    meshes = [Mesh((2, 2), (0, 1, 3, 4)), Mesh((4,), (4, 3, 1, 0))]
+    tensors = {
+        "tp": ((8, 600), Sharding(0, (Shard(0), Shard(1)))),
+        "fsdp over tp": ((9, 600), Sharding(0, (Shard(0, 2), Shard(0)))),
+        "strided": ((4000, 2), Sharding(0, (Shard(0, 2), None))),
+        "hsdp": ((5, 3), Sharding(0, (None, Shard(0)))),
+        "fsdp": ((6, 700), Sharding(1, (Shard(0),))),
+        "same": ((2000,), None),
+        "boxes": ((40, 300), "boxes"),
+        "flat": ((3000, 2), "flat"),
+        "empty": ((0, 7), Sharding(1, (Shard(1),))),
+    }
+    specs = [TensorSpec(name, "float32", 4, shape) for name, (shape, _) in tensors.items()]
+    spreads: list[Spread] = [spread for _, spread in tensors.values()]  # type: ignore[misc]
+    return Layout(specs, ["d", [*tensors, "step"], [*range(len(specs)), None]], [], meshes, spreads)
+
+
+def spread_part(rank: int = 0) -> Part:
+    """What rank 0, 1, 3 or 4 of six puts; ranks 2 and 5 have another layout."""
+    layout, others = spread_layout(), (0, 1, 3, 4)
+    number = others.index(rank)
+    explicit = [
+        Explicit(6, (Box((10 * number, 0), (5, 300)), Box((10 * number + 5, 0), (5, 300)))),
+        Explicit(7, (Box((1500 * number,), (1500,)),)),
+    ]
+    held = regions(layout, rank, others, explicit)
+    own = shares(layout, held, rank, 4 << 20)
+    raw = [len(layout.encode())] if number == 0 else []
+    raw += [length for share in own if not share.is_inline for length in share.lengths]
+    extents = np.zeros(len(raw), EXTENT_DTYPE)
+    for row, length in enumerate(raw):
+        extents[row] = (0, row, 64 + sum(raw[:row]), length, length, -1, 0, 0)
+    return Part(
+        Digest(layout.encode()[-32:]),
+        rank,
+        6,
+        np.array([(len(raw[:1]) if number == 0 else 0, 0, len(layout.encode()))], BLOB_DTYPE),
+        b"".join(block_id(bytes([row])) for row in range(len(raw))),
+        encode_values([values.encode(7, "x")] if number == 0 else []),
+        b"".join(bytes(share.lengths[0]) for share in own if share.is_inline),
+        [ULID],
+        extents,
+        b"",
+        3,
+        np.array([0, 0, 1, 0, 0, 1], "<u2").tobytes(),
+        encode_regions(explicit),
+    )
+
+
+def rank_state() -> Part:
+    """What is rank 1's alone, of two."""
+    return part()._replace(rank=3, world_size=2)
 
 
 def record() -> Record:
@@ -173,9 +234,20 @@ def decode_log(data: bytes) -> Entry:
     return decode_entry(data, "an entry", 1)
 
 
+def _layout(data: bytes) -> Layout:
+    return decode_layout(data, "a layout")
+
+
+def _part(data: bytes) -> Part:
+    return decode_part(data, "a part")
+
+
 SEALED: Mapping[str, Format] = {
-    "layout": Format(layout().encode(), lambda data: decode_layout(data, "a layout")),
-    "part": Format(part().encode(), lambda data: decode_part(data, "a part")),
+    "layout": Format(layout().encode(), _layout),
+    "layout of ranks": Format(spread_layout().encode(), _layout),
+    "part": Format(part().encode(), _part),
+    "part of ranks": Format(spread_part().encode(), _part),
+    "part with a rank state": Format(rank_state().encode(), _part),
     "snapshot": Format(record().encode(), lambda data: decode_record(data, "a record")),
     "log": Format(sealed_entry(), decode_log),
     "checkpoint": Format(sealed_checkpoint(), lambda data: checkpoint.decode_checkpoint(data, "a checkpoint")),
@@ -187,8 +259,14 @@ ALL: Mapping[str, Format] = {
 }
 
 
-def sealed_body(kind: str, body: bytes) -> bytes:
+def kind_of(form: str) -> str:
+    """The kind of object that has this form."""
+    return form.partition(" ")[0]
+
+
+def sealed_body(form: str, body: bytes) -> bytes:
     """Any bytes under a right seal, so that what is behind it is reached."""
+    kind = kind_of(form)
     head = MAGIC + KINDS[kind] + body
     return head + derived_hash(f"{kind} object", head)
 
@@ -198,9 +276,9 @@ def body_of(sealed: bytes) -> dict[str, Any]:
     return decoded
 
 
-def with_fields(kind: str, **fields: object) -> bytes:
-    """The sample of `kind` with other fields, under a right seal."""
-    return sealed_body(kind, msgpack.packb({**body_of(SEALED[kind].sample), **fields}))
+def with_fields(form: str, **fields: object) -> bytes:
+    """The sample of a form with other fields, under a right seal."""
+    return sealed_body(form, msgpack.packb({**body_of(SEALED[form].sample), **fields}))
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tensorstore_ck.chunker import cut_box, cut_interval, cut_opaque
 from tensorstore_ck.chunker.opaque import OPAQUE_AVERAGE_BYTES, OPAQUE_MAX_BYTES, OPAQUE_MIN_BYTES
 from tensorstore_ck.layout import TensorSpec
-from tensorstore_ck.reader import block_lengths
+from tensorstore_ck.split import Region
 
 MIB = 1 << 20
 TARGETS = st.sampled_from([16, 48, 64, 100, 256, 4096])
@@ -117,7 +117,8 @@ def test_up_to_half_the_target_is_one_block(shape: tuple[int, ...], item_bytes: 
     """The reader's shortcut: it must never differ from the grid."""
     spec = TensorSpec("x", "uint8", item_bytes, shape)
     assume(spec.size_bytes <= target)
-    assert block_lengths(spec, spec.size_bytes, target).tolist() == cut_box((0,) * len(shape), shape, item_bytes, target).tolist()
+    region = Region(0, (0,) * len(shape), shape, False, (0,))
+    assert region.lengths(spec, target) == cut_box((0,) * len(shape), shape, item_bytes, target).tolist()
 
 
 def test_beyond_half_the_target_the_shape_decides() -> None:

@@ -59,7 +59,20 @@ def make_part(places: Sequence[Place], *, rank: int = 0, ranks: int = 1, bases: 
     extents["base"][: min(bases, blocks)] = np.arange(blocks, blocks + min(bases, blocks))
     ids = np.arange(4 * blocks, dtype="<u8").tobytes()
     blobs = np.zeros(1, BLOB_DTYPE)
-    return Part(Digest(bytes(32)), rank, ranks, blobs, ids, b"\x90", inline, list(map(pack_ulid, packs)), extents, bytes(32 * bases), 0)
+    return Part(
+        Digest(bytes(32)),
+        rank,
+        ranks,
+        blobs,
+        ids,
+        b"\x90",
+        inline,
+        list(map(pack_ulid, packs)),
+        extents,
+        bytes(32 * bases),
+        0,
+        None if ranks == 1 else b"",
+    )
 
 
 class Made(NamedTuple):

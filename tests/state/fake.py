@@ -3,13 +3,15 @@
 import math
 import struct
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
+from tensorstore_ck.blockreader import deliver
 from tensorstore_ck.envelope import pack_body, unpack_body
-from tensorstore_ck.layout import ByteTarget, Captured, decode_layout
+from tensorstore_ck.layout import ByteTarget, Captured, WantedBox, decode_layout
 from tensorstore_ck.state import capture, restore
 
 
@@ -42,6 +44,13 @@ class FakeContent:
                     target.write(start, data[start : start + step])
             if self.fail is not None:
                 raise self.fail
+
+    def read_boxes(self, wanted: Iterable[WantedBox]) -> None:
+        for tensor, box, target in wanted:
+            spec = self.layout.tensors[tensor]
+            items = np.frombuffer(self.tensors[tensor], f"V{spec.item_bytes}").reshape(spec.shape)
+            cut = items[tuple(slice(start, start + size) for start, size in zip(*box, strict=True))]
+            deliver(target, 0, memoryview(cut.tobytes()))
 
     def read_range(self, tensor: int, start: int, stop: int) -> bytearray:
         self.ranges.append((tensor, start, stop))

@@ -1,0 +1,110 @@
+"""A Llama-shaped training state spread by FSDP over simulated ranks: 12 bytes for each of 0.4 to 1.6 T parameters, contents faked."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Final
+from unittest.mock import patch
+
+from benches._simulated import Faked
+from tensorstore_ck import blockreader, packwriter
+from tensorstore_ck.backend.protocol import Buffer
+from tensorstore_ck.ids import Digest, block_id, derived_hash
+from tensorstore_ck.layout import Captured, Layout, Sharding, TensorSpec, WantedBox
+from tensorstore_ck.sharding import Box, Mesh, Shard
+from tensorstore_ck.split import overlap, regions
+
+LAYERS: Final = 126
+KINDS: Final = ("param", "exp_avg", "exp_avg_sq")
+
+
+def model_shapes(width: int) -> dict[str, tuple[int, ...]]:
+    """Of Llama 3.1 405B, or of one `width` times as wide."""
+    hidden, kv, ffn = 16384 * width, 1024 * width, 53248 * width
+    layer = {
+        "q": (hidden, hidden),
+        "k": (kv, hidden),
+        "v": (kv, hidden),
+        "o": (hidden, hidden),
+        "gate": (ffn, hidden),
+        "up": (ffn, hidden),
+        "down": (hidden, ffn),
+        "norm1": (hidden,),
+        "norm2": (hidden,),
+    }
+    shapes = {f"layers.{number}.{name}": shape for number in range(LAYERS) for name, shape in layer.items()}
+    return {"embed": (128256, hidden), **shapes, "norm": (hidden,), "head": (128256, hidden)}
+
+
+def make_layout(ranks: int, width: int) -> Layout:
+    specs = [TensorSpec(f"{kind}.{name}", "float32", 4, shape) for kind in KINDS for name, shape in model_shapes(width).items()]
+    mesh = Mesh((ranks,), tuple(range(ranks)))
+    return Layout(specs, ["l", list(range(len(specs)))], (), [mesh], [Sharding(0, (Shard(0),))] * len(specs))
+
+
+class _FakedSource:
+    """`ByteSource` of one rank's side of a tensor."""
+
+    def __init__(self, *what: int) -> None:
+        self._what = what
+
+    def read(self, start: int, stop: int) -> memoryview:
+        text = ".".join(map(str, (*self._what, start)))
+        return Faked(stop - start, derived_hash("faked block", text.encode()))  # type: ignore[return-value]
+
+
+class _Counter:
+    """`ByteTarget` that only counts."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def memory(self) -> None:
+        """None: bytes come through `write`."""
+
+    def write(self, start: int, data: memoryview) -> None:
+        self.taken += len(data)
+
+
+def captured(layout: Layout, step: int, rank: int) -> Captured:
+    """One rank's side, all of it new at every step."""
+    return Captured(layout, (), (), [_FakedSource(step, rank, tensor) for tensor in range(len(layout.tensors))])
+
+
+def wanted(target: Layout, rank: int, ranks: int) -> list[WantedBox]:
+    """What a rank of another run, or of the same, restores."""
+    held = regions(target, rank, tuple(range(ranks)))
+    return [WantedBox(region.tensor, Box(region.offsets, region.sizes), _Counter()) for region in held]
+
+
+def sources_of(stored: Layout, ranks: int, boxes: Iterable[WantedBox]) -> set[int]:
+    """The ranks whose parts have something of the boxes, found the plain way."""
+    found: set[int] = set()
+    for tensor, box, _ in boxes:
+        rows = -(-stored.tensors[tensor].shape[0] // ranks)
+        first = box.offsets[0] // rows
+        found.update(range(first, (box.offsets[0] + box.sizes[0] - 1) // rows + 1))
+    return found
+
+
+def is_complete(boxes: Iterable[WantedBox], layout: Layout) -> bool:
+    """Whether every byte came, once."""
+    for tensor, box, target in boxes:
+        assert isinstance(target, _Counter)
+        whole = Box((0,) * len(box.sizes), layout.tensors[tensor].shape)
+        size_bytes = layout.tensors[tensor].item_bytes
+        for extent in (overlap(box, whole) or box).sizes:
+            size_bytes *= extent
+        if target.taken != size_bytes:
+            return False
+    return True
+
+
+@contextmanager
+def faked_contents() -> Iterator[None]:
+    """The two places where a put or a restore looks at the bytes of a block: the hash that names it, and the one that verifies it."""
+
+    def name(raw: Buffer) -> Digest:
+        return raw.id if isinstance(raw, Faked) else block_id(raw)
+
+    with patch.object(packwriter, "block_id", name), patch.object(blockreader, "_verify", lambda block, raw, name: None):
+        yield

@@ -1,0 +1,147 @@
+"""Puts and restores of a process group: what `Store` does with ``group=``. Every rank calls the same with its own side of the state."""
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.address import Resolved
+from tensorstore_ck.blockreader import ReadBlocks
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.envelope import Body, take
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.hostreads import HostReads, host_key
+from tensorstore_ck.ids import Digest
+from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.ranks import Duties, Group, open_group
+from tensorstore_ck.ranks.put import Prepared, RankStates, put_ranks
+from tensorstore_ck.ranks.wording import disagreements
+from tensorstore_ck.writer import PutRequest
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from tensorstore_ck.state import Unclaimed
+
+TIMEOUT_SECONDS = 600.0
+
+
+class Reading(NamedTuple):
+    """How one rank of a group reads."""
+
+    read_blocks: ReadBlocks
+    unclaimed: "Unclaimed"
+    agree: Callable[[bytes, Callable[[bytes], None]], None]
+    """See `state.broadcast.Agree`."""
+
+
+class Groups:
+    """The process groups that one store handle has met."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._groups: weakref.WeakKeyDictionary[ProcessGroup, tuple[Group, dict[bytes, int]]] = weakref.WeakKeyDictionary()
+        """With the layouts that it has put, and how often: see `put_ranks`."""
+
+    def put(
+        self,
+        group: "ProcessGroup",
+        ref: str,
+        state: object,
+        rank_state: object,
+        request: Callable[[], PutRequest],
+        *,
+        timeout_seconds: float,
+    ) -> SnapshotInfo:
+        """Stores the state of all ranks as one snapshot. `request` is asked when the attempt has begun: see `put_ranks`."""
+        from tensorstore_ck.state import capture  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.state.shares import describer_of  # noqa: PLC0415
+
+        def prepare() -> Prepared:
+            asked, shared = request(), capture(state, describer_of(group))
+            return Prepared(asked, RankStates(shared, None if rank_state is None else capture(rank_state)))
+
+        own, checked = self._of(group)
+        return put_ranks(self._engine, own, prepare, ref=ref, checked=checked, timeout=timeout_seconds)
+
+    def restore(
+        self,
+        group: "ProcessGroup",
+        address: str,
+        resolve: Callable[[str], Resolved],
+        read: Callable[[SnapshotInfo, "Reading"], Any],
+        *,
+        timeout_seconds: float,
+    ) -> tuple[Any, Resolved]:
+        """Restores the snapshot that rank 0 finds at `address` on all ranks, or on none."""
+        from tensorstore_ck.state import Unclaimed  # noqa: PLC0415 - loads torch
+
+        result: list[Any] = []
+        found: list[Resolved] = []
+        unclaimed = Unclaimed()
+        own = self._of(group)[0]
+        title = f"the checkout of {address!r}"
+        attempt = own.begin(title, object_id=address, timeout=timeout_seconds)
+        host = HostReads(attempt.txn.hex(), own.rank, timeout=timeout_seconds)
+
+        def compare(hellos: list[Body]) -> Body | str:
+            problem = disagreements(hellos, ("address",))
+            if problem:
+                return problem
+            there = resolve(address)
+            numbers: dict[bytes, int] = {}
+            hosts = [numbers.setdefault(take(hello, "host", bytes) or f"rank {rank}".encode(), rank) for rank, hello in enumerate(hellos)]
+            return {
+                "snapshot": there.info.ulid,
+                "branch": there.branch,
+                "branch_root": there.branch_root,
+                "hosts": np.array(hosts, "<u4").tobytes(),
+            }
+
+        def work(go: Body) -> Body:
+            self._engine.log.sync()
+            info = self._engine.log.view().snapshot(take(go, "snapshot", bytes))
+            if info is None:
+                raise CorruptObjectError(f"this rank does not see the snapshot that rank 0 found at {address!r}", object_id=address)
+            branch_root = None if go["branch_root"] is None else Digest(take(go, "branch_root", bytes))
+            found.append(Resolved(info, go["branch"], branch_root))
+            hosts = np.frombuffer(take(go, "hosts", bytes), "<u4")
+            if not self._engine.backend.is_local:  # there the page cache does it, four times as fast
+                host.join(np.flatnonzero(hosts == hosts[own.rank]).tolist())
+            result.append(read(info, Reading(host.read, unclaimed, partial(self._agree, own, title, timeout_seconds))))
+            host.close()  # those that read on must not wait for this rank
+            return {"unclaimed": unclaimed.record()}
+
+        def commit(records: list[Body]) -> Body:
+            unclaimed.require_claimed([take(record, "unclaimed", bytes) for record in records])
+            return {}
+
+        try:
+            attempt.run(Duties(lambda: {"address": address, "host": host_key()}, work, None, compare, commit))
+        finally:
+            host.close()
+        return result[0], found[0]
+
+    @staticmethod
+    def _agree(group: Group, title: str, timeout: float, bits: bytes, work: Callable[[bytes], None]) -> None:
+        """Has all ranks do `work` with the bits that all of them have; or none of them, when it fails on one."""
+
+        def compare(hellos: list[Body]) -> Body | str:
+            said = [np.frombuffer(take(hello, "bits", bytes), np.uint8) for hello in hellos]
+            if len({len(each) for each in said}) > 1:
+                return "the ranks differ in how many tensors they read"
+            return {"bits": np.bitwise_and.reduce(said).tobytes()}
+
+        def do(go: Body) -> Body:
+            work(take(go, "bits", bytes))
+            return {}
+
+        attempt = group.begin(title, object_id=title, timeout=timeout)
+        attempt.run(Duties(lambda: {"bits": bits}, do, None, compare, lambda _: {}))
+
+    def _of(self, group: "ProcessGroup") -> tuple[Group, dict[bytes, int]]:
+        if group not in self._groups:
+            self._groups[group] = open_group(group, self._engine.config.uuid), {}
+        return self._groups[group]

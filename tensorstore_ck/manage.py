@@ -1,0 +1,244 @@
+"""What users do with a store besides putting and restoring: refs, what stays and what goes, what is there.
+
+What looks at a store is loaded only by the methods that look, so that a command starts fast. Knows no torch.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Self
+
+from tensorstore_ck import forgetting
+from tensorstore_ck.address import Resolved, resolve
+from tensorstore_ck.closure import revive
+from tensorstore_ck.durations import parse_seconds
+from tensorstore_ck.engine import Engine, current_user
+from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.ids import Digest
+from tensorstore_ck.log import Op, RefTable, SnapshotInfo, validate_ref_name
+from tensorstore_ck.record import check_metrics
+from tensorstore_ck.seen import Seen
+from tensorstore_ck.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails, pinned_snapshots, pinned_with_root
+
+if TYPE_CHECKING:
+    from tensorstore_ck.forgetting import Forgotten
+    from tensorstore_ck.fsck import FsckOptions, FsckReport, RepairReport
+    from tensorstore_ck.gc import GcOptions, GcReport
+    from tensorstore_ck.gc.report import Progress as GcProgress
+    from tensorstore_ck.gc.usage import Usage
+    from tensorstore_ck.inspection import SnapshotDiff
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+
+class ManagedStore:
+    """An open store, without tensors: the base of `Store`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._seen = Seen()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Store({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """Where the store is, without credentials."""
+        return self._engine.backend.url
+
+    def close(self) -> None:
+        """Releases connections and the cache; idempotent."""
+        self._engine.close()
+
+    # --- refs ---------------------------------------------------------------------------------------------------------
+
+    def branch(self, name: str, at: str) -> Snapshot:
+        """Makes branch `name` at a snapshot."""
+        validate_ref_name(name)
+        return self._move(lambda root: Op.branch(name, root), at, name)
+
+    def reset(self, name: str, to: str) -> Snapshot:
+        """Moves an existing branch to any snapshot, from wherever it is; its history keeps where it was."""
+        validate_ref_name(name)
+        return self._move(lambda root: Op.reset(name, root), to, name)
+
+    def tag(self, name: str, at: str) -> Snapshot:
+        """Names a snapshot for good: a tag never moves."""
+        validate_ref_name(name)
+        return self._move(lambda root: Op.tag(name, root), at, None)
+
+    def untag(self, name: str) -> None:
+        """Removes a tag; what nothing else holds goes like what is forgotten."""
+        self._engine.require_writable()
+        self._engine.log.append(lambda view: [Op.untag(name, view)])
+
+    def branches(self) -> dict[str, Snapshot]:
+        """Every branch, and where it is."""
+        view = self._synced()
+        return {name: Snapshot.from_info(resolve(view, name).info) for name in view.branches()}
+
+    def tags(self) -> dict[str, Snapshot]:
+        """Every tag, and where it is."""
+        view = self._synced()
+        return {name: Snapshot.from_info(resolve(view, name).info) for name in view.tags()}
+
+    def annotate(self, address: str, metrics: Mapping[str, float]) -> Snapshot:
+        """Adds metrics that came later than the put; a name that is there already gets the new number."""
+        checked = check_metrics(metrics)
+        return self._move(lambda root: Op.annotate(root, checked), address, None)
+
+    def mark(self, address: str, mark: str = "bad", *, reason: str = "") -> Snapshot:
+        """Marks a snapshot ``bad``, so that `checkout` refuses it; the empty mark takes that back."""
+        if mark not in ("bad", ""):
+            raise InvalidOptionError(f"mark must be 'bad' or '', not {mark!r}", object_id="mark")
+        return self._move(lambda root: Op.mark(root, mark, reason), address, None)
+
+    # --- what stays, and what goes ------------------------------------------------------------------------------------
+
+    def pin(self, address: str, *, reason: str = "", owner: str | None = None, expires: "str | float | None" = None) -> Snapshot:
+        """Holds a snapshot until it is unpinned or `expires` has passed. An owner's second pin replaces the first.
+
+        Args:
+            address: The snapshot.
+            reason: For those who wonder later.
+            owner: Who holds it; by default this user.
+            expires: For how long: ``"30d"``, or seconds.
+        """
+        seconds = None if expires is None else parse_seconds(expires, "expires")
+        expires_ns = None if seconds is None else self._engine.clock() + int(seconds * 1e9)
+        return self._move(lambda root: Op.pin(root, owner or current_user(), reason, expires_ns), address, None)
+
+    def unpin(self, address: str, *, owner: str | None = None) -> None:
+        """Takes this user's pin, or `owner`'s, from a snapshot, and from any other one that has the same root."""
+        self._engine.require_writable()
+        who = owner or current_user()
+        self._engine.log.append(
+            lambda view: [Op.unpin(ulid, who, view) for ulid in pinned_with_root(view, resolve(view, address).info, who)]
+        )
+
+    def pins(self) -> tuple[PinnedSnapshot, ...]:
+        """Every pin."""
+        return pinned_snapshots(self._synced())
+
+    def forget(self, *addresses: str) -> "tuple[Forgotten, ...]":
+        """Takes snapshots out of their branches' histories, or whole branches and tags. `gc` frees them after the undo window.
+
+        Args:
+            addresses: ``ref@step``, ``ref~n`` or a root for one snapshot; a ref for all of it. Tags, pins and other branches go on
+                holding what they hold.
+        """
+        found = forgetting.forget(self._engine, addresses)
+        for one in found:
+            if one.kind == "branch":
+                self._seen.drop(one.ref)
+        return found
+
+    def undo(self, address: str | None = None) -> "tuple[Forgotten, ...]":
+        """Brings back what was forgotten last, or last of a ref, or one snapshot: until gc ends the undo window."""
+        return forgetting.undo(self._engine, address)
+
+    def forgotten(self) -> "tuple[Forgotten, ...]":
+        """What `undo` can bring back, newest first."""
+        self._engine.log.sync()
+        return forgetting.forgotten(self._engine)
+
+    def gc(self, options: "GcOptions | None" = None, *, dry_run: bool = False, progress: "GcProgress | None" = None) -> "GcReport":
+        """Frees what nothing holds any more; from any host, beside writers and readers. With `dry_run` tells what would go.
+
+        Raises:
+            UnreadableError: something that is held cannot be read; nothing was freed.
+            GcRefusedError: more than `options.max_delete` of all bytes would go.
+        """
+        from tensorstore_ck.gc import run_gc  # noqa: PLC0415
+
+        return run_gc(self._engine, options, dry_run=dry_run, **({"progress": progress} if progress else {}))
+
+    # --- what is there ------------------------------------------------------------------------------------------------
+
+    def resolve(self, address: str) -> Snapshot:
+        """The snapshot at an address."""
+        return Snapshot.from_info(self._resolve(address).info)
+
+    def log(self, ref: str | None = None, *, limit: int | None = None) -> list[Snapshot]:
+        """The history of a branch (a tag: its one snapshot), newest first; of all branches together without `ref`."""
+        view = self._synced()
+        if ref is None:
+            infos = [info for name in view.branches() for info in view.history(name, limit=limit)]
+            infos = sorted({info.ulid: info for info in infos}.values(), key=lambda info: -info.n)
+        elif view.branch(ref) is not None:
+            infos = list(view.history(ref, limit=limit))
+        else:
+            infos = [resolve(view, ref).info]
+        return [Snapshot.from_info(info) for info in infos[:limit]]
+
+    def show(self, address: str) -> SnapshotDetails:
+        """Metadata, tensors and values of a snapshot."""
+        from tensorstore_ck.inspection import describe  # noqa: PLC0415
+
+        return describe(self._engine, self._resolve(address).info)
+
+    def diff(self, old: str, new: str) -> "SnapshotDiff":
+        """Which tensors and values differ between two snapshots, and how many of their bytes.
+
+        Reads no tensor data, but where other ranks or placements cut a tensor at other borders.
+        """
+        from tensorstore_ck.inspection import diff_snapshots  # noqa: PLC0415
+
+        return diff_snapshots(self._engine, self._resolve(old).info, self._resolve(new).info)
+
+    def usage(self, *, per_snapshot: bool = False) -> "Usage":
+        """Logical, unique, stored, shared and exclusive bytes, per ref, job and pack, and in all; reads no tensor data.
+
+        Args:
+            per_snapshot: Also what each snapshot takes, and what forgetting it would free.
+        """
+        from tensorstore_ck.gc.usage import measure_usage  # noqa: PLC0415
+
+        self._engine.log.sync()
+        return measure_usage(self._engine, per_snapshot=per_snapshot)
+
+    def fsck(self, options: "FsckOptions | None" = None, *, read_data: bool = False, progress: Progress | None = None) -> "FsckReport":
+        """Checks the whole store's structure, and as much data as asked for: `read_data`, or more in `options`. Changes nothing."""
+        from tensorstore_ck.fsck import run_fsck  # noqa: PLC0415
+
+        return run_fsck(self._engine, options, read_data=read_data, progress=progress)
+
+    def repair(self, *, read_data: bool = False, other: "ManagedStore | None" = None) -> "RepairReport":
+        """Mends what `fsck` finds: makes anew what is derived, and damaged objects from other copies, here or in another store.
+
+        Snapshots that stay damaged are marked, so that `checkout` refuses them. Nothing is deleted.
+        """
+        from tensorstore_ck.fsck import FsckOptions, run_repair  # noqa: PLC0415
+
+        return run_repair(self._engine, FsckOptions(read_data), other=other._engine if other is not None else None)
+
+    # --- inner --------------------------------------------------------------------------------------------------------
+
+    def _synced(self) -> RefTable:
+        self._engine.log.sync()
+        return self._engine.log.view()
+
+    def _resolve(self, address: str) -> Resolved:
+        return resolve(self._synced(), address)
+
+    def _move(self, make: Callable[[Digest], Op], address: str, branch: str | None) -> Snapshot:
+        """Appends one operation on the snapshot at `address`, and notes where `branch` is now."""
+        self._engine.require_writable()
+        found: list[SnapshotInfo] = []
+
+        def build(view: RefTable) -> list[Op]:
+            found[:] = [resolve(view, address).info]
+            operation = make(found[0].root)
+            operation.check(view)
+            return [operation, *revive(self._engine, view, found[0])]
+
+        self._engine.log.append(build)
+        if branch is not None:
+            self._seen.note(branch, found[0].root, found[0].root)
+        info = self._engine.log.view().snapshot(found[0].ulid)
+        return Snapshot.from_info(info or found[0])

@@ -1,0 +1,160 @@
+"""Writes what one rank contributes to a snapshot: its blocks, and the part that says where they lie. Both are durable then.
+
+Knows neither refs nor the log, and no torch: it takes a state that was taken apart.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.backend.protocol import Buffer
+from tensorstore_ck.chunker import cut_opaque
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.ids import DIGEST_BYTES, Digest, Ulid
+from tensorstore_ck.index import Location
+from tensorstore_ck.knownblocks import KnownBlocks
+from tensorstore_ck.layout import Captured
+from tensorstore_ck.packwriter import PackWriter
+from tensorstore_ck.parallel import cpu_threads, for_each
+from tensorstore_ck.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values, part_name
+from tensorstore_ck.split import Region, encode_regions, regions, shares
+
+RUN_BYTES: Final = 4 << 20
+RUN_BLOCKS: Final = 512
+"""Small blocks are hashed and appended together, up to this many."""
+MAX_OPEN_PACKS: Final = 4
+"""On local files, packs written side by side: one thread at a time gets into a file."""
+
+
+class Seat(NamedTuple):
+    """Which of a snapshot's parts it is."""
+
+    rank: int
+    world_size: int
+    alike: tuple[int, ...]
+    """The ranks that have the same layout, in order. The first of them stores the layout, and the values and large values of the state."""
+    layout_of: bytes | None
+    """See `Part.layout_of`."""
+
+
+ALONE: Final = Seat(0, 1, (0,), None)
+
+
+class WrittenPart(NamedTuple):
+    """A part that a snapshot may name."""
+
+    ulid: Ulid
+    part: Part
+    added: Mapping[Digest, Location]
+    """Where the blocks lie that were not in the store before."""
+    new_bytes: int
+    """Of its packs and of itself."""
+
+
+class _Run(NamedTuple):
+    """Consecutive blocks that one thread handles at a time: (tensor, start, stop) in its source, and their first row."""
+
+    row: int
+    blocks: list[tuple[int, int, int]]
+
+
+def write_part(engine: Engine, captured: Captured, known: KnownBlocks, *, anchor: int, seat: Seat = ALONE) -> WrittenPart:
+    """Hashes and stores everything that this rank has to store. `anchor`: the log entry that `known` goes by."""
+    open_packs = min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
+    packs = PackWriter(engine.backend, engine.new_id, known, open_packs=open_packs)
+    try:
+        part = _write_blocks(engine, captured, packs, anchor, seat)
+    except BaseException:
+        packs.abort()
+        raise
+    ulid, encoded = engine.new_id(), part.encode()
+    engine.backend.put(part_name(ulid), encoded)
+    return WrittenPart(ulid, part, packs.added, packs.new_bytes + len(encoded))
+
+
+def _write_blocks(engine: Engine, captured: Captured, packs: PackWriter, anchor: int, seat: Seat) -> Part:
+    """Every pack is durable when it returns."""
+    layout = captured.layout
+    encoded_layout = layout.encode()
+    is_first = seat.rank == seat.alike[0]
+    ids: list[Digest] = []
+    blobs = np.zeros(1 + len(captured.blobs) if is_first else 1, BLOB_DTYPE)
+    blobs["size"][0] = len(encoded_layout)
+    for number, blob in enumerate((encoded_layout, *captured.blobs) if is_first else ()):
+        lengths = cut_opaque(blob)
+        ends = np.cumsum(lengths).tolist()
+        view = memoryview(blob)
+        ids += packs.add([view[end - length : end] for end, length in zip(ends, lengths, strict=True)], compress=True)
+        blobs[number] = (len(lengths), 0, len(blob))
+
+    held = regions(layout, seat.rank, seat.alike, captured.explicit)
+    bases = source_offsets(captured, held)
+    inline: list[bytes] = []
+    blocks: list[tuple[int, int, int]] = []
+    for share in shares(layout, held, seat.rank, engine.config.block_bytes):
+        tensor, start = held[share.region].tensor, bases[share.region] + share.start
+        if share.is_inline:
+            inline.append(bytes(captured.sources[tensor].read(start, start + share.lengths[0])))
+            continue
+        for length in share.lengths:
+            blocks.append((tensor, start, start + length))
+            start += length
+
+    tensor_ids: dict[int, list[Digest]] = {}
+
+    def store(run: _Run) -> None:
+        buffers: list[Buffer] = [captured.sources[tensor].read(start, stop) for tensor, start, stop in run.blocks]
+        tensor_ids[run.row] = packs.add(buffers)
+
+    for_each(_runs(blocks), store, cpu_threads() + 1)
+    packs.close()
+    for row in sorted(tensor_ids):
+        ids += tensor_ids[row]
+
+    pack_numbers: dict[Ulid, int] = {}
+    extents = np.zeros(len(ids), EXTENT_DTYPE)
+    rows = []
+    for block in ids:
+        place = packs.location(block)
+        number = pack_numbers.setdefault(place.pack, len(pack_numbers))
+        rows.append((number, place.entry, place.offset, place.stored, place.raw, -1, place.codec, 0))
+    extents[:] = rows
+    return Part(
+        Digest(encoded_layout[-DIGEST_BYTES:]),
+        seat.rank,
+        seat.world_size,
+        blobs,
+        b"".join(ids),
+        encode_values(captured.values if is_first else ()),
+        b"".join(inline),
+        list(pack_numbers),
+        extents,
+        b"",
+        anchor,
+        seat.layout_of,
+        encode_regions(captured.explicit),
+    )
+
+
+def source_offsets(captured: Captured, held: Sequence[Region]) -> list[int]:
+    """Where each region that a rank holds begins in its tensor's source, which has one region after another."""
+    ends: dict[int, int] = {}
+    bases = []
+    for region in held:
+        base = ends.get(region.tensor, 0)
+        bases.append(base)
+        ends[region.tensor] = base + region.size_bytes(captured.layout.tensors[region.tensor])
+    return bases
+
+
+def _runs(blocks: list[tuple[int, int, int]]) -> Iterator[_Run]:
+    """The blocks in order, in runs of up to `RUN_BYTES`."""
+    first = run_bytes = 0
+    for number, (_, start, stop) in enumerate(blocks):
+        if number > first and (run_bytes + stop - start > RUN_BYTES or number - first == RUN_BLOCKS):
+            yield _Run(first, blocks[first:number])
+            first, run_bytes = number, 0
+        run_bytes += stop - start
+    if blocks:
+        yield _Run(first, blocks[first:])

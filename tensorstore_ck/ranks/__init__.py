@@ -1,0 +1,25 @@
+"""How the ranks of one group agree on a put or a restore: small records in the group's own key-value store, and the log as the judge.
+
+Knows no torch and no formats: a process group is anything with a rank, a size and a store. No collectives, no pickle, and no wait without
+an end. `Group` counts the attempts of a process group, `Attempt` is one of them, and the caller does the work in `Duties`.
+"""
+
+from tensorstore_ck.ranks.attempt import GRACE_SECONDS, Attempt, Duties
+from tensorstore_ck.ranks.channel import Channel, ChannelError, KeyValue, Runner
+from tensorstore_ck.ranks.group import Group, StoreThread, open_group
+from tensorstore_ck.ranks.wording import disagreements, named_ranks
+
+__all__ = [
+    "GRACE_SECONDS",
+    "Attempt",
+    "Channel",
+    "ChannelError",
+    "Duties",
+    "Group",
+    "KeyValue",
+    "Runner",
+    "StoreThread",
+    "disagreements",
+    "named_ranks",
+    "open_group",
+]

@@ -1,0 +1,203 @@
+"""The ranks that put and restore together: a process group's nonce, its count of attempts, and the one thread that talks to its store.
+
+A group uses a clone of the process group's store, on a thread of its own: a store client serves one call at a time, and a call can
+hang for as long as the process that serves it is stopped. Here that costs an attempt, never the training thread.
+"""
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from tensorstore_ck.envelope import take, take_count
+from tensorstore_ck.errors import SnapshotAbortedError
+from tensorstore_ck.ids import ULID_BYTES, IdSource, Ulid, derived_hash, new_ulid, ulid_text
+from tensorstore_ck.ranks.attempt import GRACE_SECONDS, Attempt, Ledger
+from tensorstore_ck.ranks.channel import Channel, ChannelError, KeyValue, Runner
+
+if TYPE_CHECKING:
+    import torch.distributed
+
+T = TypeVar("T")
+_Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[KeyValue], Any] | None] | None]
+"""A call without an action makes the clone anew."""
+
+ROOT: Final = "tsck/"
+_TIME_BYTES: Final = 6
+_END_SECONDS: Final = 1.0
+RENEW_SECONDS: Final = 10.0
+"""What connecting anew may take: to a server that is gone, torch tries it for as long as the store's own timeout."""
+
+
+class StoreThread:
+    """Runs calls on a clone of a store, one after the other, on a thread of its own; ends when it is dropped. A `Runner`."""
+
+    def __init__(self, store: Any) -> None:
+        calls: _Calls = queue.SimpleQueue()
+        self._calls = calls
+        self._is_broken = threading.Event()
+        # A daemon: a call that hangs must not keep the process from ending.
+        thread = threading.Thread(target=_serve, args=(store, calls, self._is_broken), name="tsck-group", daemon=True)
+        thread.start()
+        weakref.finalize(self, _end, calls, thread)
+
+    def __call__(self, action: Callable[[KeyValue], T], seconds: float) -> T:
+        """See `Runner`."""
+        result: T = self._ask(action, seconds)
+        return result
+
+    def renew(self) -> None:
+        """Makes the clone anew if a call to it failed: a connection that broke stays broken.
+
+        Raises:
+            TimeoutError, RuntimeError, OSError: the store is not there.
+        """
+        if self._is_broken.is_set():
+            self._ask(None, RENEW_SECONDS)
+            self._is_broken.clear()
+
+    def _ask(self, action: Callable[[KeyValue], Any] | None, seconds: float) -> Any:
+        call: Future[Any] = Future()
+        self._calls.put((call, action))
+        try:
+            return call.result(seconds)
+        except TimeoutError as exc:
+            call.cancel()  # what has not begun never will
+            raise TimeoutError(f"no answer within {seconds:.0f} s") from exc
+
+
+def _end(calls: _Calls, thread: threading.Thread) -> None:
+    """Ends the thread; also when the process ends, where C++ must not be left in the middle of a call."""
+    calls.put(None)
+    if thread is not threading.current_thread():
+        thread.join(_END_SECONDS)
+
+
+def _serve(store: Any, calls: _Calls, is_broken: threading.Event) -> None:
+    clone: Any = None
+    while (item := calls.get()) is not None:
+        call, action = item
+        if not call.set_running_or_notify_cancel():
+            continue
+        try:
+            clone = store.clone() if clone is None or action is None else clone
+            call.set_result(action and action(clone))
+        except BaseException as exc:  # noqa: BLE001 - whoever waits for the call raises it
+            if isinstance(exc, RuntimeError | OSError):
+                is_broken.set()
+            call.set_exception(exc)
+
+
+class Group:
+    """One rank's place in a group. All ranks begin the same attempts in the same order."""
+
+    def __init__(
+        self,
+        run: Runner,
+        *,
+        rank: int,
+        ranks: int,
+        scope: str,
+        renew: Callable[[], object] = lambda: None,
+        new_id: IdSource = new_ulid,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        """`scope` keeps apart groups that share a store but not their attempts, such as those of two tensorstore_ck stores.
+
+        `renew` mends a runner whose connection broke in an earlier attempt; see `StoreThread.renew`.
+        """
+        self.rank = rank
+        self.ranks = ranks
+        self._run = run
+        self._renew = renew
+        self._scope = f"{ROOT}{scope}/"
+        self._new_id = new_id
+        self._clock = clock
+        self._sleep = sleep
+        self._ledger = Ledger()
+        self._generation = 1
+        self._token = new_id()
+        self._nonce: Ulid | None = None
+        self._misfit = ""
+        self._lock = threading.Lock()
+
+    def begin(self, title: str, *, object_id: str, timeout: float, grace: float = GRACE_SECONDS) -> Attempt:
+        """The next attempt of the group, which the caller then runs. Waits for rank 0 when it is the first one.
+
+        Raises:
+            SnapshotAbortedError: rank 0 did not begin it.
+        """
+        n = self._ledger.begin()
+        try:
+            self._renew()
+            nonce = self._agreed_nonce(self._clock() + timeout + grace)
+        except (ChannelError, RuntimeError, OSError) as exc:  # torch's store errors are RuntimeErrors
+            self._ledger.end(n, None)
+            raise SnapshotAbortedError(
+                f"{title} was aborted: rank {self.rank} waited for rank 0 to begin it: {exc}; nothing needs to be cleaned up, try again",
+                object_id=object_id,
+            ) from exc
+        return Attempt(
+            self._channel(f"{ulid_text(nonce)}/{n}/"),
+            self._ledger,
+            n=n,
+            txn=attempt_id(nonce, n),
+            rank=self.rank,
+            ranks=self.ranks,
+            title=title,
+            object_id=object_id,
+            timeout=timeout,
+            grace=grace,
+            misfit=self._misfit,
+        )
+
+    def _channel(self, prefix: str) -> Channel:
+        return Channel(self._run, self._scope + prefix, ranks=self.ranks, clock=self._clock, sleep=self._sleep)
+
+    def _agreed_nonce(self, deadline: float) -> Ulid:
+        """What rank 0 drew for this group.
+
+        A process group that was destroyed and made again has the same keys in the same store, so each rank counts its groups there.
+        """
+        with self._lock:
+            if self._nonce is None:
+                self._nonce = self._draw_nonce(deadline)
+            return self._nonce
+
+    def _draw_nonce(self, deadline: float) -> Ulid:
+        channel = self._channel("")
+        mine = False
+        while not mine:  # again with the same token after an error: it may have been counted
+            claimed = channel.put_first(f"groups/{self.rank}/{self._generation}", {"token": self._token}, deadline)
+            mine = claimed.get("token") == self._token
+            self._generation += not mine
+        key = f"nonce/{self._generation}"
+        if self.rank == 0:
+            nonce = self._new_id()
+            channel.put(key, {"nonce": nonce, "ranks": self.ranks}, deadline)
+            return nonce
+        record = channel.wait([key], deadline)[1]
+        try:
+            nonce, ranks = Ulid(take(record, "nonce", bytes)), take_count(record, "ranks")
+        except TypeError as exc:
+            raise ChannelError(str(exc)) from exc
+        if len(nonce) != ULID_BYTES:
+            raise ChannelError(f"the nonce has {len(nonce)} bytes")
+        if ranks != self.ranks:
+            self._misfit = f"it came with world size {self.ranks}, and rank 0 with {ranks}"
+        return nonce
+
+
+def attempt_id(nonce: Ulid, n: int) -> Ulid:
+    """The ULID of the n-th attempt of a group: the nonce's time, then what nobody else draws."""
+    return Ulid(nonce[:_TIME_BYTES] + derived_hash("attempt of a group", nonce, n.to_bytes(8, "big"))[: ULID_BYTES - _TIME_BYTES])
+
+
+def open_group(group: "torch.distributed.ProcessGroup", scope: str) -> Group:
+    """This rank's place in a process group; whoever owns it keeps it, one per process group object."""
+    thread = StoreThread(group.get_group_store())
+    return Group(thread, rank=group.rank(), ranks=group.size(), scope=scope, renew=thread.renew)

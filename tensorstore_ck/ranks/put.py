@@ -1,0 +1,326 @@
+"""Puts one snapshot of many ranks: each writes its part, and rank 0 commits for all what each has checked at its own head.
+
+What rank 0 handles is a small record of each rank. Knows no torch: it takes states that were taken apart.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.envelope import Body, pack_body, take, take_count, take_digest
+from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotExpiredError
+from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, derived_hash
+from tensorstore_ck.knownblocks import KnownBlocks
+from tensorstore_ck.layout import Captured, Layout, layout_id
+from tensorstore_ck.log import Objects, Op, RefTable, SnapshotInfo
+from tensorstore_ck.partwriter import Seat, WrittenPart, write_part
+from tensorstore_ck.ranks import drift
+from tensorstore_ck.ranks.attempt import Duties
+from tensorstore_ck.ranks.coverage import strangers, uncovered
+from tensorstore_ck.ranks.group import Group
+from tensorstore_ck.ranks.replicas import Digests, differences, digests_of
+from tensorstore_ck.ranks.stages import Stage, contradiction, read_part
+from tensorstore_ck.ranks.wording import disagreements, sayings
+from tensorstore_ck.record import MAX_STEP, Record, record_name
+from tensorstore_ck.split import alike, decode_regions, encode_regions, first_ranks
+from tensorstore_ck.streams import RULE
+from tensorstore_ck.writer import MAX_TRIES, PutRequest, check_expected, condemned_of
+
+MOVES_OBJECTS: Final = frozenset({"condemn", "sweep", "relocate", "settle"})
+COMPARED: Final = ("ref", "step", "parent", "expect", "metadata", "metrics", "rank_state")
+
+TOLD: Final = ("snapshot", "root", "record", "logical_bytes", "new_bytes")
+
+
+class RankStates(NamedTuple):
+    """What one rank puts."""
+
+    shared: Captured
+    """Its side of the state that all ranks hold together."""
+    own: Captured | None
+    """What is this rank's alone."""
+
+
+class Prepared(NamedTuple):
+    """What one rank puts, and how."""
+
+    request: PutRequest
+    states: RankStates
+
+
+class _Done(NamedTuple):
+    """What a rank tells of its work."""
+
+    ulids: list[Ulid]
+    """Of its part, and of its own state's."""
+    part_ids: list[Digest]
+    bytes_of: tuple[int, int]
+    """Logical bytes that rank 0 does not know, new bytes in all."""
+    anchor: int
+    checked: int
+    """The log entry at whose fold it found everything in place."""
+    condemned: Objects
+    """What was condemned there, and must be rescued."""
+    replicas: Digests | None
+    sightings: drift.Sightings | None
+
+    def record(self) -> Body:
+        return {
+            "ulids": b"".join(self.ulids),
+            "part_ids": b"".join(self.part_ids),
+            "own_bytes": self.bytes_of[0],
+            "new_bytes": self.bytes_of[1],
+            "anchor": self.anchor,
+            "checked": self.checked,
+            "condemned": self.condemned.fields(),
+            "replicas": self.replicas and self.replicas.record(),
+            "sightings": self.sightings and self.sightings.record(),
+        }
+
+    @classmethod
+    def of_record(cls, record: Body) -> "_Done":
+        ulids, ids = take(record, "ulids", bytes), take(record, "part_ids", bytes)
+        return cls(
+            [Ulid(ulids[at : at + ULID_BYTES]) for at in range(0, len(ulids), ULID_BYTES)],
+            [Digest(ids[at : at + DIGEST_BYTES]) for at in range(0, len(ids), DIGEST_BYTES)],
+            (take_count(record, "own_bytes"), take_count(record, "new_bytes")),
+            take_count(record, "anchor"),
+            take_count(record, "checked"),
+            Objects.of_fields(take(record, "condemned", dict)),
+            None if record.get("replicas") is None else Digests.of_record(take(record, "replicas", dict)),
+            None if record.get("sightings") is None else drift.Sightings.of_record(take(record, "sightings", dict)),
+        )
+
+
+def put_ranks(
+    engine: Engine, group: Group, prepare: Callable[[], Prepared], *, ref: str, checked: dict[bytes, int], timeout: float
+) -> SnapshotInfo:
+    """Stores the state of all ranks as one snapshot, or nothing of it; every rank learns the same outcome.
+
+    All that can fail on one rank alone belongs into `prepare`: a rank that has not begun an attempt when the others have is never
+    with them again.
+
+    `checked` keeps the layouts that this group has put, and how often. With the first put of one it is made sure that all replicas are
+    equal, and later that of each block one more is, in rotation.
+
+    Raises:
+        SnapshotAbortedError: a rank failed, is gone, or came with something else; it names them. Nothing is visible, and nothing needs
+            to be cleaned up.
+    """
+    attempt = group.begin(f"the put to {ref!r}", object_id=ref, timeout=timeout)
+    put = _Put(engine, group, prepare, txn=attempt.txn, checked=checked)
+    outcome = attempt.run(Duties(put.hello, put.work, put.settle, put.compare, put.commit))
+    info = put.published(outcome)
+    put.keep(info, outcome)
+    return info
+
+
+class _Put:
+    """One rank's side."""
+
+    def __init__(self, engine: Engine, group: Group, prepare: Callable[[], Prepared], *, txn: Ulid, checked: dict[bytes, int]) -> None:
+        self._engine = engine
+        self._group = group
+        self._prepare = prepare
+        self._request: PutRequest
+        self._states: RankStates
+        self._txn = txn
+        self._checked = checked
+        self._layouts = b""
+        self._seat: Seat
+        self._layout_of = b""
+        self._regions: list[bytes] = []
+        self._written: list[WrittenPart] = []
+
+    # --- duties of every rank -----------------------------------------------------------------------------------------
+
+    def hello(self) -> Body:
+        self._engine.require_writable()
+        self._request, self._states = self._prepare()  # here, so that all learn at once when it cannot be stored
+        request, shared = self._request, self._states.shared
+        if request.step is not None and not 0 <= request.step <= MAX_STEP:
+            raise InvalidOptionError(f"step {request.step} must be from 0 to {MAX_STEP}", object_id="step")
+        return {
+            "ref": request.ref,
+            "step": request.step,
+            "parent": request.parent,
+            "expect": request.expect if request.expect is None or isinstance(request.expect, bytes) else repr(request.expect),
+            "metadata": derived_hash("metadata of a put", request.metadata),
+            "metrics": repr(sorted(request.metrics.items())),
+            "rank_state": self._states.own is not None,
+            "layout": layout_id(shared.layout.encode()),
+            "regions": encode_regions(shared.explicit),
+            "values": derived_hash("values of a put", pack_body([list(shared.values), list(shared.blobs)])),
+        }
+
+    def work(self, go: Body) -> Body:
+        layout_of, turn = take(go, "layout_of", bytes), take_count(go, "turn")
+        for _ in range(MAX_TRIES - 1):
+            try:
+                return self._write(layout_of, turn).record()
+            except SnapshotExpiredError:
+                continue  # gc freed something that this relies on: the bytes are still in memory
+        return self._write(layout_of, turn).record()
+
+    def settle(self, reason: str) -> Body | None:
+        self._engine.log.append(lambda view: [] if view.outcome(self._txn) else [Op.abort(self._txn)])
+        found = self._engine.log.view().outcome(self._txn)
+        if found is None or not found.put:
+            return None
+        return self._outcome(found.n)
+
+    def published(self, outcome: Body) -> SnapshotInfo:
+        """The snapshot, without asking the log: once it is published, nothing may fail on this rank any more."""
+        request = self._request
+        return SnapshotInfo(
+            Ulid(take(outcome, "snapshot", bytes)),
+            take_digest(outcome, "root"),
+            take_digest(outcome, "record"),
+            request.parent,
+            request.ref,
+            request.step,
+            take_count(outcome, "n"),
+            take_count(outcome, "time_ns"),
+            request.metrics,
+            "",
+            "",
+            take_count(outcome, "logical_bytes"),
+            take_count(outcome, "new_bytes"),
+        )
+
+    def keep(self, info: SnapshotInfo, outcome: Body) -> None:
+        """Remembers what the next put is likely to need, and keeps what drifted."""
+        for written in self._written:
+            self._engine.keep_part(written.ulid, written.part)
+            self._engine.index.add(written.added.items(), published_at=info.n)
+        for rank, owner in outcome.get("drift", ()):
+            if rank == self._group.rank:
+                drift.keep_copy(self._engine, self._states.shared, self._seat, info, owner)
+
+    def _write(self, layout_of: bytes, turn: int) -> _Done:
+        engine, rank, ranks, own = self._engine, self._group.rank, self._group.ranks, self._states.own
+        problem = strangers(self._states.shared.layout, alike(layout_of, rank, ranks))
+        if problem:
+            raise SnapshotAbortedError(problem, object_id=self._request.ref)
+        anchor = engine.log.sync().n
+        known = KnownBlocks(engine, self._request.parent, rank, ranks)
+        seat = self._seat = Seat(rank, ranks, alike(layout_of, rank, ranks), layout_of)
+        self._written = [write_part(engine, self._states.shared, known, anchor=anchor, seat=seat)]
+        if own is not None:
+            alone = Seat(ranks + rank, ranks, (ranks + rank,), None)
+            known = KnownBlocks(engine, self._request.parent, ranks + rank, ranks)
+            self._written.append(write_part(engine, own, known, anchor=anchor, seat=alone))
+        block_bytes = engine.config.block_bytes
+        replicas = None if turn else digests_of(self._states.shared, seat, block_bytes)
+        sightings = drift.sightings_of(self._states.shared, seat, self._written[0].part, block_bytes, turn) if turn else None
+        checked = engine.log.sync().n
+        return _Done(
+            [written.ulid for written in self._written],
+            [written.part.part_id() for written in self._written],
+            (self._told_bytes(seat), sum(written.new_bytes for written in self._written)),
+            anchor,
+            checked,
+            condemned_of(engine, engine.log.view(), (), [(written.ulid, written.part) for written in self._written]),
+            replicas,
+            sightings,
+        )
+
+    def _told_bytes(self, seat: Seat) -> int:
+        """Logical bytes that rank 0 does not know: of this rank's own state, and of a layout that begins with this rank."""
+        own, shared = self._states.own, self._states.shared
+        return (own.logical_bytes if own is not None else 0) + (shared.logical_bytes if seat.rank == seat.alike[0] > 0 else 0)
+
+    # --- duties of rank 0 ---------------------------------------------------------------------------------------------
+
+    def compare(self, hellos: list[Body]) -> Body | str:
+        problem = disagreements(hellos, COMPARED)
+        numbers: dict[bytes, int] = {}
+        layout_of = [numbers.setdefault(take_digest(hello, "layout"), len(numbers)) for hello in hellos]
+        for number in range(len(numbers)):
+            said = {rank: take_digest(hellos[rank], "values").hex()[:16] for rank, of in enumerate(layout_of) if of == number}
+            if len(set(said.values())) > 1:
+                advice = "put what is a rank's alone into rank_state="
+                problem = problem or f"the ranks differ in values that are no tensors ({sayings(said)}): {advice}"
+        if problem:
+            return problem
+        self._layout_of = np.array(layout_of, "<u2").tobytes() if len(numbers) > 1 else b""
+        self._regions = [take(hello, "regions", bytes) for hello in hellos]
+        self._layouts = derived_hash("layouts of a put", *numbers, self._layout_of, *self._regions)
+        return {"layout_of": self._layout_of, "turn": self._checked.get(self._layouts, 0)}
+
+    def commit(self, records: list[Body]) -> Body:
+        engine, request = self._engine, self._request
+        dones = [_Done.of_record(record) for record in records]
+        if self._layouts not in self._checked:
+            self._check(dones)
+        self._checked[self._layouts] = self._checked.get(self._layouts, 0) + 1
+        drifted = drift.drifted([done.sightings for done in dones])
+        ulids = [done.ulids[at] for at in range(len(dones[0].ulids)) for done in dones]
+        part_ids = [done.part_ids[at] for at in range(len(dones[0].ulids)) for done in dones]
+        record = Record(
+            request.ref,
+            request.step,
+            request.parent,
+            request.metadata,
+            request.metrics,
+            engine.clock(),
+            ulids,
+            b"".join(part_ids),
+            self._states.shared.logical_bytes + sum(done.bytes_of[0] for done in dones),
+            sum(done.bytes_of[1] for done in dones),
+            "" if self._states.own is None else RULE,
+        )
+        snapshot, encoded = self._txn, record.encode()  # of one id, so that salvage knows the record of an aborted put
+        engine.backend.put(record_name(snapshot), encoded)
+        put = Op.put(request.ref, snapshot, record, encoded, anchor=min(done.anchor for done in dones), txn=self._txn)
+
+        def build(view: RefTable) -> list[Op]:
+            if view.outcome(self._txn) is not None:
+                return []
+            check_expected(view, request.ref, request.expect)
+            condemned = self._condemned(view, snapshot, ulids, dones)
+            mark = [Op.mark(put.fields["root"], drift.MARK, drift.reason(drifted, request.ref))] if drifted else []
+            return [put, *mark, *([Op.rescue(condemned)] if condemned else [])]
+
+        engine.log.append(build)
+        found = engine.log.view().outcome(self._txn)
+        if found is None or not found.put:
+            raise SnapshotAbortedError(
+                f"the put to {request.ref!r} was aborted by another rank before it was published", object_id=request.ref
+            )
+        return self._outcome(found.n) | {"drift": [[*pair] for pair in drifted]}
+
+    def _outcome(self, n: int) -> Body:
+        """What all ranks are told of the snapshot that entry `n` published."""
+        entry = next(self._engine.log.entries(n))
+        op = next(op for op in entry.ops if op.name == "put" and op.fields["txn"] == self._txn)
+        return {key: op.fields[key] for key in TOLD} | {"n": n, "time_ns": entry.time_ns}
+
+    def _check(self, dones: Sequence[_Done]) -> None:
+        """That the ranks hold every element of every tensor, and that those which hold the same do."""
+        layouts: dict[int, Layout] = {}
+        stages: list[Stage] = []
+        problem = ""
+        for first in first_ranks(self._layout_of):
+            own = alike(self._layout_of, first, len(dones))
+            layout = self._states.shared.layout
+            if len(own) < len(dones):
+                stages.append(Stage(self._engine, own, [dones[rank].ulids[0] for rank in own]))
+                layout = stages[-1].layout
+            layouts |= dict.fromkeys(own, layout)
+            problem = problem or uncovered(layout, {rank: decode_regions(layout, self._regions[rank], f"rank {rank}") for rank in own})
+        digests = [done.replicas or Digests({}, b"") for done in dones]
+        problem = problem or differences(digests, [layouts[rank] for rank in range(len(dones))])
+        problem = problem or (contradiction(stages) if stages else "")
+        if problem:
+            raise SnapshotAbortedError(problem, object_id=self._request.ref)
+
+    def _condemned(self, view: RefTable, snapshot: Ulid, ulids: Sequence[Ulid], dones: Sequence[_Done]) -> Objects:
+        """What must be rescued at this head: what the ranks found, unless the log has moved objects since one of them looked."""
+        since = min(done.checked for done in dones)
+        if not any(op.name in MOVES_OBJECTS for entry in self._engine.log.entries(since + 1) for op in entry.ops):
+            return Objects(key for done in dones for key in done.condemned)
+        parts = [(ulid, read_part(self._engine, ulid)) for ulid in ulids]
+        return condemned_of(self._engine, view, [snapshot], parts)

@@ -1,0 +1,202 @@
+"""The order in which a job reads a map-style dataset, and how far it is: the same for all ranks, whatever their number.
+
+A position is how many samples of this epoch all ranks together have consumed, so any number of ranks goes on from it, and no sample
+comes twice or never within an epoch. Only `SampleCursor.advance` moves it: a loader that reads ahead does not. The order of an epoch
+follows from (dataset size, seed, epoch) alone, with a fixed rule that depends on no library's generator; it takes no memory and no
+time, so a billion samples are as good as ten. Knows no torch: what it gives is what a DataLoader takes as ``batch_sampler=``.
+"""
+
+import math
+import operator
+import struct
+from collections.abc import Iterator, Mapping
+from itertools import repeat
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from tensorstore_ck.errors import InvalidOptionError, MismatchError
+
+SHUFFLED: Final = "shuffle-v1"
+"""The name of the rule in `_shuffled`, which never changes: another order is another name."""
+IN_ORDER: Final = "in order"
+ROUNDS: Final = 24
+"""16 are enough that all permutations of 5 and 6 samples come equally often."""
+
+_Numbers = npt.NDArray[np.uint64]
+_MIX: Final = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
+
+
+class SampleCursor:
+    """Where a job is in its dataset. All ranks make the same one, advance it at each batch, and put its `state_dict` with the rest.
+
+    ::
+
+        cursor = tsck.SampleCursor(len(dataset), batch_size=256, seed=1)
+        loader = DataLoader(dataset, batch_sampler=cursor.batches(rank, world_size), num_workers=4)
+        while cursor.epoch < epochs:
+            for batch in loader:  # what is left of this epoch
+                train(batch)
+                cursor.advance()  # consumed: a snapshot from here on does not read it again
+
+    `batch_size` is that of all ranks together. It may be another one when the job goes on, and so may be the number of ranks.
+    Not thread-safe.
+    """
+
+    def __init__(self, dataset_size: int, *, batch_size: int, seed: int = 0, shuffle: bool = True, drop_last: bool = True) -> None:
+        """With `drop_last` the samples at the end of an epoch that do not fill a batch are left out; else they are a smaller batch."""
+        self._size = _whole("dataset_size", dataset_size, 1, 1 << 62)
+        self._batch_size = _whole("batch_size", batch_size, 1, 1 << 62)
+        self._seed = _whole("seed", seed, 0, (1 << 64) - 1)
+        self._order = SHUFFLED if shuffle else IN_ORDER
+        self._drop_last = drop_last
+        if drop_last and batch_size > dataset_size:
+            raise InvalidOptionError(
+                f"{dataset_size} samples do not fill a batch of {batch_size}: pass drop_last=False, or a smaller batch_size",
+                object_id="batch_size",
+            )
+        self._epoch = self._position = 0
+
+    def __repr__(self) -> str:
+        return f"SampleCursor(epoch {self._epoch}, {self._position} of {self._size} samples)"
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs are over."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """How many samples of this epoch all ranks together have consumed."""
+        return self._position
+
+    def advance(self) -> None:
+        """All ranks have consumed a batch. After the last one of an epoch the next epoch begins."""
+        self._position += min(self._batch_size, self._size - self._position)
+        self._end_epoch()
+
+    def batches(self, rank: int = 0, world_size: int = 1) -> "RankBatches":
+        """This rank's share of each batch that is left of the epoch."""
+        world_size = _whole("world_size", world_size, 1, 1 << 32)
+        if world_size > self._batch_size:
+            raise InvalidOptionError(
+                f"a batch of {self._batch_size} samples is not enough for {world_size} ranks: batch_size is that of all ranks together",
+                object_id="batch_size",
+            )
+        return RankBatches(self, _whole("rank", rank, 0, world_size - 1), world_size)
+
+    def state_dict(self) -> dict[str, int | str]:
+        """Where the job is: plain values, equal on all ranks, so they belong into the state that the ranks put together."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "dataset_size": self._size,
+            "seed": self._seed,
+            "order": self._order,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where the cursor that gave `state` was. Loaders that are being iterated must begin anew.
+
+        Raises:
+            MismatchError: its samples came in another order: another dataset size, seed, or rule.
+        """
+        for key, own in (("dataset_size", self._size), ("seed", self._seed), ("order", self._order)):
+            if state.get(key) != own:
+                raise MismatchError(
+                    f"the cursor was put with {key} {state.get(key)!r}, and this one has {own!r}, so its samples come in another order: "
+                    "make it with the same, or begin anew without loading it",
+                    object_id=key,
+                )
+        epoch, position = state.get("epoch"), state.get("position")
+        if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= self._size:
+            raise MismatchError(f"no cursor says epoch {epoch!r}, position {position!r} of {self._size} samples", object_id="position")
+        self._epoch, self._position = epoch, position
+        self._end_epoch()  # with another batch size what is left may fill none
+
+    def _end_epoch(self) -> None:
+        if self._batches_left() == 0:
+            self._epoch, self._position = self._epoch + 1, 0
+
+    def _batches_left(self) -> int:
+        left = self._size - self._position
+        return left // self._batch_size if self._drop_last else -(-left // self._batch_size)
+
+
+class RankBatches:
+    """One rank's batches, as a ``batch_sampler=``: each iteration gives what is left of the epoch when it begins."""
+
+    def __init__(self, cursor: SampleCursor, rank: int, world_size: int) -> None:
+        self._cursor, self._rank, self._world_size = cursor, rank, world_size
+
+    def __len__(self) -> int:
+        """Batches left of the epoch."""
+        return self._cursor._batches_left()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Lists of sample numbers.
+
+        Raises:
+            InvalidOptionError: the last batch of the epoch would leave ranks without a sample.
+        """
+        cursor = self._cursor
+        left = cursor._size - cursor._position
+        last = left % cursor._batch_size
+        if not cursor._drop_last and 0 < last < self._world_size:
+            raise InvalidOptionError(
+                f"the last batch of epoch {cursor._epoch} has {last} samples for {self._world_size} ranks: "
+                "pass drop_last=True, or another batch_size",
+                object_id="batch_size",
+            )
+        starts = range(cursor._position, cursor._position + len(self) * cursor._batch_size, cursor._batch_size)
+        return map(self._share, starts, repeat(cursor._epoch))
+
+    def _share(self, start: int, epoch: int) -> list[int]:
+        """What this rank has of the batch that begins at `start`: batches that do not divide evenly differ by one sample."""
+        cursor = self._cursor
+        count = min(cursor._batch_size, cursor._size - start)
+        first, end = (start + count * rank // self._world_size for rank in (self._rank, self._rank + 1))
+        places = np.arange(first, end, dtype=np.uint64)
+        numbers = _shuffled(places, cursor._size, cursor._seed, epoch) if cursor._order == SHUFFLED else places
+        return [int(number) for number in numbers.tolist()]
+
+
+def _shuffled(places: _Numbers, size: int, seed: int, epoch: int) -> _Numbers:
+    """Which samples have these places in the order of an epoch.
+
+    A Feistel network over a grid of about sqrt(size) x sqrt(size) places, under keys drawn from seed and epoch. The grid has up to
+    sqrt(size) places more than there are samples; what leads to one of those goes through again until it does not.
+    """
+    drawn = blake3(struct.pack("<QQ", seed, epoch), derive_key_context="tensorstore_ck v1 sample order").digest(length=8 * ROUNDS)
+    keys = np.frombuffer(drawn, "<u8").astype(np.uint64)
+    columns = math.isqrt(size - 1) + 1
+    widths = np.uint64(-(-size // columns)), np.uint64(columns)
+    found = places.copy()
+    again = np.ones(len(places), np.bool_)
+    while again.any():
+        halves = list(np.divmod(found[again], widths[1]))
+        for number, key in enumerate(keys):
+            side = number % 2
+            halves[side] = (halves[side] + _mixed(halves[1 - side] + key) % widths[side]) % widths[side]
+        found[again] = halves[0] * widths[1] + halves[1]
+        again = found >= size
+    return found
+
+
+def _mixed(numbers: _Numbers) -> _Numbers:
+    """The finalizer of SplitMix64: every bit of the result depends on every bit."""
+    for shift, factor in _MIX:
+        numbers = (numbers ^ numbers >> shift) * factor
+    return numbers ^ numbers >> np.uint64(31)
+
+
+def _whole(name: str, value: int, least: int, most: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or not least <= number <= most:
+        raise InvalidOptionError(f"{name} must be a whole number from {least} to {most}, not {value!r}", object_id=name)
+    return number

@@ -1,0 +1,166 @@
+"""Which elements of a global tensor each rank holds: the arithmetic of meshes and placements.
+
+Pure and free of torch, but agrees element by element with torch's DTensor: placements apply to the mesh's dims from left to right, and
+each splits what the ones before it left as ``torch.chunk`` does. What a rank holds is, per tensor dim, a list of *runs* in ascending
+order; its local tensor is their cartesian product, row-major. No state: every call costs O(mesh dims x runs), whatever the world size
+(`Mesh.coordinate` aside, which searches).
+"""
+
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+Run = tuple[int, int]
+"""(start, length) along one dim."""
+
+
+class Shard(NamedTuple):
+    """Split along a tensor dim."""
+
+    dim: int
+    split_factor: int = 1
+    """More than 1: as torch's ``_StridedShard``, which cuts that many pieces first and then splits each of them."""
+
+
+Placement = Shard | None
+"""None: replicated."""
+
+
+class Mesh(NamedTuple):
+    """Ranks of the group, arranged in a grid."""
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    """Row-major, distinct."""
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """Where `rank` stands; None if it is not in the mesh."""
+        if rank < len(self.ranks) and self.ranks[rank] == rank:
+            index = rank  # as in most meshes; a search through thousands for each tensor takes minutes
+        elif rank in self.ranks:
+            index = self.ranks.index(rank)
+        else:
+            return None
+        coordinate = []
+        for extent in reversed(self.shape):
+            index, position = divmod(index, extent)
+            coordinate.append(position)
+        return tuple(reversed(coordinate))
+
+
+class Box(NamedTuple):
+    """A box of a global tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """All of a tensor."""
+    return Box((0,) * len(shape), shape)
+
+
+class LocalBox(NamedTuple):
+    """A box of a global tensor, and where it begins in the local one."""
+
+    box: Box
+    local_offsets: tuple[int, ...]
+
+
+def intervals(
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
+) -> list[list[Run]]:
+    """What the rank at `coordinate` holds: the runs of each tensor dim, in local order. Adjacent ones are merged, empty ones left out."""
+    runs: list[list[Run]] = [[(0, extent)] if extent else [] for extent in shape]
+    for count, placement, index in zip(mesh_shape, placements, coordinate, strict=True):
+        if placement is not None:
+            before = runs[placement.dim]
+            runs[placement.dim] = _take(before, _split(sum(length for _, length in before), placement.split_factor, count, index))
+    return runs
+
+
+def local_shape(runs: Sequence[Sequence[Run]]) -> tuple[int, ...]:
+    """The shape of the local tensor that holds `runs`."""
+    return tuple(sum(length for _, length in dim) for dim in runs)
+
+
+def boxes(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]) -> list[LocalBox]:
+    """What the rank at `coordinate` holds, as boxes in row-major order of their local offsets. None is empty."""
+    dims = [_with_local_starts(dim) for dim in intervals(shape, mesh_shape, placements, coordinate)]
+    found = []
+    for runs in product(*dims):
+        box = Box(tuple(start for start, _, _ in runs), tuple(length for _, length, _ in runs))
+        found.append(LocalBox(box, tuple(local for _, _, local in runs)))
+    return found
+
+
+def replicas(mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int], rank: int) -> tuple[int, ...]:
+    """All ranks that hold just what `rank` does, itself included, ascending; none if it holds nothing.
+
+    Two coordinates that differ along a mesh dim that shards hold disjoint pieces, so only the dims that replicate count.
+    """
+    coordinate = mesh.coordinate(rank)
+    if coordinate is None or 0 in local_shape(intervals(shape, mesh.shape, placements, coordinate)):
+        return ()
+    indexes = [0]
+    for dim, (extent, placement) in enumerate(zip(mesh.shape, placements, strict=True)):
+        step = prod(mesh.shape[dim + 1 :])
+        positions = range(extent) if placement is None else (coordinate[dim],)
+        indexes = [index + position * step for index in indexes for position in positions]
+    return tuple(sorted(mesh.ranks[index] for index in indexes))
+
+
+def holders_of(size: int, pieces: int, count: int, start: int, stop: int) -> range:
+    """Which shards have something of the elements [start, stop) of `size`, or a few more; see `Shard` and `_split`."""
+    if start >= stop:
+        return range(0)
+    length = -(-size // pieces)
+    begin = start // length * length
+    if stop > begin + length:
+        return range(count)  # of more than one piece
+    part = -(-(min(begin + length, size) - begin) // count)
+    return range((start - begin) // part, (stop - 1 - begin) // part + 1)
+
+
+def _split(size: int, pieces: int, count: int, index: int) -> list[tuple[int, int]]:
+    """Ranges [start, stop) of `size` elements that shard `index` of `count` gets when each of `pieces` is split."""
+    ranges = []
+    length = -(-size // pieces)
+    for start in range(0, size, max(length, 1)):
+        stop = min(start + length, size)
+        part = -(-(stop - start) // count)
+        if start + index * part < stop:
+            ranges.append((start + index * part, min(start + (index + 1) * part, stop)))
+    return ranges
+
+
+def _take(runs: list[Run], ranges: list[tuple[int, int]]) -> list[Run]:
+    """The elements at local positions `ranges`, ascending, of what `runs` hold."""
+    taken: list[Run] = []
+    located = _with_local_starts(runs)
+    number = 0
+    for start, stop in ranges:
+        while start < stop:
+            run_start, length, local = located[number]
+            if local + length <= start:
+                number += 1
+                continue
+            first = run_start + start - local
+            count = min(stop, local + length) - start
+            if taken and sum(taken[-1]) == first:
+                taken[-1] = (taken[-1][0], taken[-1][1] + count)
+            else:
+                taken.append((first, count))
+            start += count
+    return taken
+
+
+def _with_local_starts(runs: Sequence[Run]) -> list[tuple[int, int, int]]:
+    """(start, length, local start) of each run."""
+    located = []
+    local = 0
+    for start, length in runs:
+        located.append((start, length, local))
+        local += length
+    return located

@@ -1,0 +1,96 @@
+"""What one rank has of a tensor that is spread over ranks, as bytes to store, or as memory to fill."""
+
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from tensorstore_ck.layout import ByteSource, WantedBox
+from tensorstore_ck.sharding import Box, Mesh, Placement
+from tensorstore_ck.split import row_boxes
+from tensorstore_ck.state.memory import CopySource, MemorySource, target_of
+from tensorstore_ck.state.sharded import Describer, FlatShard, Piece, group_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Share(NamedTuple):
+    """A rank's share of one tensor."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: torch.dtype
+    mesh: Mesh | None
+    """None: the ranks know no more than their own pieces."""
+    placements: tuple[Placement, ...]
+    is_flat: bool
+    """The boxes of the pieces are intervals of the flattened tensor."""
+    pieces: tuple[Piece, ...]
+    requires_grad: bool
+    is_parameter: bool
+
+    def source(self) -> ByteSource:
+        """The pieces, one after another."""
+        sources = [source_of(piece.tensor) for piece in self.pieces]
+        return sources[0] if len(sources) == 1 else _Chain(sources, [piece.tensor.nbytes for piece in self.pieces])
+
+    def wanted(self, tensor: int, stored: torch.dtype) -> list[WantedBox]:
+        """What fills the pieces with the stored tensor of that number and dtype."""
+        if not self.is_flat:
+            return [WantedBox(tensor, box, target_of(local, stored)) for box, local in self.pieces]
+        found = []
+        for (offsets, sizes), local in self.pieces:
+            at = 0
+            for box in row_boxes(self.shape, offsets[0], offsets[0] + sizes[0]):
+                count = prod(box[1])
+                found.append(WantedBox(tensor, Box(*box), target_of(local[at : at + count], stored)))
+                at += count
+        return found
+
+
+def describer_of(group: "ProcessGroup") -> Describer:
+    """Describes tensors in terms of the ranks of a group."""
+    return Describer(group_ranks(group), group.rank())
+
+
+def share_of(describer: Describer, value: object, path: str) -> Share | None:
+    """The share that is a `DTensor`, a ShardedTensor or a `FlatShard`; None for anything else.
+
+    Raises:
+        UnsupportedValueError: what it holds cannot be told.
+    """
+    if isinstance(value, FlatShard):
+        local = value.local.detach().view(-1)
+        pieces = (Piece(Box((value.start,), (local.numel(),)), local),) if local.numel() else ()
+        is_parameter = isinstance(value.local, torch.nn.Parameter)
+        return Share(value.shape, local.dtype, None, (), True, pieces, value.local.requires_grad, is_parameter)
+    found = describer.describe(value, path)
+    if found is None:
+        return None
+    assert isinstance(value, torch.Tensor)
+    is_parameter = isinstance(value, torch.nn.Parameter)
+    return Share(found.shape, found.dtype, found.mesh, found.placements, False, found.pieces, value.requires_grad, is_parameter)
+
+
+def source_of(tensor: torch.Tensor) -> ByteSource:
+    """The bytes of a tensor."""
+    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        return MemorySource(tensor.data_ptr(), tensor.untyped_storage())
+    return CopySource(tensor)
+
+
+class _Chain:
+    """`ByteSource` over several, one after another."""
+
+    def __init__(self, sources: list[ByteSource], sizes: list[int]) -> None:
+        self._sources = sources
+        self._sizes = sizes
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes of one of them, which a block never leaves."""
+        for source, size in zip(self._sources, self._sizes, strict=True):
+            if start < size:
+                return source.read(start, stop)
+            start, stop = start - size, stop - size
+        return memoryview(b"")
