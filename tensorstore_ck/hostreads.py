@@ -72,7 +72,11 @@ class HostReads:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             if self.folder.stat().st_uid == os.geteuid():
                 lock = os.open(self._path("alive", rank), os.O_RDWR | os.O_CREAT, 0o600)
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    os.close(lock)
+                    raise
                 self._lock = lock
 
     def join(self, ranks: Sequence[int]) -> None:

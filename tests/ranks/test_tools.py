@@ -104,13 +104,13 @@ def test_a_sample_covers_all_packs_in_turn() -> None:
     assert not report.never_verified
 
 
-def test_fsck_reads_every_part_and_record_about_once() -> None:
-    """The first part of a layout may be read again, when the few that are kept have pushed it out."""
+def test_fsck_reads_every_part_and_record_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one thread: several share the few parts that are kept, and may push one out that another needs again."""
+    monkeypatch.setattr("tensorstore_ck.fsck.check.cpu_threads", lambda: 1)
     watched = Reads(copy(OBJECTS))
     assert open_store(watched).fsck().ok
     parts = [name for name in OBJECTS if name.startswith("parts/")]
-    assert max(watched.reads[name] for name in parts) <= 2
-    assert sum(watched.reads[name] for name in parts) <= 1.25 * len(parts)
+    assert max(watched.reads[name] for name in parts) == 1
     assert max(watched.reads[name] for name in OBJECTS if name.startswith("snapshots/")) == 1
 
 
