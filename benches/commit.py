@@ -22,6 +22,7 @@ from tensorstore_ck.log import ObjectKey, Objects, Op
 from tensorstore_ck.opening import init_store, make_engine
 from tensorstore_ck.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values, part_name
 from tensorstore_ck.ranks import Channel, Group, KeyValue
+from tensorstore_ck.ranks.publish import RankParts
 from tensorstore_ck.ranks.put import Prepared, RankStates, _Done, _Put, put_ranks
 from tensorstore_ck.ranks.replicas import Digests
 from tensorstore_ck.record import encode_metadata
@@ -145,7 +146,7 @@ def _sayings(engine: Engine, case: Case, put: _Put, ranks: int, blocks: int) -> 
         if case.condemns:
             backend.put(part_name(ulid), part.encode())
             backend.packs_named += part.packs
-        done = _Done([ulid], [part.part_id()], (0, blocks * BLOCK_BYTES), head, head, Objects(), replicas, None)
+        done = _Done(RankParts([ulid], [part.part_id()], blocks * BLOCK_BYTES, head, head, Objects()), 0, replicas, None)
         yield f"hello/{rank}", {"record": hello, "oldest": 1}
         yield f"done/{rank}", {"record": done.record()}
 

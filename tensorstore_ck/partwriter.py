@@ -3,7 +3,9 @@
 Knows neither refs nor the log, and no torch: it takes a state that was taken apart.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -11,13 +13,13 @@ import numpy as np
 from tensorstore_ck.backend.protocol import Buffer
 from tensorstore_ck.chunker import cut_opaque
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.ids import DIGEST_BYTES, Digest, Ulid
+from tensorstore_ck.ids import Digest, Ulid
 from tensorstore_ck.index import Location
 from tensorstore_ck.knownblocks import KnownBlocks
-from tensorstore_ck.layout import Captured
+from tensorstore_ck.layout import Captured, layout_id
 from tensorstore_ck.packwriter import PackWriter
 from tensorstore_ck.parallel import cpu_threads, for_each
-from tensorstore_ck.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values, part_name
+from tensorstore_ck.part import BLOB_DTYPE, EXTENT_DTYPE, Extents, Part, encode_values, part_name
 from tensorstore_ck.split import Region, encode_regions, regions, shares
 
 RUN_BYTES: Final = 4 << 20
@@ -59,24 +61,48 @@ class _Run(NamedTuple):
     blocks: list[tuple[int, int, int]]
 
 
+class BlobBlocks(NamedTuple):
+    """What a rank has stored of the layout and the large values."""
+
+    rows: Extents
+    """The part's `blobs`."""
+    ids: list[Digest]
+    """Of their blocks, in order."""
+
+
+class TensorBlocks(NamedTuple):
+    """What a rank has stored of the tensors."""
+
+    ids: list[Digest]
+    """Of its blocks, in order."""
+    inline: bytes
+    """What lies inside the part."""
+
+
 def write_part(engine: Engine, captured: Captured, known: KnownBlocks, *, anchor: int, seat: Seat = ALONE) -> WrittenPart:
     """Hashes and stores everything that this rank has to store. `anchor`: the log entry that `known` goes by."""
-    open_packs = min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
-    packs = PackWriter(engine.backend, engine.new_id, known, open_packs=open_packs)
+    with open_packs(engine, known) as packs:
+        blobs = write_blobs(captured, packs, seat)
+        tensors = write_tensors(captured, packs, seat, engine.config.block_bytes)
+    return store_part(engine, captured, blobs, tensors, [packs], anchor=anchor, seat=seat)
+
+
+@contextmanager
+def open_packs(engine: Engine, known: Callable[[Digest], Location | None]) -> Iterator[PackWriter]:
+    """A writer of blocks that are not `known`; every pack is durable when the block ends."""
+    side_by_side = min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
+    packs = PackWriter(engine.backend, engine.new_id, known, open_packs=side_by_side)
     try:
-        part = _write_blocks(engine, captured, packs, anchor, seat)
+        yield packs
+        packs.close()
     except BaseException:
         packs.abort()
         raise
-    ulid, encoded = engine.new_id(), part.encode()
-    engine.backend.put(part_name(ulid), encoded)
-    return WrittenPart(ulid, part, packs.added, packs.new_bytes + len(encoded))
 
 
-def _write_blocks(engine: Engine, captured: Captured, packs: PackWriter, anchor: int, seat: Seat) -> Part:
-    """Every pack is durable when it returns."""
-    layout = captured.layout
-    encoded_layout = layout.encode()
+def write_blobs(captured: Captured, packs: PackWriter, seat: Seat) -> BlobBlocks:
+    """Stores the layout and the large values, if this rank is the one that does."""
+    encoded_layout = captured.layout.encode()
     is_first = seat.rank == seat.alike[0]
     ids: list[Digest] = []
     blobs = np.zeros(1 + len(captured.blobs) if is_first else 1, BLOB_DTYPE)
@@ -87,12 +113,17 @@ def _write_blocks(engine: Engine, captured: Captured, packs: PackWriter, anchor:
         view = memoryview(blob)
         ids += packs.add([view[end - length : end] for end, length in zip(ends, lengths, strict=True)], compress=True)
         blobs[number] = (len(lengths), 0, len(blob))
+    return BlobBlocks(blobs, ids)
 
+
+def write_tensors(captured: Captured, packs: PackWriter, seat: Seat, block_bytes: int) -> TensorBlocks:
+    """Stores this rank's share of the tensors."""
+    layout = captured.layout
     held = regions(layout, seat.rank, seat.alike, captured.explicit)
     bases = source_offsets(captured, held)
     inline: list[bytes] = []
     blocks: list[tuple[int, int, int]] = []
-    for share in shares(layout, held, seat.rank, engine.config.block_bytes):
+    for share in shares(layout, held, seat.rank, block_bytes):
         tensor, start = held[share.region].tensor, bases[share.region] + share.start
         if share.is_inline:
             inline.append(bytes(captured.sources[tensor].read(start, start + share.lengths[0])))
@@ -101,33 +132,45 @@ def _write_blocks(engine: Engine, captured: Captured, packs: PackWriter, anchor:
             blocks.append((tensor, start, start + length))
             start += length
 
-    tensor_ids: dict[int, list[Digest]] = {}
+    ids: dict[int, list[Digest]] = {}
 
     def store(run: _Run) -> None:
         buffers: list[Buffer] = [captured.sources[tensor].read(start, stop) for tensor, start, stop in run.blocks]
-        tensor_ids[run.row] = packs.add(buffers)
+        ids[run.row] = packs.add(buffers)
 
     for_each(_runs(blocks), store, cpu_threads() + 1)
-    packs.close()
-    for row in sorted(tensor_ids):
-        ids += tensor_ids[row]
+    return TensorBlocks([block for row in sorted(ids) for block in ids[row]], b"".join(inline))
 
+
+def store_part(
+    engine: Engine,
+    captured: Captured,
+    blobs: BlobBlocks,
+    tensors: TensorBlocks,
+    packs: Sequence[PackWriter],
+    *,
+    anchor: int,
+    seat: Seat,
+) -> WrittenPart:
+    """Writes the part that names these blocks, which lie where the closed `packs` say."""
+    ids = [*blobs.ids, *tensors.ids]
+    places = ChainMap(*(known for writer in packs for known in (writer.added, writer.found)))
     pack_numbers: dict[Ulid, int] = {}
     extents = np.zeros(len(ids), EXTENT_DTYPE)
     rows = []
     for block in ids:
-        place = packs.location(block)
+        place = places[block]
         number = pack_numbers.setdefault(place.pack, len(pack_numbers))
         rows.append((number, place.entry, place.offset, place.stored, place.raw, -1, place.codec, 0))
     extents[:] = rows
-    return Part(
-        Digest(encoded_layout[-DIGEST_BYTES:]),
+    part = Part(
+        layout_id(captured.layout.encode()),
         seat.rank,
         seat.world_size,
-        blobs,
+        blobs.rows,
         b"".join(ids),
-        encode_values(captured.values if is_first else ()),
-        b"".join(inline),
+        encode_values(captured.values if seat.rank == seat.alike[0] else ()),
+        tensors.inline,
         list(pack_numbers),
         extents,
         b"",
@@ -135,6 +178,10 @@ def _write_blocks(engine: Engine, captured: Captured, packs: PackWriter, anchor:
         seat.layout_of,
         encode_regions(captured.explicit),
     )
+    ulid, encoded = engine.new_id(), part.encode()
+    engine.backend.put(part_name(ulid), encoded)
+    added = {block: place for writer in packs for block, place in writer.added.items()}
+    return WrittenPart(ulid, part, added, sum(writer.new_bytes for writer in packs) + len(encoded))
 
 
 def source_offsets(captured: Captured, held: Sequence[Region]) -> list[int]:

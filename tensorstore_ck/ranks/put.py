@@ -11,24 +11,24 @@ import numpy as np
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import Body, pack_body, take, take_count, take_digest
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotExpiredError
-from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, derived_hash
+from tensorstore_ck.ids import Ulid, derived_hash
 from tensorstore_ck.knownblocks import KnownBlocks
 from tensorstore_ck.layout import Captured, Layout, layout_id
-from tensorstore_ck.log import Objects, Op, RefTable, SnapshotInfo
+from tensorstore_ck.log import Op, SnapshotInfo
 from tensorstore_ck.partwriter import Seat, WrittenPart, write_part
 from tensorstore_ck.ranks import drift
 from tensorstore_ck.ranks.attempt import Duties
 from tensorstore_ck.ranks.coverage import strangers, uncovered
 from tensorstore_ck.ranks.group import Group
+from tensorstore_ck.ranks.publish import RankParts, checked_parts, publish
 from tensorstore_ck.ranks.replicas import Digests, differences, digests_of
-from tensorstore_ck.ranks.stages import Stage, contradiction, read_part
+from tensorstore_ck.ranks.stages import Stage, contradiction
 from tensorstore_ck.ranks.wording import disagreements, sayings
-from tensorstore_ck.record import MAX_STEP, Record, record_name
+from tensorstore_ck.record import MAX_STEP
 from tensorstore_ck.split import alike, decode_regions, encode_regions, first_ranks
 from tensorstore_ck.streams import RULE
-from tensorstore_ck.writer import MAX_TRIES, PutRequest, check_expected, condemned_of
+from tensorstore_ck.writer import MAX_TRIES, PutRequest
 
-MOVES_OBJECTS: Final = frozenset({"condemn", "sweep", "relocate", "settle"})
 COMPARED: Final = ("ref", "step", "parent", "expect", "metadata", "metrics", "rank_state")
 
 TOLD: Final = ("snapshot", "root", "record", "logical_bytes", "new_bytes")
@@ -53,42 +53,25 @@ class Prepared(NamedTuple):
 class _Done(NamedTuple):
     """What a rank tells of its work."""
 
-    ulids: list[Ulid]
-    """Of its part, and of its own state's."""
-    part_ids: list[Digest]
-    bytes_of: tuple[int, int]
-    """Logical bytes that rank 0 does not know, new bytes in all."""
-    anchor: int
-    checked: int
-    """The log entry at whose fold it found everything in place."""
-    condemned: Objects
-    """What was condemned there, and must be rescued."""
+    parts: RankParts
+    told_bytes: int
+    """Logical bytes that rank 0 does not know."""
     replicas: Digests | None
     sightings: drift.Sightings | None
 
     def record(self) -> Body:
         return {
-            "ulids": b"".join(self.ulids),
-            "part_ids": b"".join(self.part_ids),
-            "own_bytes": self.bytes_of[0],
-            "new_bytes": self.bytes_of[1],
-            "anchor": self.anchor,
-            "checked": self.checked,
-            "condemned": self.condemned.fields(),
+            "parts": self.parts.record(),
+            "told_bytes": self.told_bytes,
             "replicas": self.replicas and self.replicas.record(),
             "sightings": self.sightings and self.sightings.record(),
         }
 
     @classmethod
     def of_record(cls, record: Body) -> "_Done":
-        ulids, ids = take(record, "ulids", bytes), take(record, "part_ids", bytes)
         return cls(
-            [Ulid(ulids[at : at + ULID_BYTES]) for at in range(0, len(ulids), ULID_BYTES)],
-            [Digest(ids[at : at + DIGEST_BYTES]) for at in range(0, len(ids), DIGEST_BYTES)],
-            (take_count(record, "own_bytes"), take_count(record, "new_bytes")),
-            take_count(record, "anchor"),
-            take_count(record, "checked"),
-            Objects.of_fields(take(record, "condemned", dict)),
+            RankParts.of_record(take(record, "parts", dict)),
+            take_count(record, "told_bytes"),
             None if record.get("replicas") is None else Digests.of_record(take(record, "replicas", dict)),
             None if record.get("sightings") is None else drift.Sightings.of_record(take(record, "sightings", dict)),
         )
@@ -215,17 +198,7 @@ class _Put:
         block_bytes = engine.config.block_bytes
         replicas = None if turn else digests_of(self._states.shared, seat, block_bytes)
         sightings = drift.sightings_of(self._states.shared, seat, self._written[0].part, block_bytes, turn) if turn else None
-        checked = engine.log.sync().n
-        return _Done(
-            [written.ulid for written in self._written],
-            [written.part.part_id() for written in self._written],
-            (self._told_bytes(seat), sum(written.new_bytes for written in self._written)),
-            anchor,
-            checked,
-            condemned_of(engine, engine.log.view(), (), [(written.ulid, written.part) for written in self._written]),
-            replicas,
-            sightings,
-        )
+        return _Done(checked_parts(engine, self._written, anchor), self._told_bytes(seat), replicas, sightings)
 
     def _told_bytes(self, seat: Seat) -> int:
         """Logical bytes that rank 0 does not know: of this rank's own state, and of a layout that begins with this rank."""
@@ -257,40 +230,16 @@ class _Put:
             self._check(dones)
         self._checked[self._layouts] = self._checked.get(self._layouts, 0) + 1
         drifted = drift.drifted([done.sightings for done in dones])
-        ulids = [done.ulids[at] for at in range(len(dones[0].ulids)) for done in dones]
-        part_ids = [done.part_ids[at] for at in range(len(dones[0].ulids)) for done in dones]
-        record = Record(
-            request.ref,
-            request.step,
-            request.parent,
-            request.metadata,
-            request.metrics,
-            engine.clock(),
-            ulids,
-            b"".join(part_ids),
-            self._states.shared.logical_bytes + sum(done.bytes_of[0] for done in dones),
-            sum(done.bytes_of[1] for done in dones),
-            "" if self._states.own is None else RULE,
+        n = publish(
+            engine,
+            request,
+            [done.parts for done in dones],
+            txn=self._txn,
+            logical_bytes=self._states.shared.logical_bytes + sum(done.told_bytes for done in dones),
+            streams="" if self._states.own is None else RULE,
+            mark=(drift.MARK, drift.reason(drifted, request.ref)) if drifted else None,
         )
-        snapshot, encoded = self._txn, record.encode()  # of one id, so that salvage knows the record of an aborted put
-        engine.backend.put(record_name(snapshot), encoded)
-        put = Op.put(request.ref, snapshot, record, encoded, anchor=min(done.anchor for done in dones), txn=self._txn)
-
-        def build(view: RefTable) -> list[Op]:
-            if view.outcome(self._txn) is not None:
-                return []
-            check_expected(view, request.ref, request.expect)
-            condemned = self._condemned(view, snapshot, ulids, dones)
-            mark = [Op.mark(put.fields["root"], drift.MARK, drift.reason(drifted, request.ref))] if drifted else []
-            return [put, *mark, *([Op.rescue(condemned)] if condemned else [])]
-
-        engine.log.append(build)
-        found = engine.log.view().outcome(self._txn)
-        if found is None or not found.put:
-            raise SnapshotAbortedError(
-                f"the put to {request.ref!r} was aborted by another rank before it was published", object_id=request.ref
-            )
-        return self._outcome(found.n) | {"drift": [[*pair] for pair in drifted]}
+        return self._outcome(n) | {"drift": [[*pair] for pair in drifted]}
 
     def _outcome(self, n: int) -> Body:
         """What all ranks are told of the snapshot that entry `n` published."""
@@ -307,7 +256,7 @@ class _Put:
             own = alike(self._layout_of, first, len(dones))
             layout = self._states.shared.layout
             if len(own) < len(dones):
-                stages.append(Stage(self._engine, own, [dones[rank].ulids[0] for rank in own]))
+                stages.append(Stage(self._engine, own, [dones[rank].parts.ulids[0] for rank in own]))
                 layout = stages[-1].layout
             layouts |= dict.fromkeys(own, layout)
             problem = problem or uncovered(layout, {rank: decode_regions(layout, self._regions[rank], f"rank {rank}") for rank in own})
@@ -316,11 +265,3 @@ class _Put:
         problem = problem or (contradiction(stages) if stages else "")
         if problem:
             raise SnapshotAbortedError(problem, object_id=self._request.ref)
-
-    def _condemned(self, view: RefTable, snapshot: Ulid, ulids: Sequence[Ulid], dones: Sequence[_Done]) -> Objects:
-        """What must be rescued at this head: what the ranks found, unless the log has moved objects since one of them looked."""
-        since = min(done.checked for done in dones)
-        if not any(op.name in MOVES_OBJECTS for entry in self._engine.log.entries(since + 1) for op in entry.ops):
-            return Objects(key for done in dones for key in done.condemned)
-        parts = [(ulid, read_part(self._engine, ulid)) for ulid in ulids]
-        return condemned_of(self._engine, view, [snapshot], parts)

@@ -1,0 +1,145 @@
+"""The last step of a put of many ranks: one process commits for all what each has written, and has checked at its own head.
+
+What it handles is a small record of each rank. Knows neither how the ranks talk to each other nor what they hold.
+"""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.envelope import Body, take, take_count
+from tensorstore_ck.errors import SnapshotAbortedError
+from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
+from tensorstore_ck.log import Objects, Op, RefTable
+from tensorstore_ck.partwriter import WrittenPart
+from tensorstore_ck.ranks.stages import read_part
+from tensorstore_ck.record import Record, record_name
+from tensorstore_ck.writer import PutRequest, check_expected, condemned_of
+
+MOVES_OBJECTS: Final = frozenset({"condemn", "sweep", "relocate", "settle"})
+
+
+class RankParts(NamedTuple):
+    """What a rank tells of what it has written."""
+
+    ulids: list[Ulid]
+    """Of its part, and of its own state's."""
+    part_ids: list[Digest]
+    new_bytes: int
+    anchor: int
+    checked: int
+    """The log entry at whose fold it found everything in place."""
+    condemned: Objects
+    """What was condemned there, and must be rescued."""
+
+    def record(self) -> Body:
+        """As it travels."""
+        return {
+            "ulids": b"".join(self.ulids),
+            "part_ids": b"".join(self.part_ids),
+            "new_bytes": self.new_bytes,
+            "anchor": self.anchor,
+            "checked": self.checked,
+            "condemned": self.condemned.fields(),
+        }
+
+    @classmethod
+    def of_record(cls, record: Body) -> "RankParts":
+        """Raises:
+        TypeError: that is none.
+        """
+        ulids, ids = take(record, "ulids", bytes), take(record, "part_ids", bytes)
+        return cls(
+            [Ulid(ulids[at : at + ULID_BYTES]) for at in range(0, len(ulids), ULID_BYTES)],
+            [Digest(ids[at : at + DIGEST_BYTES]) for at in range(0, len(ids), DIGEST_BYTES)],
+            take_count(record, "new_bytes"),
+            take_count(record, "anchor"),
+            take_count(record, "checked"),
+            Objects.of_fields(take(record, "condemned", dict)),
+        )
+
+
+def checked_parts(engine: Engine, written: Sequence[WrittenPart], anchor: int) -> RankParts:
+    """What a rank has written, looked at as of now.
+
+    Raises:
+        SnapshotExpiredError: gc freed something that it relies on: it must be written again.
+    """
+    checked = engine.log.sync().n
+    return RankParts(
+        [each.ulid for each in written],
+        [each.part.part_id() for each in written],
+        sum(each.new_bytes for each in written),
+        anchor,
+        checked,
+        condemned_of(engine, engine.log.view(), (), [(each.ulid, each.part) for each in written]),
+    )
+
+
+def publish(
+    engine: Engine,
+    request: PutRequest,
+    ranks: Sequence[RankParts],
+    *,
+    txn: Ulid,
+    logical_bytes: int,
+    streams: str = "",
+    mark: tuple[str, str] | None = None,
+) -> int:
+    """Publishes what all `ranks` have written as one snapshot, whose ULID is `txn`; the number of its log entry.
+
+    Args:
+        engine: The store.
+        request: What the put says.
+        ranks: In rank order.
+        txn: If the log has an outcome for it already, that one holds.
+        logical_bytes: Of everything.
+        streams: The rule of derived streams, if there are rank states.
+        mark: A mark for the snapshot, and the reason.
+
+    Raises:
+        ConflictError: the ref is elsewhere.
+        SnapshotAbortedError: another process gave up the put first.
+        SnapshotExpiredError: gc freed something that it relies on.
+    """
+    ulids = [rank.ulids[at] for at in range(len(ranks[0].ulids)) for rank in ranks]
+    part_ids = [rank.part_ids[at] for at in range(len(ranks[0].ulids)) for rank in ranks]
+    record = Record(
+        request.ref,
+        request.step,
+        request.parent,
+        request.metadata,
+        request.metrics,
+        engine.clock(),
+        ulids,
+        b"".join(part_ids),
+        logical_bytes,
+        sum(rank.new_bytes for rank in ranks),
+        streams,
+    )
+    snapshot, encoded = txn, record.encode()  # of one id, so that salvage knows the record of an aborted put
+    engine.backend.put(record_name(snapshot), encoded)
+    put = Op.put(request.ref, snapshot, record, encoded, anchor=min(rank.anchor for rank in ranks), txn=txn)
+
+    def build(view: RefTable) -> list[Op]:
+        if view.outcome(txn) is not None:
+            return []
+        check_expected(view, request.ref, request.expect)
+        condemned = _condemned(engine, view, snapshot, ulids, ranks)
+        marks = [Op.mark(put.fields["root"], *mark)] if mark is not None else []
+        return [put, *marks, *([Op.rescue(condemned)] if condemned else [])]
+
+    engine.log.append(build)
+    found = engine.log.view().outcome(txn)
+    if found is None or not found.put:
+        raise SnapshotAbortedError(f"the put to {request.ref!r} was aborted by another rank before it was published", object_id=request.ref)
+    return found.n
+
+
+def _condemned(engine: Engine, view: RefTable, snapshot: Ulid, ulids: Sequence[Ulid], ranks: Sequence[RankParts]) -> Objects:
+    """What must be rescued at this head: what the ranks found, unless the log has moved objects since one of them looked."""
+    since = min(rank.checked for rank in ranks)
+    if not any(op.name in MOVES_OBJECTS for entry in engine.log.entries(since + 1) for op in entry.ops):
+        return Objects(key for rank in ranks for key in rank.condemned)
+    parts = [(ulid, read_part(engine, ulid)) for ulid in ulids]
+    return condemned_of(engine, view, [snapshot], parts)
