@@ -17,6 +17,9 @@ Tree nodes (``Node``), as msgpack:
     ["l", nodes]  ["u", nodes]                 list, tuple
     ["n", "module:qualname", fields, nodes]    namedtuple
     ["r", type_name, node]                     a registered type
+
+A value can be ``["tree", node, values]``: a subtree without tensors, which was not known when the layout was made, and its own values.
+It takes the place of its hole (`tree.expand`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence

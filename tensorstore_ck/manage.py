@@ -51,6 +51,16 @@ class ManagedStore:
         """Where the store is, without credentials."""
         return self._engine.backend.url
 
+    @property
+    def engine(self) -> Engine:
+        """For what is built on top of a store: see `integrations`."""
+        return self._engine
+
+    @property
+    def seen(self) -> Seen:
+        """What this handle has seen of refs, likewise."""
+        return self._seen
+
     def close(self) -> None:
         """Releases connections and the cache; idempotent."""
         self._engine.close()

@@ -5,8 +5,8 @@ a part is opened only when something of it is wanted.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from tensorstore_ck.record import Record
 from tensorstore_ck.scatter import Scatter
 from tensorstore_ck.sharding import Box, whole_box
 from tensorstore_ck.split import alike, decode_regions, every_region, row_boxes
+from tensorstore_ck.tree import expand
 
 
 class SnapshotReader:
@@ -73,8 +74,9 @@ class SnapshotReader:
         encoded = self._blob(0)
         if encoded[-32:] != self.part.layout_id:
             raise CorruptObjectError(f"{self.name}: its layout is not the one it names", object_id=self.name)
-        self.layout: Layout = decode_layout(encoded, f"the layout of {self.name}")
-        self.values: Sequence[Any] = decode_values(self.part, self.name)
+        layout = decode_layout(encoded, f"the layout of {self.name}")
+        tree, self.values = expand(layout.tree, decode_values(self.part, self.name), f"the layout of {self.name}")
+        self.layout: Layout = replace(layout, tree=tree)
         self._plan(rank)
 
     # --- parts --------------------------------------------------------------------------------------------------------

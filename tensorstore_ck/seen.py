@@ -1,13 +1,16 @@
 """What one store handle has seen of refs: the fencing that keeps a job given up for dead from overwriting its successor's work."""
 
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from tensorstore_ck.address import resolve
+from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.ids import Digest
-from tensorstore_ck.log import RefTable
+from tensorstore_ck.log import RefTable, validate_ref_name
+from tensorstore_ck.record import check_metrics, encode_metadata
 from tensorstore_ck.snapshot import Snapshot
-from tensorstore_ck.writer import Anything, Expected
+from tensorstore_ck.writer import Anything, Expected, PutRequest
 
 
 class LastSeen:
@@ -39,6 +42,12 @@ class Seen:
         """The ref is at `head`, and the state in memory is `current`."""
         self._refs[ref] = _Ref(head, current)
 
+    def adopt(self, view: RefTable, ref: str) -> None:
+        """Goes on from wherever the ref is, if this handle has not seen it."""
+        branch = view.branch(ref)
+        if branch is not None and ref not in self._refs:
+            self.note(ref, branch.root, branch.root)
+
     def drop(self, ref: str) -> None:
         """This handle forgot the ref: its next put there begins it anew."""
         self._refs.pop(ref, None)
@@ -59,6 +68,31 @@ class Seen:
         if isinstance(expect, str):
             return resolve(view, expect).info.root
         raise InvalidOptionError(f"expect must be a root, tsck.ANY or None, not {type(expect).__name__}", object_id="expect")
+
+    def request(
+        self,
+        engine: Engine,
+        ref: str,
+        *,
+        step: object = None,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, object] | None = None,
+        expect: object = LAST_SEEN,
+    ) -> PutRequest:
+        """A put to `ref` as of now, checked as far as it can be before its state is known.
+
+        Raises:
+            InvalidOptionError, InvalidNameError: an argument is not what it must be.
+        """
+        validate_ref_name(ref)
+        packed_metadata, checked_metrics = encode_metadata(metadata), check_metrics(metrics)
+        if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
+            raise InvalidOptionError(f"step must be an integer, not {step!r}", object_id="step")
+        engine.require_writable()
+        engine.log.sync()
+        view = engine.log.view()
+        number = None if step is None else step.__index__()
+        return PutRequest(ref, number, self.parent(view, ref), self.expected(view, ref, expect), packed_metadata, checked_metrics)
 
     def parent(self, view: RefTable, ref: str) -> Digest | None:
         """What a new snapshot continues: what this handle last put or restored on the ref; for others, the ref's head."""

@@ -14,11 +14,10 @@ from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundError
 from tensorstore_ck.grouped import TIMEOUT_SECONDS, Groups, Reading
 from tensorstore_ck.layout import Content
-from tensorstore_ck.log import SnapshotInfo, validate_ref_name
+from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.manage import ManagedStore
 from tensorstore_ck.merged import count_rank_states, open_rank_state, open_snapshot
 from tensorstore_ck.opening import open_engine
-from tensorstore_ck.record import check_metrics, encode_metadata
 from tensorstore_ck.seen import LAST_SEEN, LastSeen
 from tensorstore_ck.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.streams import RULE, Streams
@@ -80,15 +79,7 @@ class Store(ManagedStore):
             raise InvalidOptionError("rank_state= needs group=: one process puts everything into the state", object_id="rank_state")
 
         def request() -> PutRequest:
-            validate_ref_name(ref)
-            packed_metadata, checked_metrics = encode_metadata(metadata), check_metrics(metrics)
-            if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
-                raise InvalidOptionError(f"step must be an integer, not {step!r}", object_id="step")
-            self._engine.require_writable()
-            self._engine.log.sync()
-            view = self._engine.log.view()
-            parent, expected = self._seen.parent(view, ref), self._seen.expected(view, ref, expect)
-            return PutRequest(ref, None if step is None else step.__index__(), parent, expected, packed_metadata, checked_metrics)
+            return self._seen.request(self._engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect)
 
         if group is not None:
             info = self._groups.put(group, ref, state, rank_state, request, timeout_seconds=timeout_seconds)

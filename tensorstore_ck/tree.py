@@ -17,6 +17,8 @@ REQUIRES_GRAD: Final = 1
 PARAMETER: Final = 2
 ROOT: Final = "."
 """The path of a state that is a single leaf."""
+SUBTREE: Final = "tree"
+"""The tag of a subtree among the values."""
 ATTRIBUTES: Final = "_metadata"
 """The path component of an OrderedDict's attribute."""
 
@@ -90,6 +92,52 @@ def parse(layout: Layout, value_count: int, object_id: str = "the layout") -> Tr
     if parser.holes != value_count:
         parser.fail(f"{parser.holes} holes for {value_count} values")
     return tree
+
+
+def expand(node: Node, values: Sequence[Any], object_id: str = "the layout") -> tuple[Node, Sequence[Any]]:
+    """Puts subtrees that stand among the values (``["tree", node, values]``) into the holes of `node` that they belong to.
+
+    So a state whose values were not known when its layout was made is like any other.
+
+    Raises:
+        CorruptObjectError: there are fewer values than holes, or a subtree has tensors.
+    """
+    if not any(type(value) is list and value and value[0] == SUBTREE for value in values):
+        return node, values
+    found: list[Any] = []
+
+    def fill(node: Node, holes: Iterator[Any], *, is_inner: bool) -> Node:
+        if node is None:
+            value = next(holes)
+            if not is_inner and type(value) is list and value and value[0] == SUBTREE:
+                _, inner, inner_values = value
+                rest = iter(inner_values)
+                filled = fill(inner, rest, is_inner=True)
+                if list(rest):
+                    raise ValueError("a subtree has more values than holes")
+                return filled
+            found.append(value)
+            return None
+        if type(node) is not list or node[0] in ("t", "w"):
+            if is_inner:
+                raise ValueError("a subtree has a tensor")
+            return node
+        tag, *rest = node
+        at = 1 if tag in ("l", "u") else 3 if tag in ("f", "n") else 2
+        filled = list(node)
+        filled[at] = (
+            fill(node[at], holes, is_inner=is_inner) if tag == "r" else [fill(child, holes, is_inner=is_inner) for child in node[at]]
+        )
+        if tag == "o" and node[3] is not False:
+            filled[3] = fill(node[3], holes, is_inner=is_inner)
+        return filled
+
+    holes = iter(values)
+    try:
+        filled = fill(node, holes, is_inner=False)
+    except (StopIteration, TypeError, ValueError, IndexError) as exc:
+        raise CorruptObjectError(f"{object_id} has a malformed subtree: {exc!r}; run `tsck fsck`", object_id=object_id) from exc
+    return filled, [*found, *holes]
 
 
 def leaves(tree: Tree) -> Iterator[Leaf]:

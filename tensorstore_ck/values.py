@@ -12,6 +12,8 @@ Pure and free of torch: msgpack-able objects in and out; what only torch can mak
     ["li", b] ["ui", b]       list, tuple of ints, as int64, little-endian; ["lf", b] ["uf", b] of floats
     ["v", dtype, bytes]       numpy scalar
     ["dtype", str] ["device", str] ["size", ints]      torch's; made by the hooks
+    ["tensor", dtype, shape, bytes]                    a tensor or numpy array in a subtree (see `layout`); dtypes as in layouts
+    ["tree", node, values]                             a subtree
     ["b", kind, i]            the value is in blob i: its UTF-8 ("str"), itself ("bytes"), the bytes of tag `kind`, or else msgpack ("m")
 
 Exact types only: a subclass would come back as its base. Encoding is canonical: equal bits, equal bytes.
@@ -286,6 +288,8 @@ def _described(tag: str, *rest: Any) -> object:
         return str(rest[0])
     if tag == "size":
         return f"torch.Size({rest[0]})"
+    if tag == "tensor":
+        return f"{rest[0]} {rest[1]}"
     value = decode([tag, *rest])
     if tag == "i":
         return value if len(rest[0]) <= 64 else f"int of {value.bit_length()} bits"

@@ -16,7 +16,7 @@ from tensorstore_ck.knownblocks import KnownBlocks
 from tensorstore_ck.layout import Captured
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, SnapshotInfo
 from tensorstore_ck.part import Part
-from tensorstore_ck.partwriter import WrittenPart, write_part
+from tensorstore_ck.partwriter import ALONE, WrittenPart, write_part
 from tensorstore_ck.record import MAX_STEP, Record, record_name
 
 MAX_TRIES: Final = 4
@@ -71,7 +71,8 @@ def put(engine: Engine, captured: Captured, request: PutRequest) -> SnapshotInfo
 def _try_put(engine: Engine, captured: Captured, request: PutRequest) -> SnapshotInfo:
     head = engine.log.view().head()
     known = KnownBlocks(engine, request.parent)
-    written = write_part(engine, captured, known, anchor=head.n if head else 0)
+    seat = ALONE._replace(layout_of=b"") if captured.explicit else ALONE  # the part id covers regions only together with it
+    written = write_part(engine, captured, known, anchor=head.n if head else 0, seat=seat)
     return _publish(engine, written, captured, request)
 
 

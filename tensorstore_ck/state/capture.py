@@ -16,8 +16,8 @@ from tensorstore_ck.layout import MAX_ITEM_BYTES, ByteSource, Captured, Explicit
 from tensorstore_ck.sharding import Box, Mesh
 from tensorstore_ck.state.extents import area_of, extent_of, span_of
 from tensorstore_ck.state.memory import Array, CopySource, MemorySource, address_of
-from tensorstore_ck.state.sharded import Describer, FlatShard
-from tensorstore_ck.state.shares import share_of
+from tensorstore_ck.state.sharded import Boxes, Describer, FlatShard
+from tensorstore_ck.state.shares import share_of, source_of
 from tensorstore_ck.state.sharing import Area, Extra, Place, find_sharing, find_suspects
 from tensorstore_ck.state.types import DTYPE_NAMES, FACTORIES, encode_torch, namedtuple_name, registered_class
 from tensorstore_ck.tree import ATTRIBUTES, PARAMETER, REQUIRES_GRAD, ROOT, Names
@@ -136,7 +136,7 @@ class Walk:
         kind = type(value)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             self._visit_tensor(value, path, nodes, position)
-        elif self._describer is not None and (kind is FlatShard or isinstance(value, torch.Tensor)):
+        elif kind is Boxes or (self._describer is not None and (kind is FlatShard or isinstance(value, torch.Tensor))):
             self._visit_spread(value, path, nodes, position)
         elif kind in _INLINE:
             self._names.name(path[:-1] if path else ROOT)
@@ -245,17 +245,8 @@ class Walk:
         self._hole_positions.append(position)
 
     def _add_tensor(self, tensor: torch.Tensor, name: str) -> int:
-        dtype = DTYPE_NAMES.get(tensor.dtype)
-        if dtype is None or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
-            what, advice = advice_for(tensor) or ("it is not a dense tensor", "convert it to one")
-            raise UnsupportedValueError(f"cannot store {name}: {what}; {advice}", object_id=name)
-        size = tensor.nbytes
-        is_whole = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-        storage = tensor.untyped_storage()
-        if size and tensor.storage_offset() * tensor.itemsize + (size if is_whole else span_of(tensor)) > storage.nbytes():
-            advice = "gather it first (a sharded module frees its parameters between uses)"
-            raise UnsupportedValueError(f"cannot store {name}: its memory was freed; {advice}", object_id=name)
-        source = MemorySource(tensor.data_ptr(), storage) if is_whole and tensor.is_cpu else CopySource(tensor)
+        dtype = require_dense(tensor, name)
+        source = source_of(tensor)
         flags = REQUIRES_GRAD if tensor.requires_grad else 0
         if type(tensor) is torch.nn.Parameter:
             flags |= PARAMETER
@@ -263,7 +254,6 @@ class Walk:
 
     def _visit_spread(self, value: Any, path: str, nodes: list[Any], position: int) -> None:
         """A tensor of which this rank holds a share."""
-        assert self._describer is not None
         name = self._names.name(path[:-1] if path else ROOT)
         number = self._number_of.get(id(value))
         if number is None:
@@ -321,6 +311,24 @@ class Walk:
         if self._refuse is None:
             raise error
         self._refuse(error)
+
+
+def require_dense(tensor: torch.Tensor, name: str) -> str:
+    """The stored name of a tensor's dtype.
+
+    Raises:
+        UnsupportedValueError: it is not a dense tensor that has its memory.
+    """
+    dtype = DTYPE_NAMES.get(tensor.dtype)
+    if dtype is None or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+        what, advice = advice_for(tensor) or ("it is not a dense tensor", "convert it to one")
+        raise UnsupportedValueError(f"cannot store {name}: {what}; {advice}", object_id=name)
+    size = tensor.nbytes
+    reach = size if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj() else span_of(tensor)
+    if size and tensor.storage_offset() * tensor.itemsize + reach > tensor.untyped_storage().nbytes():
+        advice = "gather it first (a sharded module frees its parameters between uses)"
+        raise UnsupportedValueError(f"cannot store {name}: its memory was freed; {advice}", object_id=name)
+    return dtype
 
 
 def _source_of_extra(extra: Extra, first: torch.Tensor | Array) -> ByteSource:

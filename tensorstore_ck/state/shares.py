@@ -1,5 +1,6 @@
 """What one rank has of a tensor that is spread over ranks, as bytes to store, or as memory to fill."""
 
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -9,7 +10,7 @@ from tensorstore_ck.layout import ByteSource, WantedBox
 from tensorstore_ck.sharding import Box, Mesh, Placement
 from tensorstore_ck.split import row_boxes
 from tensorstore_ck.state.memory import CopySource, MemorySource, target_of
-from tensorstore_ck.state.sharded import Describer, FlatShard, Piece, group_ranks
+from tensorstore_ck.state.sharded import Boxes, Describer, FlatShard, Piece, group_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -32,8 +33,7 @@ class Share(NamedTuple):
 
     def source(self) -> ByteSource:
         """The pieces, one after another."""
-        sources = [source_of(piece.tensor) for piece in self.pieces]
-        return sources[0] if len(sources) == 1 else _Chain(sources, [piece.tensor.nbytes for piece in self.pieces])
+        return chain_of([piece.tensor for piece in self.pieces])
 
     def wanted(self, tensor: int, stored: torch.dtype) -> list[WantedBox]:
         """What fills the pieces with the stored tensor of that number and dtype."""
@@ -54,8 +54,8 @@ def describer_of(group: "ProcessGroup") -> Describer:
     return Describer(group_ranks(group), group.rank())
 
 
-def share_of(describer: Describer, value: object, path: str) -> Share | None:
-    """The share that is a `DTensor`, a ShardedTensor or a `FlatShard`; None for anything else.
+def share_of(describer: Describer | None, value: object, path: str) -> Share | None:
+    """The share that is a `DTensor`, a ShardedTensor, a `FlatShard` or `Boxes`; None for anything else. The first two need `describer`.
 
     Raises:
         UnsupportedValueError: what it holds cannot be told.
@@ -65,7 +65,9 @@ def share_of(describer: Describer, value: object, path: str) -> Share | None:
         pieces = (Piece(Box((value.start,), (local.numel(),)), local),) if local.numel() else ()
         is_parameter = isinstance(value.local, torch.nn.Parameter)
         return Share(value.shape, local.dtype, None, (), True, pieces, value.local.requires_grad, is_parameter)
-    found = describer.describe(value, path)
+    if isinstance(value, Boxes):
+        return Share(value.shape, value.dtype, None, (), False, value.pieces, value.requires_grad, False)
+    found = describer.describe(value, path) if describer is not None else None
     if found is None:
         return None
     assert isinstance(value, torch.Tensor)
@@ -78,6 +80,12 @@ def source_of(tensor: torch.Tensor) -> ByteSource:
     if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         return MemorySource(tensor.data_ptr(), tensor.untyped_storage())
     return CopySource(tensor)
+
+
+def chain_of(tensors: Sequence[torch.Tensor]) -> ByteSource:
+    """The bytes of several tensors, one after another."""
+    sources = [source_of(tensor) for tensor in tensors]
+    return sources[0] if len(sources) == 1 else _Chain(sources, [tensor.nbytes for tensor in tensors])
 
 
 class _Chain:

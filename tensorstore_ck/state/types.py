@@ -7,11 +7,14 @@ it is read. Reading never imports a module and never calls what stored data name
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from math import prod
 from typing import Any, Final, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, UnsupportedValueError
+from tensorstore_ck.values import numpy_dtype
 
 DTYPE_NAMES: Final[dict[torch.dtype, str]] = {
     dtype: str(dtype).removeprefix("torch.")
@@ -131,6 +134,8 @@ def encode_torch(value: object) -> list[Any] | None:
 
 def decode_torch(tag: str, rest: list[Any]) -> object:
     """The hook of `values.decode`."""
+    if tag == "tensor":
+        return _decode_tensor(*rest)
     (item,) = rest
     if tag == "dtype" and type(item) is str:
         if item not in _ALL_DTYPES:
@@ -144,6 +149,21 @@ def decode_torch(tag: str, rest: list[Any]) -> object:
     if tag == "size" and type(item) is list and all(type(extent) is int for extent in item):
         return torch.Size(item)
     raise KeyError(tag)
+
+
+def _decode_tensor(dtype: str, shape: list[int], data: bytes) -> torch.Tensor | np.ndarray[Any, np.dtype[Any]]:
+    """A tensor or array that stands among the values: see `state.subtree`."""
+    if type(dtype) is not str or type(data) is not bytes or any(type(extent) is not int or extent < 0 for extent in shape):
+        raise TypeError("a tensor's value is malformed")
+    if dtype.startswith("np:"):
+        return np.frombuffer(bytearray(data), numpy_dtype(dtype[3:])).reshape(shape)
+    kind = torch_dtype(dtype, None)
+    if prod(shape) * kind.itemsize != len(data):
+        raise ValueError("a tensor's value has another size than its bytes")
+    try:
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kind).reshape(shape) if data else torch.empty(shape, dtype=kind)
+    except RuntimeError as exc:
+        raise ValueError(f"no tensor has the shape {shape}") from exc
 
 
 def torch_dtype(name: str, item_bytes: int | None) -> torch.dtype:

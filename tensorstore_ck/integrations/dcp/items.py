@@ -1,0 +1,48 @@
+"""Byte items: what DCP hands over and takes as zips of torch.save, and the native values that are stored."""
+
+import io
+import pickle
+from typing import Final
+
+import numpy as np
+import torch
+
+from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.state.subtree import Subtree, capture_value
+
+_NUMPY: Final = [
+    np.ndarray,
+    np.dtype,
+    np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
+    np._core.multiarray.scalar,  # type: ignore[attr-defined]
+    *(kind for kind in vars(np.dtypes).values() if isinstance(kind, type) and issubclass(kind, np.dtype)),
+]
+"""What torch must be told to load with ``weights_only=True``."""
+
+
+def decode_item(data: io.BytesIO | bytes, fqn: str) -> Subtree:
+    """A byte item, taken apart.
+
+    Raises:
+        UnsupportedValueError: it holds more than plain values, containers, tensors and arrays.
+    """
+    stream = io.BytesIO(data) if isinstance(data, bytes) else data
+    stream.seek(0)
+    try:
+        with torch.serialization.safe_globals(_NUMPY):
+            value = torch.load(stream, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as exc:
+        reason = str(exc).partition("GLOBAL ")[2].split(" ")[0] or str(exc).splitlines()[0]
+        raise UnsupportedValueError(
+            f"cannot store {fqn}: it is a {reason}, which only its own code can make again; put its state_dict() or plain values instead",
+            object_id=fqn,
+        ) from exc
+    return capture_value(value, fqn)
+
+
+def encode_item(value: object) -> io.BytesIO:
+    """A value as DCP's planners take it."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream

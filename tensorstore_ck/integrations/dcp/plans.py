@@ -1,0 +1,148 @@
+"""DCP's plans in terms of a store: who of the ranks writes which part, and what a rank's items are as a captured state."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
+from tensorstore_ck.integrations.dcp.items import decode_item
+from tensorstore_ck.integrations.dcp.skeleton import Skeleton, build_skeleton, items_of_metadata, items_of_plans
+from tensorstore_ck.layout import Captured, Explicit, decode_layout
+from tensorstore_ck.partwriter import Seat
+from tensorstore_ck.sharding import Box
+from tensorstore_ck.state.capture import require_dense
+from tensorstore_ck.state.shares import chain_of
+from tensorstore_ck.state.types import torch_dtype
+
+
+class Role(NamedTuple):
+    """What a rank does in a save. Travels in its plan, and stays with it when DCP uses it again."""
+
+    part: int
+    """Which of the snapshot's parts it writes; the coordinator the first."""
+    parts: int
+    layout: bytes
+    """Sealed."""
+    numbers: tuple[int, ...]
+    """The tensor of each of the plan's items; -1 for a byte item."""
+
+    @property
+    def seat(self) -> Seat:
+        """For the part writer."""
+        return seat_of(self.part, self.parts)
+
+
+def seat_of(part: int, parts: int) -> Seat:
+    """The place of one of `parts` parts, all with one layout."""
+    return Seat(part, parts, tuple(range(parts)), b"")
+
+
+class Held(NamedTuple):
+    """What a rank has to write."""
+
+    captured: Captured
+    results: list[WriteResult]
+    """What DCP is told of each item; byte items take their values with them to the coordinator."""
+
+
+def assign_roles(plans: Sequence[SavePlan], coordinator: int) -> list[SavePlan]:
+    """The coordinator's step: its global plan, with a `Role` for every rank that has something to write, and for itself.
+
+    Raises:
+        UnsupportedValueError: a tensor cannot be stored.
+    """
+    if not any(plan.usable for plan in plans):
+        return list(plans)  # DCP takes the plans of its last save again, and what was in them
+    plans = _completed(plans)
+    writers = [coordinator, *(rank for rank, plan in enumerate(plans) if plan.items and rank != coordinator)]
+    boxes = [item.tensor_data.chunk for plan in plans for item in plan.items if item.tensor_data is not None]
+    sizes = [item.tensor_data.size for plan in plans for item in plan.items if item.tensor_data is not None]
+    skeleton = build_skeleton(*items_of_plans(plans), in_boxes=len(writers) > 1 or _are_cut(boxes, sizes))
+    layout = skeleton.layout.encode()
+    assigned = list(plans)
+    for part, rank in enumerate(writers):
+        numbers = tuple(skeleton.tensors.get(item.index.fqn, -1) for item in plans[rank].items)
+        assigned[rank] = replace(plans[rank], storage_data=Role(part, len(writers), layout, numbers))
+    return assigned
+
+
+def skeleton_of(metadata: Metadata, parts: int) -> Skeleton:
+    """The skeleton that `assign_roles` made, from what DCP says of the whole checkpoint."""
+    tensors = [entry for entry in metadata.state_dict_metadata.values() if isinstance(entry, TensorStorageMetadata)]
+    boxes = [box for entry in tensors for box in entry.chunks]
+    sizes = [entry.size for entry in tensors for _ in entry.chunks]
+    return build_skeleton(*items_of_metadata(metadata), in_boxes=parts > 1 or _are_cut(boxes, sizes))
+
+
+def _are_cut(boxes: Sequence[ChunkStorageMetadata], sizes: Sequence[torch.Size]) -> bool:
+    return any(box.sizes != size for box, size in zip(boxes, sizes, strict=True))
+
+
+def _completed(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
+    """The plans, with those from DCP's cache that ranks do not send again since they did not change.
+
+    Raises:
+        InvalidOptionError: they are not there.
+    """
+    if all(plan.usable for plan in plans):
+        return plans
+    for cached in SavePlanner._cached_global_plan.values():
+        if len(cached) == len(plans) and all(mine is theirs for mine, theirs in zip(plans, cached, strict=True) if mine.usable):
+            return cached
+    raise InvalidOptionError(
+        "the plans of some ranks changed, and those of the others are not in DCP's cache: use a planner with enable_plan_caching=False",
+        object_id="planner",
+    )
+
+
+def held_of(plan: SavePlan, planner: SavePlanner, role: Role) -> Held:
+    """Resolves a rank's items. Nothing is copied that the planner does not copy.
+
+    Raises:
+        UnsupportedValueError: an item cannot be stored; the message has its name.
+    """
+    layout = decode_layout(role.layout, "the layout in DCP's plan")
+    pieces: dict[int, list[tuple[Box, torch.Tensor]]] = {}
+    results = []
+    for item, number in zip(plan.items, role.numbers, strict=True):
+        resolved = planner.resolve_data(item)
+        if item.type == WriteItemType.BYTE_IO:
+            assert not isinstance(resolved, torch.Tensor)
+            subtree = decode_item(resolved, item.index.fqn)
+            results.append(WriteResult(item.index, resolved.getbuffer().nbytes, subtree))
+            continue
+        spec = layout.tensors[number]
+        box, tensor = _box(item), _tensor(resolved, item)
+        if tensor.dtype != torch_dtype(spec.dtype, spec.item_bytes):
+            raise UnsupportedValueError(
+                f"cannot store {spec.name}: the planner planned {spec.dtype} and gave {tensor.dtype}", object_id=spec.name
+            )
+        if 0 not in box.sizes:
+            pieces.setdefault(number, []).append((box, tensor))
+        results.append(WriteResult(item.index, tensor.nbytes, None))
+    sources = [chain_of([tensor for _, tensor in pieces.get(number, ())]) for number in range(len(layout.tensors))]
+    told = [Explicit(number, tuple(box for box, _ in pieces.get(number, ()))) for number in range(len(layout.tensors))]
+    return Held(Captured(layout, (), (), sources, told if layout.spreads else ()), results)
+
+
+def _box(item: WriteItem) -> Box:
+    assert item.tensor_data is not None
+    return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+
+
+def _tensor(resolved: Any, item: WriteItem) -> torch.Tensor:
+    assert item.tensor_data is not None
+    tensor: torch.Tensor = resolved.detach()
+    if tuple(tensor.shape) != tuple(item.tensor_data.chunk.sizes):
+        raise UnsupportedValueError(
+            f"cannot store {item.index.fqn}: the planner planned a box of {list(item.tensor_data.chunk.sizes)} and gave a tensor of "
+            f"{list(tensor.shape)}",
+            object_id=item.index.fqn,
+        )
+    require_dense(tensor, item.index.fqn)
+    return tensor

@@ -1,0 +1,211 @@
+"""`Reader`: what ``dcp.load`` reads through, from any snapshot, whoever put it.
+
+DCP plans what it needs from metadata that is made of the layout: one box per tensor, whatever the ranks that put it held, so that a plan
+is small. Which blocks hold a wanted box follows from the layout, as in any restore.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from tensorstore_ck.address import resolve
+from tensorstore_ck.errors import ConflictError, MismatchError
+from tensorstore_ck.integrations.dcp.items import encode_item
+from tensorstore_ck.integrations.dcp.target import CheckpointId, Target
+from tensorstore_ck.layout import Content, WantedBox
+from tensorstore_ck.merged import open_snapshot
+from tensorstore_ck.sharding import Box
+from tensorstore_ck.snapshot import Snapshot, refuse_marked
+from tensorstore_ck.state.build import build, require_buildable
+from tensorstore_ck.state.fresh import FreshTensors, form_of
+from tensorstore_ck.state.memory import target_of
+from tensorstore_ck.state.types import decode_torch
+from tensorstore_ck.store import Store
+from tensorstore_ck.tree import REQUIRES_GRAD, Branch, Leaf, Tree, leaves, parse
+from tensorstore_ck.values import decode
+
+_CPU: Final = torch.device("cpu")
+
+
+class Reader(StorageReader):
+    """A `StorageReader` over a store: ``dcp.load(state, storage_reader=Reader("./ckpt", "runs/gpt@1000"))``."""
+
+    def __init__(
+        self, store: str | os.PathLike[str] | Store, address: str | None = None, *, allow_bad: bool = False, **open_options: Any
+    ) -> None:
+        """Opens nothing yet.
+
+        Args:
+            store: The store's URL, or an open `Store`.
+            address: A branch, tag, root, ``ref@step`` or ``ref~n``; without it, the ``checkpoint_id`` is one. With a branch here, a
+                ``checkpoint_id`` that ends with a number means that step of it.
+            allow_bad: Also read a snapshot that is marked ``bad`` or ``damaged``.
+            open_options: For `tensorstore_ck.open`.
+        """
+        self._target = Target(store, address, open_options)
+        self._allow_bad = allow_bad
+        self.snapshot: Snapshot | None = None
+        """What is read, once that is known."""
+        self._content: Content
+        self._tree: Tree
+        self._paths: Mapping[str, Sequence[str | int]]
+        self._leaves: Mapping[str, Leaf]
+        """fqn -> tensor."""
+
+    # --- called by DCP, in this order ---------------------------------------------------------------------------------
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+        """Whether it could be one."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+    def reset(self, checkpoint_id: CheckpointId = None) -> None:
+        """A new load begins."""
+        self._target.reset(checkpoint_id)
+        self.snapshot = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """On every rank: the snapshot as DCP would describe it.
+
+        Raises:
+            NotFoundError: nothing at that address.
+            SnapshotMarkedBadError: it was marked ``bad`` or ``damaged``.
+        """
+        store, address = self._target.store, self._target.address()
+        store.engine.log.sync()
+        found = resolve(store.engine.log.view(), address)
+        snapshot = Snapshot.from_info(found.info)
+        if not self._allow_bad:
+            refuse_marked(snapshot, address, "pass allow_bad=True")
+        self._content = open_snapshot(store.engine, found.info)
+        metadata = self._describe(address)
+        self.snapshot = snapshot
+        store.seen.note_restored(found.info.root)
+        if found.branch is not None and found.branch_root is not None:
+            store.seen.note(found.branch, found.branch_root, found.info.root)
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """On every rank."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """On every rank: tells which snapshot it found."""
+        assert self.snapshot is not None
+        return replace(plan, storage_data=self.snapshot.root)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """On the coordinator.
+
+        Raises:
+            ConflictError: the ref moved while the ranks looked at it.
+        """
+        roots = {plan.storage_data for plan in plans}
+        if len(roots) > 1:
+            address = self._target.address()
+            raise ConflictError(
+                f"the ranks found different snapshots at {address!r} ({', '.join(sorted(root[:16] for root in roots))}): it moved "
+                "meanwhile; load again, or name the step, as in 'runs/gpt@1000'",
+                object_id=address,
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """On every rank: reads and verifies what it planned, each block once.
+
+        Raises:
+            MismatchError: the planner planned something else than it gives.
+            DamageError: stored data is damaged.
+        """
+        boxes = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+        targets = [planner.resolve_tensor(item).detach() for item in boxes]
+        wanted = []
+        for item, target in zip(boxes, targets, strict=True):
+            leaf = self._leaves[item.storage_index.fqn]
+            if tuple(target.shape) != tuple(item.lengths):
+                name = item.storage_index.fqn
+                raise MismatchError(f"{name}: shape {list(target.shape)} here, {list(item.lengths)} in the load plan", object_id=name)
+            if leaf.kind == "view":
+                where = tuple(slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths, strict=True))
+                whole = self._read([leaf]).get(leaf)
+                assert isinstance(whole, torch.Tensor)
+                target.copy_(whole[where])
+            elif 0 not in item.lengths:
+                dtype = form_of(self._content.layout, leaf).dtype
+                assert isinstance(dtype, torch.dtype)
+                box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+                wanted.append(WantedBox(leaf.index, box, target_of(target, dtype)))
+        self._content.read_boxes(wanted)
+        for item, target in zip(boxes, targets, strict=True):
+            planner.commit_tensor(item, target)
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, encode_item(self._value(item.storage_index.fqn)))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    # --- the work -----------------------------------------------------------------------------------------------------
+
+    def _describe(self, address: str) -> Metadata:
+        """Flattens the state as DCP would, with tensors that have no data."""
+        content = self._content
+        self._tree = parse(content.layout, len(content.values))
+        require_buildable(self._tree, content)
+        leaf_of: dict[int, Leaf] = {}
+
+        def without_data(leaf: Leaf) -> object:
+            form = form_of(content.layout, leaf)
+            stand_in = torch.empty(form.shape, dtype=form.dtype, device="meta") if isinstance(form.dtype, torch.dtype) else object()
+            leaf_of[id(stand_in)] = leaf
+            return stand_in
+
+        state = build(self._tree, content, without_data)
+        if not isinstance(state, dict):
+            raise MismatchError(f"{address} is no dict, and DCP knows nothing else: restore it with checkout", object_id=address)
+        items, self._paths = flatten_state_dict(state)
+        self._leaves = {fqn: leaf_of[id(item)] for fqn, item in items.items() if isinstance(item, torch.Tensor)}
+        described: dict[str, STORAGE_TYPES] = {
+            fqn: _described(item, requires_grad=bool(self._leaves[fqn].flags & REQUIRES_GRAD))
+            if isinstance(item, torch.Tensor)
+            else BytesStorageMetadata()
+            for fqn, item in items.items()
+        }
+        return Metadata(described, planner_data=self._paths)
+
+    def _value(self, fqn: str) -> object:
+        """A byte item; what it has of tensors and arrays is read now."""
+        tree = self._tree
+        for key in self._paths[fqn]:
+            assert isinstance(tree, Branch)
+            tree = next(child for child, own in zip(tree.children, tree.keys, strict=True) if _text(own) == str(key))
+        return build(tree, self._content, self._read([leaf for leaf in leaves(tree) if leaf.kind != "value"]).get)
+
+    def _read(self, wanted: Sequence[Leaf]) -> FreshTensors:
+        fresh = FreshTensors(self._content.layout, ((leaf, None) for leaf in wanted), _CPU)
+        self._content.read(dict(fresh.targets))
+        return fresh
+
+
+def _described(stand_in: torch.Tensor, *, requires_grad: bool) -> TensorStorageMetadata:
+    box = ChunkStorageMetadata(torch.Size([0] * stand_in.dim()), stand_in.size())
+    return TensorStorageMetadata(TensorProperties(dtype=stand_in.dtype, requires_grad=requires_grad), stand_in.size(), [box])
+
+
+def _text(key: Any) -> str:
+    """A key as DCP spells it."""
+    return str(decode(key, decode_other=decode_torch))

@@ -1,0 +1,81 @@
+"""Which store, ref, step and address a `Writer` or `Reader` means: from its own arguments and DCP's checkpoint id."""
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.store import Store, open_store
+
+CheckpointId = str | os.PathLike[str] | None
+_NUMBER: Final = re.compile(r"([0-9]{1,18})/?$")
+
+
+class Target:
+    """A store that is opened when it is first needed, and a place in it. Picklable where it was given by its URL."""
+
+    def __init__(self, store: str | os.PathLike[str] | Store, place: str | None, options: Mapping[str, Any]) -> None:
+        if isinstance(store, Store) and options:
+            raise InvalidOptionError(f"the store is open already, so {', '.join(options)} has no use", object_id=next(iter(options)))
+        self._url = None if isinstance(store, Store) else os.fspath(store)
+        self._options = dict(options)
+        self._store = store if isinstance(store, Store) else None
+        self._place = place
+        self._checkpoint_id: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which opens the store anew."""
+        if self._url is None:
+            raise InvalidOptionError(
+                "an open Store cannot go to another process: give the Writer the store's URL for AsyncCheckpointerType.PROCESS",
+                object_id="storage_writer",
+            )
+        return {**vars(self), "_store": None}
+
+    @property
+    def store(self) -> Store:
+        """The open store."""
+        if self._store is None:
+            assert self._url is not None
+            self._store = open_store(self._url, **self._options)
+        return self._store
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the caller opened the store."""
+        return self._url is None
+
+    def reset(self, checkpoint_id: CheckpointId) -> None:
+        """Takes what the caller of ``dcp.save`` or ``dcp.load`` says."""
+        self._checkpoint_id = None if checkpoint_id is None else os.fspath(checkpoint_id)
+
+    def ref_and_step(self) -> tuple[str, int | None]:
+        """Where a snapshot goes.
+
+        Raises:
+            InvalidOptionError: nothing says it.
+        """
+        if self._place is not None:
+            found = _NUMBER.search(self._checkpoint_id or "")
+            return self._place, None if found is None else int(found[1])
+        ref, at, step = self._need("ref=").partition("@")
+        if at and not (step.isascii() and step.isdigit()):
+            raise InvalidOptionError(f"checkpoint_id={self._checkpoint_id!r}: what follows the @ must be a step", object_id="checkpoint_id")
+        return ref, int(step) if at else None
+
+    def address(self) -> str:
+        """Where a snapshot is.
+
+        Raises:
+            InvalidOptionError: nothing says it.
+        """
+        if self._place is None:
+            return self._need("address=")
+        found = _NUMBER.search(self._checkpoint_id or "")
+        return self._place if found is None else f"{self._place}@{int(found[1])}"
+
+    def _need(self, option: str) -> str:
+        if self._checkpoint_id is None:
+            raise InvalidOptionError(f"which snapshot? Pass {option}, or a checkpoint_id such as 'runs/gpt@1000'", object_id=option)
+        return self._checkpoint_id

@@ -1,0 +1,268 @@
+"""`Writer`: what ``dcp.save`` and ``dcp.async_save`` write through.
+
+DCP's coordinator decides who writes what; each rank writes its part as in any put of many ranks, and the coordinator publishes them.
+Nothing needs to be undone when a rank fails: DCP tells all ranks, and what was written is garbage.
+
+What ranks must know of each other travels in DCP's plans, since DCP may use plans of an earlier save again, with another writer. The
+layout in them has names and forms only: the coordinator fills in the values when it has those of all ranks.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotExpiredError
+from tensorstore_ck.ids import Digest
+from tensorstore_ck.integrations.dcp.plans import Role, assign_roles, held_of, skeleton_of
+from tensorstore_ck.integrations.dcp.target import CheckpointId, Target
+from tensorstore_ck.knownblocks import KnownBlocks
+from tensorstore_ck.layout import Captured, layout_id
+from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.packwriter import PackWriter
+from tensorstore_ck.partwriter import TensorBlocks, WrittenPart, open_packs, store_part, write_blobs, write_part, write_tensors
+from tensorstore_ck.ranks.publish import RankParts, checked_parts, publish
+from tensorstore_ck.snapshot import Snapshot
+from tensorstore_ck.state.subtree import Subtree
+from tensorstore_ck.store import Store
+from tensorstore_ck.writer import MAX_TRIES, PutRequest, check_expected
+
+
+class _Told(NamedTuple):
+    """What a rank tells the coordinator of its part."""
+
+    part: int
+    layout: Digest
+    parts: dict[str, Any]
+
+
+class _Begun(NamedTuple):
+    """The coordinator's own part, of which the values are missing."""
+
+    role: Role
+    captured: Captured
+    packs: PackWriter
+    tensors: TensorBlocks
+    anchor: int
+
+
+class Writer(StorageWriter):
+    """A `StorageWriter` over a store: ``dcp.save(state, storage_writer=Writer("./ckpt", ref="runs/gpt"), checkpoint_id="step-1000")``.
+
+    What is saved is a snapshot like any other: durable and published when ``dcp.save`` returns, or nothing of it is visible.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str] | Store,
+        ref: str | None = None,
+        *,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, object] | None = None,
+        **open_options: Any,
+    ) -> None:
+        """Opens nothing yet.
+
+        Args:
+            store: The store's URL, which is made if there is none; or an open `Store`. From a URL, a `Writer` continues the branch from
+                where it finds it at its first save; keep one for the whole run, and a job that was given up for dead cannot overwrite
+                its successor's work. With a `Store`, it is fenced as `Store.put_snapshot` is.
+            ref: The branch; without it, the ``checkpoint_id`` of each save says it, as in ``"runs/gpt@1000"``.
+            step: The training step; without it, the number that the ``checkpoint_id`` ends with.
+            metrics: Numbers to rank by.
+            metadata: What the run knows.
+            open_options: For `tensorstore_ck.open`.
+        """
+        if not isinstance(store, Store):
+            open_options.setdefault("create", True)
+        self._target = Target(store, ref, open_options)
+        self._step = step
+        self._metrics = metrics
+        self._metadata = metadata
+        self._rank = 0
+        self._is_coordinator = False
+        self._request: PutRequest | None = None
+        self._begun: _Begun | None = None
+        self.snapshot: Snapshot | None = None
+        """What the last save published; on the coordinator alone."""
+
+    # --- called by DCP, in this order ---------------------------------------------------------------------------------
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+        """Whether it could be one."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+    def reset(self, checkpoint_id: CheckpointId = None) -> None:
+        """A new save begins."""
+        self._target.reset(checkpoint_id)
+        self._request = self._begun = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """On every rank.
+
+        Raises:
+            InvalidOptionError: DCP was told to do without collectives, so that nobody could publish one snapshot.
+        """
+        if not kwargs.get("use_collectives", True):
+            raise InvalidOptionError(
+                "use_collectives=False would make one checkpoint of each rank, and none of all: leave it out", object_id="use_collectives"
+            )
+        self._is_coordinator = is_coordinator
+        self._rank = kwargs.get("rank", 0)
+        self._begun = None
+        self._engine.require_writable()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """On every rank."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: says who writes which part.
+
+        Raises:
+            ConflictError: the ref is not where it must be; nothing is written.
+        """
+        store, (ref, step) = self._target.store, self._target.ref_and_step()
+        if not self._target.is_shared:
+            self._engine.log.sync()
+            store.seen.adopt(self._engine.log.view(), ref)
+        self._request = store.seen.request(
+            self._engine, ref, step=step if self._step is None else self._step, metrics=self._metrics, metadata=self._metadata
+        )
+        check_expected(self._engine.log.view(), ref, self._request.expect)
+        return assign_roles(plans, self._rank)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """On every rank: everything is durable when it returns.
+
+        Raises:
+            UnsupportedValueError: an item cannot be stored; the message has its name.
+        """
+        done: Future[list[WriteResult]] = Future()
+        role = plan.storage_data
+        if not isinstance(role, Role):
+            if plan.items or self._is_coordinator:
+                raise InvalidOptionError(
+                    "DCP used a plan again that was made for another storage writer: use a planner of a class of its own for each, or "
+                    "enable_plan_caching=False",
+                    object_id="planner",
+                )
+            done.set_result([])  # everything that it has is written by others
+            return done
+        held = held_of(plan, planner, role)
+        results = held.results
+        if self._is_coordinator:
+            self._begun = self._begin(role, held.captured)
+        else:
+            told = _Told(role.part, layout_id(role.layout), self._write(role, held.captured).record())
+            results = [*results, WriteResult(MetadataIndex(""), 0, told)]
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator: publishes the snapshot.
+
+        Raises:
+            ConflictError: the ref has moved meanwhile; nothing is visible.
+        """
+        assert self._request is not None
+        assert self._begun is not None
+        parts: dict[int, _Told] = {}
+        values: dict[str, Subtree] = {}
+        for result in (result for of_rank in results for result in of_rank):
+            if isinstance(result.storage_data, _Told):
+                parts[result.storage_data.part] = result.storage_data
+            elif isinstance(result.storage_data, Subtree):
+                values[result.index.fqn] = result.storage_data
+        begun = self._begun
+        captured = _filled(begun, metadata, values)
+        if sorted(parts) != list(range(1, begun.role.parts)) or {told.layout for told in parts.values()} - {layout_id(begun.role.layout)}:
+            raise SnapshotAbortedError(
+                "the ranks did not write parts of one plan: DCP's plan cache is out of step; use a planner with enable_plan_caching=False",
+                object_id=self._request.ref,
+            )
+        others = [RankParts.of_record(told.parts) for _, told in sorted(parts.items())]
+        info = self._publish(begun, captured, others)
+        self._target.store.seen.note(self._request.ref, info.root, info.root)
+        self.snapshot = Snapshot.from_info(info)
+        self._begun = None
+
+    # --- the work -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _engine(self) -> Engine:
+        return self._target.store.engine
+
+    def _known(self, role: Role) -> KnownBlocks:
+        """The blocks of the snapshot before."""
+        branch = self._engine.log.view().branch(self._target.ref_and_step()[0])
+        parent = self._request.parent if self._request is not None else None if branch is None else branch.root
+        return KnownBlocks(self._engine, parent, role.part, role.parts)
+
+    def _write(self, role: Role, captured: Captured) -> RankParts:
+        for attempt in range(1, MAX_TRIES + 1):
+            anchor = self._engine.log.sync().n
+            written = write_part(self._engine, captured, self._known(role), anchor=anchor, seat=role.seat)
+            try:
+                parts = checked_parts(self._engine, [written], anchor)
+            except SnapshotExpiredError:
+                if attempt == MAX_TRIES:
+                    raise
+                continue  # gc freed something that this relies on: the bytes are still in memory
+            self._engine.keep_part(written.ulid, written.part)
+            return parts
+        raise AssertionError
+
+    def _begin(self, role: Role, captured: Captured) -> _Begun:
+        anchor = self._engine.log.sync().n
+        with open_packs(self._engine, self._known(role)) as packs:
+            tensors = write_tensors(captured, packs, role.seat, self._engine.config.block_bytes)
+        return _Begun(role, captured, packs, tensors, anchor)
+
+    def _complete(self, begun: _Begun, captured: Captured) -> WrittenPart:
+        """Writes the coordinator's part."""
+        with open_packs(self._engine, self._known(begun.role)) as packs:
+            blobs = write_blobs(captured, packs, begun.role.seat)
+        return store_part(self._engine, captured, blobs, begun.tensors, [begun.packs, packs], anchor=begun.anchor, seat=begun.role.seat)
+
+    def _publish(self, begun: _Begun, captured: Captured, others: list[RankParts]) -> SnapshotInfo:
+        assert self._request is not None
+        engine = self._engine
+        for attempt in range(1, MAX_TRIES + 1):
+            txn = engine.new_id()
+            try:
+                written = self._complete(begun, captured)
+                own = checked_parts(engine, [written], begun.anchor)
+                n = publish(engine, self._request, [own, *others], txn=txn, logical_bytes=captured.logical_bytes)
+            except SnapshotExpiredError:
+                if attempt == MAX_TRIES:
+                    raise
+                begun = self._begin(begun.role, captured)  # gc freed something that this relies on: the bytes are still in memory
+            else:
+                engine.keep_part(written.ulid, written.part)
+                engine.index.add(written.added.items(), published_at=n)
+                break
+        info = engine.log.view().snapshot(txn)
+        assert info is not None
+        return info
+
+
+def _filled(begun: _Begun, metadata: Metadata, values: Mapping[str, Subtree]) -> Captured:
+    """The coordinator's state, with the values of all ranks.
+
+    Raises:
+        SnapshotAbortedError: DCP's metadata and what the ranks wrote are not of one plan.
+    """
+    skeleton = skeleton_of(metadata, begun.role.parts)
+    if skeleton.layout.encode() != begun.role.layout or not {fqn for fqn in skeleton.holes if fqn is not None} <= values.keys():
+        raise SnapshotAbortedError("DCP's metadata is not of the plan that the ranks wrote: see the planner in use", object_id="planner")
+    blobs: list[bytes] = []
+    filled = [None if fqn is None else values[fqn].hole(blobs) for fqn in skeleton.holes]
+    return begun.captured._replace(values=filled, blobs=blobs)
