@@ -5,6 +5,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import SimpleQueue
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import tensorstore_ck as tsck
 from benches.memory import high_water_bytes, reset_high_water
+from tensorstore_ck.integrations.dcp import Reader, Writer
 
 State = dict[str, torch.Tensor]
 COLUMNS = 1024
@@ -106,12 +108,18 @@ def time_rank(rank: int, job: Job, port: int, results: "SimpleQueue[Measured]") 
             change(state)
             timed("tsck put, later", round_number, lambda: store.put_snapshot(state, ref=REF, group=dist.group.WORLD))
             timed("tsck put, nothing changed", round_number, lambda: store.put_snapshot(state, ref=REF, group=dist.group.WORLD))
+        fresh(job, rank, "tsck")
+        with opened(job, rank) as store:
+            save = partial(save_through, Writer(store, REF), state)
+            timed("DCP save, tsck Writer, first", round_number, save)
+            change(state)
+            timed("DCP save, tsck Writer, later", round_number, save)
     fresh(job, rank, "dcp")
     save_dcp(job, state)
     expected = {name: local_of(tensor).clone() for name, tensor in state.items()}
 
     for round_number in range(job.rounds + 1):
-        for name, load in (("DCP load", load_dcp), ("tsck checkout into=", load_tsck)):
+        for name, load in (("DCP load", load_dcp), ("tsck checkout into=", load_tsck), ("DCP load, tsck Reader", load_through)):
             clear(state)
             timed(name, round_number, lambda load=load: load(job, rank, state))  # type: ignore[misc]
             if not all(torch.equal(expected[key], local_of(tensor)) for key, tensor in state.items()):
@@ -198,6 +206,10 @@ def save_dcp(job: Job, state: State) -> None:
     dcp_save(dict[str, Any](state), storage_writer=writer)
 
 
+def save_through(writer: Writer, state: State) -> None:
+    dcp_save(dict[str, Any](state), storage_writer=writer)
+
+
 def load_dcp(job: Job, rank: int, state: State) -> None:
     dcp_load(dict[str, Any](state), storage_reader=FileSystemReader(job.folder / "dcp" / "dcp"))
 
@@ -205,3 +217,8 @@ def load_dcp(job: Job, rank: int, state: State) -> None:
 def load_tsck(job: Job, rank: int, state: State) -> None:
     with opened(job, rank) as store:
         store.checkout(REF, into=state, group=dist.group.WORLD)
+
+
+def load_through(job: Job, rank: int, state: State) -> None:
+    with opened(job, rank) as store:
+        dcp_load(dict[str, Any](state), storage_reader=Reader(store, REF))

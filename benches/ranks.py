@@ -41,6 +41,9 @@ def table(title: str, measured: Measured) -> None:
         ("tsck put, later", "DCP save"),
         ("tsck put, nothing changed", "DCP save"),
         ("tsck checkout into=", "DCP load"),
+        ("DCP save, tsck Writer, first", "DCP save"),
+        ("DCP save, tsck Writer, later", "DCP save"),
+        ("DCP load, tsck Reader", "DCP load"),
     ):
         print(f"| {ours} / {theirs} | {ratio(seconds, ours, theirs):.2f} |", flush=True)
 

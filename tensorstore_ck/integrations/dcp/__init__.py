@@ -10,6 +10,7 @@ DCP plans, gathers and scatters; its coordinator publishes. What is stored is a 
 """
 
 from tensorstore_ck.integrations.dcp.reader import Reader
+from tensorstore_ck.integrations.dcp.shadow import ShadowReport, ShadowWarning, ShadowWriter
 from tensorstore_ck.integrations.dcp.writer import Writer
 
-__all__ = ["Reader", "Writer"]
+__all__ = ["Reader", "ShadowReport", "ShadowWarning", "ShadowWriter", "Writer"]

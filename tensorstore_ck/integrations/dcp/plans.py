@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
-from tensorstore_ck.integrations.dcp.items import decode_item
+from tensorstore_ck.integrations.dcp.items import resolve_item
 from tensorstore_ck.integrations.dcp.skeleton import Skeleton, build_skeleton, items_of_metadata, items_of_plans
 from tensorstore_ck.layout import Captured, Explicit, decode_layout
 from tensorstore_ck.partwriter import Seat
@@ -110,14 +110,12 @@ def held_of(plan: SavePlan, planner: SavePlanner, role: Role) -> Held:
     pieces: dict[int, list[tuple[Box, torch.Tensor]]] = {}
     results = []
     for item, number in zip(plan.items, role.numbers, strict=True):
-        resolved = planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
-            assert not isinstance(resolved, torch.Tensor)
-            subtree = decode_item(resolved, item.index.fqn)
-            results.append(WriteResult(item.index, resolved.getbuffer().nbytes, subtree))
+            subtree = resolve_item(planner, item)
+            results.append(WriteResult(item.index, sum(map(len, subtree.blobs)), subtree))
             continue
         spec = layout.tensors[number]
-        box, tensor = _box(item), _tensor(resolved, item)
+        box, tensor = _box(item), _tensor(planner.resolve_data(item), item)
         if tensor.dtype != torch_dtype(spec.dtype, spec.item_bytes):
             raise UnsupportedValueError(
                 f"cannot store {spec.name}: the planner planned {spec.dtype} and gave {tensor.dtype}", object_id=spec.name

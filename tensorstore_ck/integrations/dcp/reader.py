@@ -7,6 +7,7 @@ is small. Which blocks hold a wanted box follows from the layout, as in any rest
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from io import BytesIO
 from typing import Any, Final
 
 import torch
@@ -24,8 +25,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from tensorstore_ck.address import resolve
+from tensorstore_ck.envelope import pack_body
 from tensorstore_ck.errors import ConflictError, MismatchError
-from tensorstore_ck.integrations.dcp.items import encode_item
+from tensorstore_ck.integrations.dcp.items import zipped
 from tensorstore_ck.integrations.dcp.target import CheckpointId, Target
 from tensorstore_ck.layout import Content, WantedBox
 from tensorstore_ck.merged import open_snapshot
@@ -66,6 +68,10 @@ class Reader(StorageReader):
         self._paths: Mapping[str, Sequence[str | int]]
         self._leaves: Mapping[str, Leaf]
         """fqn -> tensor."""
+        self._children: dict[int, dict[str, Tree]] = {}
+        """id of a branch -> its children by their keys."""
+        self._zips: dict[bytes, bytes] = {}
+        """Encoded value -> its zip."""
 
     # --- called by DCP, in this order ---------------------------------------------------------------------------------
 
@@ -154,7 +160,7 @@ class Reader(StorageReader):
             planner.commit_tensor(item, target)
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, encode_item(self._value(item.storage_index.fqn)))
+                planner.load_bytes(item, BytesIO(self._zip(item.storage_index.fqn)))
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -165,6 +171,7 @@ class Reader(StorageReader):
         """Flattens the state as DCP would, with tensors that have no data."""
         content = self._content
         self._tree = parse(content.layout, len(content.values))
+        self._children, self._zips = {}, {}
         require_buildable(self._tree, content)
         leaf_of: dict[int, Leaf] = {}
 
@@ -187,13 +194,25 @@ class Reader(StorageReader):
         }
         return Metadata(described, planner_data=self._paths)
 
-    def _value(self, fqn: str) -> object:
-        """A byte item; what it has of tensors and arrays is read now."""
+    def _zip(self, fqn: str) -> bytes:
+        """A byte item as DCP's planners take it; what it has of tensors and arrays is read now."""
         tree = self._tree
         for key in self._paths[fqn]:
-            assert isinstance(tree, Branch)
-            tree = next(child for child, own in zip(tree.children, tree.keys, strict=True) if _text(own) == str(key))
-        return build(tree, self._content, self._read([leaf for leaf in leaves(tree) if leaf.kind != "value"]).get)
+            tree = self._child(tree, str(key))
+        if isinstance(tree, Branch) or tree.kind != "value":
+            return zipped(build(tree, self._content, self._read([leaf for leaf in leaves(tree) if leaf.kind != "value"]).get))
+        encoded = pack_body(self._content.values[tree.index])
+        if encoded not in self._zips:  # most of thousands are equal, such as an optimizer's hyperparameters
+            self._zips[encoded] = zipped(build(tree, self._content, self._read([]).get))
+        return self._zips[encoded]
+
+    def _child(self, tree: Tree, key: str) -> Tree:
+        """The child under a key as DCP spells it."""
+        assert isinstance(tree, Branch)
+        if id(tree) not in self._children:
+            texts = (own if type(own) is str else str(decode(own, decode_other=decode_torch)) for own in tree.keys)
+            self._children[id(tree)] = dict(zip(texts, tree.children, strict=True))
+        return self._children[id(tree)][key]
 
     def _read(self, wanted: Sequence[Leaf]) -> FreshTensors:
         fresh = FreshTensors(self._content.layout, ((leaf, None) for leaf in wanted), _CPU)
@@ -204,8 +223,3 @@ class Reader(StorageReader):
 def _described(stand_in: torch.Tensor, *, requires_grad: bool) -> TensorStorageMetadata:
     box = ChunkStorageMetadata(torch.Size([0] * stand_in.dim()), stand_in.size())
     return TensorStorageMetadata(TensorProperties(dtype=stand_in.dtype, requires_grad=requires_grad), stand_in.size(), [box])
-
-
-def _text(key: Any) -> str:
-    """A key as DCP spells it."""
-    return str(decode(key, decode_other=decode_torch))

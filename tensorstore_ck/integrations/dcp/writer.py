@@ -25,7 +25,7 @@ from tensorstore_ck.knownblocks import KnownBlocks
 from tensorstore_ck.layout import Captured, layout_id
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.packwriter import PackWriter
-from tensorstore_ck.partwriter import TensorBlocks, WrittenPart, open_packs, store_part, write_blobs, write_part, write_tensors
+from tensorstore_ck.partwriter import TensorBlocks, WrittenPart, open_packs, store_part, write_blobs, write_tensors
 from tensorstore_ck.ranks.publish import RankParts, checked_parts, publish
 from tensorstore_ck.snapshot import Snapshot
 from tensorstore_ck.state.subtree import Subtree
@@ -41,13 +41,15 @@ class _Told(NamedTuple):
     parts: dict[str, Any]
 
 
-class _Begun(NamedTuple):
-    """The coordinator's own part, of which the values are missing."""
+class Begun(NamedTuple):
+    """A part whose tensors are durable already."""
 
     role: Role
     captured: Captured
+    """Without values."""
     packs: PackWriter
     tensors: TensorBlocks
+    block_bytes: int
     anchor: int
 
 
@@ -88,7 +90,8 @@ class Writer(StorageWriter):
         self._rank = 0
         self._is_coordinator = False
         self._request: PutRequest | None = None
-        self._begun: _Begun | None = None
+        self._begun: Begun | None = None
+        """The coordinator's part, until its values are known."""
         self.snapshot: Snapshot | None = None
         """What the last save published; on the coordinator alone."""
 
@@ -146,6 +149,11 @@ class Writer(StorageWriter):
             UnsupportedValueError: an item cannot be stored; the message has its name.
         """
         done: Future[list[WriteResult]] = Future()
+        done.set_result(self.write(plan, planner)[1])
+        return done
+
+    def write(self, plan: SavePlan, planner: SavePlanner) -> tuple[Begun | None, list[WriteResult]]:
+        """Does what `write_data` does; what was written, if this rank had something to write, and what DCP is told."""
         role = plan.storage_data
         if not isinstance(role, Role):
             if plan.items or self._is_coordinator:
@@ -154,17 +162,13 @@ class Writer(StorageWriter):
                     "enable_plan_caching=False",
                     object_id="planner",
                 )
-            done.set_result([])  # everything that it has is written by others
-            return done
+            return None, []  # everything that it has is written by others
         held = held_of(plan, planner, role)
-        results = held.results
         if self._is_coordinator:
             self._begun = self._begin(role, held.captured)
-        else:
-            told = _Told(role.part, layout_id(role.layout), self._write(role, held.captured).record())
-            results = [*results, WriteResult(MetadataIndex(""), 0, told)]
-        done.set_result(results)
-        return done
+            return self._begun, held.results
+        begun, told = self._write(role, held.captured)
+        return begun, [*held.results, WriteResult(MetadataIndex(""), 0, told)]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: publishes the snapshot.
@@ -206,47 +210,47 @@ class Writer(StorageWriter):
         parent = self._request.parent if self._request is not None else None if branch is None else branch.root
         return KnownBlocks(self._engine, parent, role.part, role.parts)
 
-    def _write(self, role: Role, captured: Captured) -> RankParts:
+    def _begin(self, role: Role, captured: Captured) -> Begun:
+        anchor = self._engine.log.sync().n
+        with open_packs(self._engine, self._known(role)) as packs:
+            tensors = write_tensors(captured, packs, role.seat, block_bytes := self._engine.config.block_bytes)
+        return Begun(role, captured, packs, tensors, block_bytes, anchor)
+
+    def _complete(self, begun: Begun, captured: Captured) -> tuple[WrittenPart, RankParts]:
+        """Writes the part, with the values of `captured` if it is the one that has them."""
+        with open_packs(self._engine, self._known(begun.role)) as packs:
+            blobs = write_blobs(captured, packs, begun.role.seat)
+        packs_of_part = [begun.packs, packs]
+        written = store_part(self._engine, captured, blobs, begun.tensors, packs_of_part, anchor=begun.anchor, seat=begun.role.seat)
+        parts = checked_parts(self._engine, [written], begun.anchor)
+        self._engine.keep_part(written.ulid, written.part)
+        return written, parts
+
+    def _write(self, role: Role, captured: Captured) -> tuple[Begun, _Told]:
         for attempt in range(1, MAX_TRIES + 1):
-            anchor = self._engine.log.sync().n
-            written = write_part(self._engine, captured, self._known(role), anchor=anchor, seat=role.seat)
+            begun = self._begin(role, captured)
             try:
-                parts = checked_parts(self._engine, [written], anchor)
+                _, parts = self._complete(begun, captured)
             except SnapshotExpiredError:
                 if attempt == MAX_TRIES:
                     raise
                 continue  # gc freed something that this relies on: the bytes are still in memory
-            self._engine.keep_part(written.ulid, written.part)
-            return parts
+            return begun, _Told(role.part, layout_id(role.layout), parts.record())
         raise AssertionError
 
-    def _begin(self, role: Role, captured: Captured) -> _Begun:
-        anchor = self._engine.log.sync().n
-        with open_packs(self._engine, self._known(role)) as packs:
-            tensors = write_tensors(captured, packs, role.seat, self._engine.config.block_bytes)
-        return _Begun(role, captured, packs, tensors, anchor)
-
-    def _complete(self, begun: _Begun, captured: Captured) -> WrittenPart:
-        """Writes the coordinator's part."""
-        with open_packs(self._engine, self._known(begun.role)) as packs:
-            blobs = write_blobs(captured, packs, begun.role.seat)
-        return store_part(self._engine, captured, blobs, begun.tensors, [begun.packs, packs], anchor=begun.anchor, seat=begun.role.seat)
-
-    def _publish(self, begun: _Begun, captured: Captured, others: list[RankParts]) -> SnapshotInfo:
+    def _publish(self, begun: Begun, captured: Captured, others: list[RankParts]) -> SnapshotInfo:
         assert self._request is not None
         engine = self._engine
         for attempt in range(1, MAX_TRIES + 1):
             txn = engine.new_id()
             try:
-                written = self._complete(begun, captured)
-                own = checked_parts(engine, [written], begun.anchor)
+                written, own = self._complete(begun, captured)
                 n = publish(engine, self._request, [own, *others], txn=txn, logical_bytes=captured.logical_bytes)
             except SnapshotExpiredError:
                 if attempt == MAX_TRIES:
                     raise
                 begun = self._begin(begun.role, captured)  # gc freed something that this relies on: the bytes are still in memory
             else:
-                engine.keep_part(written.ulid, written.part)
                 engine.index.add(written.added.items(), published_at=n)
                 break
         info = engine.log.view().snapshot(txn)
@@ -254,7 +258,7 @@ class Writer(StorageWriter):
         return info
 
 
-def _filled(begun: _Begun, metadata: Metadata, values: Mapping[str, Subtree]) -> Captured:
+def _filled(begun: Begun, metadata: Metadata, values: Mapping[str, Subtree]) -> Captured:
     """The coordinator's state, with the values of all ranks.
 
     Raises:

@@ -1,0 +1,244 @@
+"""`ShadowWriter`: a DCP checkpoint as ever, and a snapshot beside it, to see what a store would do for a job before relying on it.
+
+The checkpoint comes first and is never put at risk: whatever fails on the store's side ends up in the report, and in a warning. Each
+rank reads its own items back from the checkpoint's files, and compares them with the blocks that it stored, by their ids.
+"""
+
+import io
+import logging
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple, TypeVar
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from tensorstore_ck.ids import block_id
+from tensorstore_ck.integrations.dcp.items import decode_item
+from tensorstore_ck.integrations.dcp.target import CheckpointId
+from tensorstore_ck.integrations.dcp.writer import Begun, Writer
+from tensorstore_ck.partwriter import source_offsets
+from tensorstore_ck.snapshot import Snapshot
+from tensorstore_ck.split import regions, shares
+from tensorstore_ck.state.shares import chain_of
+
+_logger: Final = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class ShadowWarning(UserWarning):
+    """The snapshot beside a checkpoint could not be put, or is not equal to it. The checkpoint is unharmed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowReport:
+    """How a snapshot did beside a checkpoint."""
+
+    snapshot: Snapshot | None
+    """None: there is none; see `problem`."""
+    compared_items: int
+    differing: tuple[str, ...]
+    """The names of items that are not equal, bit for bit; then nothing is published."""
+    problem: str
+    """Why there is no snapshot; empty when there is one."""
+    checkpoint_seconds: float
+    """Of the slowest rank, to write its data; likewise below."""
+    snapshot_seconds: float
+    checkpoint_bytes: int
+    snapshot_bytes: int
+    """What the store grew by."""
+
+
+class _Both(NamedTuple):
+    """What two writers put into a plan."""
+
+    theirs: Any
+    ours: Any
+
+
+class _Told(NamedTuple):
+    """What a rank tells of its two writes."""
+
+    theirs: list[WriteResult]
+    ours: list[WriteResult]
+    seconds: tuple[float, float]
+    compared: int
+    differing: list[str]
+    problem: str
+
+
+class ShadowWriter(StorageWriter):
+    """Writes with both: ``dcp.save(state, storage_writer=ShadowWriter(FileSystemWriter(path), Writer("./store", ref="runs/gpt")))``.
+
+    The coordinator has a `ShadowReport` of the last save in `report`, and logs it.
+    """
+
+    def __init__(self, theirs: FileSystemWriter, ours: Writer) -> None:
+        self._theirs = theirs
+        self._ours = ours
+        self._problem = ""
+        self.report: ShadowReport | None = None
+
+    # --- called by DCP, in this order ---------------------------------------------------------------------------------
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+        """Whether it could be one."""
+        return isinstance(checkpoint_id, str) and FileSystemWriter.validate_checkpoint_id(checkpoint_id)
+
+    def reset(self, checkpoint_id: CheckpointId = None) -> None:
+        """A new save begins."""
+        self._theirs.reset(checkpoint_id)
+        self._ours.reset(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta | None:
+        """That of the checkpoint."""
+        return self._theirs.storage_meta()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """On every rank."""
+        self._problem = ""
+        self._theirs.set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self._guarded(lambda: self._ours.set_up_storage_writer(is_coordinator, *args, **kwargs))
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """On every rank."""
+        return self._theirs.prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator."""
+        theirs = self._theirs.prepare_global_plan(plans)
+        ours = self._guarded(lambda: self._ours.prepare_global_plan(plans)) or plans
+        return [replace(one, storage_data=_Both(one.storage_data, two.storage_data)) for one, two in zip(theirs, ours, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """On every rank: first the checkpoint."""
+        both = plan.storage_data
+        started = time.perf_counter()
+        theirs = self._theirs.write_data(replace(plan, storage_data=both.theirs), planner)
+        theirs.wait()
+        between = time.perf_counter()
+        written = self._guarded(lambda: self._ours.write(replace(plan, storage_data=both.ours), planner))
+        ended = time.perf_counter()
+        begun, results = written or (None, [])
+        differing = self._guarded(lambda: _differing(plan, self._theirs, theirs.value(), begun, results)) if begun is not None else None
+        told = _Told(theirs.value(), results, (between - started, ended - between), len(plan.items), differing or [], self._problem)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(MetadataIndex(""), 0, told)])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator: completes the checkpoint, then publishes the snapshot."""
+        ranks: list[_Told] = [of_rank[0].storage_data for of_rank in results]
+        self._theirs.finish(metadata, [rank.theirs for rank in ranks])
+        differing = [name for rank in ranks for name in rank.differing]
+        self._problem = next((rank.problem for rank in ranks if rank.problem), "")
+        if differing and not self._problem:
+            self._problem = f"{len(differing)} items are not what the checkpoint holds, {differing[0]!r} first"
+        if not self._problem:
+            self._guarded(lambda: self._ours.finish(metadata, [rank.ours for rank in ranks]))
+        snapshot = None if self._problem else self._ours.snapshot
+        self.report = ShadowReport(
+            snapshot,
+            sum(rank.compared for rank in ranks),
+            tuple(differing),
+            self._problem,
+            max(rank.seconds[0] for rank in ranks),
+            max(rank.seconds[1] for rank in ranks),
+            sum(result.storage_data.length for rank in ranks for result in rank.theirs),
+            0 if snapshot is None else snapshot.new_bytes,
+        )
+        _logger.info("%s", self.report)
+        if self._problem:
+            warnings.warn(f"no snapshot was put beside the checkpoint: {self._problem}", ShadowWarning, stacklevel=2)
+
+    # --- the work -----------------------------------------------------------------------------------------------------
+
+    def _guarded(self, work: Callable[[], T]) -> T | None:
+        """Does it unless something failed already; what fails is kept for the report."""
+        if not self._problem:
+            try:
+                return work()
+            except Exception as exc:  # noqa: BLE001 - a trial must not cost anybody a checkpoint
+                self._problem = f"{type(exc).__name__}: {exc}"
+        return None
+
+
+def _differing(
+    plan: SavePlan, writer: FileSystemWriter, written: Sequence[WriteResult], begun: Begun, results: Sequence[WriteResult]
+) -> list[str]:
+    """The names of a rank's items whose bytes in the checkpoint are not those that it stored; a tensor at a time."""
+    files = _Files(writer, written)
+    ours = {result.index: result.storage_data for result in results}
+    byte_items = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+    differing = [
+        item.index.fqn for item in byte_items if repr(decode_item(files.read_bytes(item), item.index.fqn)) != repr(ours[item.index])
+    ]
+    boxes: dict[int, list[WriteItem]] = {}
+    for item, number in zip(plan.items, begun.role.numbers, strict=True):
+        if item.type != WriteItemType.BYTE_IO and item.tensor_data is not None and 0 not in item.tensor_data.chunk.sizes:
+            boxes.setdefault(number, []).append(item)
+    captured, layout, seat = begun.captured, begun.captured.layout, begun.role.seat
+    held = regions(layout, seat.rank, seat.alike, captured.explicit)
+    bases = source_offsets(captured, held)
+    ids, inline = iter(begun.tensors.ids), io.BytesIO(begun.tensors.inline)
+    read, source = -1, chain_of(())
+    for share in shares(layout, held, seat.rank, begun.block_bytes):
+        tensor, start = held[share.region].tensor, bases[share.region] + share.start
+        if tensor != read:
+            read, source = tensor, chain_of([files.read_tensor(item) for item in boxes[tensor]])
+        for length in share.lengths:
+            data = source.read(start, start + length)
+            is_same = data == inline.read(length) if share.is_inline else block_id(data) == next(ids)
+            if not is_same and layout.tensors[tensor].name not in differing:
+                differing.append(layout.tensors[tensor].name)
+            start += length
+    return differing
+
+
+class _Files:
+    """What a rank has written to a checkpoint that is not complete yet."""
+
+    def __init__(self, writer: FileSystemWriter, written: Sequence[WriteResult]) -> None:
+        self._reader = FileSystemReader(writer.path)
+        self._reader.fs, self._reader.path = writer.fs, writer.path
+        metadata = Metadata({}, storage_data={result.index: result.storage_data for result in written})
+        self._reader.set_up_storage_reader(metadata, is_coordinator=False)
+
+    def read_bytes(self, item: WriteItem) -> bytes:
+        planner = _Planner(torch.empty(0))
+        nothing = torch.Size(())
+        self._read(ReadItem(LoadItemType.BYTE_IO, item.index, nothing, item.index, nothing, nothing), planner)
+        return planner.found
+
+    def read_tensor(self, item: WriteItem) -> torch.Tensor:
+        assert item.tensor_data is not None
+        sizes, start = item.tensor_data.chunk.sizes, torch.Size([0] * len(item.tensor_data.chunk.sizes))
+        planner = _Planner(torch.empty(sizes, dtype=item.tensor_data.properties.dtype))
+        self._read(ReadItem(LoadItemType.TENSOR, item.index, start, item.index, start, sizes), planner)
+        return planner.target
+
+    def _read(self, item: ReadItem, planner: "_Planner") -> None:
+        self._reader.read_data(LoadPlan([item]), planner).wait()
+
+
+class _Planner(DefaultLoadPlanner):
+    """Takes one item."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        super().__init__()
+        self.target = target
+        self.found = b""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.found = value.getvalue()
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self.target
