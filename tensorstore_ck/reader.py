@@ -75,7 +75,7 @@ class SnapshotReader:
         if encoded[-32:] != self.part.layout_id:
             raise CorruptObjectError(f"{self.name}: its layout is not the one it names", object_id=self.name)
         layout = decode_layout(encoded, f"the layout of {self.name}")
-        tree, self.values = expand(layout.tree, decode_values(self.part, self.name), f"the layout of {self.name}")
+        tree, self.values, self.subtrees = expand(layout.tree, decode_values(self.part, self.name), f"the layout of {self.name}")
         self.layout: Layout = replace(layout, tree=tree)
         self._plan(rank)
 

@@ -7,7 +7,7 @@ depth-first order from the same `Names`.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, Literal, NamedTuple, NoReturn
 
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.layout import MAX_DIMS, MAX_NAME_BYTES, MAX_TENSOR_BYTES, Layout, Node
@@ -94,7 +94,16 @@ def parse(layout: Layout, value_count: int, object_id: str = "the layout") -> Tr
     return tree
 
 
-def expand(node: Node, values: Sequence[Any], object_id: str = "the layout") -> tuple[Node, Sequence[Any]]:
+class Expanded(NamedTuple):
+    """A tree whose subtrees have taken their places."""
+
+    node: Node
+    values: Sequence[Any]
+    subtrees: frozenset[int]
+    """The ids of the nodes that were subtrees."""
+
+
+def expand(node: Node, values: Sequence[Any], object_id: str = "the layout") -> Expanded:
     """Puts subtrees that stand among the values (``["tree", node, values]``) into the holes of `node` that they belong to.
 
     So a state whose values were not known when its layout was made is like any other.
@@ -103,8 +112,9 @@ def expand(node: Node, values: Sequence[Any], object_id: str = "the layout") -> 
         CorruptObjectError: there are fewer values than holes, or a subtree has tensors.
     """
     if not any(type(value) is list and value and value[0] == SUBTREE for value in values):
-        return node, values
+        return Expanded(node, values, frozenset())
     found: list[Any] = []
+    subtrees: set[int] = set()
 
     def fill(node: Node, holes: Iterator[Any], *, is_inner: bool) -> Node:
         if node is None:
@@ -115,6 +125,7 @@ def expand(node: Node, values: Sequence[Any], object_id: str = "the layout") -> 
                 filled = fill(inner, rest, is_inner=True)
                 if list(rest):
                     raise ValueError("a subtree has more values than holes")
+                subtrees.add(id(filled))
                 return filled
             found.append(value)
             return None
@@ -137,7 +148,7 @@ def expand(node: Node, values: Sequence[Any], object_id: str = "the layout") -> 
         filled = fill(node, holes, is_inner=False)
     except (StopIteration, TypeError, ValueError, IndexError) as exc:
         raise CorruptObjectError(f"{object_id} has a malformed subtree: {exc!r}; run `tsck fsck`", object_id=object_id) from exc
-    return filled, [*found, *holes]
+    return Expanded(filled, [*found, *holes], frozenset(subtrees))
 
 
 def leaves(tree: Tree) -> Iterator[Leaf]:

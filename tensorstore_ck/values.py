@@ -12,7 +12,7 @@ Pure and free of torch: msgpack-able objects in and out; what only torch can mak
     ["li", b] ["ui", b]       list, tuple of ints, as int64, little-endian; ["lf", b] ["uf", b] of floats
     ["v", dtype, bytes]       numpy scalar
     ["dtype", str] ["device", str] ["size", ints]      torch's; made by the hooks
-    ["tensor", dtype, shape, bytes]                    a tensor or numpy array in a subtree (see `layout`); dtypes as in layouts
+    ["tensor", dtype, shape, flags, bytes]             a tensor or numpy array in a subtree; dtypes and flags as in layouts
     ["tree", node, values]                             a subtree
     ["b", kind, i]            the value is in blob i: its UTF-8 ("str"), itself ("bytes"), the bytes of tag `kind`, or else msgpack ("m")
 

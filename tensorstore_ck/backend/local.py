@@ -236,14 +236,16 @@ class LocalBackend:
 
     # --- folders ---
 
-    def _make_folder(self, folder: str) -> None:
+    def _make_folder(self, folder: str, *, is_second_try: bool = False) -> None:
         try:
             os.mkdir(folder, 0o777)
         except FileExistsError:
             return
         except FileNotFoundError:
+            if is_second_try:
+                raise  # its parent is there, and takes no folders
             self._make_folder(os.path.dirname(folder))
-            self._make_folder(folder)
+            self._make_folder(folder, is_second_try=True)
             return
         if self._root.startswith(f"{folder}/"):  # above the root: nobody else will
             self._fsync_folder(os.path.dirname(folder))

@@ -12,7 +12,7 @@ from tensorstore_ck.layout import Node
 from tensorstore_ck.state.capture import Walk, require_dense
 from tensorstore_ck.state.memory import Array
 from tensorstore_ck.state.shares import source_of
-from tensorstore_ck.tree import ROOT, SUBTREE
+from tensorstore_ck.tree import PARAMETER, REQUIRES_GRAD, ROOT, SUBTREE
 from tensorstore_ck.values import numpy_dtype_name, split_large
 
 MAX_TENSOR_BYTES: Final = 128 << 20
@@ -68,6 +68,9 @@ class _ValueWalk(Walk):
         if found.nbytes > MAX_TENSOR_BYTES:
             self._fail(path[:-1], f"a tensor of {found.nbytes} bytes within one value", "flatten the state, so that it is one of its own")
             return
+        flags = 0
+        if isinstance(found, torch.Tensor):
+            flags = (REQUIRES_GRAD if found.requires_grad else 0) | (PARAMETER if isinstance(found, torch.nn.Parameter) else 0)
         data = bytes(source_of(found).read(0, found.nbytes)) if isinstance(found, torch.Tensor) else found.tobytes()
         name = self._names.name(path[:-1] if path else ROOT)
-        self._values.append(split_large(["tensor", dtype, list(found.shape), data], name, self._blobs))
+        self._values.append(split_large(["tensor", dtype, list(found.shape), flags, data], name, self._blobs))

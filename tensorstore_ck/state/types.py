@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, UnsupportedValueError
+from tensorstore_ck.tree import PARAMETER, REQUIRES_GRAD
 from tensorstore_ck.values import numpy_dtype
 
 DTYPE_NAMES: Final[dict[torch.dtype, str]] = {
@@ -151,9 +152,14 @@ def decode_torch(tag: str, rest: list[Any]) -> object:
     raise KeyError(tag)
 
 
-def _decode_tensor(dtype: str, shape: list[int], data: bytes) -> torch.Tensor | np.ndarray[Any, np.dtype[Any]]:
+def _decode_tensor(dtype: str, shape: list[int], flags: int, data: bytes) -> torch.Tensor | np.ndarray[Any, np.dtype[Any]]:
     """A tensor or array that stands among the values: see `state.subtree`."""
-    if type(dtype) is not str or type(data) is not bytes or any(type(extent) is not int or extent < 0 for extent in shape):
+    if (
+        type(dtype) is not str
+        or type(data) is not bytes
+        or flags not in range(4)
+        or any(type(extent) is not int or extent < 0 for extent in shape)
+    ):
         raise TypeError("a tensor's value is malformed")
     if dtype.startswith("np:"):
         return np.frombuffer(bytearray(data), numpy_dtype(dtype[3:])).reshape(shape)
@@ -161,7 +167,9 @@ def _decode_tensor(dtype: str, shape: list[int], data: bytes) -> torch.Tensor | 
     if prod(shape) * kind.itemsize != len(data):
         raise ValueError("a tensor's value has another size than its bytes")
     try:
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kind).reshape(shape) if data else torch.empty(shape, dtype=kind)
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kind).reshape(shape) if data else torch.empty(shape, dtype=kind)
+        requires_grad = bool(flags & REQUIRES_GRAD)
+        return torch.nn.Parameter(tensor, requires_grad) if flags & PARAMETER else tensor.requires_grad_(requires_grad)
     except RuntimeError as exc:
         raise ValueError(f"no tensor has the shape {shape}") from exc
 

@@ -230,3 +230,8 @@ def test_no_descriptor_stays_open(backend: LocalBackend) -> None:
     backend.open_writer("a/e").abort()
     backend.sync_folders("a/b")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_place_that_takes_no_folders_is_an_error() -> None:
+    with pytest.raises(StoreError, match="/proc/store"):
+        LocalBackend("/proc/store").put("a", b"x")

@@ -85,7 +85,7 @@ class Reader(StorageReader):
         self._target.reset(checkpoint_id)
         self.snapshot = None
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self) -> Metadata:  # with kwargs, DCP would go on without the other ranks when it fails
         """On every rank: the snapshot as DCP would describe it.
 
         Raises:
@@ -168,7 +168,7 @@ class Reader(StorageReader):
     # --- the work -----------------------------------------------------------------------------------------------------
 
     def _describe(self, address: str) -> Metadata:
-        """Flattens the state as DCP would, with tensors that have no data."""
+        """Flattens the state as DCP would, with tensors that have no data. What DCP put as one item is one item."""
         content = self._content
         self._tree = parse(content.layout, len(content.values))
         self._children, self._zips = {}, {}
@@ -176,12 +176,14 @@ class Reader(StorageReader):
         leaf_of: dict[int, Leaf] = {}
 
         def without_data(leaf: Leaf) -> object:
+            if isinstance(leaf.node, Branch):
+                return object()
             form = form_of(content.layout, leaf)
             stand_in = torch.empty(form.shape, dtype=form.dtype, device="meta") if isinstance(form.dtype, torch.dtype) else object()
             leaf_of[id(stand_in)] = leaf
             return stand_in
 
-        state = build(self._tree, content, without_data)
+        state = build(_with_items(self._tree, getattr(content, "subtrees", frozenset())), content, without_data)
         if not isinstance(state, dict):
             raise MismatchError(f"{address} is no dict, and DCP knows nothing else: restore it with checkout", object_id=address)
         items, self._paths = flatten_state_dict(state)
@@ -218,6 +220,15 @@ class Reader(StorageReader):
         fresh = FreshTensors(self._content.layout, ((leaf, None) for leaf in wanted), _CPU)
         self._content.read(dict(fresh.targets))
         return fresh
+
+
+def _with_items(tree: Tree, subtrees: frozenset[int]) -> Tree:
+    """The tree, with a leaf in the place of each subtree."""
+    if isinstance(tree, Leaf) or not subtrees:
+        return tree
+    if id(tree.node) in subtrees:
+        return Leaf(tree.path, "tensor", -1, tree)
+    return Branch(tree.node, tree.path, tree.keys, [_with_items(child, subtrees) for child in tree.children], tree.attributes)
 
 
 def _described(stand_in: torch.Tensor, *, requires_grad: bool) -> TensorStorageMetadata:

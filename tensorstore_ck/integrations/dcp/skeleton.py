@@ -14,7 +14,7 @@ from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.layout import Layout, Node, TensorSpec
 from tensorstore_ck.state.types import DTYPE_NAMES
 from tensorstore_ck.tree import REQUIRES_GRAD, ROOT, Names
-from tensorstore_ck.values import encode, key_text
+from tensorstore_ck.values import MAX_NESTING, encode, key_text
 
 Path = tuple[str | int, ...]
 
@@ -96,19 +96,24 @@ class _Builder:
         layout = Layout(self._specs, tree, spreads=["boxes"] * len(self._specs) if in_boxes else ())
         return Skeleton(layout, self._tensors, self._holes)
 
-    def _container(self, children: dict[str | int, Any], path: str) -> Node:
+    def _container(self, children: dict[str | int, Any], path: str, depth: int = 0) -> Node:
+        if depth >= MAX_NESTING:
+            name = path[:60]
+            raise UnsupportedValueError(
+                f"cannot store {name}...: it is nested deeper than {MAX_NESTING} levels; flatten it", object_id=name
+            )
         if children and all(type(key) is int for key in children):
             slots: list[Any] = [None] * (max(map(int, children)) + 1)  # DCP leaves out what is empty, and fills the gaps with None
             for position, child in children.items():
                 slots[int(position)] = child
-            return ["l", [self._node(child, f"{path}{position}.") for position, child in enumerate(slots)]]
+            return ["l", [self._node(child, f"{path}{position}.", depth) for position, child in enumerate(slots)]]
         keys = [encode(key, f"{path}{key!r:.80} (a dict key)") for key in children]
-        nodes = [self._node(child, f"{path}{key_text(key)}.") for key, child in zip(keys, children.values(), strict=True)]
+        nodes = [self._node(child, f"{path}{key_text(key)}.", depth) for key, child in zip(keys, children.values(), strict=True)]
         return ["d", keys, nodes]
 
-    def _node(self, child: Any, path: str) -> Node:
+    def _node(self, child: Any, path: str, depth: int) -> Node:
         if isinstance(child, dict):
-            return self._container(child, path)
+            return self._container(child, path, depth + 1)
         name = self._names.name(path[:-1] if path else ROOT)
         item = self._items[child] if child is not None else None
         if item is None:
