@@ -20,7 +20,7 @@ from tensorstore_ck.layout import Captured, layout_id
 from tensorstore_ck.packwriter import PackWriter
 from tensorstore_ck.parallel import cpu_threads, for_each
 from tensorstore_ck.part import BLOB_DTYPE, EXTENT_DTYPE, Extents, Part, encode_values, part_name
-from tensorstore_ck.split import Region, encode_regions, regions, shares
+from tensorstore_ck.split import Region, Share, encode_regions, regions, shares
 
 RUN_BYTES: Final = 4 << 20
 RUN_BLOCKS: Final = 512
@@ -118,13 +118,9 @@ def write_blobs(captured: Captured, packs: PackWriter, seat: Seat) -> BlobBlocks
 
 def write_tensors(captured: Captured, packs: PackWriter, seat: Seat, block_bytes: int) -> TensorBlocks:
     """Stores this rank's share of the tensors."""
-    layout = captured.layout
-    held = regions(layout, seat.rank, seat.alike, captured.explicit)
-    bases = source_offsets(captured, held)
     inline: list[bytes] = []
     blocks: list[tuple[int, int, int]] = []
-    for share in shares(layout, held, seat.rank, block_bytes):
-        tensor, start = held[share.region].tensor, bases[share.region] + share.start
+    for tensor, start, share in places_of(captured, seat, block_bytes):
         if share.is_inline:
             inline.append(bytes(captured.sources[tensor].read(start, start + share.lengths[0])))
             continue
@@ -140,6 +136,20 @@ def write_tensors(captured: Captured, packs: PackWriter, seat: Seat, block_bytes
 
     for_each(_runs(blocks), store, cpu_threads() + 1)
     return TensorBlocks([block for row in sorted(ids) for block in ids[row]], b"".join(inline))
+
+
+def inline_bytes(captured: Captured, seat: Seat, block_bytes: int) -> bytes:
+    """What of the tensors lies inside the part."""
+    found = places_of(captured, seat, block_bytes)
+    return b"".join(captured.sources[tensor].read(start, start + share.lengths[0]) for tensor, start, share in found if share.is_inline)
+
+
+def places_of(captured: Captured, seat: Seat, block_bytes: int) -> Iterator[tuple[int, int, Share]]:
+    """What this rank stores: the tensor, where in its source it begins, and how it is cut."""
+    held = regions(captured.layout, seat.rank, seat.alike, captured.explicit)
+    bases = source_offsets(captured, held)
+    for share in shares(captured.layout, held, seat.rank, block_bytes):
+        yield held[share.region].tensor, bases[share.region] + share.start, share
 
 
 def store_part(

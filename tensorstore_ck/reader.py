@@ -69,7 +69,8 @@ class SnapshotReader:
                 f"{self.name} is one of {self.world_size}, but there are {len(self.record.parts)}", object_id=self.name
             )
         self._alike = (rank,) if self.part.layout_of is None else alike(self.part.layout_of, rank, self.world_size)
-        self._nearest = sorted(self._alike, key=lambda other: abs(other + 0.5 - place * self.world_size))
+        nearest = sorted(self._alike, key=lambda other: abs(other + 0.5 - place * self.world_size))
+        self._nearest = [*dict.fromkeys([nearest[0], rank, *nearest])]  # this one is open already
         self._blob_first = np.concatenate(([0], np.cumsum(self.part.blobs["blocks"], dtype=np.int64)))
         encoded = self._blob(0)
         if encoded[-32:] != self.part.layout_id:

@@ -54,6 +54,19 @@ class MemorySource:
         return memory_at(self._address + start, stop - start)
 
 
+class BytesSource:
+    """`ByteSource` over bytes."""
+
+    __slots__ = ("_data",)
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """The bytes themselves."""
+        return memoryview(self._data)[start:stop]
+
+
 class CopySource:
     """`ByteSource` over any other tensor or array: each range is copied."""
 

@@ -1,6 +1,6 @@
 """DCP's plans in terms of a store: who of the ranks writes which part, and what a rank's items are as a captured state."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,10 +12,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.integrations.dcp.items import resolve_item
 from tensorstore_ck.integrations.dcp.skeleton import Skeleton, build_skeleton, items_of_metadata, items_of_plans
-from tensorstore_ck.layout import Captured, Explicit, decode_layout
+from tensorstore_ck.layout import INLINE_TENSOR_BYTES, Captured, Explicit, decode_layout
 from tensorstore_ck.partwriter import Seat
-from tensorstore_ck.sharding import Box
+from tensorstore_ck.sharding import Box, whole_box
 from tensorstore_ck.state.capture import require_dense
+from tensorstore_ck.state.memory import BytesSource
 from tensorstore_ck.state.shares import chain_of
 from tensorstore_ck.state.types import torch_dtype
 
@@ -42,12 +43,19 @@ def seat_of(part: int, parts: int) -> Seat:
     return Seat(part, parts, tuple(range(parts)), b"")
 
 
+class Tiny(NamedTuple):
+    """The bytes of a whole tensor that is so small that it lies inside the coordinator's part, where every reader finds it."""
+
+    number: int
+    data: bytes
+
+
 class Held(NamedTuple):
     """What a rank has to write."""
 
     captured: Captured
     results: list[WriteResult]
-    """What DCP is told of each item; byte items take their values with them to the coordinator."""
+    """What DCP is told of each item. Byte items and tiny tensors travel with it to the coordinator."""
 
 
 def assign_roles(plans: Sequence[SavePlan], coordinator: int) -> list[SavePlan]:
@@ -120,12 +128,25 @@ def held_of(plan: SavePlan, planner: SavePlanner, role: Role) -> Held:
             raise UnsupportedValueError(
                 f"cannot store {spec.name}: the planner planned {spec.dtype} and gave {tensor.dtype}", object_id=spec.name
             )
-        if 0 not in box.sizes:
+        tiny = None
+        if role.part and box.sizes == spec.shape and spec.size_bytes <= INLINE_TENSOR_BYTES:
+            tiny = Tiny(number, bytes(chain_of([tensor]).read(0, spec.size_bytes)))
+        elif 0 not in box.sizes:
             pieces.setdefault(number, []).append((box, tensor))
-        results.append(WriteResult(item.index, tensor.nbytes, None))
+        results.append(WriteResult(item.index, tensor.nbytes, tiny))
     sources = [chain_of([tensor for _, tensor in pieces.get(number, ())]) for number in range(len(layout.tensors))]
     told = [Explicit(number, tuple(box for box, _ in pieces.get(number, ()))) for number in range(len(layout.tensors))]
     return Held(Captured(layout, (), (), sources, told if layout.spreads else ()), results)
+
+
+def with_tiny(captured: Captured, tiny: Iterable[Tiny]) -> Captured:
+    """The coordinator's state, with the tiny tensors of the other ranks."""
+    sources, explicit = list(captured.sources), list(captured.explicit)
+    for number, data in tiny:
+        shape = captured.layout.tensors[number].shape
+        sources[number] = BytesSource(data)
+        explicit[number] = Explicit(number, (whole_box(shape),) if data else ())
+    return captured._replace(sources=sources, explicit=explicit)
 
 
 def _box(item: WriteItem) -> Box:

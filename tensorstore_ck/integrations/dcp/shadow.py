@@ -22,11 +22,11 @@ from torch.futures import Future
 
 from tensorstore_ck.ids import block_id
 from tensorstore_ck.integrations.dcp.items import decode_item
+from tensorstore_ck.integrations.dcp.plans import Tiny
 from tensorstore_ck.integrations.dcp.target import CheckpointId
 from tensorstore_ck.integrations.dcp.writer import Begun, Writer
-from tensorstore_ck.partwriter import source_offsets
+from tensorstore_ck.partwriter import places_of
 from tensorstore_ck.snapshot import Snapshot
-from tensorstore_ck.split import regions, shares
 from tensorstore_ck.state.shares import chain_of
 
 _logger: Final = logging.getLogger(__name__)
@@ -181,17 +181,18 @@ def _differing(
     differing = [
         item.index.fqn for item in byte_items if repr(decode_item(files.read_bytes(item), item.index.fqn)) != repr(ours[item.index])
     ]
+    for item in plan.items:
+        tiny = ours[item.index]
+        if isinstance(tiny, Tiny) and chain_of([files.read_tensor(item)]).read(0, len(tiny.data)) != tiny.data:
+            differing.append(item.index.fqn)
     boxes: dict[int, list[WriteItem]] = {}
     for item, number in zip(plan.items, begun.role.numbers, strict=True):
         if item.type != WriteItemType.BYTE_IO and item.tensor_data is not None and 0 not in item.tensor_data.chunk.sizes:
             boxes.setdefault(number, []).append(item)
-    captured, layout, seat = begun.captured, begun.captured.layout, begun.role.seat
-    held = regions(layout, seat.rank, seat.alike, captured.explicit)
-    bases = source_offsets(captured, held)
+    captured, layout = begun.captured, begun.captured.layout
     ids, inline = iter(begun.tensors.ids), io.BytesIO(begun.tensors.inline)
     read, source = -1, chain_of(())
-    for share in shares(layout, held, seat.rank, begun.block_bytes):
-        tensor, start = held[share.region].tensor, bases[share.region] + share.start
+    for tensor, start, share in places_of(captured, begun.role.seat, begun.block_bytes):
         if tensor != read:
             read, source = tensor, chain_of([files.read_tensor(item) for item in boxes[tensor]])
         for length in share.lengths:

@@ -3,7 +3,8 @@
 Pure. The coordinator makes it of the plans before anything is written, and of DCP's metadata when all is; both must come out the same.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,20 +39,17 @@ class Skeleton(NamedTuple):
 
 
 Items = Mapping[str, TensorItem | None]
-"""fqn -> what it is; None: a byte item. In DCP's order."""
+"""fqn -> what it is; None: a byte item."""
 
 
-def items_of_plans(plans: Iterable[SavePlan]) -> tuple[dict[str, TensorItem | None], dict[str, Path]]:
+def items_of_plans(plans: Sequence[SavePlan]) -> tuple[dict[str, TensorItem | None], dict[str, Path]]:
     """What all ranks together write, and the paths of the names."""
     items: dict[str, TensorItem | None] = {}
-    paths: dict[str, Path] = {}
-    for plan in plans:
-        paths |= plan.planner_data or {}
-        for item in plan.items:
-            data = item.tensor_data
-            if item.index.fqn not in items:
-                items[item.index.fqn] = None if data is None else _tensor(data.size, data.properties)
-    return items, paths
+    for item in (item for plan in plans for item in plan.items):
+        data = item.tensor_data
+        if item.index.fqn not in items:
+            items[item.index.fqn] = None if data is None else _tensor(data.size, data.properties)
+    return items, dict(ChainMap(*(plan.planner_data or {} for plan in plans)))  # as DCP's planner does for its metadata
 
 
 def items_of_metadata(metadata: Metadata) -> tuple[dict[str, TensorItem | None], dict[str, Path]]:
@@ -74,7 +72,7 @@ def build_skeleton(items: Items, paths: Mapping[str, Path], *, in_boxes: bool) -
         UnsupportedValueError: a tensor's dtype has no stored form.
     """
     root: dict[str | int, Any] = {}
-    for fqn in items:
+    for fqn in dict.fromkeys([*(fqn for fqn in paths if fqn in items), *items]):  # in the state's order, not by who writes what
         *parents, last = paths.get(fqn, (fqn,))
         place = root
         for key in parents:

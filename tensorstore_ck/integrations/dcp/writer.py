@@ -19,13 +19,14 @@ from torch.futures import Future
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.ids import Digest
-from tensorstore_ck.integrations.dcp.plans import Role, assign_roles, held_of, skeleton_of
+from tensorstore_ck.integrations.dcp.plans import Role, Tiny, assign_roles, held_of, skeleton_of, with_tiny
+from tensorstore_ck.integrations.dcp.skeleton import build_skeleton, items_of_plans
 from tensorstore_ck.integrations.dcp.target import CheckpointId, Target
 from tensorstore_ck.knownblocks import KnownBlocks
 from tensorstore_ck.layout import Captured, layout_id
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.packwriter import PackWriter
-from tensorstore_ck.partwriter import TensorBlocks, WrittenPart, open_packs, store_part, write_blobs, write_tensors
+from tensorstore_ck.partwriter import TensorBlocks, WrittenPart, inline_bytes, open_packs, store_part, write_blobs, write_tensors
 from tensorstore_ck.ranks.publish import RankParts, checked_parts, publish
 from tensorstore_ck.snapshot import Snapshot
 from tensorstore_ck.state.subtree import Subtree
@@ -112,6 +113,7 @@ class Writer(StorageWriter):
 
         Raises:
             InvalidOptionError: DCP was told to do without collectives, so that nobody could publish one snapshot.
+            ConflictError: the ref is not where it must be.
         """
         if not kwargs.get("use_collectives", True):
             raise InvalidOptionError(
@@ -121,25 +123,19 @@ class Writer(StorageWriter):
         self._rank = kwargs.get("rank", 0)
         self._begun = None
         self._engine.require_writable()
+        self._request = self._make_request() if is_coordinator else None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """On every rank."""
+        """On every rank.
+
+        Raises:
+            UnsupportedValueError: a tensor cannot be stored. Here, since a plan that fails later leaves DCP's plan cache half filled.
+        """
+        build_skeleton(*items_of_plans([plan]), in_boxes=True)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: says who writes which part.
-
-        Raises:
-            ConflictError: the ref is not where it must be; nothing is written.
-        """
-        store, (ref, step) = self._target.store, self._target.ref_and_step()
-        if not self._target.is_shared:
-            self._engine.log.sync()
-            store.seen.adopt(self._engine.log.view(), ref)
-        self._request = store.seen.request(
-            self._engine, ref, step=step if self._step is None else self._step, metrics=self._metrics, metadata=self._metadata
-        )
-        check_expected(self._engine.log.view(), ref, self._request.expect)
+        """On the coordinator: says who writes which part."""
         return assign_roles(plans, self._rank)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -180,13 +176,16 @@ class Writer(StorageWriter):
         assert self._begun is not None
         parts: dict[int, _Told] = {}
         values: dict[str, Subtree] = {}
+        tiny: list[Tiny] = []
         for result in (result for of_rank in results for result in of_rank):
             if isinstance(result.storage_data, _Told):
                 parts[result.storage_data.part] = result.storage_data
             elif isinstance(result.storage_data, Subtree):
                 values[result.index.fqn] = result.storage_data
+            elif isinstance(result.storage_data, Tiny):
+                tiny.append(result.storage_data)
         begun = self._begun
-        captured = _filled(begun, metadata, values)
+        captured = with_tiny(_filled(begun, metadata, values), tiny)
         if sorted(parts) != list(range(1, begun.role.parts)) or {told.layout for told in parts.values()} - {layout_id(begun.role.layout)}:
             raise SnapshotAbortedError(
                 "the ranks did not write parts of one plan: DCP's plan cache is out of step; use a planner with enable_plan_caching=False",
@@ -204,6 +203,16 @@ class Writer(StorageWriter):
     def _engine(self) -> Engine:
         return self._target.store.engine
 
+    def _make_request(self) -> PutRequest:
+        store, (ref, step) = self._target.store, self._target.ref_and_step()
+        self._engine.log.sync()
+        if not self._target.is_shared:
+            store.seen.adopt(self._engine.log.view(), ref)
+        step = step if self._step is None else self._step
+        request = store.seen.request(self._engine, ref, step=step, metrics=self._metrics, metadata=self._metadata)
+        check_expected(self._engine.log.view(), ref, request.expect)
+        return request
+
     def _known(self, role: Role) -> KnownBlocks:
         """The blocks of the snapshot before."""
         branch = self._engine.log.view().branch(self._target.ref_and_step()[0])
@@ -220,8 +229,9 @@ class Writer(StorageWriter):
         """Writes the part, with the values of `captured` if it is the one that has them."""
         with open_packs(self._engine, self._known(begun.role)) as packs:
             blobs = write_blobs(captured, packs, begun.role.seat)
-        packs_of_part = [begun.packs, packs]
-        written = store_part(self._engine, captured, blobs, begun.tensors, packs_of_part, anchor=begun.anchor, seat=begun.role.seat)
+        packs_of_part, seat = [begun.packs, packs], begun.role.seat
+        tensors = begun.tensors._replace(inline=inline_bytes(captured, seat, begun.block_bytes))
+        written = store_part(self._engine, captured, blobs, tensors, packs_of_part, anchor=begun.anchor, seat=seat)
         parts = checked_parts(self._engine, [written], begun.anchor)
         self._engine.keep_part(written.ulid, written.part)
         return written, parts
