@@ -46,7 +46,8 @@ class BlockIndex:
         return None if value is None or len(value) != _VALUE.size else Location(*_VALUE.unpack(value))
 
     def add(self, blocks: Iterable[tuple[Digest, Location]], *, published_at: int) -> None:
-        """Notes blocks of a snapshot that log entry `published_at` published.
+        """Notes blocks of a snapshot that log entry `published_at` published; or of one that may be published later, whose packs were
+        durable and in their places at that entry.
 
         Other processes of this host may have folded on since: what was swept meanwhile, perhaps so long ago that its tombstone
         is forgotten, is not noted.

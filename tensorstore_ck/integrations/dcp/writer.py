@@ -75,7 +75,7 @@ class Writer(StorageWriter):
         Args:
             store: The store's URL, which is made if there is none; or an open `Store`. From a URL, a `Writer` continues the branch from
                 where it finds it at its first save; keep one for the whole run, and a job that was given up for dead cannot overwrite
-                its successor's work. With a `Store`, it is fenced as `Store.put_snapshot` is.
+                its successor's work. With a `Store`, it is fenced as `Store.put_snapshot` is (the coordinator's).
             ref: The branch; without it, the ``checkpoint_id`` of each save says it, as in ``"runs/gpt@1000"``.
             step: The training step; without it, the number that the ``checkpoint_id`` ends with.
             metrics: Numbers to rank by.
@@ -240,11 +240,12 @@ class Writer(StorageWriter):
         for attempt in range(1, MAX_TRIES + 1):
             begun = self._begin(role, captured)
             try:
-                _, parts = self._complete(begun, captured)
+                written, parts = self._complete(begun, captured)
             except SnapshotExpiredError:
                 if attempt == MAX_TRIES:
                     raise
                 continue  # gc freed something that this relies on: the bytes are still in memory
+            self._engine.index.add(written.added.items(), published_at=parts.checked)  # this rank does not learn what is published
             return begun, _Told(role.part, layout_id(role.layout), parts.record())
         raise AssertionError
 
