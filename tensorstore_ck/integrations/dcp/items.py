@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.state.subtree import Subtree, capture_value
 
-_NUMPY: Final = [
+_HARMLESS: Final = [
+    bytes,
     np.ndarray,
     np.dtype,
     np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
@@ -53,7 +54,7 @@ def decode_item(data: io.BytesIO | bytes, fqn: str) -> Subtree:
     stream = io.BytesIO(data) if isinstance(data, bytes) else data
     stream.seek(0)
     try:
-        with torch.serialization.safe_globals(_NUMPY):
+        with torch.serialization.safe_globals(_HARMLESS):
             value = torch.load(stream, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as exc:
         reason = str(exc).partition("GLOBAL ")[2].split(" ")[0] or str(exc).splitlines()[0]

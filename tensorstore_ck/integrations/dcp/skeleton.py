@@ -49,7 +49,7 @@ def items_of_plans(plans: Sequence[SavePlan]) -> tuple[dict[str, TensorItem | No
         data = item.tensor_data
         if item.index.fqn not in items:
             items[item.index.fqn] = None if data is None else _tensor(data.size, data.properties)
-    return items, dict(ChainMap(*(plan.planner_data or {} for plan in plans)))  # as DCP's planner does for its metadata
+    return items, dict(ChainMap(*(_paths(plan.planner_data) for plan in plans)))  # as DCP's planner does for its metadata
 
 
 def items_of_metadata(metadata: Metadata) -> tuple[dict[str, TensorItem | None], dict[str, Path]]:
@@ -58,7 +58,13 @@ def items_of_metadata(metadata: Metadata) -> tuple[dict[str, TensorItem | None],
         fqn: _tensor(entry.size, entry.properties) if isinstance(entry, TensorStorageMetadata) else None
         for fqn, entry in metadata.state_dict_metadata.items()
     }
-    return items, metadata.planner_data or {}
+    return items, _paths(metadata.planner_data)
+
+
+def _paths(planner_data: object) -> dict[str, Path]:
+    """What a planner that flattens says of its names; others say nothing, or something of their own."""
+    found = planner_data if isinstance(planner_data, dict) else {}
+    return {fqn: path for fqn, path in found.items() if isinstance(path, tuple) and path}
 
 
 def _tensor(size: Sequence[int], properties: Any) -> TensorItem:

@@ -75,7 +75,8 @@ class Writer(StorageWriter):
         Args:
             store: The store's URL, which is made if there is none; or an open `Store`. From a URL, a `Writer` continues the branch from
                 where it finds it at its first save; keep one for the whole run, and a job that was given up for dead cannot overwrite
-                its successor's work. With a `Store`, it is fenced as `Store.put_snapshot` is (the coordinator's).
+                its successor's work. (With `AsyncCheckpointerType.PROCESS` each save goes on from where it finds the branch.) With a
+                `Store`, it is fenced as `Store.put_snapshot` is, by what the coordinator's has seen.
             ref: The branch; without it, the ``checkpoint_id`` of each save says it, as in ``"runs/gpt@1000"``.
             step: The training step; without it, the number that the ``checkpoint_id`` ends with.
             metrics: Numbers to rank by.
