@@ -85,7 +85,7 @@ def diff_snapshots(engine: Engine, old_info: SnapshotInfo, new_info: SnapshotInf
         values += _value_changes(before, after)
         tensor_count, value_count = tensor_count + len(after.tensors), value_count + len(after.values)
         tensor_bytes += sum(tensor.spec.size_bytes for tensor in after.tensors.values())
-        layout_changed |= [each.part.layout_id for each in before.readers] != [each.part.layout_id for each in after.readers]
+        layout_changed |= _forms(before) != _forms(after)
     return SnapshotDiff(
         Snapshot.from_info(old.info),
         Snapshot.from_info(new.info),
@@ -97,6 +97,12 @@ def diff_snapshots(engine: Engine, old_info: SnapshotInfo, new_info: SnapshotInf
         tensor_bytes,
         layout_changed,
     )
+
+
+def _forms(contents: Contents) -> list[object]:
+    """What a state looks like, however it is spread over ranks."""
+    layouts = [reader.layout for reader in contents.readers]
+    return [(list(layout.tensors), layout.tree, list(layout.storages)) for layout in layouts]
 
 
 # --- tensors ------------------------------------------------------------------------------------------------------------
