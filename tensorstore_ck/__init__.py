@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from tensorstore_ck.fsck import FsckOptions
     from tensorstore_ck.gc import GcOptions
     from tensorstore_ck.state import FlatShard, LoadReport, register_type
+    from tensorstore_ck.training import EnvironmentChangedWarning, ResumeReport, TrainingState, verify_resume
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,10 @@ _LATER: Final = {
     "GcOptions": "gc",
     "FsckOptions": "fsck",
     "copy": "copying",
+    "EnvironmentChangedWarning": "training",
+    "ResumeReport": "training",
+    "TrainingState": "training",
+    "verify_resume": "training",
 }
 """Name -> the subpackage that it is loaded from when it is first asked for, so that a command starts fast."""
 
@@ -77,6 +82,7 @@ __all__ = [
     "ConflictError",
     "CorruptObjectError",
     "DamageError",
+    "EnvironmentChangedWarning",
     "FlatShard",
     "FormatVersionError",
     "FsckOptions",
@@ -94,6 +100,7 @@ __all__ = [
     "NotAStoreError",
     "NotFoundError",
     "PermissionDeniedError",
+    "ResumeReport",
     "RetryableError",
     "SampleCursor",
     "Snapshot",
@@ -104,6 +111,7 @@ __all__ = [
     "Store",
     "StoreError",
     "Streams",
+    "TrainingState",
     "UndecidedError",
     "UnreadableError",
     "UnsafeBackendError",
@@ -111,4 +119,5 @@ __all__ = [
     "copy",
     "open",
     "register_type",
+    "verify_resume",
 ]

@@ -63,7 +63,7 @@ class Groups:
             asked, shared = request(), capture(state, describer_of(group))
             return Prepared(asked, RankStates(shared, None if rank_state is None else capture(rank_state)))
 
-        own, checked = self._of(group)
+        own, checked = self.of(group)
         return put_ranks(self._engine, own, prepare, ref=ref, checked=checked, timeout=timeout_seconds)
 
     def restore(
@@ -81,7 +81,7 @@ class Groups:
         result: list[Any] = []
         found: list[Resolved] = []
         unclaimed = Unclaimed()
-        own = self._of(group)[0]
+        own = self.of(group)[0]
         title = f"the checkout of {address!r}"
         attempt = own.begin(title, object_id=address, timeout=timeout_seconds)
         host = HostReads(attempt.txn.hex(), own.rank, timeout=timeout_seconds)
@@ -141,7 +141,8 @@ class Groups:
         attempt = group.begin(title, object_id=title, timeout=timeout)
         attempt.run(Duties(lambda: {"bits": bits}, do, None, compare, lambda _: {}))
 
-    def _of(self, group: "ProcessGroup") -> tuple[Group, dict[bytes, int]]:
+    def of(self, group: "ProcessGroup") -> tuple[Group, dict[bytes, int]]:
+        """This rank's place in a process group, and the layouts that it has put."""
         if group not in self._groups:
             self._groups[group] = open_group(group, self._engine.config.uuid), {}
         return self._groups[group]

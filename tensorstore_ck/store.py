@@ -37,6 +37,11 @@ class Store(ManagedStore):
         super().__init__(engine)
         self._groups = Groups(engine)
 
+    @property
+    def groups(self) -> Groups:
+        """The process groups that this handle has met, for what is built on top of a store."""
+        return self._groups
+
     # --- put and restore ----------------------------------------------------------------------------------------------
 
     def put_snapshot(

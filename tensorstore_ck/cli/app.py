@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 import click
 
 import tensorstore_ck
-from tensorstore_ck.cli import checking, copying, history, keeping, maintenance, refs, transfer, usage
+from tensorstore_ck.cli import checking, copying, history, keeping, maintenance, refs, transfer, usage, verifying
 from tensorstore_ck.cli.output import emit, printable
 from tensorstore_ck.errors import StoreError
 
@@ -109,6 +109,7 @@ for _command in (
     keeping.gc,
     copying.copy,
     checking.fsck,
+    verifying.verify_resume,
     maintenance.salvage,
     maintenance.probe,
 ):

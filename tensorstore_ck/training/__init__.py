@@ -1,0 +1,12 @@
+"""The complete state of a training job: everything that the next step depends on, captured in one call and put back in one.
+
+Knows torch's models, optimizers, schedules and generators; uses a `Store` as any user does. Nothing here decides how states are stored.
+Invariants: a put changes nothing that training can see and copies no tensor; a restore changes nothing before everything was found to fit.
+"""
+
+from tensorstore_ck.training.compare import Difference
+from tensorstore_ck.training.environment import EnvironmentChangedWarning
+from tensorstore_ck.training.trainingstate import TrainingState
+from tensorstore_ck.training.verify import ResumeReport, verify_resume
+
+__all__ = ["Difference", "EnvironmentChangedWarning", "ResumeReport", "TrainingState", "verify_resume"]

@@ -1,0 +1,65 @@
+"""Which snapshot a job resumes from: all ranks find the same one, or all find none. Knows no states."""
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from tensorstore_ck.envelope import Body, take
+from tensorstore_ck.errors import ConflictError, NotFoundError
+from tensorstore_ck.ranks import Duties
+from tensorstore_ck.ranks.wording import disagreements
+from tensorstore_ck.snapshot import Snapshot
+from tensorstore_ck.store import Store
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_REF: Final = re.compile(r"(?![0-9a-f]{8,64}$)[^@~]+")
+"""An address that names a branch or tag, and nothing in its past: a job that begins has none yet."""
+
+
+def find(store: Store, address: str, group: "ProcessGroup | None", timeout_seconds: float) -> Snapshot | None:
+    """The snapshot at `address`: what the first rank of `group` finds. None where there is no such ref yet.
+
+    Raises:
+        NotFoundError: a step, an ancestor or a root that is not there.
+    """
+    if group is None:
+        return _at(store, address)
+    own = store.groups.of(group)[0]
+    title = f"the search for {address!r}"
+    attempt = own.begin(title, object_id=address, timeout=timeout_seconds)
+
+    def compare(hellos: list[Body]) -> Body | str:
+        problem = disagreements(hellos, ("address",))
+        found = None if problem else _at(store, address)
+        return problem or {"root": found.root if found is not None else ""}
+
+    roots: list[str] = []
+
+    def work(go: Body) -> Body:
+        roots.append(take(go, "root", str))
+        return {}
+
+    attempt.run(Duties(lambda: {"address": address}, work, None, compare, lambda _: {}))
+    return store.resolve(roots[0]) if roots[0] else None
+
+
+def require_still(store: Store, address: str, found: Snapshot) -> None:
+    """Checks that what was read in several calls was one snapshot.
+
+    Raises:
+        ConflictError: the branch moved meanwhile.
+    """
+    if store.resolve(address).root != found.root:
+        raise ConflictError(
+            f"{address!r} moved while it was restored: does another job put there? Stop it, and restore again", object_id=address
+        )
+
+
+def _at(store: Store, address: str) -> Snapshot | None:
+    try:
+        return store.resolve(address)
+    except NotFoundError:
+        if _REF.fullmatch(address):
+            return None
+        raise

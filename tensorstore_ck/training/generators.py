@@ -1,0 +1,141 @@
+"""Random number generators: those of the process, and objects that a user holds. Each rank has its own. Knows no ranks, no store."""
+
+import random
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from tensorstore_ck.errors import MismatchError
+
+_TRACKER_MODULE: Final = "torch.distributed.tensor._random"
+_NUMPY_SEEDS: Final = 1 << 32
+
+
+class _Kind(NamedTuple):
+    get: Callable[[Any], object]
+    set: Callable[[Any, Any], object]
+    seed: Callable[[Any, int], object]
+
+
+def _seed_numpy(generator: np.random.Generator, seed: int) -> None:
+    bits = generator.bit_generator
+    bits.state = type(bits)(seed).state
+
+
+_KINDS: Final[dict[type[Any], _Kind]] = {
+    torch.Generator: _Kind(torch.Generator.get_state, torch.Generator.set_state, torch.Generator.manual_seed),
+    np.random.Generator: _Kind(
+        lambda each: _plain(each.bit_generator.state), lambda each, state: setattr(each.bit_generator, "state", state), _seed_numpy
+    ),
+    np.random.RandomState: _Kind(
+        lambda each: _plain(each.get_state(legacy=False)),
+        lambda each, state: each.set_state(state),
+        lambda each, n: each.seed(n % _NUMPY_SEEDS),
+    ),
+    random.Random: _Kind(random.Random.getstate, random.Random.setstate, random.Random.seed),
+}
+"""How objects that make random numbers give and take their state."""
+
+
+def is_generator(found: object) -> bool:
+    """Whether it is an object that makes random numbers."""
+    return _kind(found) is not None
+
+
+def get_state(generator: object) -> object:
+    """The state of a generator object: a tensor or plain values."""
+    kind = _kind(generator)
+    assert kind is not None
+    return kind.get(generator)
+
+
+def set_state(generator: object, state: object) -> None:
+    """Puts a generator object where `get_state` found it."""
+    kind = _kind(generator)
+    assert kind is not None
+    kind.set(generator, state)
+
+
+def seed(generator: object, number: int) -> None:
+    """Begins a generator object anew."""
+    kind = _kind(generator)
+    assert kind is not None
+    kind.seed(generator, number)
+
+
+# --- those of the process ---------------------------------------------------------------------------------------------------
+
+
+def has_cuda() -> bool:
+    """Whether this process uses CUDA."""
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def get_process_states() -> dict[str, Any]:
+    """The states of all generators that this process has: Python's, NumPy's, torch's on the CPU and on each CUDA device, DTensor's."""
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": _plain(np.random.get_state(legacy=False)),
+        "torch": torch.get_rng_state(),
+    }
+    if has_cuda():  # else nothing has drawn from them, and asking would start it
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    tracker = getattr(sys.modules.get(_TRACKER_MODULE), "_rng_tracker", None)
+    if tracker is not None:
+        states["dtensor"] = {
+            "distribute_region": bool(tracker.distribute_region_enabled),
+            "states": dict(getattr(tracker, "rng_states", {})),
+        }
+    return states
+
+
+def set_process_states(states: Mapping[str, Any], mesh: DeviceMesh | None) -> None:
+    """Puts them back. CUDA devices that are not there are left out: the environment's comparison tells of them.
+
+    `mesh`: the one that the model's parameters are on, if any.
+    """
+    missing = {"python", "numpy", "torch"} - states.keys()
+    if missing:
+        raise MismatchError(f"the snapshot has no states of the generators {sorted(missing)}", object_id="generators")
+    if "dtensor" in states:
+        _set_tracker(states["dtensor"], mesh)  # before those of CUDA, from which it draws
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available():
+        for device, state in zip(range(torch.cuda.device_count()), states.get("cuda", ()), strict=False):
+            torch.cuda.set_rng_state(state, device)
+
+
+def seed_process(number: Callable[[str], int]) -> None:
+    """Begins all of them anew; `number` gives each its seed. DTensor's draws from torch's."""
+    random.seed(number("python"))
+    np.random.seed(number("numpy") % _NUMPY_SEEDS)
+    torch.manual_seed(number("torch"))
+
+
+def _set_tracker(state: Mapping[str, Any], mesh: DeviceMesh | None) -> None:
+    """A job that goes on has a tracker already. A new one would begin by giving all ranks the generator state of rank 0."""
+    module: Any = sys.modules.get(_TRACKER_MODULE)
+    if module is None:
+        return
+    if module._rng_tracker is None and mesh is not None and mesh.device_type == "cuda" and torch.cuda.is_available():
+        module._rng_tracker = module.OffsetBasedRNGTracker(mesh, run_state_sync=False)
+    if module._rng_tracker is not None:
+        module._rng_tracker.distribute_region_enabled = state["distribute_region"]
+        getattr(module._rng_tracker, "rng_states", {}).update(state["states"])
+
+
+def _kind(found: object) -> _Kind | None:
+    return next((kind for cls, kind in _KINDS.items() if isinstance(found, cls)), None)
+
+
+def _plain(state: Any) -> Any:
+    """A bit generator's state in values that every format has: tuples of ints in the place of arrays."""
+    if isinstance(state, Mapping):
+        return {name: _plain(each) for name, each in state.items()}
+    return tuple(state.tolist()) if isinstance(state, np.ndarray) else state

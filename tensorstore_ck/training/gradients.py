@@ -1,0 +1,72 @@
+"""Gradients of a batch that is half done, for a put between two of its micro-batches. Knows no store.
+
+Those of sharded parameters are sums over ranks already, and shared; those of plain ones are this rank's alone (under DDP's `no_sync`, say).
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from tensorstore_ck.errors import MismatchError, UnsupportedValueError
+from tensorstore_ck.training.names import Names
+
+Gradients = dict[str, torch.Tensor]
+
+
+def get_gradients(names: Names, models: Iterable[nn.Module]) -> tuple[Gradients, Gradients]:
+    """By name: those that all ranks share, and those of this rank. The tensors themselves.
+
+    Raises:
+        UnsupportedValueError: FSDP holds gradients that it has not summed over ranks yet, where nobody reaches them.
+    """
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, FSDPModule) and _holds_unreduced(module):
+                raise UnsupportedValueError(
+                    "FSDP holds gradients that are not summed over the ranks yet: put after the last micro-batch, or do not call "
+                    "set_requires_gradient_sync(False)",
+                    object_id="gradients",
+                )
+    found = {name: each.grad for name, each in names.parameters.items() if each.grad is not None}
+    shared: Gradients = {name: each for name, each in found.items() if isinstance(each, DTensor)}
+    return shared, {name: each for name, each in found.items() if name not in shared}
+
+
+def get_target(names: Names, stored: Iterable[str]) -> Gradients:
+    """Tensors to restore shared gradients into."""
+    found: Gradients = {}
+    for name in stored:
+        parameter = names.parameters.get(name)
+        if parameter is None:
+            raise MismatchError(f"the snapshot has a gradient of {name!r}, and the model has no such parameter", object_id=name)
+        found[name] = torch.empty_like(parameter, requires_grad=False)
+    return found
+
+
+def set_gradients(names: Names, gradients: Gradients) -> None:
+    """Puts them in their places. Parameters without one have none, as after ``zero_grad``.
+
+    Raises:
+        MismatchError: they are of other parameters.
+    """
+    for name, gradient in gradients.items():
+        parameter = names.parameters.get(name)
+        if parameter is None or parameter.shape != gradient.shape:
+            raise MismatchError(f"the snapshot has a gradient of {name!r}, and the model has no such parameter", object_id=name)
+    for name, parameter in names.parameters.items():
+        found = gradients.get(name)
+        parameter.grad = None if found is None else found.to(parameter.device)
+
+
+def _holds_unreduced(module: FSDPModule) -> bool:
+    state: Any = module._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # before torch 2.13
+    sharded = [each for group in groups if group is not None for each in group.fsdp_params]
+    whole = [getattr(each, "_unsharded_param", None) for each in sharded]  # made by the first forward pass
+    return any(each.unsharded_accumulated_grad is not None for each in sharded) or any(
+        each is not None and each.grad is not None for each in whole
+    )

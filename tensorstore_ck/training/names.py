@@ -1,0 +1,81 @@
+"""The names of parameters, whatever wraps the model: those of torch.distributed.checkpoint.state_dict.
+
+States by these names fit any number of ranks. Knows no states.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from tensorstore_ck.errors import UnsupportedValueError
+
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Where torch.compile and activation checkpointing keep the module."""
+
+
+class Names:
+    """Parameter <-> name, over all models of a job."""
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._names: dict[int, str] = {}
+        for key, model in models.items():
+            for prefix, module in walk(model, f"{key}." if key else ""):
+                for name, parameter in module.named_parameters(recurse=False):
+                    if id(parameter) not in self._names:  # of tied ones the first name, as torch does
+                        self._names[id(parameter)] = prefix + name
+                        self.parameters[prefix + name] = parameter
+
+    def of(self, parameter: torch.Tensor) -> str | None:
+        """The name of a parameter; None for one of no model."""
+        return self._names.get(id(parameter))
+
+    def below(self, prefix: str, stored: Iterable[str]) -> list[str]:
+        """The parameters of which something is stored under `prefix`; other names there as they are, up to the first dot."""
+        found: dict[str, None] = {}
+        for path in stored:
+            if not path.startswith(prefix):
+                continue
+            name = path.removeprefix(prefix)
+            while name and name not in self.parameters:
+                name = name.rpartition(".")[0]
+            found[name or path.removeprefix(prefix).partition(".")[0]] = None
+        return list(found)
+
+
+def require_supported(models: Mapping[str, nn.Module]) -> None:
+    """Refuses what has no state by parameter name, or no memory.
+
+    Raises:
+        UnsupportedValueError: FSDP1, whose parameters are flattened, or meta tensors.
+    """
+    for key, model in models.items():
+        path = f"model.{key}" if key else "model"
+        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+            raise UnsupportedValueError(
+                f"{path} is wrapped by FullyShardedDataParallel (FSDP1): use fully_shard (FSDP2), or put what "
+                "torch.distributed.checkpoint.state_dict.get_state_dict gives with store.put_snapshot",
+                object_id=path,
+            )
+        if any(each.is_meta for each in model.parameters()):
+            raise UnsupportedValueError(
+                f"{path} has parameters on the meta device: give them memory first (model.to_empty(device=...))", object_id=path
+            )
+
+
+def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """A module and all in it, with what the names of their parameters begin with; what wraps a module adds nothing to it."""
+    yield prefix, module
+    if isinstance(module, DistributedDataParallel):
+        yield from walk(module.module, prefix)
+        return
+    for attribute in _WRAPPED:
+        inner = module._modules.get(attribute)
+        if inner is not None:
+            yield from walk(inner, prefix)
+            return
+    for name, child in module.named_children():
+        yield from walk(child, f"{prefix}{name}.")

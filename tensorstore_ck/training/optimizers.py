@@ -1,0 +1,114 @@
+"""Optimizer states by the names of parameters, as torch.distributed.checkpoint.state_dict writes them, and back.
+
+Its functions are not used: they let an optimizer that has not stepped make a step, at a save, too, so that the job would go on otherwise.
+Here one that has not stepped has no state. Tensors are the optimizer's own, never copies. Knows no store.
+"""
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tensorstore_ck.errors import InvalidOptionError, MismatchError
+from tensorstore_ck.training.names import Names
+from tensorstore_ck.training.parts import load
+
+State = dict[str, Any]
+
+
+def get_state(path: str, optimizer: torch.optim.Optimizer, names: Names) -> State:
+    """``{"state": {name: ...}, "param_groups": [...]}``."""
+    known = _names_in(path, optimizer, names)
+    found = optimizer.state_dict()
+    state = {known[key] if type(key) is int else key: each for key, each in found["state"].items()}
+    groups = [{**group, "params": [known[number] for number in group["params"]]} for group in found["param_groups"]]
+    return {"state": state, "param_groups": groups}
+
+
+def get_full_state(path: str, optimizer: torch.optim.Optimizer, names: Names) -> State:
+    """`get_state`, where one that has not stepped has the tensors that it will have, and says so: what is read into needs them."""
+    found = get_state(path, optimizer, names)
+    stepped = bool(optimizer.state)
+    return {**(found if stepped else {**found, "state": _future_state(optimizer, names)}), "stepped": stepped}
+
+
+def get_target(path: str, optimizer: torch.optim.Optimizer, names: Names, stored: Iterable[str]) -> State:
+    """What a snapshot is restored into, which has states of the parameters `stored`: tensors that are there already, and None for others.
+
+    Shares of ranks need their tensors first; what one process holds in full comes with the snapshot.
+    """
+    own = get_state(path, optimizer, names)["state"]
+    wanted = list(stored)
+    if any(isinstance(names.parameters.get(name), DTensor) and name not in own for name in wanted):
+        own = {**_future_state(optimizer, names), **own}
+    return {"state": {name: own.get(name) for name in wanted}, "param_groups": None}
+
+
+def set_state(path: str, optimizer: torch.optim.Optimizer, names: Names, state: State) -> None:
+    """Puts back what `get_state` or `get_full_state` gave.
+
+    Raises:
+        MismatchError: its groups have other parameters.
+    """
+    known = _names_in(path, optimizer, names)
+    numbers = {name: number for number, name in enumerate(known)}
+    groups = state["param_groups"]
+    own = [[names.of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    if [sorted(group["params"]) for group in groups] != [sorted(map(str, each)) for each in own]:
+        raise MismatchError(
+            f"the parameter groups of {path} hold other parameters than in the snapshot: make it with the same groups", object_id=path
+        )
+    given = state["state"] if state.get("stepped", True) else {}
+    packed = {numbers.get(name, name): each for name, each in given.items()}
+    numbered = [{**group, "params": [numbers[str(name)] for name in names]} for group, names in zip(groups, own, strict=True)]
+    load(path, optimizer.load_state_dict, {"state": packed, "param_groups": numbered})
+    for name, each in given.items():
+        if name in numbers:
+            _keep_dtypes(optimizer.state[names.parameters[name]], each)
+
+
+def _keep_dtypes(own: State, given: State) -> None:
+    """What torch converts to the dtype of a parameter stays as it was stored: bfloat16 would lose bits of float32 moments."""
+    for key, value in given.items():
+        taken = own.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(taken, torch.Tensor) and taken.dtype != value.dtype:
+            own[key] = value.to(taken.device)
+
+
+def _names_in(path: str, optimizer: torch.optim.Optimizer, names: Names) -> list[str]:
+    """By the optimizer's own numbers."""
+    found = [names.of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if None in found:
+        raise InvalidOptionError(
+            f"{path} has parameters of no model that was passed ({found.count(None)} of {len(found)}): pass all models that it trains",
+            object_id=path,
+        )
+    return cast(list[str], found)
+
+
+def _future_state(optimizer: torch.optim.Optimizer, names: Names) -> State:
+    """The state that the optimizer will have after its first step: it makes one without gradients at learning rate 0, and forgets it."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    own = dict(optimizer.state)
+    optimizer.state.clear()
+    try:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+        optimizer.step()
+        return {name: dict(each) for parameter, each in optimizer.state.items() if (name := names.of(parameter)) is not None}
+    except TypeError:  # one such as LBFGS, which wants a closure: what it has comes with the snapshot
+        return {}
+    finally:
+        optimizer.state.clear()
+        optimizer.state.update(own)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate

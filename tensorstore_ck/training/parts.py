@@ -1,0 +1,114 @@
+"""What users hand over: one object, or several in a dict or list; each with `state_dict` and `load_state_dict`.
+
+Knows nothing of what the objects are. Whatever an object of a user raises while it takes its state becomes an error that names it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from tensorstore_ck.errors import InvalidOptionError, MismatchError, StoreError
+
+Get = Callable[[str, Any], Any]
+"""Gets the state of an object, which lies at that path."""
+
+
+class Part(NamedTuple):
+    """An argument of `TrainingState`."""
+
+    name: str
+    objects: dict[str, Any]
+    """Name -> object; one that was given by itself has the name ''."""
+
+    @classmethod
+    def of(cls, name: str, given: object) -> "Part":
+        """Takes an argument apart.
+
+        Raises:
+            InvalidOptionError: a key is no string.
+        """
+        if given is None:
+            return cls(name, {})
+        if isinstance(given, Mapping):
+            objects: dict[str, Any] = dict(given)
+        elif isinstance(given, list | tuple):
+            objects = {str(number): each for number, each in enumerate(given)}
+        else:
+            objects = {"": given}
+        if not all(isinstance(key, str) and (key or objects.keys() == {""}) for key in objects):
+            raise InvalidOptionError(f"{name}= must have strings as keys, not {list(objects)!r:.200}", object_id=name)
+        return cls(name, objects)
+
+    def require(self, fits: Callable[[Any], bool], what: str) -> "Part":
+        """Checks each object.
+
+        Raises:
+            InvalidOptionError: one is not `what`, or is there twice.
+        """
+        if len({id(each) for each in self.objects.values()}) < len(self.objects):
+            raise InvalidOptionError(f"{self.name}= has an object twice: name each once", object_id=self.name)
+        for key, each in self.objects.items():
+            if not fits(each):
+                kind = type(each)
+                raise InvalidOptionError(
+                    f"{self.path(key)} must be {what}, not a {kind.__module__}.{kind.__qualname__}", object_id=self.path(key)
+                )
+        return self
+
+    def where(self, fits: Callable[[Any], bool]) -> "Part":
+        """Those objects alone, under their names."""
+        return Part(self.name, {key: each for key, each in self.objects.items() if fits(each)})
+
+    def path(self, key: str) -> str:
+        """Where the state of an object lies in the whole."""
+        return f"{self.name}.{key}" if key else self.name
+
+    def states(self, get: Get) -> dict[str, Any]:
+        """The entry of this part in a state: nothing, one state, or a dict of states."""
+        if not self.objects:
+            return {}
+        states = {key: get(self.path(key), each) for key, each in self.objects.items()}
+        return {self.name: states.get("", states)}
+
+    def found(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+        """(path, object, its state) of each.
+
+        Raises:
+            MismatchError: there is no state for one, or one that nobody takes.
+        """
+        stored = state.get(self.name)
+        if "" in self.objects or not self.objects:
+            states = {} if stored is None else {"": stored}
+        else:
+            states = dict(stored) if isinstance(stored, Mapping) else {}
+        missing = [self.path(key) for key in self.objects if key not in states or states[key] is None]
+        if missing:
+            raise MismatchError(f"the snapshot has no state of {', '.join(missing)}: it was put without", object_id=missing[0])
+        unexpected = [self.path(key) for key in states if key not in self.objects]
+        if unexpected:
+            raise MismatchError(
+                f"the snapshot has states of {', '.join(unexpected)}, for which there is nothing here: pass what they are of",
+                object_id=unexpected[0],
+            )
+        return ((self.path(key), each, states[key]) for key, each in self.objects.items())
+
+
+def is_stateful(found: object) -> bool:
+    """Whether it gives and takes its state."""
+    return callable(getattr(found, "state_dict", None)) and callable(getattr(found, "load_state_dict", None))
+
+
+def load(path: str, take: Callable[[Any], object], state: object) -> None:
+    """Hands an object its state.
+
+    Raises:
+        MismatchError: it does not take it.
+    """
+    try:
+        take(state)
+    except StoreError:
+        raise
+    except Exception as exc:
+        raise MismatchError(
+            f"{path} does not take its state from the snapshot: {type(exc).__name__}: {exc}. Was it made as the one that was put?",
+            object_id=path,
+        ) from exc

@@ -1,0 +1,351 @@
+"""`TrainingState`: what a training script hands over once, to put and restore all of it at each call.
+
+The state has two sides. What all ranks share (model, optimizer, schedule ...) fits any number of ranks; what is a rank's own (generators,
+loader positions) fits as many ranks as put it. One process puts its own side with the rest, under `OWN`. Everything that torch does not do
+by itself is in the modules beside this one.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+from blake3 import blake3
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tensorstore_ck.errors import InvalidOptionError, MismatchError
+from tensorstore_ck.samples import SampleCursor
+from tensorstore_ck.snapshot import Snapshot
+from tensorstore_ck.store import LAST_SEEN, Store
+from tensorstore_ck.streams import Streams
+from tensorstore_ck.training import environment, extras, generators, gradients, models, optimizers
+from tensorstore_ck.training.finding import find, require_still
+from tensorstore_ck.training.names import Names, require_supported
+from tensorstore_ck.training.parts import Part, is_stateful, load
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from tensorstore_ck.seen import LastSeen
+    from tensorstore_ck.writer import Anything
+
+OWN: Final = "rank"
+TIMEOUT_SECONDS: Final = 600.0
+State = dict[str, Any]
+_GetOptimizer = Callable[[str, torch.optim.Optimizer, Names], State]
+
+
+class TrainingState:
+    """All that the next step of a job depends on. Make it once, when model, optimizer and the rest are made.
+
+    ::
+
+        training = tsck.TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, dataloader=cursor, extra={"seen": 0})
+        resumed = training.restore(store, "runs/gpt", group=group)
+        for step in range(resumed.step if resumed else 0, steps):
+            ...
+            training.put(store, ref="runs/gpt", step=step + 1, group=group)
+
+    Generators of random numbers are always part of it: Python's, NumPy's, torch's of the CPU and of every CUDA device, DTensor's.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: object = None,
+        optimizer: object = None,
+        scheduler: object = None,
+        dataloader: object = None,
+        scaler: object = None,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        """Each may be one object, or several in a dict or list.
+
+        Args:
+            model: Modules: plain, compiled, under DDP, FSDP2 (`fully_shard`) or tensor parallelism.
+            optimizer: Optimizers of their parameters; their states are kept by parameter name.
+            scheduler: Learning-rate schedules.
+            dataloader: What has a position. A `SampleCursor` is the same on all ranks; others (StatefulDataLoader) are a rank's own.
+            scaler: Gradient scalers.
+            extra: Anything else by name, the same on all ranks: objects with ``state_dict`` and ``load_state_dict``, and plain states such
+                as counters, which a restore puts back into this dict. Generators (torch's, NumPy's, `random.Random`) are a rank's own.
+
+        Raises:
+            InvalidOptionError: something has no state that can be put.
+        """
+        if extra is not None and type(extra) is not dict:
+            raise InvalidOptionError(f"extra= must be a dict, which a restore changes, not a {type(extra).__name__}", object_id="extra")
+        stateful = "something with state_dict and load_state_dict"
+        loader = f"{stateful}, such as a tsck.SampleCursor or torchdata's StatefulDataLoader"
+        self._models = Part.of("model", model).require(lambda each: isinstance(each, nn.Module), "a torch.nn.Module")
+        self._optimizers = Part.of("optimizer", optimizer).require(
+            lambda each: isinstance(each, torch.optim.Optimizer), "a torch optimizer"
+        )
+        self._others = [Part.of(name, each).require(is_stateful, stateful) for name, each in (("scheduler", scheduler), ("scaler", scaler))]
+        loaders = Part.of("dataloader", dataloader).require(is_stateful, loader)
+        self._others.append(loaders.where(lambda each: isinstance(each, SampleCursor)))
+        self._loaders = loaders.where(lambda each: not isinstance(each, SampleCursor))
+        self._extra = {} if extra is None else extra
+        require_supported(self._models.objects)
+        if self._optimizers.objects and not self._models.objects:
+            raise InvalidOptionError("optimizer= needs model=: its states are kept by the names of parameters", object_id="optimizer")
+        self._shared(optimizers.get_state)  # what cannot be told is told now
+
+    # --- put and restore ----------------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        store: Store,
+        *,
+        ref: str,
+        step: int | None = None,
+        group: "ProcessGroup | None" = None,
+        gradients: bool = False,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, object] | None = None,
+        expect: "str | Snapshot | Anything | LastSeen | None" = LAST_SEEN,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> Snapshot:
+        """Stores all of it as the next snapshot on `ref`, without a copy of any tensor; else as `Store.put_snapshot`.
+
+        Args:
+            store: Where to.
+            ref: The branch to move; made if it does not exist.
+            step: The training step.
+            group: All ranks of it put together.
+            gradients: Also the gradients so far: for a put between two micro-batches of one step. Keep the number of the micro-batch in
+                ``extra=``. Without it gradients are None after a restore, as after ``zero_grad``.
+            metrics: Numbers to rank by.
+            metadata: What the run knows.
+            expect: See `Store.put_snapshot`.
+            timeout_seconds: With `group`: when to give up on ranks that do not come.
+        """
+        shared, own = self._capture(1 if group is None else group.size(), with_gradients=gradients)
+        if group is not None:
+            shared |= self._models.states(lambda _, each: models.get_share(each))
+            own |= Part("buffers", self._models.objects).states(lambda _, each: models.get_own_buffers(each))
+        return store.put_snapshot(
+            {**shared, OWN: own} if group is None else shared,
+            ref=ref,
+            step=step,
+            metrics=metrics,
+            metadata=metadata,
+            expect=expect,
+            group=group,
+            rank_state=None if group is None else own,
+            timeout_seconds=timeout_seconds,
+        )
+
+    def restore(
+        self,
+        store: Store,
+        address: str,
+        *,
+        group: "ProcessGroup | None" = None,
+        allow_bad: bool = False,
+        broadcast: bool = False,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> Snapshot | None:
+        """Puts everything back as it was when the snapshot at `address` was put; the tensors of model and optimizer are filled in place.
+
+        On another number of ranks what they share is restored, and each seeds its generators anew, as the snapshot says (`Store.streams`).
+        Whatever may keep the job from going on bit for bit is told in one `EnvironmentChangedWarning`.
+
+        Returns:
+            The snapshot; its `step` is where to go on. None where there is no such ref yet: on all ranks, or on none.
+
+        Raises:
+            NotFoundError: the ref has no such step or ancestor, or there is no such root.
+            MismatchError: it does not fit: another model, other parts, or loaders whose positions are those of another number of ranks.
+            ConflictError: the ref moved meanwhile.
+        """
+        ranks = 1 if group is None else group.size()
+        found = find(store, address, group, timeout_seconds)
+        if found is None:
+            return None
+        with store.open_snapshot(found.root) as stored:
+            values = stored.state_values
+            names = [*stored.names(), *values]
+        put_by = values.get("ranks")
+        if type(put_by) is not int:
+            raise MismatchError(
+                f"{address!r} was not put by TrainingState.put: restore it with store.checkout, and put it with TrainingState once",
+                object_id=address,
+            )
+        self._require_fitting(put_by, ranks, mid_step=bool(values.get("mid_step")))
+        whose = None if put_by == ranks else 0
+        if any(name.startswith(f"{OWN}.") for name in names):
+            own = store.checkout(found.root, select=[OWN], group=group, allow_bad=allow_bad, timeout_seconds=timeout_seconds)[OWN]
+        else:
+            own = store.rank_state(found.root, whose, group=group, timeout_seconds=timeout_seconds)
+        if put_by == ranks:
+            self._check_own(own)
+        state = store.checkout(
+            address,
+            into=self._target(names),
+            rename=lambda name: None if name == OWN or name.startswith(f"{OWN}.") else name,
+            group=group,
+            allow_bad=allow_bad,
+            broadcast=broadcast,
+            timeout_seconds=timeout_seconds,
+        )
+        require_still(store, address, found)
+        streams = None if put_by == ranks else store.streams(found.root, group=group, timeout_seconds=timeout_seconds)
+        self._load(state, own if streams is None else None, streams)
+        self._warn(f"{address!r} (step {found.step})", {**own["environment"], "ranks": put_by}, ranks)
+        return found
+
+    # --- for torch.distributed.checkpoint ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """All of it, for ``dcp.save({"app": training})``, which takes what has `state_dict` and `load_state_dict`.
+
+        What is a rank's own has its number in the names. To load on more ranks than saved, pass a planner that allows a partial load.
+        """
+        rank, ranks = _place()
+        shared, own = self._capture(ranks, get_optimizer=optimizers.get_full_state)
+        root = blake3(own["generators"]["torch"].numpy().tobytes()).hexdigest()
+        return {**shared, "streams": root, OWN: {str(rank): own}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Puts back what `state_dict` gave, on as many ranks or on others: see `restore`."""
+        rank, ranks = _place()
+        put_by, root = state.get("ranks"), state.get("streams")
+        if type(put_by) is not int or type(root) is not str:
+            raise MismatchError("this is no state of a TrainingState", object_id="state_dict")
+        self._require_fitting(put_by, ranks, mid_step=False)
+        own = state.get(OWN, {}).get(str(rank)) if put_by == ranks else None
+        if put_by == ranks:
+            if own is None:
+                raise MismatchError(f"the state has nothing of rank {rank}'s own", object_id=OWN)
+            self._check_own(own)
+        self._load(state, own, None if put_by == ranks else Streams(root, rank, ranks))
+        self._warn("the state", {**(own or {}).get("environment", {}), "ranks": put_by}, ranks)
+
+    def captured(self) -> State:
+        """All of it as it is now, as one process puts it: a rank's own side is under ``rank``. The tensors themselves, no copies."""
+        shared, own = self._capture(_place()[1])
+        return {**shared, OWN: own}
+
+    # --- captured ---------------------------------------------------------------------------------------------------------
+
+    def _capture(
+        self, ranks: int, *, with_gradients: bool = False, get_optimizer: "_GetOptimizer" = optimizers.get_state
+    ) -> tuple[State, State]:
+        """What all ranks share, and what is this rank's own."""
+        shared = {**self._shared(get_optimizer), "ranks": ranks, "mid_step": with_gradients}
+        own = {
+            "environment": environment.describe(ranks, self._meshes()),
+            "generators": generators.get_process_states(),
+            **self._loaders.states(lambda _, each: each.state_dict()),
+            **self._own_extra().states(lambda _, each: generators.get_state(each)),
+        }
+        if with_gradients:
+            shared["gradients"], own["gradients"] = gradients.get_gradients(self._names(), self._models.objects.values())
+        return shared, own
+
+    def _shared(self, get_optimizer: "_GetOptimizer") -> State:
+        names = self._names()
+        found = self._models.states(lambda _, each: models.get_state(each))
+        found |= self._optimizers.states(lambda path, each: get_optimizer(path, each, names))
+        for part in self._others:
+            found |= part.states(lambda _, each: each.state_dict())
+        return found | self._shared_extra().states(extras.get_state)
+
+    # --- restored ---------------------------------------------------------------------------------------------------------
+
+    def _target(self, stored: Iterable[str]) -> State:
+        """What the shared side of a snapshot with these names is restored into."""
+        stored = list(stored)
+        names = self._names()
+        target: State = {"ranks": None, "mid_step": None}
+        target |= self._models.states(lambda _, each: models.get_state(each))
+        target |= self._optimizers.states(
+            lambda path, each: optimizers.get_target(path, each, names, names.below(f"{path}.state.", stored)),
+        )
+        for part in self._others:
+            target |= part.states(lambda _, __: None)
+        target |= self._shared_extra().states(extras.get_target)
+        in_flight = names.below("gradients.", stored)
+        return {**target, "gradients": gradients.get_target(names, in_flight)} if in_flight else target
+
+    def _check_own(self, own: State) -> None:
+        """Finds out whether a rank's own side fits, before anything is changed."""
+        self._loaders.found(own)
+        self._own_extra().found(own)
+
+    def _load(self, state: Mapping[str, Any], own: State | None, streams: Streams | None) -> None:
+        """Generators come last: what is loaded before may draw from them."""
+        names = self._names()
+        for path, model, found in self._models.found(state):
+            load(path, partial(models.set_state, model), found)
+        for path, optimizer, found in self._optimizers.found(state):
+            optimizers.set_state(path, optimizer, names, found)
+        for part in self._others:
+            for path, each, found in part.found(state):
+                load(path, each.load_state_dict, found)
+        extras.put_back(self._extra, self._shared_extra(), state)
+        gradients.set_gradients(names, {**state.get("gradients", {}), **(own or {}).get("gradients", {})})
+        if own is not None:
+            if "buffers" in own:
+                for path, model, found in Part("buffers", self._models.objects).found(own):
+                    load(path, partial(models.set_own_buffers, model), found)
+            for path, each, found in self._loaders.found(own):
+                load(path, each.load_state_dict, found)
+            for path, each, found in self._own_extra().found(own):
+                load(path, partial(generators.set_state, each), found)
+            mesh = next(iter(self._meshes()), None)
+            load("generators", lambda state: generators.set_process_states(state, mesh), own["generators"])
+        elif streams is not None:
+            for key, each in self._own_extra().objects.items():
+                generators.seed(each, streams.seed(f"extra.{key}"))
+            generators.seed_process(streams.seed)
+
+    def _require_fitting(self, put_by: int, ranks: int, *, mid_step: bool) -> None:
+        """Refuses what cannot go on with another number of ranks."""
+        if put_by == ranks:
+            return
+        if self._loaders.objects:
+            path = self._loaders.path(next(iter(self._loaders.objects)))
+            raise MismatchError(
+                f"{path} has a position for each of {put_by} ranks, and there are {ranks} now. Use a tsck.SampleCursor, which fits any "
+                "number; or restore with a TrainingState without dataloader=, and begin the epoch anew",
+                object_id=path,
+            )
+        if mid_step and any(not isinstance(each, DTensor) for each in self._names().parameters.values()):
+            raise MismatchError(
+                f"the snapshot was put in the middle of a step, with gradients of {put_by} ranks of their own, and there are {ranks} now: "
+                "restore one that was put between steps",
+                object_id="gradients",
+            )
+
+    def _warn(self, what: str, old: Mapping[str, Any], ranks: int) -> None:
+        found = environment.differences(old, environment.describe(ranks, self._meshes()))
+        if found:
+            anew = "; each rank's generators of random numbers were seeded anew" if old["ranks"] != ranks else ""
+            message = f"{what} was put in another environment, so the job may not go on bit for bit: {'; '.join(found)}{anew}"
+            warnings.warn(message, environment.EnvironmentChangedWarning, stacklevel=3)
+
+    # --- what there is ----------------------------------------------------------------------------------------------------
+
+    def _names(self) -> Names:
+        return Names(self._models.objects)
+
+    def _shared_extra(self) -> Part:
+        return Part.of("extra", self._extra).where(lambda each: not generators.is_generator(each))
+
+    def _own_extra(self) -> Part:
+        return Part.of("extra", self._extra).where(generators.is_generator)
+
+    def _meshes(self) -> dict[DeviceMesh, None]:
+        """Those that parameters are on, in their order."""
+        return {each.device_mesh: None for each in self._names().parameters.values() if isinstance(each, DTensor)}
+
+
+def _place() -> tuple[int, int]:
+    """This process's rank, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
