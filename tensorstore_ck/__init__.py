@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from tensorstore_ck.copying import copy
     from tensorstore_ck.fsck import FsckOptions
     from tensorstore_ck.gc import GcOptions
+    from tensorstore_ck.importing import import_checkpoint, inspect_checkpoint
     from tensorstore_ck.state import FlatShard, LoadReport, register_type
     from tensorstore_ck.training import EnvironmentChangedWarning, ResumeReport, TrainingState, verify_resume
 
@@ -57,6 +58,8 @@ _LATER: Final = {
     "GcOptions": "gc",
     "FsckOptions": "fsck",
     "copy": "copying",
+    "import_checkpoint": "importing",
+    "inspect_checkpoint": "importing",
     "EnvironmentChangedWarning": "training",
     "ResumeReport": "training",
     "TrainingState": "training",
@@ -117,6 +120,8 @@ __all__ = [
     "UnsafeBackendError",
     "UnsupportedValueError",
     "copy",
+    "import_checkpoint",
+    "inspect_checkpoint",
     "open",
     "register_type",
     "verify_resume",

@@ -218,8 +218,16 @@ class SnapshotReader:
         target = Scatter(region, spec, wanted.box, wanted.target)
         if held.is_inline:
             target.write(held.start, memoryview(opened.part.inline)[held.first : held.first + held.lengths[0]])
+        ahead, size_bytes = region.ahead_of(wanted.box), prod(wanted.box.sizes) * spec.item_bytes
         start = held.start
         for row, length in zip(held.rows, held.lengths, strict=not held.is_inline):
-            if region.overlaps(spec, wanted.box, start // spec.item_bytes, (start + length) // spec.item_bytes):
+            at = None if ahead is None else start - ahead * spec.item_bytes
+            if at is not None and 0 <= at <= size_bytes - length:  # all of it lies there in one piece: no copy is needed
+                yield from wanted_blocks(opened, range(row, row + 1), at, wanted.target)
+            elif (
+                -length < at < size_bytes
+                if at is not None
+                else region.overlaps(spec, wanted.box, start // spec.item_bytes, (start + length) // spec.item_bytes)
+            ):
                 yield from wanted_blocks(opened, range(row, row + 1), start, target)
             start += length

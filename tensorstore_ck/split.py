@@ -52,6 +52,12 @@ class Region(NamedTuple):
         """Whether any of its elements [start, stop) lies in a box."""
         return any(overlap(piece, box) is not None for piece, _ in self.pieces(spec, start, stop))
 
+    def ahead_of(self, box: Box) -> int | None:
+        """How many of its elements come before the first one of a box, where both have the same columns; else None."""
+        if self.is_flat or self.offsets[1:] != box.offsets[1:] or self.sizes[1:] != box.sizes[1:] or not box.sizes:
+            return None
+        return (box.offsets[0] - self.offsets[0]) * prod(self.sizes[1:])
+
     def common(self, spec: TensorSpec, box: Box) -> int:
         """How many of its elements lie in a box."""
         both = (overlap(piece, box) for piece, _ in self.pieces(spec, 0, prod(self.sizes)))

@@ -2,6 +2,8 @@
 
 import io
 import pickle
+import re
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import takewhile
 from typing import Final
@@ -13,9 +15,12 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.state.subtree import Subtree, capture_value
+from tensorstore_ck.state.types import FACTORIES
 
 _HARMLESS: Final = [
-    bytes,
+    frozenset,
+    defaultdict,
+    *FACTORIES.values(),
     np.ndarray,
     np.dtype,
     np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
@@ -57,9 +62,10 @@ def decode_item(data: io.BytesIO | bytes, fqn: str) -> Subtree:
         with torch.serialization.safe_globals(_HARMLESS):
             value = torch.load(stream, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as exc:
-        reason = str(exc).partition("GLOBAL ")[2].split(" ")[0] or str(exc).splitlines()[0]
+        named = re.search(r"GLOBAL (\S+)", str(exc))
+        what = named[1] if named else "object that torch does not load with weights_only=True"
         raise UnsupportedValueError(
-            f"cannot store {fqn}: it is a {reason}, which only its own code can make again; put its state_dict() or plain values instead",
+            f"cannot store {fqn}: it holds a {what}, which only its own code can make again; put its state_dict() or plain values instead",
             object_id=fqn,
         ) from exc
     return capture_value(value, fqn)
