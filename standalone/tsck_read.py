@@ -1,0 +1,756 @@
+#!/usr/bin/env python3
+"""Reads a tensorstore_ck store of format version 1 without tensorstore_ck, and writes safetensors.
+
+    python tsck_read.py STORE list                       branches with their steps, tags, roots
+    python tsck_read.py STORE ADDRESS OUT.safetensors    its tensors; all that is no tensor goes to OUT.json
+
+STORE is a folder. ADDRESS is a branch, a tag, ref@step, ref~n (n before it), or the first 8 or more digits of a root.
+Needs Python 3.11, numpy and blake3; and lz4, where a block is compressed.
+
+This file stands alone, so that data outlives the project that wrote it: it shares no code with tensorstore_ck, follows its FORMAT.md,
+and never writes to the store. Every hash on the way is checked: store.json, the chain of the log, record, root, parts, layouts and
+every block. Either all of a snapshot is written, or an error says which object is damaged. Memory stays small: blocks go one by one
+into the output, which is mapped.
+"""
+
+import base64
+import json
+import math
+import os
+import re
+import struct
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import count, pairwise, product
+from typing import NamedTuple
+
+import numpy as np
+from blake3 import blake3
+
+
+class ReadError(Exception):
+    """Something is damaged, missing, or not for this reader; the message says what."""
+
+
+@contextmanager
+def well_formed(what):
+    """Nothing in a store is believed: whatever breaks in here, the store is to blame."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error) as exc:
+        raise ReadError(f"{what} is damaged or malformed: {exc!r}") from None
+
+
+# --- hashes, msgpack, sealed objects ----------------------------------------------------------------------------------
+
+MAX_OBJECT_BYTES, MAX_ITEMS, MAX_DEPTH, MAX_BLOCK_BYTES = 256 << 20, 1 << 24, 128, 64 << 20
+NUMBERS = dict(zip(range(0xCA, 0xD4), (">f", ">d", ">B", ">H", ">I", ">Q", ">b", ">h", ">i", ">q"), strict=True))
+SIZED = {0xC4: (1, bytes), 0xC5: (2, bytes), 0xC6: (4, bytes), 0xD9: (1, str), 0xDA: (2, str), 0xDB: (4, str)}
+SIZED |= {0xDC: (2, list), 0xDD: (4, list), 0xDE: (2, dict), 0xDF: (4, dict)}
+CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
+
+
+def derived(kind, *pieces):
+    """BLAKE3 under the context of one kind of thing."""
+    return blake3(b"".join(pieces), derive_key_context=f"tensorstore_ck v1 {kind}").digest()
+
+
+def unpack(data, name):
+    """One msgpack value and nothing after it: no extension types, bounded in depth and items before anything is allocated."""
+    data, at, items = memoryview(data), 0, 0
+
+    def take(count):
+        nonlocal at
+        at += count
+        if at > len(data):
+            raise ValueError("it is cut short")
+        return data[at - count : at]
+
+    def value(depth):
+        nonlocal items
+        byte = take(1)[0]
+        if byte <= 0x7F or byte >= 0xE0:
+            return byte if byte <= 0x7F else byte - 256
+        if byte in CONSTANTS:
+            return CONSTANTS[byte]
+        if byte in NUMBERS:
+            return struct.unpack(NUMBERS[byte], take(struct.calcsize(NUMBERS[byte])))[0]
+        if byte > 0xBF and byte not in SIZED:
+            raise ValueError(f"msgpack type {byte:#x} is not in the format")
+        width, kind = SIZED.get(byte, (0, dict if byte <= 0x8F else list if byte <= 0x9F else str))
+        count = int.from_bytes(take(width), "big") if width else byte & (0x1F if kind is str else 0x0F)
+        if kind in (bytes, str):
+            return str(take(count), "utf-8") if kind is str else bytes(take(count))
+        items += count * (2 if kind is dict else 1)
+        if depth >= MAX_DEPTH or count > len(data) - at or items > MAX_ITEMS:
+            raise ValueError("it is nested too deep, or claims too many items")
+        if kind is list:
+            return [value(depth + 1) for _ in range(count)]
+        pairs = [(value(depth + 1), value(depth + 1)) for _ in range(count)]
+        if len({key for key, _ in pairs if type(key) is str}) != count:
+            raise ValueError("a map has a key twice, or one that is not text")
+        return dict(pairs)
+
+    with well_formed(name):
+        found = value(0)
+        if at != len(data):
+            raise ValueError("bytes after its msgpack value")
+        return found
+
+
+def unseal(kind, data, name):
+    """The map in a sealed object, and its seal."""
+    magic = {"snapshot": b"SNAP", "log": b"LOGE", "moved": b"MOVE", "layout": b"LAYO", "part": b"PART"}[kind]
+    if data[:8] != b"TSCK" + magic or derived(f"{kind} object", data[:-32]) != data[-32:]:
+        raise ReadError(f"{name} is damaged: it does not match its hash")
+    body = unpack(data[8:-32], name)
+    if type(body) is not dict or body.get("v") != 1:
+        raise ReadError(f"{name} is not of format version 1")
+    return body, data[-32:]
+
+
+def split(joined, size=16):
+    """Ids that lie one after another."""
+    if len(joined) % size:
+        raise ValueError("an id is cut short")
+    return [joined[at : at + size] for at in range(0, len(joined), size)]
+
+
+def name_of(folder, ulid):
+    """Where an object lies in the store."""
+    number = int.from_bytes(ulid, "big")
+    text = "".join("0123456789ABCDEFGHJKMNPQRSTVWXYZ"[number >> shift & 31] for shift in range(125, -1, -5))
+    return f"{folder}/{text[-2:]}/{text}"
+
+
+# --- the store and its log ----------------------------------------------------------------------------------------------
+
+
+class Snapshot(NamedTuple):
+    """What the log says of a snapshot."""
+
+    n: int
+    """The entry that published it."""
+    time_ns: int
+    ulid: bytes
+    root: bytes
+    parent: bytes | None
+    ref: str
+    step: int | None
+    metrics: dict
+
+
+class Store:
+    """A folder with a store in it, and what its log says: which snapshots there are, where branches and tags are, what was moved."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        data = self.read("store.json", 65536)
+        with well_formed("store.json"):
+            config = json.loads(data)
+            without, whole = ({key: config[key] for key in config if key != left_out} for left_out in ("checksum", ""))
+            dumped, expected = (json.dumps(each, sort_keys=True, indent=1).encode() + b"\n" for each in (without, whole))
+            if derived("store.json", dumped).hex() != config["checksum"] or data != expected:
+                raise ReadError("store.json is damaged: it does not match its checksum")
+            self.block_bytes, self.log, uuid = config["block_bytes"], config["log"], bytes.fromhex(config["uuid"].replace("-", ""))
+            found = config["format"], config["hash"], config["features"]
+        if found != (1, "blake3", []):
+            raise ReadError(f"store.json: format, hash and features are {found}; this reader knows (1, 'blake3', [])")
+        self.snapshots, self.roots, self.notes, self.relocations, self.transactions, self.windows = {}, {}, {}, {}, set(), {}
+        self.refs, self.numbers = {}, count(1)
+        """Name -> {number: snapshot}: the moves of a branch, of which the last is where it is; or number 0, a tag."""
+        self.read_log(derived("genesis", uuid))
+
+    def read(self, name, most=MAX_OBJECT_BYTES, offset=0):
+        """An object, or `most` bytes of it from `offset` on."""
+        try:
+            with open(os.path.join(self.folder, *name.split("/")), "rb") as file:
+                file.seek(offset)
+                data = file.read(most if offset else most + 1)
+        except OSError as exc:
+            raise ReadError(f"{name} cannot be read: {exc.strerror}") from None
+        if len(data) > most:
+            raise ReadError(f"{name} is damaged: it is larger than such an object may be")
+        return data
+
+    def unseal(self, kind, folder, ulid):
+        """The map in an object, its seal and its name."""
+        name = name_of(folder, ulid)
+        return *unseal(kind, self.read(name), name), name
+
+    def read_log(self, previous):
+        """Entries up to the last one that anything knows of: a file of the log, or a checkpoint."""
+        folders = [self.log, "checkpoint" if self.log == "log" else f"{self.log}-checkpoint"]
+        files = [file for folder in folders for _, _, files in os.walk(os.path.join(self.folder, folder)) for file in files]
+        for n in range(1, max([0, *(int(file) for file in files if re.fullmatch("[0-9]{20}", file))]) + 1):
+            name = f"{self.log}/{n // 1000:017d}/{n:020d}"
+            body, seal = unseal("log", self.read(name, 1 << 20), name)
+            if body.get("n") != n or body.get("prev") != previous:
+                raise ReadError(f"{name} is damaged: it does not follow the entry before it")
+            previous = seal
+            with well_formed(name):
+                for op in body["ops"]:
+                    self.fold(n, body["time_ns"], op)
+
+    def fold(self, n, time_ns, op):
+        """What one operation does. One that is unknown, or makes no sense where it stands, does nothing."""
+        kind, name = op["op"], op.get("name")
+        snapshot = self.by_root(op["root"]) if kind != "put" and "root" in op else None
+        ref = self.refs.get(op["ref"] if kind == "put" else name) or {}
+        if kind == "put" and op["txn"] not in self.transactions:
+            self.transactions.add(op["txn"])
+            put = Snapshot(n, time_ns, *(op[key] for key in ("snapshot", "root", "parent", "ref", "step", "metrics")))
+            self.snapshots[put.ulid] = self.roots.setdefault(put.root, {})[put.ulid] = put
+            self.refs.setdefault(put.ref, {})[next(self.numbers)] = put
+        elif kind == "abort":
+            self.transactions.add(op["txn"])
+        elif snapshot and (kind == "reset" and 0 not in ref if ref else kind in ("branch", "tag")):
+            self.refs.setdefault(name, {})[0 if kind == "tag" else next(self.numbers)] = snapshot
+        elif kind == "untag" and 0 in ref:
+            self.windows[n, name] = self.refs.pop(name)
+        elif kind in ("annotate", "mark") and snapshot:
+            note = self.notes.setdefault(snapshot.root, {"metrics": {}, "mark": "", "reason": ""})
+            note |= {"metrics": note["metrics"] | op["metrics"]} if kind == "annotate" else {"mark": op["mark"], "reason": op["reason"]}
+        elif kind == "expire" and ref:  # the head of a branch stays, unless the whole branch goes
+            whole, gone = op["snapshots"] is None, split(op["snapshots"] or b"")
+            taken = {at: each for at, each in ref.items() if whole or (each.ulid in gone and each.ulid != ref[max(ref)].ulid)}
+            self.windows[n, name], self.refs[name] = taken, {at: each for at, each in ref.items() if at not in taken}
+        elif kind == "undo" and 0 not in ref:
+            window, wanted = self.windows.get((op["n"], name), {}), split(op["snapshots"])
+            back = [at for at, each in window.items() if each.ulid in wanted and not (at == 0 and ref)]
+            self.refs[name] = ref | {at: window.pop(at) for at in back}
+        elif kind == "relocate":
+            self.relocations.setdefault(op["pack"], {})[op["moved"]] = (n, op["hash"])
+        elif kind == "sweep":
+            for swept in filter(None, (self.snapshots.pop(ulid, None) for ulid in split(op["snapshots"]))):
+                del self.roots[swept.root][swept.ulid]
+            for moved, ulid in product(self.relocations.values(), split(op["moved"])):
+                moved.pop(ulid, None)
+
+    def by_root(self, root):
+        """The newest snapshot with a root; those with one root have the same content."""
+        return max(self.roots.get(root, {}).values(), default=None)
+
+    def resolve(self, address):
+        """The snapshot at an address."""
+        match = re.fullmatch(r"([^@~]+)(?:@([0-9]{1,19}))?(?:~([0-9]{1,9}))?", address)
+        if not match:
+            raise ReadError(f"{address!r} is not an address: give a ref, ref@step, ref~n, or 8 or more digits of a root")
+        base, step = match[1], match[2] and int(match[2])
+        found = [each for _, each in sorted(self.refs.get(base, {}).items())]
+        if re.fullmatch("[0-9a-f]{8,64}", base):
+            found = list({each.root: each for each in self.snapshots.values() if each.root.hex().startswith(base)}.values())
+            if len(found) > 1:
+                raise ReadError(f"{base!r} fits {len(found)} snapshots: give more digits of the root")
+        root = next((each.root for each in reversed(found) if step in (None, each.step)), None)
+        snapshot = self.by_root(root)
+        for _ in range(int(match[3] or 0)):
+            snapshot = snapshot and self.by_root(snapshot.parent)
+        if snapshot is None:
+            raise ReadError(f"there is nothing at {address!r}: see `list`")
+        return snapshot
+
+
+# --- which rank holds what, and where it is cut -------------------------------------------------------------------------
+
+
+class Tensor(NamedTuple):
+    """A stored tensor."""
+
+    name: str
+    dtype: str
+    item_bytes: int
+    shape: tuple
+    size_bytes: int
+
+
+class Region(NamedTuple):
+    """What a rank holds of a tensor in one piece: a box, or an interval of the flattened tensor."""
+
+    tensor: Tensor
+    offsets: tuple
+    sizes: tuple
+    is_flat: bool
+    replicas: tuple
+    """The ranks that hold it, in order."""
+
+
+def size_of(region):
+    """Its bytes."""
+    return math.prod(region.sizes) * region.tensor.item_bytes
+
+
+def shard(runs, pieces, count, index):
+    """What shard `index` of `count` gets of what is left along a dim, as runs (start, length): of each piece one shard."""
+    taken, size = [], sum(length for _, length in runs)
+    piece = max(1, -(-size // pieces))
+    for start in range(0, size, piece):
+        stop = min(start + piece, size)
+        each, position = -(-(stop - start) // count), 0
+        first, last = start + index * each, min(start + (index + 1) * each, stop)
+        for run, length in runs:
+            a, b = max(first - position, 0), min(last - position, length)
+            if a < b and taken and sum(taken[-1]) == run + a:
+                taken[-1] = (taken[-1][0], taken[-1][1] + b - a)
+            elif a < b:
+                taken.append((run + a, b - a))
+            position += length
+    return taken
+
+
+def regions_of(side, rank, told):
+    """Every region that a rank holds, in the order of the layout. `told`: what only its part says, tensor -> boxes."""
+    for number, tensor in enumerate(side.tensors):
+        kind = side.kinds[side.kind_of[number]] if side.kinds else None
+        if 0 in tensor.shape:
+            continue
+        if kind is None:
+            yield Region(tensor, (0,) * len(tensor.shape), tensor.shape, False, side.ranks)
+        elif kind in ("boxes", "flat"):
+            yield from (Region(tensor, *box, kind == "flat", (rank,)) for box in told.get(number, ()))
+        elif rank in (mesh := side.meshes[kind[0]]):
+            position = np.argwhere(mesh == rank)[0].tolist()
+            runs = [[(0, extent)] for extent in tensor.shape]
+            for extent, index, placement in zip(mesh.shape, position, kind[1], strict=True):
+                if placement is not None:
+                    dim, pieces = placement
+                    runs[dim] = shard(runs[dim], pieces, extent, index)
+            same = tuple(slice(None) if placement is None else index for index, placement in zip(position, kind[1], strict=True))
+            replicas = tuple(sorted(np.ravel(mesh[same]).tolist()))
+            for box in product(*runs):
+                yield Region(tensor, tuple(start for start, _ in box), tuple(length for _, length in box), False, replicas)
+
+
+def lengths_of(region, target):
+    """Bytes of each block of a region: the grid."""
+    offsets, sizes, row, dim = region.offsets, region.sizes, region.tensor.item_bytes, 0
+    if size_of(region) <= target // 2:
+        return [size_of(region)]
+    if region.is_flat:
+        rows = max(target // row, 1)
+    else:
+        dim = next((dim for dim in range(len(sizes)) if row * math.prod(sizes[dim + 1 :]) <= target), len(sizes) - 1)
+        row *= math.prod(sizes[dim + 1 :])
+        rows = 1 << max(target // row, 1).bit_length() - 1
+    start, stop = offsets[dim], offsets[dim] + sizes[dim]
+    borders = [start, *range(start // rows * rows + rows, stop, rows), stop]
+    return [(b - a) * row for a, b in pairwise(borders)] * math.prod(sizes[:dim])
+
+
+def shares_of(regions, rank, target):
+    """(region, where a block of it begins, its bytes, whether it is inline) of all that lies in the part of `rank`, in order."""
+    totals, begun = Counter(), Counter()
+    for region in regions:
+        totals[region.replicas] += size_of(region)
+    for region in regions:
+        replicas, total, start = region.replicas, totals[region.replicas], 0
+        runs = max(1, min(len(replicas), total // (64 << 20)))
+        is_inline = size_of(region) <= 4096
+        for length in [size_of(region)] if is_inline else lengths_of(region, target):
+            if replicas[(begun[replicas] + start) * runs // total] == rank:
+                yield region, start, length, is_inline
+            start += length
+        begun[replicas] += start
+
+
+# --- parts, layouts and blocks ------------------------------------------------------------------------------------------
+
+EXTENT = np.dtype("<u4, <u4, <u8, <u4, <u4, <i4, <u2, <u2")  # pack, entry, offset, stored, raw, base, codec, flags
+BLOB = np.dtype("<u4, <u4, <u8")  # blocks, zero, size
+MOVED = np.dtype("<u4, <u4, <u4, <u4, <u8, <u2, <u2, <u4")  # from, target, entry, stored, offset, codec, flags, zero
+
+
+class Record:
+    """The record of a snapshot, checked against the root that the log names."""
+
+    def __init__(self, store, snapshot):
+        body, _, name = store.unseal("snapshot", "snapshots", snapshot.ulid)
+        with well_formed(name):
+            ids, self.metadata, step, parent = (body[key] for key in ("part_ids", "metadata", "step", "parent"))
+            head = struct.pack("<QBqBQ", len(ids), step is not None, step or 0, parent is not None, len(self.metadata))
+            self.part_ids, self.parts = split(ids, 32), split(body["parts"])
+            if derived("root", head, ids, parent or bytes(32), self.metadata) != snapshot.root or not 0 < len(self.parts) == len(
+                self.part_ids
+            ):
+                raise ReadError(f"{name} is not the snapshot that the log names: its root differs")
+
+
+class Part:
+    """One part of a snapshot, checked against its id, and the blocks that it names."""
+
+    def __init__(self, store, record, rank):
+        self.store, self.rank = store, rank
+        body, _, self.name = store.unseal("part", "parts", record.parts[rank])
+        with well_formed(self.name):
+            keys = ("layout", "ids", "values", "inline", "world_size", "coordinate")
+            self.layout_id, self.ids, self.values, self.inline, self.ranks, self.coordinate = (body[key] for key in keys)
+            blobs, regions = body["blobs"], body["regions"] or b""
+            sizes = struct.pack("<IIQQQQ", rank, self.ranks, len(blobs), len(self.ids), len(self.values), len(self.inline))
+            pieces = [self.layout_id, sizes, blobs, self.ids, self.values, self.inline]
+            if self.coordinate is not None:
+                pieces += [struct.pack("<QQ", len(self.coordinate), len(regions)), self.coordinate, regions]
+            is_named = derived("part", *pieces) == record.part_ids[rank]
+            self.blobs, self.regions = np.frombuffer(blobs, BLOB).tolist(), np.frombuffer(regions, "<i8").tolist()
+            self.packs, self.extents = split(body["packs"]), np.frombuffer(body["extents"], EXTENT)
+            self.layouts = np.frombuffer(self.coordinate or bytes(2 * self.ranks), "<u2")
+        if not is_named or len(self.layouts) != self.ranks or 32 * len(self.extents) < len(self.ids):
+            raise ReadError(f"{self.name} is not part {rank} of the snapshot: it does not match its part id")
+        self.alike = (rank,) if self.coordinate is None else tuple(np.flatnonzero(self.layouts == self.layouts[rank]).tolist())
+        """The ranks that have the same layout, in order."""
+
+    def told(self):
+        """The regions that only the part says: tensor -> boxes."""
+        found, at = {}, 0
+        while at < len(self.regions):
+            tensor, dims, count = self.regions[at : at + 3]
+            boxes = [self.regions[at + 3 + 2 * dims * i :][: 2 * dims] for i in range(count)]
+            found[tensor] = [(tuple(box[:dims]), tuple(box[dims:])) for box in boxes]
+            at += 3 + 2 * dims * count
+        return found
+
+    def block(self, row, what):
+        """The verified bytes of a block."""
+        number, entry, offset, stored, raw, base, codec, _ = self.extents[row].item()
+        if base != -1 or max(stored, raw) > MAX_BLOCK_BYTES:
+            raise ReadError(f"{self.name}: a block of {what} is delta-coded, or too large")
+        pack, offset, stored, codec = self.place(self.packs[number], entry, offset, stored, codec)
+        name = name_of("packs", pack)
+        data = self.store.read(name, min(stored, MAX_BLOCK_BYTES), offset)
+        if codec == 1:
+            import lz4.block  # noqa: PLC0415 - needed only here
+
+            try:
+                data = lz4.block.decompress(data, uncompressed_size=raw)
+            except lz4.block.LZ4BlockError:
+                data = b""
+        elif codec != 0:
+            raise ReadError(f"{name}: codec {codec} is not in format version 1")
+        if len(data) != raw or blake3(data).digest() != self.ids[32 * row : 32 * row + 32]:
+            raise ReadError(f"{name} is damaged: the block at offset {offset}, of {what}, does not match its id")
+        return data
+
+    def place(self, pack, *row):
+        """Where an entry (entry, offset, stored, codec) of a pack is now: follows relocations, the newest that lists it first."""
+        for _ in range(1000):
+            relocations = sorted(((n, moved, seal) for moved, (n, seal) in self.store.relocations.get(pack, {}).items()), reverse=True)
+            found = (read_moved(self.store, moved, seal, pack).get(row[0]) for _, moved, seal in relocations)
+            to = next((to for to in found if to is not None), None)
+            if to is None:
+                return pack, *row[1:]
+            pack, *row = to
+        raise ReadError(f"{name_of('packs', pack)}: its relocations go in circles")
+
+    def blob(self, index, what):
+        """The verified bytes of a blob."""
+        first = sum(blocks for blocks, _, _ in self.blobs[:index])
+        data = b"".join(self.block(row, what) for row in range(first, first + self.blobs[index][0]))
+        if len(data) != self.blobs[index][2]:
+            raise ReadError(f"{self.name}: {what} does not have its size")
+        return data
+
+
+@lru_cache(64)
+def read_moved(store, moved, seal, pack):
+    """Entry of the pack -> (pack, entry, offset, stored, codec) where it is now."""
+    body, found, name = store.unseal("moved", "moved", moved)
+    if found != seal or body.get("pack") != pack:
+        raise ReadError(f"{name} is not the moved object that the log names")
+    with well_formed(name):
+        targets, rows = split(body["targets"]), np.frombuffer(body["rows"], MOVED).tolist()
+        return {entry: (targets[target], to, offset, stored, codec) for entry, target, to, stored, offset, codec, _, _ in rows}
+
+
+# --- the tree: names of tensors, and values as JSON ---------------------------------------------------------------------
+
+
+class Leaf(NamedTuple):
+    """A tensor of the state: all of a stored one, or a view into its memory."""
+
+    name: str
+    tensor: Tensor
+    flags: int
+    dtype: str
+    shape: tuple
+    strides: tuple | None
+    """In elements; of a view."""
+    offset: int
+
+
+CONTAINERS = {"d": "dict", "o": "OrderedDict", "c": "Counter", "f": "defaultdict", "l": "list", "u": "tuple", "n": "namedtuple"}
+
+
+class Side:
+    """What the ranks with one layout put, or one rank alone: that layout, and tensors, values and containers by path."""
+
+    def __init__(self, part, prefix=""):
+        self.ranks, self.layout_id, self.coordinate = part.alike, part.layout_id, part.coordinate
+        self.tensors, self.leaves, self.values, self.containers, self.names = [], [], {}, {}, Counter(["__metadata__"])
+        body, seal = unseal("layout", part.blob(0, "the layout"), f"the layout of {part.name}")
+        if seal != part.layout_id:
+            raise ReadError(f"the layout of {part.name} is not the one that it names")
+        with well_formed(f"the layout of {part.name}"):
+            of, extents = np.frombuffer(body["dtype_of"], "<u2").tolist(), np.frombuffer(body["shapes"], "<i8").tolist()
+            ends = np.cumsum(list(body["dims_of"]), dtype=int).tolist()
+            for path, number, dims, end in zip(body["names"], of, body["dims_of"], ends, strict=True):
+                (dtype, item_bytes), shape = body["dtypes"][number], tuple(extents[end - dims : end])
+                tensor = Tensor(f"{prefix}.{path}" if prefix else path, dtype, item_bytes, shape, math.prod(shape) * item_bytes)
+                self.tensors.append(tensor)
+                if min(shape, default=0) < 0 or tensor.size_bytes > 1 << 48:
+                    raise ValueError("impossible shapes")
+            self.meshes = [np.frombuffer(ranks, "<u4").reshape(shape) for shape, ranks in body["mesh"] or ()]
+            placements = body["placements"] or {"kinds": [], "of": b""}
+            self.kinds, self.kind_of = placements["kinds"], np.frombuffer(placements["of"], "<u2").tolist()
+            self.fill(body["tree"], (prefix,) if prefix else (), unpack(part.values, part.name), part)
+
+    def fill(self, tree, path, values, part):
+        """Walks a tree, whose holes `values` fill in order."""
+        left = list(reversed(values))
+        self.walk(tree, path, left, part)
+        if left:
+            raise ValueError("it has more values than holes")
+
+    def walk(self, node, path, left, part):
+        """One node; `left` are the values of the holes from here on, the next one last."""
+        name = ".".join(path) or "."
+        if node is None:
+            self.value(left.pop(), path, part)
+        elif type(node) is int or node[0] in ("t", "w"):
+            tag, number, *rest = ["t", node, 0] if type(node) is int else node
+            tensor = self.tensors[number]
+            form = (rest[0], tuple(rest[1]), tuple(rest[2]), rest[3]) if tag == "w" else (tensor.dtype, tensor.shape, None, 0)
+            self.leaves.append(Leaf(self.unique(name), tensor, rest[-1], *form))
+        elif node[0] == "r":
+            self.containers[name] = f"registered type {node[1]}"
+            self.walk(node[2], path, left, part)
+        else:
+            nodes = node[2] if node[0] in "doc" else node[-1]
+            keys = range(len(nodes)) if node[0] in "lu" else node[-2] if node[0] in "fn" else node[1]
+            self.containers[name] = f"{CONTAINERS[node[0]]} {node[1]}" if node[0] in "fn" else CONTAINERS[node[0]]
+            if not all(type(key) is str for key in keys) and node[0] not in "lu":
+                self.containers[name] = {"type": self.containers[name], "keys": [plain(key) for key in keys]}
+            for key, child in zip(keys, nodes, strict=True):
+                self.walk(child, (*path, key if type(key) is str else json.dumps(plain(key))), left, part)
+            if node[0] == "o" and node[3] is not False:
+                self.walk(node[3], (*path, "_metadata"), left, part)
+
+    def value(self, encoded, path, part):
+        """What fills a hole."""
+        name = ".".join(path) or "."
+        if type(encoded) is list and encoded[0] == "b":
+            _, kind, index = encoded
+            data = part.blob(index + 1, f"value {name!r}")  # the layout is blob 0
+            encoded = {"bytes": lambda: data, "str": data.decode, "m": lambda: unpack(data, name)}.get(kind, lambda: [kind, data])()
+        if type(encoded) is list and encoded[0] == "tree":  # a subtree without tensors
+            self.fill(encoded[1], path, encoded[2], part)
+        else:
+            self.values[self.unique(name)] = plain(encoded)
+
+    def unique(self, name):
+        """`name`, with ``#2`` behind it where it is taken."""
+        self.names[name] += 1
+        return name if self.names[name] == 1 else self.unique(f"{name}#{self.names[name]}")
+
+
+TAGS = {
+    "i": lambda data: int.from_bytes(data, "little", signed=True),
+    "j": lambda real, imaginary: {"complex": [plain(real), plain(imaginary)]},
+    "a": lambda data: {"bytearray": base64.b64encode(data).decode()},
+    "s": lambda data: data.decode("utf-8", "surrogatepass"),
+    "u": lambda items: {"tuple": [plain(item) for item in items]},
+    "e": lambda items: {"set": [plain(item) for item in items]},
+    "z": lambda items: {"frozenset": [plain(item) for item in items]},
+    "li": lambda data: [plain(number) for number in np.frombuffer(data, "<i8").tolist()],
+    "lf": lambda data: [plain(number) for number in np.frombuffer(data, "<f8").tolist()],
+    "ui": lambda data: {"tuple": TAGS["li"](data)},
+    "uf": lambda data: {"tuple": TAGS["lf"](data)},
+    "v": lambda dtype, data: {"numpy": dtype, "bytes": base64.b64encode(data).decode()},
+    "dtype": lambda name: {"torch.dtype": name},
+    "device": lambda name: {"torch.device": name},
+    "size": lambda extents: {"torch.Size": extents},
+}
+
+
+def plain(encoded):
+    """A value for JSON: as it is where JSON has it, else a map that tells its type."""
+    if type(encoded) is float and not math.isfinite(encoded):
+        return {"float": repr(encoded)}
+    if type(encoded) is bytes:
+        return {"bytes": base64.b64encode(encoded).decode()}
+    return TAGS[encoded[0]](*encoded[1:]) if type(encoded) is list else encoded
+
+
+# --- a snapshot as safetensors ------------------------------------------------------------------------------------------
+
+DTYPES = """
+    float64 F64 8, float32 F32 4, float16 F16 2, bfloat16 BF16 2, int64 I64 8, int32 I32 4, int16 I16 2, int8 I8 1,
+    uint64 U64 8, uint32 U32 4, uint16 U16 2, uint8 U8 1, bool BOOL 1, complex64 C64 8, complex128 - 16, complex32 - 4,
+    float8_e4m3fn F8_E4M3 1, float8_e5m2 F8_E5M2 1, float8_e8m0fnu F8_E8M0 1, float8_e4m3fnuz F8_E4M3FNUZ 1, float8_e5m2fnuz F8_E5M2FNUZ 1,
+    np:<f8 F64 8, np:<f4 F32 4, np:<f2 F16 2, np:<i8 I64 8, np:<i4 I32 4, np:<i2 I16 2, np:|i1 I8 1,
+    np:<u8 U64 8, np:<u4 U32 4, np:<u2 U16 2, np:|u1 U8 1, np:|b1 BOOL 1, np:<c8 C64 8"""
+CODES = {name: (code.strip("-"), int(item_bytes)) for name, code, item_bytes in (line.split() for line in DTYPES.split(","))}
+
+
+def form_of(leaf):
+    """(safetensors' name of a leaf's dtype, or empty where it has none; bytes of an element; bytes of all)."""
+    code, item_bytes = CODES.get(leaf.dtype, ("", 1))
+    if leaf.dtype == leaf.tensor.dtype:
+        item_bytes = leaf.tensor.item_bytes
+    elif leaf.dtype not in CODES and leaf.dtype.startswith("np:"):
+        item_bytes = np.dtype(leaf.dtype[3:].split("#")[0]).itemsize
+    return code, item_bytes, item_bytes * math.prod(leaf.shape)
+
+
+class Output:
+    """The file that is written: a header, the bytes of every leaf; and behind them, for a while, stored tensors that only views look at."""
+
+    def __init__(self, path, leaves, tensors, metadata):
+        header, self.places, self.bases, self.details, end = {"__metadata__": metadata}, {}, {}, {}, 0
+        for leaf in sorted(leaves, key=lambda leaf: -form_of(leaf)[1]):  # so that each is aligned
+            code, item_bytes, size = form_of(leaf)
+            shape = [*leaf.shape] if code else [*leaf.shape, item_bytes]
+            header[leaf.name] = {"dtype": code or "U8", "shape": shape, "data_offsets": [end, end + size]}
+            self.places[leaf.name] = end
+            details = {} if code else {"dtype": leaf.dtype}
+            if leaf.flags:
+                details |= {"requires_grad": bool(leaf.flags & 1), "parameter": bool(leaf.flags & 2)}
+            if leaf.strides is not None or self.bases.setdefault(leaf.tensor.name, end) != end:
+                details["shares memory with"] = leaf.tensor.name
+            self.details |= {leaf.name: details} if details else {}
+            end += size
+        self.end = end
+        for tensor in tensors:
+            if tensor.name not in self.bases:
+                self.bases[tensor.name] = end
+                end += tensor.size_bytes
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self.start = 8 + len(text)
+        with open(path, "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            file.flush()
+            if end and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), self.start, end)  # a full disk is an error here, and would be a crash in a mapped file
+            file.truncate(self.start + end)
+        self.data = np.memmap(path, np.uint8, "r+", self.start, (end,)) if end else np.empty(0, np.uint8)
+
+    def stored(self, tensor):
+        """The elements of a stored tensor."""
+        start = self.bases[tensor.name]
+        return self.data[start : start + tensor.size_bytes].view(f"V{tensor.item_bytes}").reshape(tensor.shape)
+
+    def put(self, region, start, data):
+        """Puts bytes of a region, from `start` on, where they belong."""
+        elements = np.frombuffer(data, f"V{region.tensor.item_bytes}")
+        first = start // region.tensor.item_bytes
+        whole = self.stored(region.tensor).reshape(-1) if region.is_flat else self.stored(region.tensor)
+        box = whole[(*(slice(a, a + n) for a, n in zip(region.offsets, region.sizes, strict=True)), ...)]
+        if min(region.offsets, default=0) < 0 or box.shape != region.sizes:
+            raise ValueError("a region lies outside of its tensor")
+        flat = box.reshape(-1) if box.flags.c_contiguous else box.flat
+        flat[first : first + len(elements)] = elements
+
+    def copy(self, leaf):
+        """Fills a leaf that is a view, or a stored tensor under another name."""
+        at, (_, item_bytes, size) = self.places[leaf.name], form_of(leaf)
+        if not size or (leaf.strides is None and at == self.bases[leaf.tensor.name]):
+            return
+        base, source = self.stored(leaf.tensor).reshape(-1).view(np.uint8), self.stored(leaf.tensor)
+        if leaf.strides is not None:
+            with well_formed(f"view {leaf.name!r}"):  # numpy checks that it lies within its base
+                source = np.ndarray(leaf.shape, f"V{item_bytes}", base.data, leaf.offset, [stride * item_bytes for stride in leaf.strides])
+        self.data[at : at + size].view(f"V{item_bytes}").reshape(leaf.shape)[...] = source
+
+
+def take_part(part, side, output):
+    """Puts what one part has of its side's tensors into the output, block by block; returns the bytes that each got."""
+    if part.layout_id != side.layout_id or part.coordinate != side.coordinate:
+        raise ReadError(f"{part.name} does not belong to the parts beside it")
+    row, inline, filled = sum(blocks for blocks, _, _ in part.blobs), 0, Counter()
+    with well_formed(f"{part.name}, or its layout,"):
+        regions = list(regions_of(side, part.rank, part.told()))
+        for region, start, length, is_inline in shares_of(regions, part.rank, part.store.block_bytes):
+            if is_inline:
+                data, inline = part.inline[inline : inline + length], inline + length
+            else:
+                data, row = part.block(row, f"tensor {region.tensor.name!r}"), row + 1
+            if len(data) != length:
+                raise ReadError(f"{part.name}: the blocks of tensor {region.tensor.name!r} do not fit its shape")
+            output.put(region, start, data)
+            filled[region.tensor.name] += length
+    if 32 * row != len(part.ids) or inline != len(part.inline):
+        raise ReadError(f"{part.name} does not fit its layout: it has other blocks")
+    return filled
+
+
+def export(store, address, path):
+    """Writes the snapshot at an address to `path`, and what is no tensor beside it."""
+    snapshot = store.resolve(address)
+    record = Record(store, snapshot)
+    first = Part(store, record, 0)
+    if len(record.parts) not in (first.ranks, 2 * first.ranks):
+        raise ReadError(f"{first.name} is one of {first.ranks}, but there are {len(record.parts)}")
+    sides = [Side(Part(store, record, rank)) for rank in np.unique(first.layouts, return_index=True)[1].tolist()]
+    sides += [Side(Part(store, record, rank), f"rank_state[{rank - first.ranks}]") for rank in range(first.ranks, len(record.parts))]
+    leaves, values, containers, tensors = {}, {}, {}, {}
+    for side in sides:  # what several layouts have under one name is one thing
+        leaves = {leaf.name: leaf for leaf in side.leaves} | leaves
+        values, containers = side.values | values, side.containers | containers
+        for tensor in side.tensors:
+            if tensors.setdefault(tensor.name, tensor) != tensor:
+                raise ReadError(f"the layouts of the snapshot contradict each other: see tensor {tensor.name!r}")
+    temporary, metadata = f"{path}.partial", {"format": "pt", "root": snapshot.root.hex(), "step": str(snapshot.step)}
+    try:
+        output = Output(temporary, list(leaves.values()), tensors.values(), metadata)
+        for side in sides:
+            filled = sum((take_part(Part(store, record, rank), side, output) for rank in side.ranks), Counter())
+            for tensor in side.tensors:
+                if filled[tensor.name] != tensor.size_bytes:
+                    raise ReadError(f"the parts of the snapshot do not have all of tensor {tensor.name!r}")
+        for leaf in leaves.values():
+            output.copy(leaf)
+        output.data = None
+        with open(temporary, "r+b") as file:
+            file.truncate(output.start + output.end)
+            os.fsync(file.fileno())
+        note = store.notes.get(snapshot.root, {"metrics": {}, "mark": "", "reason": ""})
+        about = {"root": snapshot.root.hex(), "parent": snapshot.parent and snapshot.parent.hex(), "ranks": first.ranks}
+        about |= {"step": snapshot.step, "ref": snapshot.ref, "time_ns": snapshot.time_ns, "mark": note["mark"], "reason": note["reason"]}
+        about["metrics"] = {key: plain(number) for key, number in (snapshot.metrics | note["metrics"]).items()}
+        about["metadata"] = unpack(record.metadata, "the metadata")
+        with open(os.path.splitext(path)[0] + ".json", "w") as file:
+            json.dump({**about, "values": values, "containers": containers, "tensors": output.details}, file, indent=1)
+        os.replace(temporary, path)
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+    return f"{snapshot.root.hex()}: {len(leaves)} tensors, {output.end} bytes; {len(values)} other values"
+
+
+def listing(store):
+    """Lines that tell what there is."""
+    for name, moves in sorted(store.refs.items()):
+        for at, snapshot in sorted(moves.items(), reverse=True):
+            if at == max(moves):
+                yield f"branch {name}" if at else f"tag {name}"
+            mark = store.notes.get(snapshot.root, {}).get("mark")
+            yield f"  {snapshot.root.hex()}  step {snapshot.step}" + (f"  marked {mark}" if mark else "")
+
+
+def main(args):
+    """Runs the command that `args` say; returns the exit status."""
+    if args[1:] != ["list"] and not (len(args) == 3 and args[2].endswith(".safetensors")):
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        store = Store(args[0])
+        print("\n".join(listing(store)) if len(args) == 2 else export(store, *args[1:]))
+    except (ReadError, OSError, ImportError) as exc:
+        print(f"tsck_read: {exc}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

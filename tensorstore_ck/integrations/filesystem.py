@@ -1,0 +1,348 @@
+"""``tsck://``: the snapshots of a store as a read-only fsspec filesystem, with files that are made when they are read.
+
+    tsck://runs/gpt@1000/model.safetensors::s3://bucket/prefix        fsspec.filesystem("tsck", store="./ckpt")
+
+A snapshot is a folder: ``model.safetensors`` has the tensors of the state's ``model``, named as in it (or all tensors of a state without
+one), ``state.safetensors`` all others under their full names, ``snapshot.json`` what is no tensor. Folders are refs, and any other
+address by its name: ``ref@step``, ``ref~n``, the first digits of a root; ``ref@`` lists the steps. These are in no listing, so that who
+copies the folder of a branch gets one snapshot. An open file stays with its snapshot wherever the branch goes; separate calls see
+the branch as it then is, so take the root from `info` for those that must agree. Nothing is ever written. Does not load torch.
+"""
+
+import errno
+import io
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any, Final, NamedTuple, NoReturn
+
+from fsspec import AbstractFileSystem
+
+from tensorstore_ck.address import resolve
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.errors import (
+    AmbiguousAddressError,
+    InvalidNameError,
+    InvalidOptionError,
+    InvalidUrlError,
+    NotAStoreError,
+    NotFoundError,
+    PermissionDeniedError,
+    StoreError,
+)
+from tensorstore_ck.ids import Ulid
+from tensorstore_ck.integrations.virtual import FILES, SNAPSHOT, File, SnapshotFiles
+from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.merged import open_snapshot
+from tensorstore_ck.opening import open_engine
+from tensorstore_ck.record import decode_metadata, record_name
+
+MAX_OPEN_SNAPSHOTS: Final = 8
+
+Info = dict[str, Any]
+
+
+class _Place(NamedTuple):
+    """What a path names: a folder, a snapshot, or a file of one."""
+
+    path: str
+    info: SnapshotInfo | None
+    file: str = ""
+
+
+class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
+    """Reads snapshots of one store. Thread-safe; what it raises are `OSError`s with the messages of this package."""
+
+    protocol = "tsck"
+    root_marker = ""
+
+    def __init__(
+        self,
+        store: str | None = None,
+        *,
+        fo: str | None = None,
+        target_protocol: str | None = None,
+        target_options: Mapping[str, Any] | None = None,
+        cache_dir: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Opens nothing yet.
+
+        Args:
+            store: Path or URL of the store; or, as fsspec passes the URL that is chained behind ``::``:
+            fo: The same without its protocol.
+            target_protocol: The protocol.
+            target_options: The store's `storage_options`: credentials, endpoint and the like.
+            cache_dir: Where this host keeps its cache of the log; by default the user's cache directory.
+            kwargs: fsspec's own.
+        """
+        super().__init__(store, fo=fo, target_protocol=target_protocol, target_options=target_options, cache_dir=cache_dir, **kwargs)
+        if store is None and not fo:
+            raise ValueError("which store? Write tsck://ref/model.safetensors::STORE, or give store= (a folder, s3://bucket/prefix, ...)")
+        is_path = store is not None or target_protocol in (None, "file", "local")
+        self.store = str(store or fo) if is_path else f"{target_protocol}://{fo}"
+        self._options, self._cache_dir = dict(target_options or {}), cache_dir
+        self._engine: Engine | None = None
+        self._opened: OrderedDict[Ulid, SnapshotFiles] = OrderedDict()
+        self._lock = threading.RLock()
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        stripped = super()._strip_protocol(path)
+        return stripped.strip("/") if isinstance(stripped, str) else stripped
+
+    # --- what is there ------------------------------------------------------------------------------------------------
+
+    def info(self, path: str, **_: Any) -> Info:
+        """Name, type and size; of a snapshot and its files also ``root`` and ``step``: with one root a file has the same bytes."""
+        with _os_errors(path):
+            return self._info(self._place(self._view(), path))
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Info] | list[str]:
+        """What is in a folder."""
+        with _os_errors(path):
+            places = self._list(self._view(), path)
+            return [self._info(place) for place in places] if detail else [place.path for place in places]
+
+    def created(self, path: str) -> datetime:
+        """When the snapshot was put, by the clock of the host that put it."""
+        with _os_errors(path):
+            found = self._place(self._view(), path).info
+            if found is None:
+                raise NotFoundError(f"{path!r} is a folder of snapshots: see what `ls` finds there", object_id=path)
+            return datetime.fromtimestamp(found.time_ns / 1e9, UTC)
+
+    modified = created
+
+    def _list(self, view: RefTable, path: str) -> list[_Place]:
+        place = self._place(view, path)
+        path = place.path
+        if place.file:
+            return [place]
+        if path.endswith("@"):  # only here, and not beside the branch, whose folder would then have the tensors of all steps in it
+            steps = {move.step: move.ulid for move in view.moves(_base(path), newest_first=False) if move.step is not None}
+            return [_Place(f"{path}{step}", view.snapshot(ulid)) for step, ulid in steps.items()]
+        below = (name.removeprefix(f"{path}/") for name in _refs(view) if not path or name.startswith(f"{path}/"))
+        found = {name: _Place(name, _ref(view, name)) for name in (f"{path}/{each.partition('/')[0]}".lstrip("/") for each in below)}
+        for file in self._open_snapshot(place.info).files if place.info is not None else ():
+            found.setdefault(f"{path}/{file}", _Place(f"{path}/{file}", place.info, file))
+        return list(found.values())
+
+    def _place(self, view: RefTable, path: str) -> _Place:
+        """Raises:
+        NotFoundError: there is nothing.
+        """
+        path = self._strip_protocol(path)
+        folder, _, name = path.rpartition("/")
+        info = _ref(view, path)
+        if info is not None:
+            return _Place(path, info)
+        if name in FILES and folder:
+            info = _resolve(view, folder)
+            if name not in self._open_snapshot(info).files:
+                raise NotFoundError(f"{folder!r} has no {name}: see what `ls` finds there", object_id=path)
+            return _Place(path, info, name)
+        if not path or (path.endswith("@") and view.branch(_base(path))) or any(ref.startswith(f"{path}/") for ref in _refs(view)):
+            return _Place(path, None)
+        return _Place(path, _resolve(view, path))
+
+    def _info(self, place: _Place) -> Info:
+        info: Info = {"name": place.path, "size": 0, "type": "directory"}
+        if place.file:
+            info |= {"size": self._file(place).size, "type": "file"}
+        return info if place.info is None else {**info, "root": place.info.root.hex(), "step": place.info.step}
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> "SnapshotFile":
+        if mode != "rb":
+            self._refuse(path)
+        with _os_errors(path):
+            place = self._place(self._view(), path)
+            if not place.file:
+                raise IsADirectoryError(errno.EISDIR, f"{path!r} is a folder: open a file in it ({', '.join(FILES)})", path)
+            return SnapshotFile(place.path, self._file(place))
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        """The bytes [start, end) of a file; negative ones count from its end."""
+        with self._open(path) as file:
+            bounds = slice(start, end).indices(file.size)
+            file.seek(bounds[0])
+            return file.read(max(bounds[1] - bounds[0], 0))
+
+    def _file(self, place: _Place) -> File:
+        assert place.info is not None
+        opened = self._open_snapshot(place.info)
+        if place.file != SNAPSHOT:
+            return opened.tensors(place.file, place.info)
+        record = self._get_engine().read_record(place.info)
+        return opened.about(place.info, decode_metadata(record, record_name(place.info.ulid)))
+
+    def _open_snapshot(self, info: SnapshotInfo) -> SnapshotFiles:
+        """The last few are kept."""
+        with self._lock:
+            found = self._opened.pop(info.ulid, None)
+        if found is None:
+            found = SnapshotFiles(open_snapshot(self._get_engine(), info))
+        with self._lock:
+            self._opened[info.ulid] = found
+            while len(self._opened) > MAX_OPEN_SNAPSHOTS:
+                self._opened.popitem(last=False)
+        return found
+
+    def _view(self) -> RefTable:
+        engine = self._get_engine()
+        engine.log.sync()
+        return engine.log.view()
+
+    def _get_engine(self) -> Engine:
+        with self._lock:
+            if self._engine is None:
+                self._engine = open_engine(self.store, storage_options=self._options, cache_dir=self._cache_dir)
+            return self._engine
+
+    # --- no writing ---------------------------------------------------------------------------------------------------
+
+    def _refuse(self, path: str, *others: Any, **_: Any) -> NoReturn:
+        """Whatever would write.
+
+        Raises:
+            PermissionError: always.
+        """
+        named = others[0] if others and isinstance(others[0], str) else path
+        raise PermissionError(errno.EROFS, "tsck:// is read-only: put snapshots with store.put_snapshot, or `tsck put`", named)
+
+    mkdir = makedirs = rmdir = rm_file = _rm = rm = cp_file = pipe_file = put_file = touch = _refuse
+
+
+class SnapshotFile(io.BufferedIOBase):
+    """An open file. What is read on from where the last read ended comes out of a window of it; all else is read as it is asked for."""
+
+    mode = "rb"
+
+    def __init__(self, path: str, file: File) -> None:
+        self.path = self.name = path
+        self.size = file.size
+        self._file = file
+        self._position = 0
+        self._read_up_to = -1
+        self._window = bytearray()
+        self._start = self._stop = 0
+        """What the window holds."""
+        self._lock = threading.Lock()
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def tell(self) -> int:
+        """Where the next read begins."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Where the next read begins; that may be behind the end, where nothing is."""
+        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
+        if position < 0:
+            raise OSError(errno.EINVAL, f"there is nothing before the beginning of {self.path!r}")
+        self._position = position
+        return position
+
+    def read1(self, size: int = -1, /) -> bytes:
+        """As `read`, but less when that is as much as is at hand."""
+        return self.read(size if 0 <= size < io.DEFAULT_BUFFER_SIZE else io.DEFAULT_BUFFER_SIZE)
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Up to `size` bytes; fewer only at the end."""
+        self._check_open()
+        left = max(self.size - self._position, 0)
+        count = left if size is None or size < 0 else min(size, left)
+        with self._lock:
+            start = self._position - self._start
+            if 0 <= start < start + count <= self._stop - self._start:
+                self._position = self._read_up_to = self._position + count
+                return bytes(memoryview(self._window)[start : start + count])
+        data = io.BytesIO()
+        if count:
+            data.seek(count - 1)
+            data.write(b"\0")
+            with data.getbuffer() as view:  # its memory becomes the bytes that are returned: a copy takes as long as the reading
+                self.readinto(view)
+        return data.getvalue()
+
+    def readinto(self, target: Any, /) -> int:
+        """Fills `target`, but at the end."""
+        self._check_open()
+        with self._lock, memoryview(target).cast("B") as view, _os_errors(self.path):
+            start = self._position
+            stop = min(start + len(view), self.size)
+            if start < stop:
+                self._fill(start, view[: stop - start])
+                self._position = self._read_up_to = stop
+            return max(stop - start, 0)
+
+    def _fill(self, start: int, view: memoryview) -> None:
+        reads_on, stop = start == self._read_up_to, start + len(view)
+        at = start
+        if self._start <= at < self._stop:
+            at = min(stop, self._stop)
+            view[: at - start] = memoryview(self._window)[start - self._start : at - self._start]
+        if at < stop and not reads_on:
+            self._file.read_into(at, view[at - start :])
+            return
+        if at < stop and (begun := self._file.window(stop)[0]) > at:  # windows that are wanted as they are
+            self._file.read_into(at, view[at - start : begun - start])
+            at = begun
+        if at < stop:
+            self._load(*self._file.window(at))
+            view[at - start :] = memoryview(self._window)[at - self._start : stop - self._start]
+
+    def _load(self, start: int, stop: int) -> None:
+        self._start = self._stop = 0  # if reading fails
+        if len(self._window) < stop - start:
+            self._window = bytearray(stop - start)
+        self._file.read_into(start, memoryview(self._window)[: stop - start])
+        self._start, self._stop = start, stop
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError(f"{self.path!r} was closed")
+
+
+def _refs(view: RefTable) -> list[str]:
+    return sorted([*view.branches(), *view.tags()])
+
+
+def _ref(view: RefTable, path: str) -> SnapshotInfo | None:
+    """The snapshot that a branch or tag of that name is at."""
+    return resolve(view, path).info if view.branch(path) or view.tag(path) else None
+
+
+def _resolve(view: RefTable, folder: str) -> SnapshotInfo:
+    """The snapshot of a folder: at its address, which may also be written ``ref/@step`` or ``ref/~n``."""
+    return resolve(view, folder.replace("/@", "@").replace("/~", "~")).info
+
+
+def _base(path: str) -> str:
+    """The branch of whose steps this is the folder."""
+    return path.removesuffix("@").removesuffix("/")
+
+
+@contextmanager
+def _os_errors(path: str) -> Iterator[None]:
+    """Turns our errors into those that users of a filesystem expect, with our message."""
+    try:
+        yield
+    except (NotFoundError, InvalidNameError, AmbiguousAddressError, NotAStoreError) as exc:
+        raise FileNotFoundError(errno.ENOENT, str(exc), path) from exc
+    except PermissionDeniedError as exc:
+        raise PermissionError(errno.EACCES, str(exc), path) from exc
+    except (InvalidOptionError, InvalidUrlError) as exc:
+        raise ValueError(str(exc)) from exc
+    except StoreError as exc:
+        raise OSError(errno.EIO, str(exc), path) from exc
