@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from tensorstore_ck.address import resolve
 from tensorstore_ck.envelope import pack_body
-from tensorstore_ck.errors import ConflictError, MismatchError
+from tensorstore_ck.errors import ConflictError, MismatchError, StoreError
 from tensorstore_ck.integrations.dcp.items import zipped
 from tensorstore_ck.integrations.dcp.target import CheckpointId, Target
 from tensorstore_ck.layout import Content, WantedBox
@@ -86,28 +86,21 @@ class Reader(StorageReader):
         self.snapshot = None
 
     def read_metadata(self) -> Metadata:  # with kwargs, DCP would go on without the other ranks when it fails
-        """On every rank: the snapshot as DCP would describe it.
+        """On every rank: the snapshot as DCP would describe it. Where it cannot be told, whoever looks into it is told why.
 
-        Raises:
+        Raises (then, and from `set_up_storage_reader`):
             NotFoundError: nothing at that address.
             SnapshotMarkedBadError: it was marked ``bad`` or ``damaged``.
         """
-        store, address = self._target.store, self._target.address()
-        store.engine.log.sync()
-        found = resolve(store.engine.log.view(), address)
-        snapshot = Snapshot.from_info(found.info)
-        if not self._allow_bad:
-            refuse_marked(snapshot, address, "pass allow_bad=True")
-        self._content = open_snapshot(store.engine, found.info)
-        metadata = self._describe(address)
-        self.snapshot = snapshot
-        store.seen.note_restored(found.info.root)
-        if found.branch is not None and found.branch_root is not None:
-            store.seen.note(found.branch, found.branch_root, found.info.root)
-        return metadata
+        try:
+            return self._metadata()
+        except StoreError as exc:  # DCP would drop its type, and in older versions its message
+            return _NoMetadata(exc)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """On every rank."""
+        if isinstance(metadata, _NoMetadata):
+            raise metadata.error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """On every rank: tells which snapshot it found."""
@@ -167,6 +160,21 @@ class Reader(StorageReader):
 
     # --- the work -----------------------------------------------------------------------------------------------------
 
+    def _metadata(self) -> Metadata:
+        store, address = self._target.store, self._target.address()
+        store.engine.log.sync()
+        found = resolve(store.engine.log.view(), address)
+        snapshot = Snapshot.from_info(found.info)
+        if not self._allow_bad:
+            refuse_marked(snapshot, address, "pass allow_bad=True")
+        self._content = open_snapshot(store.engine, found.info)
+        metadata = self._describe(address)
+        self.snapshot = snapshot
+        store.seen.note_restored(found.info.root)
+        if found.branch is not None and found.branch_root is not None:
+            store.seen.note(found.branch, found.branch_root, found.info.root)
+        return metadata
+
     def _describe(self, address: str) -> Metadata:
         """Flattens the state as DCP would, with tensors that have no data. What DCP put as one item is one item."""
         content = self._content
@@ -220,6 +228,18 @@ class Reader(StorageReader):
         fresh = FreshTensors(self._content.layout, ((leaf, None) for leaf in wanted), _CPU)
         self._content.read(dict(fresh.targets))
         return fresh
+
+
+class _NoMetadata(Metadata):
+    """Stands for metadata that could not be read."""
+
+    def __init__(self, error: StoreError) -> None:
+        self.error = error
+
+    @property
+    def state_dict_metadata(self) -> dict[str, STORAGE_TYPES]:  # type: ignore[override]
+        """Raises what was in the way."""
+        raise self.error
 
 
 def _with_items(tree: Tree, subtrees: frozenset[int]) -> Tree:

@@ -77,13 +77,17 @@ def build_skeleton(items: Items, paths: Mapping[str, Path], *, in_boxes: bool) -
     Raises:
         UnsupportedValueError: a tensor's dtype has no stored form.
     """
+    ordered = dict.fromkeys([*(fqn for fqn in paths if fqn in items), *items])  # in the state's order, not by who writes what
+    of_items = {fqn: paths.get(fqn, (fqn,)) for fqn in ordered}
+    ends = set(of_items.values())
     root: dict[str | int, Any] = {}
-    for fqn in dict.fromkeys([*(fqn for fqn in paths if fqn in items), *items]):  # in the state's order, not by who writes what
-        *parents, last = paths.get(fqn, (fqn,))
+    for fqn, path in of_items.items():
+        if any(path[:length] in ends for length in range(1, len(path))):
+            path = (fqn,)  # below what is an item on another rank: kept beside it
         place = root
-        for key in parents:
+        for key in path[:-1]:
             place = place.setdefault(key, {})
-        place[last] = fqn
+        place[path[-1]] = fqn
     return _Builder(items).skeleton(root, in_boxes=in_boxes)
 
 
@@ -111,7 +115,7 @@ class _Builder:
             for position, child in children.items():
                 slots[int(position)] = child
             return ["l", [self._node(child, f"{path}{position}.", depth) for position, child in enumerate(slots)]]
-        keys = [encode(key, f"{path}{key!r:.80} (a dict key)") for key in children]
+        keys = [encode(str(key), f"{path}{key!r:.80} (a dict key)") for key in children]  # of several ranks, some may be positions
         nodes = [self._node(child, f"{path}{key_text(key)}.", depth) for key, child in zip(keys, children.values(), strict=True)]
         return ["d", keys, nodes]
 
