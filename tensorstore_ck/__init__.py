@@ -43,6 +43,7 @@ from tensorstore_ck.streams import Streams
 
 if TYPE_CHECKING:
     from tensorstore_ck.copying import copy
+    from tensorstore_ck.exporting import ExportReport, export_snapshot
     from tensorstore_ck.fsck import FsckOptions
     from tensorstore_ck.gc import GcOptions
     from tensorstore_ck.importing import import_checkpoint, inspect_checkpoint
@@ -58,6 +59,8 @@ _LATER: Final = {
     "GcOptions": "gc",
     "FsckOptions": "fsck",
     "copy": "copying",
+    "ExportReport": "exporting",
+    "export_snapshot": "exporting",
     "import_checkpoint": "importing",
     "inspect_checkpoint": "importing",
     "EnvironmentChangedWarning": "training",
@@ -86,6 +89,7 @@ __all__ = [
     "CorruptObjectError",
     "DamageError",
     "EnvironmentChangedWarning",
+    "ExportReport",
     "FlatShard",
     "FormatVersionError",
     "FsckOptions",
@@ -120,6 +124,7 @@ __all__ = [
     "UnsafeBackendError",
     "UnsupportedValueError",
     "copy",
+    "export_snapshot",
     "import_checkpoint",
     "inspect_checkpoint",
     "open",

@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 import click
 
 import tensorstore_ck
-from tensorstore_ck.cli import checking, copying, history, importing, keeping, maintenance, refs, transfer, usage, verifying
+from tensorstore_ck.cli import checking, copying, exporting, history, importing, keeping, maintenance, refs, transfer, usage, verifying
 from tensorstore_ck.cli.output import emit, printable
 from tensorstore_ck.errors import StoreError
 
@@ -93,6 +93,7 @@ for _command in (
     transfer.put,
     transfer.get,
     importing.import_,
+    exporting.export,
     history.log,
     history.show,
     history.diff,
