@@ -18,6 +18,7 @@ from tensorstore_ck.log import Objects, SnapshotInfo
 from tensorstore_ck.opening import init_store, make_engine
 from tensorstore_ck.pack import pack_name
 from tensorstore_ck.part import part_name
+from tensorstore_ck.ranks.publish import RankParts
 from tensorstore_ck.ranks.put import Prepared, RankStates, _Done, _Put
 from tensorstore_ck.reader import SnapshotReader
 from tensorstore_ck.record import encode_metadata
@@ -118,7 +119,7 @@ class Job:
         ids = np.random.default_rng(list(packs[0])).bytes(len(written.part.ids))
         part, ulid = written.part._replace(rank=rank, packs=packs, ids=ids), new_ulid()
         self.backend.put(part_name(ulid), part.encode())
-        done = _Done([ulid], [part.part_id()], (0, written.new_bytes), part.anchor, part.anchor, Objects(), None, None)
+        done = _Done(RankParts([ulid], [part.part_id()], written.new_bytes, part.anchor, part.anchor, Objects()), 0, None, None)
         return done.record()
 
     def _watched(self, work: Callable[[], T]) -> tuple[T, Ran]:

@@ -1,13 +1,26 @@
-"""Fixtures for servers: each is started once per session, when a test first asks for it."""
+"""Fixtures for servers and ranks: each is started once per session, when a test first asks for it."""
 
 import importlib.util
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests import servers
+
+if TYPE_CHECKING:
+    from tests.ranks.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def pool() -> "Iterator[Pool]":
+    """Eight processes that are the ranks of a group, for all tests."""
+    from tests.ranks.pool import Pool
+
+    with Pool() as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

@@ -67,12 +67,6 @@ def test_the_same_blocks_as_the_ranks_put(pool: Pool, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Any:
-    with Pool() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     make_store(folder)

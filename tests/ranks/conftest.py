@@ -1,18 +1,10 @@
 """Fixtures for tests with real ranks."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.ranks.pool import Pool, make_store
-
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    """Eight processes, for all tests."""
-    with Pool() as started:
-        yield started
+from tests.ranks.pool import make_store
 
 
 @pytest.fixture(scope="module")

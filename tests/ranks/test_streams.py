@@ -1,7 +1,7 @@
 """Rank states for the ranks that put them, and for other numbers of ranks: whose each takes, and the seeds of new random streams."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,12 +58,6 @@ def ranks_of(found: Any) -> Any:
 
 def new_streams(folder: str, address: str, ranks: int) -> tsck.Streams:
     return opened(folder).streams(address, group=GROUPS[ranks], timeout_seconds=20)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

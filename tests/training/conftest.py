@@ -1,4 +1,4 @@
-"""Ranks, and a store in a folder that they share."""
+"""A store in a folder that ranks share, and one of one process."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
-from tests.ranks.pool import Pool, make_store
+from tests.ranks.pool import make_store
 
 
 @pytest.fixture(autouse=True)
@@ -17,12 +17,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    with Pool() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
