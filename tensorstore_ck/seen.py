@@ -8,7 +8,7 @@ from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import RefTable, validate_ref_name
-from tensorstore_ck.record import check_metrics, encode_metadata
+from tensorstore_ck.record import MAX_STEP, check_metrics, encode_metadata
 from tensorstore_ck.snapshot import Snapshot
 from tensorstore_ck.writer import Anything, Expected, PutRequest
 
@@ -92,6 +92,8 @@ class Seen:
         engine.log.sync()
         view = engine.log.view()
         number = None if step is None else step.__index__()
+        if number is not None and not 0 <= number <= MAX_STEP:
+            raise InvalidOptionError(f"step {number} must be from 0 to {MAX_STEP}", object_id="step")
         return PutRequest(ref, number, self.parent(view, ref), self.expected(view, ref, expect), packed_metadata, checked_metrics)
 
     def parent(self, view: RefTable, ref: str) -> Digest | None:

@@ -17,7 +17,7 @@ from tensorstore_ck.layout import Captured
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, SnapshotInfo
 from tensorstore_ck.part import Part
 from tensorstore_ck.partwriter import ALONE, WrittenPart, write_part
-from tensorstore_ck.record import MAX_STEP, Record, record_name
+from tensorstore_ck.record import Record, record_name
 
 MAX_TRIES: Final = 4
 
@@ -58,8 +58,6 @@ def put(engine: Engine, captured: Captured, request: PutRequest) -> SnapshotInfo
         UndecidedError: the backend went away in the middle of the commit.
     """
     engine.require_writable()
-    if request.step is not None and not 0 <= request.step <= MAX_STEP:
-        raise InvalidOptionError(f"step {request.step} must be from 0 to {MAX_STEP}", object_id="step")
     for _ in range(MAX_TRIES - 1):
         try:
             return _try_put(engine, captured, request)

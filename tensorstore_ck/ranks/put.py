@@ -10,7 +10,7 @@ import numpy as np
 
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import Body, pack_body, take, take_count, take_digest
-from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotExpiredError
+from tensorstore_ck.errors import SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.ids import Ulid, derived_hash
 from tensorstore_ck.knownblocks import KnownBlocks
 from tensorstore_ck.layout import Captured, Layout, layout_id
@@ -24,7 +24,6 @@ from tensorstore_ck.ranks.publish import RankParts, checked_parts, publish
 from tensorstore_ck.ranks.replicas import Digests, differences, digests_of
 from tensorstore_ck.ranks.stages import Stage, contradiction
 from tensorstore_ck.ranks.wording import disagreements, sayings
-from tensorstore_ck.record import MAX_STEP
 from tensorstore_ck.split import alike, decode_regions, encode_regions, first_ranks
 from tensorstore_ck.streams import RULE
 from tensorstore_ck.writer import MAX_TRIES, PutRequest
@@ -123,8 +122,6 @@ class _Put:
         self._engine.require_writable()
         self._request, self._states = self._prepare()  # here, so that all learn at once when it cannot be stored
         request, shared = self._request, self._states.shared
-        if request.step is not None and not 0 <= request.step <= MAX_STEP:
-            raise InvalidOptionError(f"step {request.step} must be from 0 to {MAX_STEP}", object_id="step")
         return {
             "ref": request.ref,
             "step": request.step,

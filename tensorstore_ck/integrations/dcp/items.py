@@ -3,6 +3,7 @@
 import io
 import pickle
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import takewhile
@@ -28,6 +29,8 @@ _HARMLESS: Final = [
     *(kind for kind in vars(np.dtypes).values() if isinstance(kind, type) and issubclass(kind, np.dtype)),
 ]
 """What torch must be told to load with ``weights_only=True``."""
+_loading: Final = threading.Lock()
+"""torch's list of such is the process's."""
 _ZIPPING: Final = ("resolve_data", "transform_object")
 """How torch's planner makes a zip of an object."""
 
@@ -59,13 +62,13 @@ def decode_item(data: io.BytesIO | bytes, fqn: str) -> Subtree:
     stream = io.BytesIO(data) if isinstance(data, bytes) else data
     stream.seek(0)
     try:
-        with torch.serialization.safe_globals(_HARMLESS):
+        with _loading, torch.serialization.safe_globals(_HARMLESS):
             value = torch.load(stream, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as exc:
         named = re.search(r"GLOBAL (\S+)", str(exc))
-        what = named[1] if named else "object that torch does not load with weights_only=True"
+        what = f"a {named[1]}" if named else "something that torch does not load with weights_only=True"
         raise UnsupportedValueError(
-            f"cannot store {fqn}: it holds a {what}, which only its own code can make again; put its state_dict() or plain values instead",
+            f"cannot store {fqn}: it holds {what}, which only its own code can make again; put its state_dict() or plain values instead",
             object_id=fqn,
         ) from exc
     return capture_value(value, fqn)

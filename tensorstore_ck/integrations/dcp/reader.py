@@ -61,6 +61,7 @@ class Reader(StorageReader):
         """
         self._target = Target(store, address, open_options)
         self._allow_bad = allow_bad
+        self._checkpoint_id: CheckpointId = None
         self.snapshot: Snapshot | None = None
         """What is read, once that is known."""
         self._content: Content
@@ -82,7 +83,7 @@ class Reader(StorageReader):
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
         """A new load begins."""
-        self._target.reset(checkpoint_id)
+        self._checkpoint_id = checkpoint_id
         self.snapshot = None
 
     def read_metadata(self) -> Metadata:  # with kwargs, DCP would go on without the other ranks when it fails
@@ -115,7 +116,7 @@ class Reader(StorageReader):
         """
         roots = {plan.storage_data for plan in plans}
         if len(roots) > 1:
-            address = self._target.address()
+            address = self._target.address(self._checkpoint_id)
             raise ConflictError(
                 f"the ranks found different snapshots at {address!r} ({', '.join(sorted(root[:16] for root in roots))}): it moved "
                 "meanwhile; load again, or name the step, as in 'runs/gpt@1000'",
@@ -161,7 +162,7 @@ class Reader(StorageReader):
     # --- the work -----------------------------------------------------------------------------------------------------
 
     def _metadata(self) -> Metadata:
-        store, address = self._target.store, self._target.address()
+        store, address = self._target.store, self._target.address(self._checkpoint_id)
         store.engine.log.sync()
         found = resolve(store.engine.log.view(), address)
         snapshot = Snapshot.from_info(found.info)
@@ -194,7 +195,13 @@ class Reader(StorageReader):
         state = build(_with_items(self._tree, getattr(content, "subtrees", frozenset())), content, without_data)
         if not isinstance(state, dict):
             raise MismatchError(f"{address} is no dict, and DCP knows nothing else: restore it with checkout", object_id=address)
-        items, self._paths = flatten_state_dict(state)
+        try:
+            items, self._paths = flatten_state_dict(state)
+        except ValueError as exc:
+            raise MismatchError(
+                f"{address} has names that DCP cannot tell apart ({exc}): restore it with checkout, or select= what you need",
+                object_id=address,
+            ) from exc
         self._leaves = {fqn: leaf_of[id(item)] for fqn, item in items.items() if isinstance(item, torch.Tensor)}
         described: dict[str, STORAGE_TYPES] = {
             fqn: _described(item, requires_grad=bool(self._leaves[fqn].flags & REQUIRES_GRAD))

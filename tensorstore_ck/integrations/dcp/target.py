@@ -22,7 +22,6 @@ class Target:
         self._options = dict(options)
         self._store = store if isinstance(store, Store) else None
         self._place = place
-        self._checkpoint_id: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process, which opens the store anew."""
@@ -46,36 +45,33 @@ class Target:
         """Whether the caller opened the store."""
         return self._url is None
 
-    def reset(self, checkpoint_id: CheckpointId) -> None:
-        """Takes what the caller of ``dcp.save`` or ``dcp.load`` says."""
-        self._checkpoint_id = None if checkpoint_id is None else os.fspath(checkpoint_id)
-
-    def ref_and_step(self) -> tuple[str, int | None]:
+    def ref_and_step(self, checkpoint_id: CheckpointId) -> tuple[str, int | None]:
         """Where a snapshot goes.
 
         Raises:
             InvalidOptionError: nothing says it.
         """
         if self._place is not None:
-            found = _NUMBER.search(self._checkpoint_id or "")
+            found = _NUMBER.search("" if checkpoint_id is None else os.fspath(checkpoint_id))
             return self._place, None if found is None else int(found[1])
-        ref, at, step = self._need("ref=").partition("@")
+        ref, at, step = _needed(checkpoint_id, "ref=").partition("@")
         if at and not (step.isascii() and step.isdigit()):
-            raise InvalidOptionError(f"checkpoint_id={self._checkpoint_id!r}: what follows the @ must be a step", object_id="checkpoint_id")
+            raise InvalidOptionError(f"checkpoint_id={checkpoint_id!r}: what follows the @ must be a step", object_id="checkpoint_id")
         return ref, int(step) if at else None
 
-    def address(self) -> str:
+    def address(self, checkpoint_id: CheckpointId) -> str:
         """Where a snapshot is.
 
         Raises:
             InvalidOptionError: nothing says it.
         """
         if self._place is None:
-            return self._need("address=")
-        found = _NUMBER.search(self._checkpoint_id or "")
+            return _needed(checkpoint_id, "address=")
+        found = _NUMBER.search("" if checkpoint_id is None else os.fspath(checkpoint_id))
         return self._place if found is None else f"{self._place}@{int(found[1])}"
 
-    def _need(self, option: str) -> str:
-        if self._checkpoint_id is None:
-            raise InvalidOptionError(f"which snapshot? Pass {option}, or a checkpoint_id such as 'runs/gpt@1000'", object_id=option)
-        return self._checkpoint_id
+
+def _needed(checkpoint_id: CheckpointId, option: str) -> str:
+    if checkpoint_id is None:
+        raise InvalidOptionError(f"which snapshot? Pass {option}, or a checkpoint_id such as 'runs/gpt@1000'", object_id=option)
+    return os.fspath(checkpoint_id)

@@ -8,6 +8,7 @@ layout in them has names and forms only: the coordinator fills in the values whe
 """
 
 import os
+import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -54,6 +55,19 @@ class Begun(NamedTuple):
     anchor: int
 
 
+class _Saving(threading.local):
+    """The save that a thread is at: ``dcp.async_save`` runs each in one of its own, and some users do not wait for the one before."""
+
+    def __init__(self) -> None:
+        self.checkpoint_id: CheckpointId = None
+        self.ref = ""
+        self.rank = 0
+        self.request: PutRequest | None = None
+        """The coordinator's."""
+        self.begun: Begun | None = None
+        """The coordinator's part, until its values are known."""
+
+
 class Writer(StorageWriter):
     """A `StorageWriter` over a store: ``dcp.save(state, storage_writer=Writer("./ckpt", ref="runs/gpt"), checkpoint_id="step-1000")``.
 
@@ -89,13 +103,16 @@ class Writer(StorageWriter):
         self._step = step
         self._metrics = metrics
         self._metadata = metadata
-        self._rank = 0
-        self._is_coordinator = False
-        self._request: PutRequest | None = None
-        self._begun: Begun | None = None
-        """The coordinator's part, until its values are known."""
+        self._saving = _Saving()
         self.snapshot: Snapshot | None = None
         """What the last save published; on the coordinator alone."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process."""
+        return {name: value for name, value in vars(self).items() if name != "_saving"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _saving=_Saving())
 
     # --- called by DCP, in this order ---------------------------------------------------------------------------------
 
@@ -106,8 +123,7 @@ class Writer(StorageWriter):
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
         """A new save begins."""
-        self._target.reset(checkpoint_id)
-        self._request = self._begun = None
+        self._saving.checkpoint_id = checkpoint_id
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """On every rank.
@@ -120,11 +136,12 @@ class Writer(StorageWriter):
             raise InvalidOptionError(
                 "use_collectives=False would make one checkpoint of each rank, and none of all: leave it out", object_id="use_collectives"
             )
-        self._is_coordinator = is_coordinator
-        self._rank = kwargs.get("rank", 0)
-        self._begun = None
+        saving = self._saving
+        saving.ref, step = self._target.ref_and_step(saving.checkpoint_id)
+        saving.checkpoint_id = saving.begun = None  # of this save alone
+        saving.rank = kwargs.get("rank", 0)
         self._engine.require_writable()
-        self._request = self._make_request() if is_coordinator else None
+        saving.request = self._make_request(saving.ref, step if self._step is None else self._step) if is_coordinator else None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """On every rank.
@@ -137,7 +154,7 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: says who writes which part."""
-        return assign_roles(plans, self._rank)
+        return assign_roles(plans, self._saving.rank)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """On every rank: everything is durable when it returns.
@@ -153,7 +170,7 @@ class Writer(StorageWriter):
         """Does what `write_data` does; what was written, if this rank had something to write, and what DCP is told."""
         role = plan.storage_data
         if not isinstance(role, Role):
-            if plan.items or self._is_coordinator:
+            if plan.items or self._saving.request is not None:
                 raise InvalidOptionError(
                     "DCP used a plan again that was made for another storage writer: use a planner of a class of its own for each, or "
                     "enable_plan_caching=False",
@@ -161,9 +178,9 @@ class Writer(StorageWriter):
                 )
             return None, []  # everything that it has is written by others
         held = held_of(plan, planner, role)
-        if self._is_coordinator:
-            self._begun = self._begin(role, held.captured)
-            return self._begun, held.results
+        if self._saving.request is not None:
+            self._saving.begun = self._begin(role, held.captured)
+            return self._saving.begun, held.results
         begun, told = self._write(role, held.captured)
         return begun, [*held.results, WriteResult(MetadataIndex(""), 0, told)]
 
@@ -173,8 +190,9 @@ class Writer(StorageWriter):
         Raises:
             ConflictError: the ref has moved meanwhile; nothing is visible.
         """
-        assert self._request is not None
-        assert self._begun is not None
+        request, begun = self._saving.request, self._saving.begun
+        assert request is not None
+        assert begun is not None
         parts: dict[int, _Told] = {}
         values: dict[str, Subtree] = {}
         tiny: list[Tiny] = []
@@ -185,18 +203,17 @@ class Writer(StorageWriter):
                 values[result.index.fqn] = result.storage_data
             elif isinstance(result.storage_data, Tiny):
                 tiny.append(result.storage_data)
-        begun = self._begun
         captured = with_tiny(_filled(begun, metadata, values), tiny)
         if sorted(parts) != list(range(1, begun.role.parts)) or {told.layout for told in parts.values()} - {layout_id(begun.role.layout)}:
             raise SnapshotAbortedError(
                 "the ranks did not write parts of one plan: DCP's plan cache is out of step; use a planner with enable_plan_caching=False",
-                object_id=self._request.ref,
+                object_id=request.ref,
             )
         others = [RankParts.of_record(told.parts) for _, told in sorted(parts.items())]
-        info = self._publish(begun, captured, others)
-        self._target.store.seen.note(self._request.ref, info.root, info.root)
+        info = self._publish(request, begun, captured, others)
+        self._target.store.seen.note(request.ref, info.root, info.root)
         self.snapshot = Snapshot.from_info(info)
-        self._begun = None
+        self._saving.begun = None
 
     # --- the work -----------------------------------------------------------------------------------------------------
 
@@ -204,20 +221,19 @@ class Writer(StorageWriter):
     def _engine(self) -> Engine:
         return self._target.store.engine
 
-    def _make_request(self) -> PutRequest:
-        store, (ref, step) = self._target.store, self._target.ref_and_step()
+    def _make_request(self, ref: str, step: int | None) -> PutRequest:
+        store = self._target.store
         self._engine.log.sync()
         if not self._target.is_shared:
             store.seen.adopt(self._engine.log.view(), ref)
-        step = step if self._step is None else self._step
         request = store.seen.request(self._engine, ref, step=step, metrics=self._metrics, metadata=self._metadata)
         check_expected(self._engine.log.view(), ref, request.expect)
         return request
 
     def _known(self, role: Role) -> KnownBlocks:
         """The blocks of the snapshot before."""
-        branch = self._engine.log.view().branch(self._target.ref_and_step()[0])
-        parent = self._request.parent if self._request is not None else None if branch is None else branch.root
+        request, branch = self._saving.request, self._engine.log.view().branch(self._saving.ref)
+        parent = request.parent if request is not None else None if branch is None else branch.root
         return KnownBlocks(self._engine, parent, role.part, role.parts)
 
     def _begin(self, role: Role, captured: Captured) -> Begun:
@@ -250,14 +266,13 @@ class Writer(StorageWriter):
             return begun, _Told(role.part, layout_id(role.layout), parts.record())
         raise AssertionError
 
-    def _publish(self, begun: Begun, captured: Captured, others: list[RankParts]) -> SnapshotInfo:
-        assert self._request is not None
+    def _publish(self, request: PutRequest, begun: Begun, captured: Captured, others: list[RankParts]) -> SnapshotInfo:
         engine = self._engine
         for attempt in range(1, MAX_TRIES + 1):
             txn = engine.new_id()
             try:
                 written, own = self._complete(begun, captured)
-                n = publish(engine, self._request, [own, *others], txn=txn, logical_bytes=captured.logical_bytes)
+                n = publish(engine, request, [own, *others], txn=txn, logical_bytes=captured.logical_bytes)
             except SnapshotExpiredError:
                 if attempt == MAX_TRIES:
                     raise
