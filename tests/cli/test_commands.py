@@ -229,6 +229,6 @@ def test_help_is_a_sentence_and_an_example(tsck: Tsck, name: str) -> None:
 def test_help_lists_commands_in_order(tsck: Tsck) -> None:
     shown = tsck("--help").out
     listed = [line.split()[0] for line in shown.partition("Commands:")[2].splitlines() if line.strip()]
-    assert listed[:4] == ["init", "put", "get", "log"]
+    assert listed[:6] == ["init", "put", "get", "import", "export", "log"]
     assert tsck().out == shown
     assert tsck("--version").out == f"tsck {tsck_package.__version__}\n"
