@@ -35,7 +35,7 @@ class SampleCursor:
     ::
 
         cursor = tsck.SampleCursor(len(dataset), batch_size=256, seed=1)
-        loader = DataLoader(dataset, batch_sampler=cursor.batches(rank, world_size), num_workers=4)
+        loader = DataLoader(dataset, batch_sampler=cursor.batches(rank, world_size), generator=torch.Generator(), num_workers=4)
         while cursor.epoch < epochs:
             for batch in loader:  # what is left of this epoch
                 train(batch)

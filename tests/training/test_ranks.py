@@ -49,7 +49,7 @@ KINDS: dict[str, Callable[[nn.Module, int], nn.Module]] = {"plain": plain, "fsdp
 
 
 class Job:
-    """Gradients are made by hand: gloo does not do all that a backward pass asks for."""
+    """Gradients are made by hand: what a backward pass does is not what is tested here."""
 
     def __init__(self, kind: str, ranks: int, number: int, *, loader: str = "cursor", apart: bool = False) -> None:
         self.rank = dist.get_rank() if ranks > 1 else 0
