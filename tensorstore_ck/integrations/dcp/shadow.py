@@ -183,8 +183,10 @@ def _differing(
     ]
     for item in plan.items:
         tiny = ours[item.index]
-        if isinstance(tiny, Tiny) and chain_of([files.read_tensor(item)]).read(0, len(tiny.data)) != tiny.data:
-            differing.append(item.index.fqn)
+        if isinstance(tiny, Tiny):
+            stored = chain_of([files.read_tensor(item)])  # its memory lives as long as it does
+            if stored.read(0, len(tiny.data)) != tiny.data:
+                differing.append(item.index.fqn)
     boxes: dict[int, list[WriteItem]] = {}
     for item, number in zip(plan.items, begun.role.numbers, strict=True):
         if item.type != WriteItemType.BYTE_IO and item.tensor_data is not None and 0 not in item.tensor_data.chunk.sizes:
