@@ -5,7 +5,7 @@ import importlib.util
 import os
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -15,7 +15,7 @@ from tensorstore_ck.cli.output import emit, green, printable, red
 if TYPE_CHECKING:
     from tensorstore_ck.training.verify import Make
 
-DIFFERS_EXIT = 1
+DIFFERS_EXIT: Final = 3  # Python itself ends with 1 where the code that is run raises
 
 
 @command(
@@ -29,10 +29,11 @@ DIFFERS_EXIT = 1
 @store_options()
 @click.pass_context
 def verify_resume(context: click.Context, function: str, address: str, steps: int, choice: StoreChoice, *, as_json: bool) -> None:
-    """Resume from a snapshot twice, make some steps each time, and compare all that they leave, bit by bit. Ends with 1 where it differs.
+    """Resume from a snapshot twice, make some steps each time, and compare all that they leave, bit by bit. Ends with 3 where it differs.
 
     MODULE is a module's name or a path to a .py file, and is imported: this runs your code. FUNCTION takes nothing, builds the job anew,
-    and returns its tsck.TrainingState and a function that makes one step. The store is not changed.
+    and returns its tsck.TrainingState and a function that makes one step. The store is not changed. What the TrainingState was not given is
+    not compared with how the job went on.
     """
     make = load_function(function)
     from tensorstore_ck.training import verify_resume as verify  # noqa: PLC0415 - loads torch

@@ -78,7 +78,7 @@ def write_safetensors(job: Job) -> Written:
     entries = _entries(content, job.tree)
     values = {leaf.path: leaf for leaf in leaves(job.tree) if leaf.kind == "value" and leaf.index >= 0}
     groups = [entries] if target.is_file else _split(entries, job.max_file_bytes)
-    texts = {"format": "pt", **{key: text if isinstance(text, str) else json.dumps(text) for key, text in job.metadata.items()}}
+    texts = {**{key: text if isinstance(text, str) else json.dumps(text) for key, text in job.metadata.items()}, "format": "pt"}
     if target.is_file:
         names = [os.path.basename(target.path)]
     elif len(groups) == 1:

@@ -243,6 +243,8 @@ class _Tree:
                 found = {} if type(below) is str else []
                 self._put(here, part, found)
             here = found
+        if self._get(here, path[-1]) is not None:
+            raise MalformedError("its paths contradict each other")
         self._put(here, path[-1], value)
 
     @staticmethod

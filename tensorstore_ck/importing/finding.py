@@ -27,6 +27,8 @@ class FoundState(NamedTuple):
     """Names in its pickles that nobody knows -> the file."""
     step: int | None = None
     skipped: tuple[tuple[str, str], ...] = ()
+    files: tuple[str, ...] = ()
+    """That an index names."""
     """Files beside it that are no part of it, and why."""
 
 
@@ -74,13 +76,16 @@ def _in_folder(files: Files, folder: Folder, known: Known) -> FoundState:
             f"{folder.path} has several indexes: give the path of one of {', '.join(indexes)}", object_id=folder.path
         )
     if indexes:
-        return _indexed(files, folder, files.map(folder.join(indexes[0])), known)
+        found = _indexed(files, folder, files.map(folder.join(indexes[0])), known)
+        others = [name for name in names if name not in (*indexes, *found.files)]
+        return found._replace(skipped=tuple((name, f"not named by {indexes[0]}; give its path to import it") for name in others))
     return _members(files, folder, names, known)
 
 
 def _indexed(files: Files, folder: Folder, index: MappedFile, known: Known) -> FoundState:
     content = indexed.load_indexed(files, folder, index, known)
-    return FoundState(f"{content.files} files with an index", content.state, content.metadata, content.unknown)
+    what = f"{len(content.files)} files with an index"
+    return FoundState(what, content.state, content.metadata, content.unknown, files=content.files)
 
 
 def _dcp(files: Files, folder: Folder, known: Known) -> FoundState:

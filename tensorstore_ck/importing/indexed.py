@@ -23,7 +23,7 @@ class IndexedContent(NamedTuple):
     metadata: dict[str, str]
     """What all files say about themselves alike."""
     unknown: dict[str, str]
-    files: int
+    files: tuple[str, ...]
 
 
 def is_index(file: MappedFile) -> bool:
@@ -62,7 +62,7 @@ def load_indexed(files: Files, folder: Folder, index: MappedFile, known: Known) 
                 raise MalformedError(f"two of its files have {printable(min(map(str, twice)))!r}")
             state.update(part)
             metadata = said if metadata is None else dict(metadata.items() & said.items())
-        return IndexedContent(state, dict(sorted((metadata or {}).items())), unknown, len(names))
+        return IndexedContent(state, dict(sorted((metadata or {}).items())), unknown, tuple(sorted(names)))
 
 
 def _load(files: Files, file: MappedFile, known: Known, unknown: dict[str, str]) -> tuple[dict[Any, Any], dict[str, str]]:

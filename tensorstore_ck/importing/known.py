@@ -4,6 +4,7 @@ Tensors are made over storages that are already there, and only where they fit i
 ones, which is counted in `Known.converted`. Everything else stays unknown. No name is imported: the table is all there is.
 """
 
+import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from math import prod
@@ -276,11 +277,24 @@ class _NumpyDtype:
         """Takes version, byte order, and what only other dtypes have."""
         if type(state) is not tuple or len(state) < 2 or state[1] not in ("<", ">", "|", "="):
             raise MalformedError("it has an unknown numpy dtype")
+        if self._dtype.kind in "mM":
+            self._dtype = np.dtype(f"{self._dtype.kind}8{_unit_of(state)}")
         self._dtype = self._dtype.newbyteorder(state[1])
 
     def dtype(self) -> np.dtype[Any]:
         """The dtype, if the store can hold it."""
         return numpy_dtype(self._dtype.str)
+
+
+def _unit_of(state: tuple[Any, ...]) -> str:
+    """``[25s]``: what datetimes count in."""
+    try:
+        unit, count, divisor, _ = state[8][1]
+    except (IndexError, TypeError, ValueError):
+        raise MalformedError("it has a numpy datetime without a unit") from None
+    if type(unit) is not bytes or not re.fullmatch(b"generic|[a-zA-Z]{1,2}", unit) or type(count) is not int or divisor != 1 or count < 1:
+        raise MalformedError("it has a numpy datetime of an unknown unit")
+    return "" if unit == b"generic" else f"[{count}{unit.decode()}]"
 
 
 class _NumpyArrayClass:

@@ -219,13 +219,18 @@ class SnapshotFiles:
         tree = parse(layout, len(content.values))
         found = list(leaves(tree))
         self._values = [leaf for leaf in found if leaf.kind == "value"]
-        held = [leaf for leaf in found if leaf.kind != "value" and _can_hold(layout, leaf)]
-        self._left_out = [leaf.path for leaf in found if leaf.kind != "value" and not _can_hold(layout, leaf)]
         model = {id(leaf) for leaf in _model_leaves(tree)}
-        self._tensors = {MODEL: {leaf.path: leaf for leaf in held}}
-        if any(id(leaf) in model for leaf in held):
-            inside = {leaf.path.removeprefix(f"{MODEL_KEY}."): leaf for leaf in held if id(leaf) in model}
-            self._tensors = {MODEL: inside, STATE: {leaf.path: leaf for leaf in held if id(leaf) not in model}}
+        tensors = [leaf for leaf in found if leaf.kind != "value"]
+        if not any(id(leaf) in model for leaf in tensors):
+            model = set()
+        self._tensors: dict[str, dict[str, Leaf]] = {MODEL: {}, STATE: {}}
+        self._left_out = []
+        for leaf in tensors:
+            name = leaf.path.removeprefix(f"{MODEL_KEY}.") if id(leaf) in model else leaf.path
+            if _can_hold(layout, leaf, name):
+                self._tensors[MODEL if id(leaf) in model or not model else STATE][name] = leaf
+            else:
+                self._left_out.append(leaf.path)
         self.files = [name for name in FILES if name == SNAPSHOT or self._tensors.get(name)]
         self._made: dict[str, SafetensorsFile] = {}
 
@@ -262,9 +267,9 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list) else describe(value)
 
 
-def _can_hold(layout: Layout, leaf: Leaf) -> bool:
+def _can_hold(layout: Layout, leaf: Leaf, name: str) -> bool:
     """Whether a ``.safetensors`` file can hold a tensor of that dtype and name."""
-    return _stored_dtype(layout, leaf) in _DTYPES and leaf.path != METADATA
+    return _stored_dtype(layout, leaf) in _DTYPES and name != METADATA
 
 
 def _stored_dtype(layout: Layout, leaf: Leaf) -> str:

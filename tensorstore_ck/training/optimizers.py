@@ -4,8 +4,9 @@ Its functions are not used: they let an optimizer that has not stepped make a st
 Here one that has not stepped has no state. Tensors are the optimizer's own, never copies. Knows no store.
 """
 
+import inspect
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,6 +16,7 @@ from tensorstore_ck.training.names import Names
 from tensorstore_ck.training.parts import load
 
 State = dict[str, Any]
+_OPTIONAL: Final = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
 def get_state(path: str, optimizer: torch.optim.Optimizer, names: Names) -> State:
@@ -27,8 +29,18 @@ def get_state(path: str, optimizer: torch.optim.Optimizer, names: Names) -> Stat
 
 
 def get_full_state(path: str, optimizer: torch.optim.Optimizer, names: Names) -> State:
-    """`get_state`, where one that has not stepped has the tensors that it will have, and says so: what is read into needs them."""
+    """`get_state`, where one that has not stepped has the tensors that it will have, and says so: what is read into needs them.
+
+    Raises:
+        InvalidOptionError: those cannot be known.
+    """
     found = get_state(path, optimizer, names)
+    if inspect.signature(optimizer.step).parameters.get("closure", _OPTIONAL).default is inspect.Parameter.empty:
+        kind = type(optimizer).__qualname__
+        raise InvalidOptionError(
+            f"DCP fills what is there, and what {kind} will have is not known before it steps: use TrainingState.put and restore",
+            object_id=path,
+        )
     stepped = bool(optimizer.state)
     return {**(found if stepped else {**found, "state": _future_state(optimizer, names)}), "stepped": stepped}
 
@@ -68,12 +80,15 @@ def set_state(path: str, optimizer: torch.optim.Optimizer, names: Names, state: 
             _keep_dtypes(optimizer.state[names.parameters[name]], each)
 
 
-def _keep_dtypes(own: State, given: State) -> None:
+def _keep_dtypes(own: Any, given: Any) -> Any:
     """What torch converts to the dtype of a parameter stays as it was stored: bfloat16 would lose bits of float32 moments."""
-    for key, value in given.items():
-        taken = own.get(key)
-        if isinstance(value, torch.Tensor) and isinstance(taken, torch.Tensor) and taken.dtype != value.dtype:
-            own[key] = value.to(taken.device)
+    if isinstance(given, torch.Tensor) and isinstance(own, torch.Tensor):
+        return own if own.dtype == given.dtype else given.to(own.device)
+    if isinstance(given, dict) and isinstance(own, dict):
+        own.update({key: _keep_dtypes(own[key], value) for key, value in given.items() if key in own})
+    elif isinstance(given, list | tuple) and isinstance(own, list | tuple) and len(own) == len(given):
+        return type(own)(_keep_dtypes(mine, value) for mine, value in zip(own, given, strict=True))
+    return own
 
 
 def _names_in(path: str, optimizer: torch.optim.Optimizer, names: Names) -> list[str]:
@@ -104,6 +119,11 @@ def _future_state(optimizer: torch.optim.Optimizer, names: Names) -> State:
         return {name: dict(each) for parameter, each in optimizer.state.items() if (name := names.of(parameter)) is not None}
     except TypeError:  # one such as LBFGS, which wants a closure: what it has comes with the snapshot
         return {}
+    except Exception as exc:
+        kind = type(optimizer).__qualname__
+        raise InvalidOptionError(
+            f"{kind} cannot make a first step with gradients of zero, which is how its state is made to restore into: {exc}", object_id=kind
+        ) from exc
     finally:
         optimizer.state.clear()
         optimizer.state.update(own)

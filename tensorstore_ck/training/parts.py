@@ -24,7 +24,7 @@ class Part(NamedTuple):
         """Takes an argument apart.
 
         Raises:
-            InvalidOptionError: a key is no string.
+            InvalidOptionError: a key is no string, or has a dot.
         """
         if given is None:
             return cls(name, {})
@@ -36,6 +36,8 @@ class Part(NamedTuple):
             objects = {"": given}
         if not all(isinstance(key, str) and (key or objects.keys() == {""}) for key in objects):
             raise InvalidOptionError(f"{name}= must have strings as keys, not {list(objects)!r:.200}", object_id=name)
+        if name != "extra" and any("." in key for key in objects):  # names of parameters begin with it, and must be told apart
+            raise InvalidOptionError(f"{name}= must have keys without dots, not {list(objects)!r:.200}", object_id=name)
         return cls(name, objects)
 
     def require(self, fits: Callable[[Any], bool], what: str) -> "Part":
@@ -80,7 +82,8 @@ class Part(NamedTuple):
             states = {} if stored is None else {"": stored}
         else:
             states = dict(stored) if isinstance(stored, Mapping) else {}
-        missing = [self.path(key) for key in self.objects if key not in states or states[key] is None]
+        is_value = self.name == "extra"  # of which None is one
+        missing = [self.path(key) for key in self.objects if key not in states or (states[key] is None and not is_value)]
         if missing:
             raise MismatchError(f"the snapshot has no state of {', '.join(missing)}: it was put without", object_id=missing[0])
         unexpected = [self.path(key) for key in states if key not in self.objects]

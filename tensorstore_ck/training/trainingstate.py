@@ -22,7 +22,7 @@ from tensorstore_ck.samples import SampleCursor
 from tensorstore_ck.snapshot import Snapshot
 from tensorstore_ck.store import LAST_SEEN, Store
 from tensorstore_ck.streams import Streams
-from tensorstore_ck.training import environment, extras, generators, gradients, models, optimizers
+from tensorstore_ck.training import environment, extras, generators, gradients, models, optimizers, sealed
 from tensorstore_ck.training.finding import find, require_still
 from tensorstore_ck.training.names import Names, require_supported
 from tensorstore_ck.training.parts import Part, is_stateful, load
@@ -124,6 +124,7 @@ class TrainingState:
             expect: See `Store.put_snapshot`.
             timeout_seconds: With `group`: when to give up on ranks that do not come.
         """
+        _require_group(group)
         shared, own = self._capture(1 if group is None else group.size(), with_gradients=gradients)
         if group is not None:
             shared |= self._models.states(lambda _, each: models.get_share(each))
@@ -153,7 +154,8 @@ class TrainingState:
         """Puts everything back as it was when the snapshot at `address` was put; the tensors of model and optimizer are filled in place.
 
         On another number of ranks what they share is restored, and each seeds its generators anew, as the snapshot says (`Store.streams`).
-        Whatever may keep the job from going on bit for bit is told in one `EnvironmentChangedWarning`.
+        Whatever may keep the job from going on bit for bit is told in one `EnvironmentChangedWarning`. Which parameters require gradients,
+        and whether modules are in train or eval mode, is the script's to say again.
 
         Returns:
             The snapshot; its `step` is where to go on. None where there is no such ref yet: on all ranks, or on none.
@@ -163,6 +165,7 @@ class TrainingState:
             MismatchError: it does not fit: another model, other parts, or loaders whose positions are those of another number of ranks.
             ConflictError: the ref moved meanwhile.
         """
+        _require_group(group)
         ranks = 1 if group is None else group.size()
         found = find(store, address, group, timeout_seconds)
         if found is None:
@@ -209,7 +212,8 @@ class TrainingState:
         rank, ranks = _place()
         shared, own = self._capture(ranks, get_optimizer=optimizers.get_full_state)
         root = blake3(own["generators"]["torch"].numpy().tobytes()).hexdigest()
-        return {**shared, "streams": root, OWN: {str(rank): own}}
+        plain = {"ranks": shared.pop("ranks"), "mid_step": shared.pop("mid_step"), "streams": root}
+        return {**plain, **{name: sealed.seal(each) for name, each in shared.items()}, OWN: {str(rank): sealed.seal(own)}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts back what `state_dict` gave, on as many ranks or on others: see `restore`."""
@@ -218,6 +222,7 @@ class TrainingState:
         if type(put_by) is not int or type(root) is not str:
             raise MismatchError("this is no state of a TrainingState", object_id="state_dict")
         self._require_fitting(put_by, ranks, mid_step=False)
+        state = sealed.unseal(state)
         own = state.get(OWN, {}).get(str(rank)) if put_by == ranks else None
         if put_by == ranks:
             if own is None:
@@ -349,3 +354,13 @@ class TrainingState:
 def _place() -> tuple[int, int]:
     """This process's rank, and how many there are."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
+def _require_group(group: "ProcessGroup | None") -> None:
+    """Refuses to take one of several ranks for all: the others' generators and positions would be lost."""
+    rank, ranks = _place()
+    if group is None and ranks > 1:
+        raise InvalidOptionError(
+            f"this is rank {rank} of {ranks}, and each has generators and positions of its own: call it on all with group=dist.group.WORLD",
+            object_id="group",
+        )

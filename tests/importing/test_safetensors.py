@@ -67,7 +67,9 @@ def test_the_index_of_safetensors_comes_first(bring: Bring, tmp_path: Path) -> N
     folder.mkdir()
     save_sharded(folder, {"a": torch.zeros(2)}, 1)
     save_sharded(folder, {"b": torch.zeros(2)}, 1, "bin", "pytorch_model")
-    assert list(bring(folder)[0]) == ["a"]
+    found, contents = bring(folder)
+    assert list(found) == ["a"]
+    assert [name for name in contents.skipped if not name.endswith(".json")] == ["pytorch_model-00001-of-00001.bin"]
 
 
 def test_a_folder_with_one_file(bring: Bring, tmp_path: Path) -> None:

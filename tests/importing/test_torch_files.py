@@ -49,7 +49,15 @@ def many_values() -> dict[str, Any]:
         "counted": Counter("abca"),
         "defaults": [defaultdict(list, {1: [2]}), defaultdict(None, {}), defaultdict(int)],
         "torch": [torch.float32, torch.device("cpu"), torch.device("cuda", 1), torch.Size([2, 3])],
-        "numpy": [np.float64(0.1), np.int32(7), np.bool_(True), np.str_("text"), np.arange(6).reshape(2, 3)],
+        "numpy": [
+            np.float64(0.1),
+            np.int32(7),
+            np.bool_(True),
+            np.str_("text"),
+            np.arange(6).reshape(2, 3),
+            np.array(["2020-01-01"], "M8[25s]"),
+            np.zeros(2, ">m8"),
+        ],
         "arrays": [
             np.asfortranarray(np.arange(6.0).reshape(2, 3)),
             np.array([b"a", b"bc"]),

@@ -28,7 +28,7 @@ from tests.scripts.launch import Program, launched, torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 RANKS_OF_JOB = 4
-SECONDS_PER_LIFE = 90.0
+SECONDS_PER_LIFE = 240.0
 DELAYS = {"pid": 4.0, "step": 0.05, "putting": 0.1, "put": 0.01}
 """What a rank says -> how long it may live on. It says its pid before it imports torch, the others before or after what they name."""
 

@@ -93,3 +93,41 @@ def test_on_ranks(pool: Pool, tmp_path: Path) -> None:
     found = pool.run(on_ranks, str(tmp_path / "dcp"))
     assert all(each[:2] == (True, True) for each in found)
     assert len({each[2] for each in found}) > 1
+
+
+class Growing:
+    """A loader that has no position before its first batch."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_a_fresh_object_has_no_names_for_comes_back(tmp_path: Path) -> None:
+    """DCP fills the names that are there already."""
+
+    def made() -> tuple[Growing, dict[str, Any], TrainingState]:
+        loader, extra = Growing(), dict[str, Any]({"seen": {}, "best": None, "ema": {"w": torch.zeros(3)}})
+        return loader, extra, TrainingState(model=nn.Linear(2, 2), dataloader=loader, extra=extra)
+
+    loader, extra, training = made()
+    loader.state = {"pos": 7, "inner": {"worker": [1, 2]}}
+    extra.update(seen={"a": 1}, best=0.5, ema={"w": torch.ones(3)})
+    torch.distributed.checkpoint.save({"app": training}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    loader, extra, training = made()
+    torch.distributed.checkpoint.load({"app": training}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert loader.state == {"pos": 7, "inner": {"worker": [1, 2]}}
+    assert (extra["seen"], extra["best"], extra["ema"]["w"].tolist()) == ({"a": 1}, 0.5, [1, 1, 1])
+
+
+def test_an_optimizer_whose_state_is_not_known_before_it_steps() -> None:
+    model = nn.Linear(2, 2)
+    training = TrainingState(model=model, optimizer=torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(tsck.InvalidOptionError, match="LBFGS"):
+        training.state_dict()

@@ -112,7 +112,7 @@ def gathered(value: Any) -> Any:
 
 
 def group_of(ranks: int) -> Any:
-    return GROUPS[ranks] if ranks > 1 else None
+    return GROUPS[ranks]
 
 
 def put(folder: str, kind: str, ranks: int, ref: str, options: dict[str, Any]) -> Any:
@@ -184,12 +184,30 @@ def test_another_number_of_ranks_has_the_same_tensors(pool: Pool, folder: Path, 
 
 
 def test_what_one_process_put_many_ranks_restore(pool: Pool, folder: Path) -> None:
-    expected = pool.run(put, str(folder), "plain", 1, "one", {}, ranks=1)[0]
+    job = Job("plain", 1, 1)
+    for _ in range(3):
+        job.step()
+    with tsck.open(folder / "store", cache_dir=folder / "cache-one") as store:
+        job.training.put(store, ref="one", step=3)
+    expected = [job.gathered(), job.cursor.position, job.drawn()]
+    for _ in range(2):
+        job.step()
+    expected.append(job.gathered())
     (found,) = pool.run(restore, str(folder), "plain", 1, "one", {}, ranks=1)
-    assert found[:4] == expected[:4]
+    assert list(found[:4]) == expected
     for found in pool.run(restore, str(folder), "fsdp2 over tp", RANKS, "one", {}, ranks=RANKS):
         assert (found[0], found[3]) == (expected[0], expected[3])
         assert "ranks 1 -> 8" in found[6][0]
+
+
+def put_alone(folder: str) -> None:
+    Job("plain", 2, 1).training.put(opened(folder, 2), ref="alone")
+
+
+def test_a_rank_alone_does_not_put_for_all(pool: Pool, folder: Path) -> None:
+    for answer in pool.ask(put_alone, str(folder), ranks=2):
+        assert isinstance(answer, tsck.InvalidOptionError)
+        assert "group=" in str(answer)
 
 
 def test_buffers_of_other_ranks_are_those_of_the_first(pool: Pool, folder: Path) -> None:

@@ -345,3 +345,33 @@ def test_a_job_that_was_given_up_for_dead_changes_nothing(store: tsck.Store, tmp
         successor.put(second, ref="runs/job", step=2)
     with pytest.raises(tsck.ConflictError):
         TrainingState(extra={"n": 5}).put(store, ref="runs/job", step=2)
+
+
+def test_a_value_that_is_none_comes_back(store: tsck.Store) -> None:
+    tsck.TrainingState(extra={"best": None, "n": 1}).put(store, ref="r")
+    extra = {"best": 3, "n": 0}
+    tsck.TrainingState(extra=extra).restore(store, "r")
+    assert extra == {"best": None, "n": 1}
+
+
+class Nested(torch.optim.SGD):
+    """Keeps tensors of another dtype in lists and dicts."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("deep", {"m": [torch.full((2,), 1.001)]})
+
+
+def test_nested_optimizer_states_keep_their_dtype(store: tsck.Store) -> None:
+    for fresh in (False, True):
+        model = torch.nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
+        optimizer = Nested(model.parameters())
+        training = tsck.TrainingState(model=model, optimizer=optimizer)
+        if fresh:
+            training.restore(store, "r")
+        else:
+            optimizer.step()
+            training.put(store, ref="r")
+    (found,) = optimizer.state[model.weight]["deep"]["m"]
+    assert found.dtype == torch.float32
+    assert found.tolist() == torch.full((2,), 1.001).tolist()

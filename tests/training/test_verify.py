@@ -206,7 +206,7 @@ def test_the_command(module: str) -> None:
 @pytest.mark.usefixtures("script")
 def test_the_command_says_what_differs() -> None:
     result = invoke("job_of_mine:odd", "--json")
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     document = json.loads(result.output)
     assert document["ok"] is False
     assert document["report"]["difference"]["name"] == "what step() returned"

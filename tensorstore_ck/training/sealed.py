@@ -1,0 +1,31 @@
+"""States as torch.distributed.checkpoint keeps them whole.
+
+DCP flattens dicts and lists, and loads the names that the state it fills has already: what a loader or a counter has come by since it was
+made would be lost without a word. It keeps a tuple as one item. Tensors stay outside: they are what it is good at.
+"""
+
+from typing import Any, Final
+
+import torch
+
+_SEAL: Final = "sealed"
+
+
+def seal(state: Any) -> Any:
+    """The state, with everything that has no tensors in tuples."""
+    if not _has_tensors(state):
+        return (_SEAL, state)
+    return {key: seal(each) for key, each in state.items()} if isinstance(state, dict) else state
+
+
+def unseal(state: Any) -> Any:
+    """What `seal` was given."""
+    if type(state) is tuple and len(state) == 2 and type(state[0]) is str and state[0] == _SEAL:
+        return state[1]
+    return {key: unseal(each) for key, each in state.items()} if isinstance(state, dict) else state
+
+
+def _has_tensors(state: Any) -> bool:
+    if isinstance(state, dict):
+        return any(map(_has_tensors, state.values()))
+    return isinstance(state, torch.Tensor) or (isinstance(state, list | tuple) and any(map(_has_tensors, state)))
