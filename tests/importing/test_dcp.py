@@ -180,6 +180,7 @@ CHANGES: dict[str, Callable[[Metadata], object]] = {
     "a list without end": lambda metadata: metadata.planner_data.update({"model.a": ("list", 10**9)}),
     "a negative position": lambda metadata: metadata.planner_data.update({"model.a": ("list", -1)}),
     "paths that contradict": lambda metadata: metadata.planner_data.update({"model.b": ("model", "a", "b")}),
+    "a value where a container is": lambda metadata: metadata.planner_data.update({list(metadata.planner_data)[-1]: ("model",)}),
     "plans of another type": lambda metadata: setattr(metadata, "planner_data", [1]),
 }
 

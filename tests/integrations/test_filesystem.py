@@ -464,3 +464,9 @@ def test_what_was_freed(store: tsck.Store, files: SnapshotFileSystem) -> None:
     with pytest.raises(OSError, match="forgotten"):
         file.read()
     assert not files.exists("runs/gpt@1/model.safetensors")
+
+
+def test_a_tensor_that_a_file_cannot_name(store: tsck.Store, files: SnapshotFileSystem) -> None:
+    store.put_snapshot({"model": {"__metadata__": torch.ones(2), "w": torch.ones(3)}}, ref="odd")
+    assert list(load(files.cat_file("odd/model.safetensors"))) == ["w"]
+    assert json.loads(files.cat_file("odd/snapshot.json"))["left_out"] == ["model.__metadata__"]

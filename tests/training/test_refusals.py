@@ -141,3 +141,8 @@ def test_a_gradient_of_no_parameter(store: tsck.Store) -> None:
     store.put_snapshot(state, ref="runs/job")
     with pytest.raises(tsck.MismatchError, match="a gradient of 'other'"):
         training.restore(store, "runs/job")
+
+
+def test_keys_with_dots_could_not_be_told_apart() -> None:
+    with pytest.raises(tsck.InvalidOptionError, match="dots"):
+        tsck.TrainingState(model={"a": torch.nn.Linear(2, 2), "a.b": torch.nn.Linear(2, 2)})

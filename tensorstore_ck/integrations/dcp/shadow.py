@@ -142,8 +142,7 @@ class ShadowWriter(StorageWriter):
         self._problem = next((rank.problem for rank in ranks if rank.problem), "")
         if differing and not self._problem:
             self._problem = f"{len(differing)} items are not what the checkpoint holds, {differing[0]!r} first"
-        if not self._problem:
-            self._guarded(lambda: self._ours.finish(metadata, [rank.ours for rank in ranks]))
+        self._guarded(lambda: self._ours.finish(metadata, [rank.ours for rank in ranks]))
         snapshot = None if self._problem else self._ours.snapshot
         self.report = ShadowReport(
             snapshot,
