@@ -44,6 +44,8 @@ def make_layout(ranks: int, width: int) -> Layout:
 class _FakedSource:
     """`ByteSource` of one rank's side of a tensor."""
 
+    size_bytes = 0
+
     def __init__(self, *what: int) -> None:
         self._what = what
 

@@ -19,7 +19,7 @@ from tensorstore_ck.opening import init_store, make_engine
 from tensorstore_ck.pack import pack_name
 from tensorstore_ck.part import part_name
 from tensorstore_ck.ranks.publish import RankParts
-from tensorstore_ck.ranks.put import Prepared, RankStates, _Done, _Put
+from tensorstore_ck.ranks.put import Prepared, RankStates, Done, RankPut
 from tensorstore_ck.reader import SnapshotReader
 from tensorstore_ck.record import encode_metadata
 from tensorstore_ck.table import MemoryTable
@@ -104,13 +104,13 @@ class Job:
         forget(engine, [f"run@{info.step}"])
         return self._watched(lambda: run_gc(engine, GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1.0)))[1]
 
-    def _put_of(self, rank: int, step: int, request: PutRequest, txn: Ulid) -> _Put:
+    def _put_of(self, rank: int, step: int, request: PutRequest, txn: Ulid) -> RankPut:
         if rank not in self._engines:
             self._engines[rank] = self._fresh_engine()
         states = RankStates(captured(self.layout, step, rank), None)
-        return _Put(self._engines[rank], Seat(rank, self.ranks), lambda: Prepared(request, states), txn=txn, checked={})  # type: ignore[arg-type]
+        return RankPut(self._engines[rank], Seat(rank, self.ranks), lambda: Prepared(request, states), txn=txn, checked={})  # type: ignore[arg-type]
 
-    def _copy(self, put: _Put, rank: int) -> Body:
+    def _copy(self, put: RankPut, rank: int) -> Body:
         """Stores a part like that of `put`, with packs and block ids of its own."""
         written = put._written[0]
         packs = [new_ulid() for _ in written.part.packs]
@@ -119,7 +119,7 @@ class Job:
         ids = np.random.default_rng(list(packs[0])).bytes(len(written.part.ids))
         part, ulid = written.part._replace(rank=rank, packs=packs, ids=ids), new_ulid()
         self.backend.put(part_name(ulid), part.encode())
-        done = _Done(RankParts([ulid], [part.part_id()], written.new_bytes, part.anchor, part.anchor, Objects()), 0, None, None)
+        done = Done(RankParts([ulid], [part.part_id()], written.new_bytes, part.anchor, part.anchor, Objects()), 0, None, None)
         return done.record()
 
     def _watched(self, work: Callable[[], T]) -> tuple[T, Ran]:

@@ -23,7 +23,7 @@ from tensorstore_ck.opening import init_store, make_engine
 from tensorstore_ck.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values, part_name
 from tensorstore_ck.ranks import Channel, Group, KeyValue
 from tensorstore_ck.ranks.publish import RankParts
-from tensorstore_ck.ranks.put import Prepared, RankStates, _Done, _Put, put_ranks
+from tensorstore_ck.ranks.put import Prepared, RankStates, Done, RankPut, put_ranks
 from tensorstore_ck.ranks.replicas import Digests
 from tensorstore_ck.record import encode_metadata
 from tensorstore_ck.sharding import Mesh, Shard
@@ -73,6 +73,8 @@ def layout(ranks: int) -> Layout:
 class ZeroSource:
     """`ByteSource` of zeros."""
 
+    size_bytes = 0
+
     def read(self, start: int, stop: int) -> memoryview:
         return memoryview(bytes(stop - start))
 
@@ -100,7 +102,7 @@ def measure(case: Case, ranks: int, blocks: int) -> Cost:
     request = PutRequest("bench", 1, None, None, encode_metadata({}), {})
     nonce = new_ulid()
     store = FakeStore()
-    put = _Put(engine, None, lambda: Prepared(request, states), txn=new_ulid(), checked={})  # type: ignore[arg-type]
+    put = RankPut(engine, None, lambda: Prepared(request, states), txn=new_ulid(), checked={})  # type: ignore[arg-type]
     said = _sayings(engine, case, put, ranks, blocks)
     prefix = f"tsck/bench/{ulid_text(nonce)}/1/"
     channel = Channel(lambda action, seconds: action(store), prefix, ranks=ranks)
@@ -136,7 +138,7 @@ class _Everything(dict[bytes, int]):
         return True
 
 
-def _sayings(engine: Engine, case: Case, put: _Put, ranks: int, blocks: int) -> Iterable[tuple[str, Body]]:
+def _sayings(engine: Engine, case: Case, put: RankPut, ranks: int, blocks: int) -> Iterable[tuple[str, Body]]:
     """The hellos and dones of all ranks but rank 0, of which `put` is; their parts are stored."""
     backend, head, hello = engine.backend, engine.log.sync().n, put.hello()
     assert isinstance(backend, CountingBackend)
@@ -146,7 +148,7 @@ def _sayings(engine: Engine, case: Case, put: _Put, ranks: int, blocks: int) -> 
         if case.condemns:
             backend.put(part_name(ulid), part.encode())
             backend.packs_named += part.packs
-        done = _Done(RankParts([ulid], [part.part_id()], blocks * BLOCK_BYTES, head, head, Objects()), 0, replicas, None)
+        done = Done(RankParts([ulid], [part.part_id()], blocks * BLOCK_BYTES, head, head, Objects()), 0, replicas, None)
         yield f"hello/{rank}", {"record": hello, "oldest": 1}
         yield f"done/{rank}", {"record": done.record()}
 

@@ -30,6 +30,8 @@ class GcOptions:
     """At most so many live bytes are rewritten in one run, those first that free most."""
     settle_seconds: float = 7 * DAY_SECONDS
     """Tombstones are kept for that long: a save that slept longer starts anew."""
+    max_bytes_per_second: float | None = None
+    """Reads no more than that, and writes no more than that, so that jobs keep their bandwidth; None: as fast as it goes."""
 
     def __post_init__(self) -> None:
         """Raises `InvalidOptionError` for what makes no sense."""

@@ -44,8 +44,10 @@ def run_gc(
         UnreadableError: something that is held cannot be read, so that nobody knows what it needs.
         GcRefusedError: more would go than `options.max_delete`, or the backend's clock is too far from ours.
         UnsafeBackendError: the backend does not keep what gc's safety rests on.
+        InvalidOptionError: `options.max_bytes_per_second` is no rate.
     """
-    return _Gc(engine, options or GcOptions(), dry_run, progress).run()
+    options = options or GcOptions()
+    return _Gc(engine.limited_to(options.max_bytes_per_second), options, dry_run, progress).run()
 
 
 class _Plan(NamedTuple):

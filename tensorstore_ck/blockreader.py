@@ -120,7 +120,12 @@ def _read_at_places(engine: Engine, wanted: list[WantedBlock]) -> None:
     buffers = threading.local()
 
     def fetch(run: list[WantedBlock]) -> None:
-        _fetch(engine, run, buffers)
+        try:
+            _fetch(engine, run, buffers)
+        except CorruptObjectError:
+            if not engine.distrust(pack_name(run[0].pack)):
+                raise
+            _fetch(engine, run, buffers)
 
     for_each(runs, fetch, min(threads, len(runs)))
 

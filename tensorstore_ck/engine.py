@@ -8,20 +8,28 @@ import os
 import socket
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Final, Self, TypeVar
 
+from tensorstore_ck.backend.limited import limited_to
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.config import StoreConfig
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES
 from tensorstore_ck.errors import CorruptObjectError, UnsafeBackendError
+from tensorstore_ck.events import Observers
 from tensorstore_ck.ids import DIGEST_BYTES, Clock, IdSource, Ulid
 from tensorstore_ck.index import BlockIndex
 from tensorstore_ck.log import Log, ObjectKey, Relocation, SnapshotInfo
 from tensorstore_ck.moved import Moved, decode_moved
 from tensorstore_ck.part import Part, decode_part, part_name
+from tensorstore_ck.ratelimit import RateLimit
 from tensorstore_ck.record import Record, decode_record, record_name
+from tensorstore_ck.room import MinFree
 from tensorstore_ck.table import Table
+from tensorstore_ck.tiers import Tier
+
+T = TypeVar("T")
 
 MAX_CACHED_PARTS: Final = 4
 MAX_CACHED_MOVED: Final = 64
@@ -40,6 +48,14 @@ class Engine:
     new_id: IdSource
     single_writer: bool = False
     """Opened by a caller who vouches that no other process writes."""
+    observers: Observers = field(default_factory=Observers)
+    """Who is told what happens."""
+    tier: Tier | None = None
+    """The staging disk, where there is one; `backend` then reads through it."""
+    limit: RateLimit | None = None
+    """How fast the job may write to the store: this process's share of it."""
+    min_free: MinFree = MinFree()
+    """What must stay free of the store's place."""
     _parts: "OrderedDict[Ulid, Part]" = field(default_factory=OrderedDict)
     _moved: "OrderedDict[Ulid, Moved]" = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -56,7 +72,7 @@ class Engine:
     def read_record(self, info: SnapshotInfo) -> Record:
         """The record of a snapshot, checked against what the log says of it."""
         name = record_name(info.ulid)
-        record = decode_record(self.backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
+        record = self._read(name, decode_record)
         if record.root() != info.root:
             raise CorruptObjectError(f"{name} is not the snapshot that the log names", object_id=name)
         return record
@@ -68,7 +84,7 @@ class Engine:
             part = self._parts.get(ulid)
         if part is None:
             name = part_name(ulid)
-            part = decode_part(self.backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
+            part = self._read(name, decode_part)
             if part.part_id() != record.part_ids[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES] or part.rank != rank:
                 raise CorruptObjectError(f"{name} is not the part that its snapshot names", object_id=name)
             self.keep_part(ulid, part)
@@ -96,6 +112,26 @@ class Engine:
                 while len(self._moved) > MAX_CACHED_MOVED:
                     self._moved.popitem(last=False)
         return moved
+
+    def limited_to(self, bytes_per_second: float | None) -> Self:
+        """The same open store, whose backend reads no faster, and writes no faster; None: itself. The log is not slowed down.
+
+        Raises:
+            InvalidOptionError: not a rate.
+        """
+        return self if bytes_per_second is None else replace(self, backend=limited_to(self.backend, bytes_per_second))
+
+    def distrust(self, name: str) -> bool:
+        """Told that the bytes of an object are wrong: whether they came from the staging disk, and it is worth to read them again."""
+        return self.tier is not None and self.tier.backend.distrust(name)
+
+    def _read(self, name: str, decode: Callable[[bytes, str], T]) -> T:
+        try:
+            return decode(self.backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
+        except CorruptObjectError:
+            if not self.distrust(name):
+                raise
+        return decode(self.backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
 
     def close(self) -> None:
         """Releases the backend and the cache."""

@@ -58,6 +58,20 @@ class SnapshotAbortedError(RetryableError):
     exit_code = 14
 
 
+class SnapshotDroppedError(SnapshotAbortedError):
+    """A put was dropped as it was asked to be: skipped or replaced when memory was used up, or cancelled."""
+
+    kind = "snapshot_dropped"
+    exit_code = 15
+
+
+class WaitTimeoutError(RetryableError):
+    """What was waited for has not come yet; it goes on."""
+
+    kind = "wait_timeout"
+    exit_code = 16
+
+
 # --- ask the user -------------------------------------------------------------------------------------------------
 
 
@@ -171,6 +185,13 @@ class GcRefusedError(InputError):
 
     kind = "gc_refused"
     exit_code = 37
+
+
+class FrozenChangedError(InputError):
+    """A tensor that was put as frozen has changed."""
+
+    kind = "frozen_changed"
+    exit_code = 38
 
 
 class SnapshotMarkedBadError(InputError):

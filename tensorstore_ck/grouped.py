@@ -1,4 +1,4 @@
-"""Puts and restores of a process group: what `Store` does with ``group=``. Every rank calls the same with its own side of the state."""
+"""Process groups that restore together: what `Store` does with ``group=``. Every rank calls the same with its own side of the state."""
 
 import weakref
 from collections.abc import Callable
@@ -12,13 +12,11 @@ from tensorstore_ck.blockreader import ReadBlocks
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import Body, take
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.hostreads import HostReads, host_key
+from tensorstore_ck.hostreads import HOST_KEY_BYTES, HostReads, host_key
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.ranks import Duties, Group, open_group
-from tensorstore_ck.ranks.put import Prepared, RankStates, put_ranks
 from tensorstore_ck.ranks.wording import disagreements
-from tensorstore_ck.writer import PutRequest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,28 +41,27 @@ class Groups:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._groups: weakref.WeakKeyDictionary[ProcessGroup, tuple[Group, dict[bytes, int]]] = weakref.WeakKeyDictionary()
-        """With the layouts that it has put, and how often: see `put_ranks`."""
+        """With the layouts that it has put, and how often: see `run_put`."""
+        self._publishing: weakref.WeakKeyDictionary[ProcessGroup, Group] = weakref.WeakKeyDictionary()
+        self._local_ranks: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
-    def put(
-        self,
-        group: "ProcessGroup",
-        ref: str,
-        state: object,
-        rank_state: object,
-        request: Callable[[], PutRequest],
-        *,
-        timeout_seconds: float,
-    ) -> SnapshotInfo:
-        """Stores the state of all ranks as one snapshot. `request` is asked when the attempt has begun: see `put_ranks`."""
-        from tensorstore_ck.state import capture  # noqa: PLC0415 - loads torch
-        from tensorstore_ck.state.shares import describer_of  # noqa: PLC0415
+    def local_ranks(self, group: "ProcessGroup", *, timeout_seconds: float) -> int:
+        """How many ranks of a group are on this host, this one among them; asks all of them once."""
+        if group not in self._local_ranks:
+            title = "the count of the ranks of each host"
+            own = self.of(group)[0]
+            attempt = own.begin(title, object_id=title, timeout=timeout_seconds)
 
-        def prepare() -> Prepared:
-            asked, shared = request(), capture(state, describer_of(group))
-            return Prepared(asked, RankStates(shared, None if rank_state is None else capture(rank_state)))
+            def compare(hellos: list[Body]) -> Body:
+                return {"hosts": b"".join(take(hello, "host", bytes).ljust(HOST_KEY_BYTES, b"\0") for hello in hellos)}
 
-        own, checked = self.of(group)
-        return put_ranks(self._engine, own, prepare, ref=ref, checked=checked, timeout=timeout_seconds)
+            def work(go: Body) -> Body:
+                hosts = np.frombuffer(take(go, "hosts", bytes), f"V{HOST_KEY_BYTES}")
+                self._local_ranks[group] = int((hosts == hosts[own.rank]).sum())
+                return {}
+
+            attempt.run(Duties(lambda: {"host": host_key()}, work, None, compare, lambda _: {}))
+        return self._local_ranks[group]
 
     def restore(
         self,
@@ -140,6 +137,12 @@ class Groups:
 
         attempt = group.begin(title, object_id=title, timeout=timeout)
         attempt.run(Duties(lambda: {"bits": bits}, do, None, compare, lambda _: {}))
+
+    def publishing(self, group: "ProcessGroup") -> Group:
+        """The same ranks, for what their publishing threads do together, in an order of its own."""
+        if group not in self._publishing:
+            self._publishing[group] = open_group(group, f"{self._engine.config.uuid}/publish")
+        return self._publishing[group]
 
     def of(self, group: "ProcessGroup") -> tuple[Group, dict[bytes, int]]:
         """This rank's place in a process group, and the layouts that it has put."""

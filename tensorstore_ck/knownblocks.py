@@ -17,9 +17,13 @@ from tensorstore_ck.part import Part
 class KnownBlocks:
     """Where blocks lie already: in the parent's parts, else in this host's index; only in packs that are there in full and stay."""
 
-    def __init__(self, engine: Engine, parent: Digest | None, rank: int = 0, ranks: int = 1) -> None:
-        """`rank` of how many `ranks`: which of the parent's parts to look at; `ranks` and more are those of the ranks' own states."""
+    def __init__(self, engine: Engine, parent: Digest | None, rank: int = 0, ranks: int = 1, *, elsewhere: bool = True) -> None:
+        """`rank` of how many `ranks`: which of the parent's parts to look at; `ranks` and more are those of the ranks' own states.
+
+        With `elsewhere` false the index is not asked: then whoever holds the parent holds all that is relied on.
+        """
         self._engine = engine
+        self._elsewhere = elsewhere
         self._view = engine.log.view()
         self._parts: list[tuple[Part, Places]] = []
         self._rows: dict[bytes, tuple[int, int]] = {}
@@ -46,7 +50,7 @@ class KnownBlocks:
             location = Location(places.packs[pack], entry, offset, stored, raw, codec) if base == -1 else None
             if location is not None and self._is_usable(location):
                 return location
-        location = self._engine.index.get(block)
+        location = self._engine.index.get(block) if self._elsewhere else None
         return location if location is not None and self._is_usable(location) else None
 
     def _is_usable(self, location: Location) -> bool:

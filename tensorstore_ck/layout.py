@@ -22,9 +22,10 @@ A value can be ``["tree", node, values]``: a subtree without tensors, which was 
 It takes the place of its hole (`tree.expand`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -300,6 +301,10 @@ def _storages(items: list[Any], tensors: Sequence[TensorSpec]) -> list[SharedSto
 class ByteSource(Protocol):
     """The bytes of one tensor, row-major and contiguous, as they are captured."""
 
+    @property
+    def size_bytes(self) -> int:
+        """How many it has."""
+
     def read(self, start: int, stop: int) -> memoryview:
         """Bytes [start, stop): the tensor's own memory where it is contiguous on the CPU, else a copy. Thread-safe."""
 
@@ -314,6 +319,22 @@ class ByteTarget(Protocol):
         """Takes the verified bytes from `start` on. Thread-safe; called once for every byte, in any order."""
 
 
+@dataclass(slots=True)
+class Frozen:
+    """A tensor of which its owner says that it does not change: its bytes are read each `verify_every`-th time only."""
+
+    verify_every: int
+    ids: Sequence[Digest] = ()
+    """Of its blocks on this rank, in order, when it was last read."""
+    unread: int = 0
+    """How often it was put since."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to be read, to see whether that is true."""
+        return self.unread + 1 >= self.verify_every
+
+
 class Captured(NamedTuple):
     """A state, taken apart: what a put stores."""
 
@@ -324,6 +345,7 @@ class Captured(NamedTuple):
     sources: Sequence[ByteSource]
     """One for each tensor of the layout: what this rank holds of it, one region after another."""
     explicit: Sequence[Explicit] = ()
+    frozen: Mapping[int, Frozen] = MappingProxyType({})
 
     @property
     def logical_bytes(self) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorstore_ck.backend import open_backend, probe_create
+from tensorstore_ck.backend.limited import limited
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
 from tensorstore_ck.engine import Engine, current_actor
@@ -22,7 +23,10 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.ids import Clock, IdSource, new_ulid
 from tensorstore_ck.index import BlockIndex, forget_packs
 from tensorstore_ck.log import Log
+from tensorstore_ck.ratelimit import RateLimit
+from tensorstore_ck.room import MinFree, require_room
 from tensorstore_ck.table import Table, open_table
+from tensorstore_ck.tiers import Staging, Tier, TieredBackend, Uploader
 
 
 def open_engine(
@@ -33,8 +37,13 @@ def open_engine(
     single_writer_unsafe: bool = False,
     no_sync: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
+    staging: str | os.PathLike[str] | Staging | None = None,
+    min_free: str | int = 0,
+    max_bytes_per_second: float | None = None,
 ) -> Engine:
     """The engine of the store at `url`; with `create`, makes the store if there is none."""
+    kept = MinFree.parse(min_free)
+    limit = None if max_bytes_per_second is None else RateLimit(max_bytes_per_second)
     backend = open_backend(url, storage_options, no_sync=no_sync)
     try:
         config = read_config(backend)
@@ -44,8 +53,20 @@ def open_engine(
             raise NotAStoreError(
                 f"there is no store at {backend.url}: make one with `tsck init`, or open(..., create=True)", object_id=backend.url
             )
+        require_room(backend, kept, 0, "the store")
+        options = staging if staging is None or isinstance(staging, Staging) else Staging(staging)
+        folder = options.open(config.uuid) if options is not None else None
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
-        return make_engine(backend, config, table, single_writer=single_writer_unsafe)
+        engine = make_engine(backend, config, table, single_writer=single_writer_unsafe)
+        engine.limit, engine.min_free = limit, kept
+        guard = kept if kept != MinFree() else None
+        if folder is None or options is None:
+            engine.backend = limited(backend, writes=limit, min_free=guard)
+        else:
+            tiered = TieredBackend(folder, limited(backend, min_free=guard))
+            uploader = Uploader(folder, tiered.store, max_parallel_requests=options.max_parallel_requests, limit=limit)
+            engine.backend, engine.tier = tiered, Tier(folder, uploader, tiered, options)
+        return engine
     except BaseException:
         backend.close()
         raise

@@ -15,6 +15,7 @@ from tensorstore_ck.codec import Codec, encode_lz4
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.ids import Digest, IdSource, Ulid, block_id
 from tensorstore_ck.index import Location
+from tensorstore_ck.metering import Meter
 from tensorstore_ck.pack import ENTRY_DTYPE, HEADER, PACK_LIMIT_BYTES, decode_footer, encode_footer, encode_header, pack_name, stored_check
 from tensorstore_ck.parallel import for_each
 
@@ -55,13 +56,18 @@ class PackWriter:
         *,
         open_packs: int = 1,
         limit_bytes: int = PACK_LIMIT_BYTES,
+        meter: Meter | None = None,
     ) -> None:
-        """`known` says where a block lies already; it is called under a lock. Up to `open_packs` are written side by side."""
+        """`known` says where a block lies already; it is called under a lock. Up to `open_packs` are written side by side.
+
+        `meter` is told of every run; what it raises gives the work up.
+        """
         self._backend = backend
         self._new_id = new_id
         self._known = known
         self._open_packs = open_packs
         self._limit_bytes = limit_bytes
+        self._meter = meter if meter is not None else Meter()
         self._lock = threading.Lock()
         self._open: list[_OpenPack] = []
         self._unsealed: list[_OpenPack] = []
@@ -74,16 +80,29 @@ class PackWriter:
 
     def add(self, run: Sequence[Buffer], *, compress: bool = False) -> list[Digest]:
         """Stores the blocks of `run` that are not there yet; returns all their ids. The buffers may be reused afterwards."""
-        ids = [block_id(raw) for raw in run]
+        with self._meter.timed("hash", sum(map(len, run))):
+            ids = [block_id(raw) for raw in run]
         with self._lock:
             fresh = [(block, raw) for block, raw in zip(ids, run, strict=True) if self._claim(block)]
         if fresh:
             blocks = []
-            for block, raw in fresh:
-                codec, stored = encode_lz4(raw) if compress else (Codec.RAW, raw)
-                blocks.append(EncodedBlock(block, codec, stored, len(raw)))
+            with self._meter.timed("encode", sum(len(raw) for _, raw in fresh)):
+                for block, raw in fresh:
+                    codec, stored = encode_lz4(raw) if compress else (Codec.RAW, raw)
+                    blocks.append(EncodedBlock(block, codec, stored, len(raw)))
             self._append(blocks)
         return ids
+
+    def rely_on(self, ids: Sequence[Digest]) -> bool:
+        """Whether all these blocks lie in the store already; then they count as added, unread."""
+        with self._lock:
+            places = {block: self.found.get(block) or self._known(block) for block in ids}
+            there = {block: place for block, place in places.items() if place is not None}
+            if len(there) < len(places):
+                return False
+            self.found |= there
+            self._claimed |= there.keys()
+        return True
 
     def add_encoded(self, blocks: Sequence[EncodedBlock]) -> None:
         """Stores those blocks that are not there yet as they are; the caller has verified them. Their buffers may be reused afterwards."""
@@ -99,7 +118,8 @@ class PackWriter:
     def close(self) -> None:
         """Seals what is still open: everything added is durable afterwards."""
         packs, self._open = self._open, []
-        for_each(packs, self._seal, len(packs))
+        with self._meter.timed("write"):
+            for_each(packs, self._seal, len(packs))
 
     def abort(self) -> None:
         """Gives up packs that are not sealed yet; sealed ones stay behind as orphans."""
@@ -125,7 +145,8 @@ class PackWriter:
             if pack.reserved_bytes >= self._limit_bytes:
                 pack.full = True
                 self._open.remove(pack)
-        offset = pack.writer.append([block.stored for block in blocks])
+        with self._meter.timed("write", size):
+            offset = pack.writer.append([block.stored for block in blocks])
         with self._lock:
             for block, check in zip(blocks, checks, strict=True):
                 pack.rows.append((block.id, offset, check, len(block.stored), block.raw_bytes, block.codec, 0, 0))

@@ -4,7 +4,7 @@ Knows neither refs nor the log, and no torch: it takes a state that was taken ap
 """
 
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
@@ -13,10 +13,11 @@ import numpy as np
 from tensorstore_ck.backend.protocol import Buffer
 from tensorstore_ck.chunker import cut_opaque
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.ids import Digest, Ulid
+from tensorstore_ck.errors import FrozenChangedError
+from tensorstore_ck.ids import ZERO_DIGEST, Digest, Ulid
 from tensorstore_ck.index import Location
-from tensorstore_ck.knownblocks import KnownBlocks
 from tensorstore_ck.layout import Captured, layout_id
+from tensorstore_ck.metering import Meter
 from tensorstore_ck.packwriter import PackWriter
 from tensorstore_ck.parallel import cpu_threads, for_each
 from tensorstore_ck.part import BLOB_DTYPE, EXTENT_DTYPE, Extents, Part, encode_values, part_name
@@ -27,6 +28,10 @@ RUN_BLOCKS: Final = 512
 """Small blocks are hashed and appended together, up to this many."""
 MAX_OPEN_PACKS: Final = 4
 """On local files, packs written side by side: one thread at a time gets into a file."""
+
+
+Known = Callable[[Digest], Location | None]
+"""Where a block lies already, if it may be relied on."""
 
 
 class Seat(NamedTuple):
@@ -54,11 +59,15 @@ class WrittenPart(NamedTuple):
     """Of its packs and of itself."""
 
 
-class _Run(NamedTuple):
-    """Consecutive blocks that one thread handles at a time: (tensor, start, stop) in its source, and their first row."""
+class _Block(NamedTuple):
+    """A block to store."""
 
     row: int
-    blocks: list[tuple[int, int, int]]
+    """Among the tensors' blocks."""
+    tensor: int
+    start: int
+    """Where it begins in the tensor's source."""
+    stop: int
 
 
 class BlobBlocks(NamedTuple):
@@ -79,19 +88,44 @@ class TensorBlocks(NamedTuple):
     """What lies inside the part."""
 
 
-def write_part(engine: Engine, captured: Captured, known: KnownBlocks, *, anchor: int, seat: Seat = ALONE) -> WrittenPart:
-    """Hashes and stores everything that this rank has to store. `anchor`: the log entry that `known` goes by."""
-    with open_packs(engine, known) as packs:
-        blobs = write_blobs(captured, packs, seat)
-        tensors = write_tensors(captured, packs, seat, engine.config.block_bytes)
-    return store_part(engine, captured, blobs, tensors, [packs], anchor=anchor, seat=seat)
+def write_part(
+    engine: Engine,
+    captured: Captured,
+    known: Known,
+    *,
+    anchor: int,
+    seat: Seat = ALONE,
+    meter: Meter | None = None,
+    apart: bool = False,
+) -> WrittenPart:
+    """Hashes and stores everything that this rank has to store.
+
+    Args:
+        engine: The store.
+        captured: The state.
+        known: Which blocks need not be written.
+        anchor: The log entry that `known` goes by.
+        seat: Which part it is.
+        meter: Is told how it goes; what it raises gives the work up.
+        apart: Whether the layout and large values get packs of their own, which are small.
+    """
+    with open_packs(engine, known, meter) as first:
+        blobs = write_blobs(captured, first, seat)
+        if not apart:
+            tensors = write_tensors(captured, first, seat, engine.config.block_bytes)
+    packs = [first]
+    if apart:
+        with open_packs(engine, known, meter) as second:
+            tensors = write_tensors(captured, second, seat, engine.config.block_bytes)
+        packs.append(second)
+    return store_part(engine, captured, blobs, tensors, packs, anchor=anchor, seat=seat)
 
 
 @contextmanager
-def open_packs(engine: Engine, known: Callable[[Digest], Location | None]) -> Iterator[PackWriter]:
+def open_packs(engine: Engine, known: Known, meter: Meter | None = None) -> Iterator[PackWriter]:
     """A writer of blocks that are not `known`; every pack is durable when the block ends."""
     side_by_side = min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
-    packs = PackWriter(engine.backend, engine.new_id, known, open_packs=side_by_side)
+    packs = PackWriter(engine.backend, engine.new_id, known, open_packs=side_by_side, meter=meter)
     try:
         yield packs
         packs.close()
@@ -117,25 +151,38 @@ def write_blobs(captured: Captured, packs: PackWriter, seat: Seat) -> BlobBlocks
 
 
 def write_tensors(captured: Captured, packs: PackWriter, seat: Seat, block_bytes: int) -> TensorBlocks:
-    """Stores this rank's share of the tensors."""
+    """Stores this rank's share of the tensors.
+
+    Raises:
+        FrozenChangedError: a tensor that was said to be frozen has other bytes than when it was last read.
+    """
     inline: list[bytes] = []
-    blocks: list[tuple[int, int, int]] = []
+    blocks: list[_Block] = []
     for tensor, start, share in places_of(captured, seat, block_bytes):
         if share.is_inline:
             inline.append(bytes(captured.sources[tensor].read(start, start + share.lengths[0])))
             continue
         for length in share.lengths:
-            blocks.append((tensor, start, start + length))
+            blocks.append(_Block(len(blocks), tensor, start, start + length))
             start += length
+    ids = [ZERO_DIGEST] * len(blocks)
+    frozen = _rows_of_frozen(captured, blocks)
+    for tensor in [*frozen]:
+        said = captured.frozen[tensor]
+        if not said.is_due and len(said.ids) == len(frozen[tensor]) and packs.rely_on(said.ids):
+            said.unread += 1
+            for row, block in zip(frozen.pop(tensor), said.ids, strict=True):
+                ids[row] = block
 
-    ids: dict[int, list[Digest]] = {}
+    def store(run: list[_Block]) -> None:
+        buffers: list[Buffer] = [captured.sources[block.tensor].read(block.start, block.stop) for block in run]
+        for block, found in zip(run, packs.add(buffers), strict=True):
+            ids[block.row] = found
 
-    def store(run: _Run) -> None:
-        buffers: list[Buffer] = [captured.sources[tensor].read(start, stop) for tensor, start, stop in run.blocks]
-        ids[run.row] = packs.add(buffers)
-
-    for_each(_runs(blocks), store, cpu_threads() + 1)
-    return TensorBlocks([block for row in sorted(ids) for block in ids[row]], b"".join(inline))
+    for_each(_runs(block for block in blocks if ids[block.row] is ZERO_DIGEST), store, cpu_threads() + 1)
+    for tensor, rows in frozen.items():
+        _note_frozen(captured, tensor, [ids[row] for row in rows])
+    return TensorBlocks(ids, b"".join(inline))
 
 
 def inline_bytes(captured: Captured, seat: Seat, block_bytes: int) -> bytes:
@@ -205,13 +252,37 @@ def source_offsets(captured: Captured, held: Sequence[Region]) -> list[int]:
     return bases
 
 
-def _runs(blocks: list[tuple[int, int, int]]) -> Iterator[_Run]:
-    """The blocks in order, in runs of up to `RUN_BYTES`."""
-    first = run_bytes = 0
-    for number, (_, start, stop) in enumerate(blocks):
-        if number > first and (run_bytes + stop - start > RUN_BYTES or number - first == RUN_BLOCKS):
-            yield _Run(first, blocks[first:number])
-            first, run_bytes = number, 0
-        run_bytes += stop - start
-    if blocks:
-        yield _Run(first, blocks[first:])
+def _rows_of_frozen(captured: Captured, blocks: Sequence[_Block]) -> dict[int, list[int]]:
+    rows: dict[int, list[int]] = {}
+    if captured.frozen:
+        for block in blocks:
+            if block.tensor in captured.frozen:
+                rows.setdefault(block.tensor, []).append(block.row)
+    return rows
+
+
+def _note_frozen(captured: Captured, tensor: int, ids: list[Digest]) -> None:
+    """What a frozen tensor was found to be when it was read."""
+    said, name = captured.frozen[tensor], captured.layout.tensors[tensor].name
+    if len(said.ids) == len(ids) and said.ids != ids:
+        raise FrozenChangedError(
+            f"{name} was put as frozen, but has changed since it was last read: nothing was published, and the {said.unread} snapshots since "
+            "then have its earlier values. Leave it out of frozen=",
+            object_id=name,
+        )
+    said.ids, said.unread = ids, 0
+
+
+def _runs(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
+    """The blocks in order, in runs that one thread handles at a time, of up to `RUN_BYTES`."""
+    run: list[_Block] = []
+    run_bytes = 0
+    for block in blocks:
+        size = block.stop - block.start
+        if run and (run_bytes + size > RUN_BYTES or len(run) == RUN_BLOCKS):
+            yield run
+            run, run_bytes = [], 0
+        run.append(block)
+        run_bytes += size
+    if run:
+        yield run

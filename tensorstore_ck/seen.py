@@ -27,7 +27,7 @@ LAST_SEEN: Final = LastSeen()
 class _Ref(NamedTuple):
     """Where a ref was, and which of its snapshots the training state comes from."""
 
-    head: Digest
+    head: Digest | None
     current: Digest
 
 
@@ -42,11 +42,24 @@ class Seen:
         """The ref is at `head`, and the state in memory is `current`."""
         self._refs[ref] = _Ref(head, current)
 
+    def note_staged(self, ref: str, root: Digest) -> None:
+        """The state in memory is `root`, which will be on the ref once it is published."""
+        seen = self._refs.get(ref)
+        self._refs[ref] = _Ref(seen.head if seen is not None else None, root)
+
+    def note_published(self, ref: str, root: Digest, staged: Digest | None) -> None:
+        """What was staged before is on the ref now; `staged` is what was staged after it, if anything was."""
+        self._refs[ref] = _Ref(root, staged or root)
+
     def adopt(self, view: RefTable, ref: str) -> None:
         """Goes on from wherever the ref is, if this handle has not seen it."""
         branch = view.branch(ref)
         if branch is not None and ref not in self._refs:
             self.note(ref, branch.root, branch.root)
+
+    def knows(self, ref: str) -> bool:
+        """Whether this handle has put or restored there."""
+        return ref in self._refs
 
     def drop(self, ref: str) -> None:
         """This handle forgot the ref: its next put there begins it anew."""
@@ -65,9 +78,7 @@ class Seen:
             return expect
         if isinstance(expect, Snapshot):
             return Digest(bytes.fromhex(expect.root))
-        if isinstance(expect, str):
-            return resolve(view, expect).info.root
-        raise InvalidOptionError(f"expect must be a root, tsck.ANY or None, not {type(expect).__name__}", object_id="expect")
+        return resolve(view, str(expect)).info.root
 
     def request(
         self,
@@ -84,17 +95,15 @@ class Seen:
         Raises:
             InvalidOptionError, InvalidNameError: an argument is not what it must be.
         """
-        validate_ref_name(ref)
-        packed_metadata, checked_metrics = encode_metadata(metadata), check_metrics(metrics)
-        if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
-            raise InvalidOptionError(f"step must be an integer, not {step!r}", object_id="step")
-        engine.require_writable()
-        engine.log.sync()
+        return self.as_of_now(engine, asked(engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect))
+
+    def as_of_now(self, engine: Engine, asked: "Asked", *, sync: bool = True) -> PutRequest:
+        """A put as of now; asks the log, or goes by what is known of it."""
+        if sync:
+            engine.log.sync()
         view = engine.log.view()
-        number = None if step is None else step.__index__()
-        if number is not None and not 0 <= number <= MAX_STEP:
-            raise InvalidOptionError(f"step {number} must be from 0 to {MAX_STEP}", object_id="step")
-        return PutRequest(ref, number, self.parent(view, ref), self.expected(view, ref, expect), packed_metadata, checked_metrics)
+        parent, expected = self.parent(view, asked.ref), self.expected(view, asked.ref, asked.expect)
+        return PutRequest(asked.ref, asked.step, parent, expected, asked.metadata, asked.metrics)
 
     def parent(self, view: RefTable, ref: str) -> Digest | None:
         """What a new snapshot continues: what this handle last put or restored on the ref; for others, the ref's head."""
@@ -102,3 +111,40 @@ class Seen:
             return self._refs[ref].current
         branch = view.branch(ref)
         return branch.root if branch else self._restored
+
+
+class Asked(NamedTuple):
+    """What a put says besides the state, checked as far as it can be without asking the log."""
+
+    ref: str
+    step: int | None
+    expect: object
+    metadata: bytes
+    metrics: dict[str, float]
+
+
+def asked(
+    engine: Engine,
+    ref: str,
+    *,
+    step: object = None,
+    metrics: Mapping[str, float] | None = None,
+    metadata: Mapping[str, object] | None = None,
+    expect: object = LAST_SEEN,
+) -> Asked:
+    """Checks what a put says.
+
+    Raises:
+        InvalidOptionError, InvalidNameError: an argument is not what it must be.
+    """
+    validate_ref_name(ref)
+    packed_metadata, checked_metrics = encode_metadata(metadata), check_metrics(metrics)
+    if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
+        raise InvalidOptionError(f"step must be an integer, not {step!r}", object_id="step")
+    number = None if step is None else step.__index__()
+    if number is not None and not 0 <= number <= MAX_STEP:
+        raise InvalidOptionError(f"step {number} must be from 0 to {MAX_STEP}", object_id="step")
+    if not (expect is None or isinstance(expect, LastSeen | Anything | Snapshot | str)):
+        raise InvalidOptionError(f"expect must be a root, tsck.ANY or None, not {type(expect).__name__}", object_id="expect")
+    engine.require_writable()
+    return Asked(ref, number, expect, packed_metadata, checked_metrics)

@@ -1,6 +1,7 @@
 """`Store`: the facade that users hold. It resolves addresses, remembers what this handle has seen, and delegates.
 
-torch is loaded only by the methods that take or return tensors, so that a command starts fast. All else is in `manage`.
+Here is what restores; what saves is in `puts`, all else in `manage`. torch is loaded only by the methods that take or return tensors, so
+that a command starts fast.
 """
 
 import os
@@ -10,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from tensorstore_ck.address import Resolved
 from tensorstore_ck.blockreader import read_blocks
-from tensorstore_ck.engine import Engine
-from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundError
-from tensorstore_ck.grouped import TIMEOUT_SECONDS, Groups, Reading
+from tensorstore_ck.errors import MismatchError, NotFoundError
+from tensorstore_ck.grouped import TIMEOUT_SECONDS, Reading
 from tensorstore_ck.layout import Content
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.manage import ManagedStore
 from tensorstore_ck.merged import count_rank_states, open_rank_state, open_snapshot
 from tensorstore_ck.opening import open_engine
-from tensorstore_ck.seen import LAST_SEEN, LastSeen
+from tensorstore_ck.puts import SavingStore
+from tensorstore_ck.seen import LAST_SEEN
 from tensorstore_ck.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.streams import RULE, Streams
-from tensorstore_ck.writer import ANY, Anything, PutRequest, check_expected, put
+from tensorstore_ck.tiers import Staging
+from tensorstore_ck.writer import ANY
 
 if TYPE_CHECKING:
     import torch
@@ -30,70 +31,10 @@ if TYPE_CHECKING:
     from tensorstore_ck.state import LazySnapshot, LoadReport, StateCheck
 
 
-class Store(ManagedStore):
+class Store(SavingStore):
     """An open store. Thread-safe; a context manager. Make one with `tensorstore_ck.open`."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self._groups = Groups(engine)
-
-    @property
-    def groups(self) -> Groups:
-        """The process groups that this handle has met, for what is built on top of a store."""
-        return self._groups
-
-    # --- put and restore ----------------------------------------------------------------------------------------------
-
-    def put_snapshot(
-        self,
-        state: object,
-        *,
-        ref: str,
-        step: int | None = None,
-        metrics: Mapping[str, float] | None = None,
-        metadata: Mapping[str, object] | None = None,
-        expect: "str | Snapshot | Anything | LastSeen | None" = LAST_SEEN,
-        group: "ProcessGroup | None" = None,
-        rank_state: object = None,
-        timeout_seconds: float = TIMEOUT_SECONDS,
-    ) -> Snapshot:
-        """Stores `state` and moves branch `ref` to it. Durable and published when it returns; else it raises and nothing is visible.
-
-        The ref moves only from the root that this handle last put or restored there, so a job that was given up for dead
-        cannot overwrite its successor's work. A ref that this handle has not seen must not exist yet.
-
-        Args:
-            state: Any nesting of dicts, lists and tuples with tensors, numpy arrays and plain values.
-            ref: The branch to move; made if it does not exist.
-            step: The training step, for ``ref@step``.
-            metrics: Numbers to rank by.
-            metadata: What the run knows: config, learning rate, git commit. At most 1 MiB; part of the root.
-            expect: A root, `ANY`, or None for "the ref must not exist", instead of what this handle last saw.
-            group: All ranks of it put together, each its own side of the state: DTensors and `FlatShard` its share, other tensors whole.
-            rank_state: With `group`: what is this rank's alone, such as random number generators.
-            timeout_seconds: With `group`: when to give up on ranks that do not come.
-
-        Raises:
-            UnsupportedValueError: `state` holds something that cannot be stored; the message has the path.
-            ConflictError: the ref is elsewhere; nothing was written.
-            SnapshotAbortedError: with `group`: a rank failed, is gone, or came with something else; the message names it.
-        """
-        from tensorstore_ck.state import capture  # noqa: PLC0415 - loads torch
-
-        if rank_state is not None and group is None:
-            raise InvalidOptionError("rank_state= needs group=: one process puts everything into the state", object_id="rank_state")
-
-        def request() -> PutRequest:
-            return self._seen.request(self._engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect)
-
-        if group is not None:
-            info = self._groups.put(group, ref, state, rank_state, request, timeout_seconds=timeout_seconds)
-        else:
-            alone = request()
-            check_expected(self._engine.log.view(), ref, alone.expect)
-            info = put(self._engine, capture(state), alone)
-        self._seen.note(ref, info.root, info.root)
-        return Snapshot.from_info(info)
+    # Putting is in `puts`, all that needs no tensors in `manage`.
 
     def checkout(
         self,
@@ -111,7 +52,7 @@ class Store(ManagedStore):
         broadcast: bool = False,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Any:
-        """Restores the snapshot at `address`, every block verified.
+        """Restores the snapshot at `address`, every block verified. Puts of this handle that are under way are waited for first.
 
         Args:
             address: A branch, tag, root, root prefix, ``ref@step`` or ``ref~n``.
@@ -137,6 +78,9 @@ class Store(ManagedStore):
             DamageError: stored data is damaged; nothing wrong is returned.
         """
         from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
+
+        self._saver.settle()
+        self._handle.frozen.forget()
 
         def find(address: str) -> Resolved:
             found = self._resolve(address)
@@ -259,6 +203,10 @@ def open_store(
     single_writer_unsafe: bool = False,
     no_sync: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
+    host_memory_bytes: int | None = None,
+    staging: str | os.PathLike[str] | Staging | None = None,
+    min_free: str | int = 0,
+    max_bytes_per_second: float | None = None,
 ) -> Store:
     """Opens the store at a path or URL (``file://``, ``s3://bucket/prefix``, ``memory://``, any fsspec URL).
 
@@ -270,11 +218,17 @@ def open_store(
             writes: a second writer can silently lose commits.
         no_sync: Skip fsync on local files: a power failure may lose acknowledged snapshots.
         cache_dir: Where this host keeps its cache; by default the user's cache directory.
+        host_memory_bytes: What captures of `Store.put_snapshot_async` may take in this process, all together; by default three quarters
+            of what the container and the host have free at the first one, shared by the ranks of the host.
+        staging: A disk of this host, where puts are durable first and restores find what they read before: a path, or `Staging`.
+        min_free: What must stay free where the store is: ``"5%"``, ``"50GB"`` or bytes; checked here, at each put and while it writes.
+        max_bytes_per_second: How fast a job may write to the store: its ranks share it evenly.
 
     Raises:
         NotAStoreError: nothing there, and `create` is false.
         InvalidUrlError: the URL cannot be understood.
         UnsafeBackendError: the backend lets two writers create the same object.
+        NoSpaceError: less than `min_free` is free, or the staging disk is too small.
     """
     return Store(
         open_engine(
@@ -284,7 +238,11 @@ def open_store(
             single_writer_unsafe=single_writer_unsafe,
             no_sync=no_sync,
             cache_dir=cache_dir,
-        )
+            staging=staging,
+            min_free=min_free,
+            max_bytes_per_second=max_bytes_per_second,
+        ),
+        host_memory_bytes=host_memory_bytes,
     )
 
 

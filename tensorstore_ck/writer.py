@@ -15,6 +15,7 @@ from tensorstore_ck.ids import Digest, Ulid
 from tensorstore_ck.knownblocks import KnownBlocks
 from tensorstore_ck.layout import Captured
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, SnapshotInfo
+from tensorstore_ck.metering import Meter
 from tensorstore_ck.part import Part
 from tensorstore_ck.partwriter import ALONE, WrittenPart, write_part
 from tensorstore_ck.record import Record, record_name
@@ -47,8 +48,10 @@ class PutRequest(NamedTuple):
     metrics: dict[str, float]
 
 
-def put(engine: Engine, captured: Captured, request: PutRequest) -> SnapshotInfo:
+def put(engine: Engine, captured: Captured, request: PutRequest, meter: Meter | None = None) -> SnapshotInfo:
     """Stores a state and moves the ref to it; returns once both are durable. The caller has synced the log.
+
+    `meter` is told how it goes; what it raises gives the put up.
 
     When gc freed something that this put relies on before it could commit, as after a long sleep of this process, it starts anew:
     the bytes are still in memory.
@@ -60,18 +63,19 @@ def put(engine: Engine, captured: Captured, request: PutRequest) -> SnapshotInfo
     engine.require_writable()
     for _ in range(MAX_TRIES - 1):
         try:
-            return _try_put(engine, captured, request)
+            return _try_put(engine, captured, request, meter)
         except SnapshotExpiredError:
             engine.log.sync()
-    return _try_put(engine, captured, request)
+    return _try_put(engine, captured, request, meter)
 
 
-def _try_put(engine: Engine, captured: Captured, request: PutRequest) -> SnapshotInfo:
+def _try_put(engine: Engine, captured: Captured, request: PutRequest, meter: Meter | None) -> SnapshotInfo:
     head = engine.log.view().head()
     known = KnownBlocks(engine, request.parent)
     seat = ALONE._replace(layout_of=b"") if captured.explicit else ALONE  # the part id covers regions only together with it
-    written = write_part(engine, captured, known, anchor=head.n if head else 0, seat=seat)
-    return _publish(engine, written, captured, request)
+    written = write_part(engine, captured, known, anchor=head.n if head else 0, seat=seat, meter=meter)
+    with (meter or Meter()).timed("commit"):
+        return _publish(engine, written, captured, request)
 
 
 def check_expected(view: RefTable, ref: str, expect: Expected) -> None:

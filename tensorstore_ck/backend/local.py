@@ -22,6 +22,7 @@ from tensorstore_ck.backend.oserrors import os_errors, store_error
 from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, InvalidUrlError, MissingObjectError, UnsafeBackendError
 from tensorstore_ck.ids import new_ulid, ulid_text
+from tensorstore_ck.room import Space
 
 TEMPORARY_PREFIX: Final = ".tmp-"
 
@@ -82,13 +83,13 @@ class LocalBackend:
         check_prefix(prefix)
         return (info for info in self._walk(prefix) if not _is_temporary(info.name))
 
-    def free_bytes(self) -> int | None:
+    def space(self) -> Space | None:
         folder = self._root
         while not os.path.isdir(folder):
             folder = os.path.dirname(folder)
         with os_errors("look at the free space of", self._root):
             found = os.statvfs(folder)
-        return found.f_bavail * found.f_frsize
+        return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
 
     # --- write ---
 

@@ -14,6 +14,7 @@ from tensorstore_ck.backend.names import check_name, check_prefix
 from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, MissingObjectError
 from tensorstore_ck.ids import Clock
+from tensorstore_ck.room import Space
 
 
 class MemoryBackend:
@@ -71,7 +72,7 @@ class MemoryBackend:
             with self._lock:
                 self._objects.pop(check_name(name), None)
 
-    def free_bytes(self) -> int | None:
+    def space(self) -> Space | None:
         return None
 
     def list_uploads(self) -> Iterator[ObjectInfo]:

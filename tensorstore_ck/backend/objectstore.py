@@ -18,6 +18,7 @@ from tensorstore_ck.backend.names import check_name, check_prefix
 from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.backend.remote import ProcessLocal, remote_errors
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, UnsafeBackendError
+from tensorstore_ck.room import Space
 
 CreateCall = Callable[[Any, str, bytes], None]
 """Given a filesystem, a path and bytes: makes the object, or raises FileExistsError, atomically."""
@@ -132,7 +133,7 @@ class FsspecBackend:
             with remote_errors("delete", name, self.url), contextlib.suppress(FileNotFoundError):
                 self._filesystem.get().rm_file(self._path(name))
 
-    def free_bytes(self) -> int | None:
+    def space(self) -> Space | None:
         return None
 
     def list_uploads(self) -> Iterator[ObjectInfo]:

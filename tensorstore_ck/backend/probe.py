@@ -49,12 +49,12 @@ class ProbeResult:
 
 def probe_create(backend: Backend) -> bool:
     """Whether `create` is exclusive, as far as two quick races can tell."""
-    return _in_folder(backend, lambda folder: not _create_problems(backend, folder, QUICK_ROUNDS))[0]
+    return in_folder(backend, lambda folder: not _create_problems(backend, folder, QUICK_ROUNDS))[0]
 
 
 def probe(backend: Backend) -> ProbeResult:
     """Tries everything; takes some seconds and 64 MiB for a while."""
-    result, left_behind = _in_folder(backend, lambda folder: _probe(backend, folder))
+    result, left_behind = in_folder(backend, lambda folder: _probe(backend, folder))
     return replace(result, problems=result.problems + left_behind)
 
 
@@ -75,7 +75,7 @@ def _probe(backend: Backend, folder: str) -> ProbeResult:
     )
 
 
-def _in_folder(backend: Backend, work: Callable[[str], T]) -> tuple[T, tuple[str, ...]]:
+def in_folder(backend: Backend, work: Callable[[str], T]) -> tuple[T, tuple[str, ...]]:
     """Runs `work` on a folder of its own; returns its result, and what to say if the folder could not be removed."""
     folder = f"probe/{ulid_text(new_ulid())}/"
     problems: tuple[str, ...] = ()

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+from tensorstore_ck.room import Space
+
 Buffer = bytes | bytearray | memoryview
 
 
@@ -85,8 +87,8 @@ class Backend(Protocol):
     def delete(self, names: Iterable[str]) -> None:
         """Deletes; names that are gone already are fine."""
 
-    def free_bytes(self) -> int | None:
-        """Bytes that can still be written, where the backend can tell."""
+    def space(self) -> Space | None:
+        """How large the place is, and what can still be written, where the backend can tell."""
 
     def list_uploads(self) -> Iterator[ObjectInfo]:
         """What unfinished writes left behind: multipart uploads, temporaries. ``name`` is what `abort_upload` takes."""

@@ -5,7 +5,7 @@ PutObject with ``If-None-Match: *``. botocore and aiohttp resend requests whose 
 success: a 412 is EXISTS, and whatever is no clear answer is UNKNOWN. Failed requests are repeated by botocore (for about
 10 s), and by nobody else; only a reply that breaks off in its body is repeated here.
 """
-# ruff: noqa: D102 - protocol.py documents the methods
+# ruff: noqa: D102 - protocol.py and resumable.py document the methods
 
 import io
 import random
@@ -17,11 +17,14 @@ from typing import Any, Final
 
 from fsspec.asyn import sync
 
+from tensorstore_ck.backend import s3upload
 from tensorstore_ck.backend.names import check_name, check_prefix
 from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.backend.remote import ProcessLocal, error_code, http_status, remote_errors
+from tensorstore_ck.backend.resumable import Upload
 from tensorstore_ck.backend.s3writer import S3Writer
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, StoreError, UnsafeBackendError
+from tensorstore_ck.room import Space
 
 DELETE_BATCH: Final = 1000
 READ_TRIES: Final = 4
@@ -96,7 +99,7 @@ class S3Backend:
                 return
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
-    def free_bytes(self) -> int | None:
+    def space(self) -> Space | None:
         return None
 
     # --- write ---
@@ -164,6 +167,16 @@ class S3Backend:
             except Exception as exc:
                 if error_code(exc) != "NoSuchUpload" and http_status(exc) != 404:
                     raise
+
+    def begin_upload(self, name: str, size_bytes: int) -> Upload:
+        return s3upload.begin(s3upload.Destination(self, name, self._key(name), size_bytes))
+
+    def resume_upload(self, name: str, size_bytes: int, token: str) -> Upload:
+        return s3upload.resume(s3upload.Destination(self, name, self._key(name), size_bytes), token)
+
+    def give_up_upload(self, name: str, token: str) -> None:
+        if upload_id := s3upload.upload_id_of(token):
+            self.abort_upload(name + _UPLOAD_MARK + upload_id)
 
     def close(self) -> None:
         self._filesystem.close()

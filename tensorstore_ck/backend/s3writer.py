@@ -20,7 +20,7 @@ from tensorstore_ck.errors import BackendUnavailableError, StoreError
 
 PIECE_BYTES: Final = 16 << 20
 PIECES_IN_FLIGHT: Final = 4
-_PIECES_OF_ONE_SIZE: Final = 1000  # of the 10,000 that S3 allows: sizes double after each 1,000
+PIECES_OF_ONE_SIZE: Final = 1000  # of the 10,000 that S3 allows: sizes double after each 1,000
 
 
 class Requests(Protocol):
@@ -97,7 +97,7 @@ class S3Writer:
             self._piece = self._next_buffer()
 
     def _piece_bytes(self) -> int:
-        return PIECE_BYTES << (len(self._sent) // _PIECES_OF_ONE_SIZE)
+        return PIECE_BYTES << (len(self._sent) // PIECES_OF_ONE_SIZE)
 
     def _send(self) -> None:
         if self._threads is None:

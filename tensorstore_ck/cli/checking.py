@@ -2,16 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import click
 
-from tensorstore_ck.cli.options import StoreChoice, command, fraction, named_value, seconds, store_options
-from tensorstore_ck.cli.output import counted, emit, green, human_bytes, iso_time, printable, red
+from tensorstore_ck.cli.options import StoreChoice, command, fraction, named_value, rate_option, seconds, store_options
+from tensorstore_ck.cli.output import counted, emit, green, iso_time, printable, red
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.executor import DaskCluster
 from tensorstore_ck.fsck import FsckOptions, RepairReport, abort_stale_uploads, run_fsck, run_repair
 from tensorstore_ck.fsck.findings import Finding, FsckReport
+from tensorstore_ck.sizes import human_bytes
 
 
 @command(
@@ -28,6 +30,7 @@ from tensorstore_ck.fsck.findings import Finding, FsckReport
 @click.option("--from", "other", metavar="URL", help="With --repair: another store to take lost data from.")
 @click.option("--from-storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help="For its storage service (repeatable).")
 @click.option("--abort-uploads", is_flag=True, help="Also free what unfinished uploads of more than a day ago left behind.")
+@rate_option
 @click.option("--dask", metavar="ADDRESS", help="Read the data on the workers of a Dask cluster.")
 @store_options()
 @click.pass_context
@@ -42,6 +45,7 @@ def fsck(
     other: str | None,
     from_storage_option: tuple[tuple[str, object], ...],
     abort_uploads: bool,
+    rate_limit: float | None,
     dask: str | None,
     as_json: bool,
 ) -> None:
@@ -61,9 +65,9 @@ def fsck(
             engine.backend = choice.open_portable()
             executor = stack.enter_context(DaskCluster(dask))
         bar = stack.enter_context(Bar("checking"))
-        options = FsckOptions(read_data, sample, max_time)
+        options = FsckOptions(read_data, sample, max_time, max_bytes_per_second=rate_limit)
         if options.reads_data:
-            options = FsckOptions(read_data, sample, max_time, bar)
+            options = replace(options, progress=bar)
         repaired: RepairReport | None = None
         if repair:
             source = StoreChoice(other, dict(from_storage_option), choice.cache_dir).open_engine() if other is not None else None

@@ -1,28 +1,16 @@
 """The command that copies refs between stores: copy. It needs no torch."""
 
-import re
 from contextlib import ExitStack, closing
-from typing import Final
 
 import click
 
-from tensorstore_ck.cli.options import CACHE_VARIABLE, StoreChoice, command, json_option, named_value
-from tensorstore_ck.cli.output import counted, emit, green, human_bytes, printable, red, short_root, table
+from tensorstore_ck.cli.options import CACHE_VARIABLE, StoreChoice, command, json_option, named_value, rate_option
+from tensorstore_ck.cli.output import counted, emit, green, printable, red, short_root, table
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.copying import CopyReport, Pace, copy_refs
 from tensorstore_ck.errors import RetryableError
 from tensorstore_ck.executor import DaskCluster
-
-_RATE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?(?:/s)?", re.IGNORECASE)
-
-
-def byte_rate(text: str) -> float:
-    """``100MB``, ``1.5GiB/s``: bytes per second."""
-    match = _RATE.fullmatch(text.strip())
-    rate = float(match[1]) * (1024 if match[3] else 1000) ** (" kmgt".index((match[2] or " ").lower())) if match else 0.0
-    if rate <= 0:
-        raise click.BadParameter(f"{text!r} is no rate: write 500kB, 100MB or 1GiB, per second.")
-    return rate
+from tensorstore_ck.sizes import human_bytes
 
 
 @command(
@@ -33,7 +21,7 @@ def byte_rate(text: str) -> float:
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
 @click.option("--ref", "refs", metavar="GLOB", multiple=True, help="Only branches and tags that fit, e.g. 'runs/*' (repeatable).")
-@click.option("--rate-limit", metavar="RATE", type=byte_rate, help="Read and write no more than that per second, e.g. 100MB.")
+@rate_option
 @click.option("--src-storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help="For SRC's storage service (repeatable).")
 @click.option("--dst-storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help="For DST's storage service (repeatable).")
 @click.option("--cache-dir", metavar="FOLDER", envvar=CACHE_VARIABLE, help=f"Where this host keeps its cache (or ${CACHE_VARIABLE}).")

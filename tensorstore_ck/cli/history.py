@@ -9,7 +9,6 @@ from tensorstore_ck.cli.output import (
     counted,
     emit,
     facts,
-    human_bytes,
     indented,
     iso_time,
     mark_text,
@@ -20,6 +19,7 @@ from tensorstore_ck.cli.output import (
     table,
 )
 from tensorstore_ck.inspection import SnapshotDiff
+from tensorstore_ck.sizes import human_bytes
 from tensorstore_ck.snapshot import SnapshotDetails
 
 MAX_SHOWN: Final = 40

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 import click
 
 from tensorstore_ck.cli.options import StoreChoice, command, named_number, named_value, store_options
-from tensorstore_ck.cli.output import counted, emit, human_bytes, printable, snapshot_line
+from tensorstore_ck.cli.output import counted, emit, printable, snapshot_line
 from tensorstore_ck.cli.progress import Bar
+from tensorstore_ck.sizes import human_bytes
 
 if TYPE_CHECKING:
     from tensorstore_ck.importing import Contents

@@ -4,11 +4,12 @@ import sys
 
 import click
 
-from tensorstore_ck.cli.options import StoreChoice, command, fraction, seconds, store_options
-from tensorstore_ck.cli.output import counted, emit, human_bytes, indented, iso_time, printable, short_root, snapshot_line, table
+from tensorstore_ck.cli.options import StoreChoice, command, fraction, rate_option, seconds, store_options
+from tensorstore_ck.cli.output import counted, emit, indented, iso_time, printable, short_root, snapshot_line, table
 from tensorstore_ck.cli.progress import Phases
 from tensorstore_ck.forgetting import Forgotten
 from tensorstore_ck.gc import GcOptions, GcReport
+from tensorstore_ck.sizes import human_bytes
 from tensorstore_ck.snapshot import PinnedSnapshot, Snapshot
 
 MAX_SHOWN = 40
@@ -117,6 +118,7 @@ def _forgotten_lines(found: tuple[Forgotten, ...], verb: str) -> list[str]:
 @click.option(
     "--compact-below", type=fraction, default="50%", show_default=True, metavar="PART", help="Rewrite packs with less live bytes."
 )
+@rate_option
 @store_options(writes=True)
 def gc(
     choice: StoreChoice,
@@ -127,6 +129,7 @@ def gc(
     min_age: float,
     undo_window: float,
     compact_below: float,
+    rate_limit: float | None,
     as_json: bool,
 ) -> None:
     """Free what no branch, tag, pin or undo window holds; from any number of hosts, while jobs save and restore.
@@ -139,6 +142,7 @@ def gc(
         undo_window_seconds=undo_window,
         max_delete=max_delete,
         compact_below=compact_below,
+        max_bytes_per_second=rate_limit,
     )
     with choice.open() as store, Phases(sys.stderr) as phases:
         report = store.gc(options, dry_run=dry_run, progress=phases)

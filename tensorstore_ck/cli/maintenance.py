@@ -7,12 +7,14 @@ import click
 
 from tensorstore_ck.backend import ProbeResult
 from tensorstore_ck.backend import probe as run_probe
-from tensorstore_ck.cli.options import StoreChoice, command, store_options
-from tensorstore_ck.cli.output import counted, emit, facts, green, human_bytes, indented, printable, red, short_root, table
-from tensorstore_ck.errors import UnsafeBackendError
+from tensorstore_ck.backend.forecast import Forecast, forecast
+from tensorstore_ck.cli.options import StoreChoice, byte_count, command, store_options
+from tensorstore_ck.cli.output import counted, emit, facts, green, indented, printable, red, short_root, table
+from tensorstore_ck.errors import NoSpaceError, UnsafeBackendError
 from tensorstore_ck.opening import init_store
 from tensorstore_ck.salvage import Salvaged, SalvageReport
 from tensorstore_ck.salvage import salvage as run_salvage
+from tensorstore_ck.sizes import human_bytes
 
 
 @command("Make an empty store.", "tsck init ./ckpt", "tsck init s3://bucket/ckpt --storage-option endpoint_url=https://...")
@@ -24,19 +26,30 @@ def init(choice: StoreChoice, *, as_json: bool) -> None:
     emit({"url": backend.url, "config": config}, [f"made a store at {printable(backend.url)}"], as_json=as_json)
 
 
-@command("Try out a place: is it safe, how fast is it?", "tsck probe s3://bucket/ckpt")
+@command("Try out a place: is it safe, how fast is it?", "tsck probe s3://bucket/ckpt", "tsck probe s3://bucket/ckpt --size 10GB --ranks 8")
+@click.option("--size", type=byte_count, metavar="SIZE", help="Foretell how long a snapshot of that size takes, and whether it fits.")
+@click.option("--ranks", type=click.IntRange(1), metavar="COUNT", help="With --size: how many processes write it; default: 1.")
 @store_options(url_argument=True)
 @click.pass_context
-def probe(context: click.Context, choice: StoreChoice, *, as_json: bool) -> None:
+def probe(context: click.Context, choice: StoreChoice, *, size: int | None, ranks: int | None, as_json: bool) -> None:
     """Try out whether the place at URL can hold a store that several processes write to, and how fast it is.
 
-    Writes 64 MiB under probe/ and removes them again; the store that may be there is not touched.
+    Writes 64 MiB under probe/ and removes them again; the store that may be there is not touched. With --size also a tenth of that, up to
+    1 GiB, and ends with 34 where the snapshot does not fit.
     """
+    if ranks is not None and size is None:
+        raise click.UsageError("--ranks is for --size.")
+    found: Forecast | None = None
     with closing(choice.open_backend()) as backend:
         result = run_probe(backend)
-    emit({"url": backend.url, "result": result}, _probe_lines(result), as_json=as_json)
+        if size is not None and result.exclusive_create:
+            found = forecast(backend, size, ranks or 1)
+    lines = _probe_lines(result) + (["", *_forecast_lines(found)] if found is not None else [])
+    emit({"url": backend.url, "result": result, **({} if size is None else {"forecast": found})}, lines, as_json=as_json)
     if not result.exclusive_create:
         context.exit(UnsafeBackendError.exit_code)
+    if found is not None and found.fits is False:
+        context.exit(NoSpaceError.exit_code)
 
 
 def _probe_lines(result: ProbeResult) -> list[str]:
@@ -58,6 +71,45 @@ def _probe_lines(result: ProbeResult) -> list[str]:
     if not result.exclusive_create:
         lines.append("several processes would lose each other's commits here: use another place, or --single-writer-unsafe with one writer")
     return lines
+
+
+def _forecast_lines(found: Forecast) -> list[str]:
+    def speed(count: float) -> str:
+        return f"{human_bytes(int(count))}/s"
+
+    def bandwidth(together: float, alone: float) -> str:
+        of_several = f" by {found.measured_ranks} ranks on this host, {speed(alone)} by one alone"
+        return speed(together) + (of_several if found.measured_ranks > 1 else "")
+
+    def lasts(here: float, elsewhere: float) -> str:
+        at_best = f" with all ranks on this host; {_seconds(elsewhere)} at best, on hosts of their own" if found.ranks > 1 else ""
+        return f"{_seconds(here)}{at_best}"
+
+    space = "this place cannot tell what is free"
+    if found.free_bytes is not None:
+        space = f"{human_bytes(found.free_bytes)} are free: it {green('fits') if found.fits else red('does NOT fit')}"
+    return [
+        f"A snapshot of {human_bytes(found.size_bytes)} by {counted(found.ranks, 'rank')}, nothing of which is in the store yet:",
+        *facts(
+            [
+                ("save", lasts(found.save_seconds, found.save_seconds_elsewhere)),
+                ("of that, commit", _seconds(found.commit_seconds)),
+                ("restore", lasts(found.restore_seconds, found.restore_seconds_elsewhere)),
+                ("space", space),
+                ("writes", bandwidth(found.write_bytes_per_second, found.rank_write_bytes_per_second)),
+                ("reads", bandwidth(found.read_bytes_per_second, found.rank_read_bytes_per_second)),
+            ]
+        ),
+        f"Measured from this host alone, with {human_bytes(found.sample_bytes)} that were hashed, too, and read back at once, so perhaps",
+        "out of a cache. Ranks on other hosts get no more than the place itself can take, which one host cannot tell.",
+    ]
+
+
+def _seconds(count: float) -> str:
+    """``1.3 ms``, ``4.2 s``, ``12.5 min``."""
+    if count < 1:
+        return f"{count * 1000:.1f} ms"
+    return f"{count:.1f} s" if count < 120 else f"{count / 60:.1f} min"
 
 
 @command("Make a new log when the old one was destroyed.", "tsck salvage --dry-run -s ./ckpt", "tsck salvage -s ./ckpt")

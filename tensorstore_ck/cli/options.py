@@ -21,6 +21,7 @@ from tensorstore_ck.durations import parse_seconds
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, NotAStoreError
 from tensorstore_ck.opening import open_engine
+from tensorstore_ck.sizes import parse_bytes
 from tensorstore_ck.store import Store
 
 STORE_VARIABLE: Final = "TSCK_STORE"
@@ -129,6 +130,31 @@ def fraction(text: str) -> float:
     if not 0 <= value <= 1:
         raise click.BadParameter(f"{text!r} is not between 0% and 100%.")
     return value
+
+
+def byte_count(text: str) -> int:
+    """``500MB``, ``10GB``, ``1.5GiB``."""
+    try:
+        return parse_bytes(text, "size")
+    except InvalidOptionError:
+        raise click.BadParameter(f"{text!r} is no size: write 500MB, 10GB or 1.5GiB.") from None
+
+
+def byte_rate(text: str) -> int:
+    """``100MB``, ``1.5GiB/s``: bytes per second."""
+    try:
+        rate = parse_bytes(text.strip().removesuffix("/s"), "rate")
+    except InvalidOptionError:
+        rate = 0
+    if rate <= 0:
+        raise click.BadParameter(f"{text!r} is no rate: write 500kB, 100MB or 1GiB, per second.")
+    return rate
+
+
+def rate_option(command: Command) -> Command:
+    """Adds ``--rate-limit`` as the argument `rate_limit`."""
+    text = "Read and write no more than that per second, e.g. 100MB."
+    return click.option("--rate-limit", metavar="RATE", type=byte_rate, help=text)(command)
 
 
 def json_option(command: Command) -> Command:

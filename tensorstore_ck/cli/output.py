@@ -14,11 +14,11 @@ from typing import Any, Final
 
 import click
 
+from tensorstore_ck.sizes import human_bytes
 from tensorstore_ck.snapshot import Snapshot
 
 ROOT_DIGITS: Final = 12
 """Of a root in a table; 8 are enough for an address."""
-_UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def emit(document: object, lines: Iterable[str], *, as_json: bool) -> None:
@@ -28,18 +28,6 @@ def emit(document: object, lines: Iterable[str], *, as_json: bool) -> None:
     else:
         for line in lines:
             click.echo(line)
-
-
-def human_bytes(count: int) -> str:
-    """1536 -> ``1.5 KiB``."""
-    if abs(count) < 1024:
-        return f"{count} B"
-    size = float(count)
-    for unit in _UNITS:
-        size /= 1024
-        if abs(size) < 1023.95 or unit == _UNITS[-1]:
-            break
-    return f"{size:.1f} {unit}"
 
 
 def iso_time(time_ns: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Self, TextIO, cast
 import click
 
 from tensorstore_ck.backend.protocol import Backend, Buffer, ObjectWriter
-from tensorstore_ck.cli.output import human_bytes
+from tensorstore_ck.sizes import human_bytes
 
 
 class Bar:

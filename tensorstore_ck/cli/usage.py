@@ -6,8 +6,9 @@ from typing import Final
 import click
 
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
-from tensorstore_ck.cli.output import emit, human_bytes, printable, short_root, table
+from tensorstore_ck.cli.output import emit, printable, short_root, table
 from tensorstore_ck.gc.usage import PackUsage, SnapshotUsage, Usage
+from tensorstore_ck.sizes import human_bytes
 
 SIZES: Final = ("LOGICAL", "UNIQUE", "STORED", "SHARED", "EXCLUSIVE")
 MAX_PACKS: Final = 40

@@ -1,6 +1,5 @@
 """Copies refs and their blocks between any two stores: incremental, verified, resumable.
 
-ratelimit.py   how many bytes a second may pass
 blocks.py      carries a piece: encoded blocks from packs to packs
 snapshots.py   copies one snapshot and publishes it
 history.py     how far the target's branch follows the source's
@@ -14,11 +13,11 @@ from contextlib import ExitStack
 from typing import Protocol
 
 from tensorstore_ck.copying.blocks import Pace
-from tensorstore_ck.copying.ratelimit import RateLimit
 from tensorstore_ck.copying.refs import copy_refs
 from tensorstore_ck.copying.report import CopiedRef, CopyReport, Progress
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.opening import open_engine
+from tensorstore_ck.ratelimit import RateLimit
 
 __all__ = ["CopiedRef", "CopyReport", "Pace", "Progress", "RateLimit", "copy", "copy_refs"]
 

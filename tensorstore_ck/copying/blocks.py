@@ -13,13 +13,13 @@ import numpy.typing as npt
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.codec import Codec, decode
-from tensorstore_ck.copying.ratelimit import RateLimit
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.ids import Digest, IdSource, Ulid, block_id
 from tensorstore_ck.index import Location
 from tensorstore_ck.pack import pack_name
 from tensorstore_ck.packwriter import EncodedBlock, PackWriter
 from tensorstore_ck.parallel import cpu_threads, for_each
+from tensorstore_ck.ratelimit import RateLimit
 
 BLOCK_DTYPE: Final = np.dtype([("id", "V32"), ("pack", "<u4"), ("offset", "<u8"), ("stored", "<u4"), ("raw", "<u4"), ("codec", "<u2")])
 PIECE_BYTES: Final = 256 << 20

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.config import CONFIG_NAME, MAX_CONFIG_BYTES, decode_config
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES, unseal
-from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, MissingObjectError, StoreError
+from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, InvalidOptionError, MissingObjectError, StoreError
 from tensorstore_ck.executor import Executor
 from tensorstore_ck.fsck.blocks import BlockTables, find_copies
 from tensorstore_ck.fsck.datacheck import DataCheck
@@ -58,8 +58,14 @@ def run_fsck(
 
     Raises:
         BackendUnavailableError: the backend does not answer. Damage is never raised.
+        InvalidOptionError: a rate limit that is no rate, or for work that runs elsewhere.
     """
-    return Fsck(engine, options or FsckOptions(read_data=read_data, progress=progress), executor=executor).run()
+    options = options or FsckOptions(read_data=read_data, progress=progress)
+    if options.max_bytes_per_second is not None and executor is not None and executor.is_remote:
+        raise InvalidOptionError(
+            "a rate limit holds for this process only: leave it out, or check without the cluster", object_id="rate limit"
+        )
+    return Fsck(engine.limited_to(options.max_bytes_per_second), options, executor=executor).run()
 
 
 def abort_stale_uploads(engine: Engine, older_than_seconds: int = STALE_SECONDS) -> list[str]:

@@ -20,6 +20,8 @@ class FsckOptions:
     max_seconds: float | None = None
     """Only as much, in that order, as fits into this time; the next such run goes on from there."""
     progress: Progress | None = None
+    max_bytes_per_second: float | None = None
+    """Reads no more than that, and repair writes no more than that, so that jobs keep their bandwidth; None: as fast as it goes."""
 
     def __post_init__(self) -> None:
         """Raises `InvalidOptionError` for what makes no sense."""

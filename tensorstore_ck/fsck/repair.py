@@ -76,9 +76,12 @@ def run_repair(engine: Engine, options: FsckOptions | None = None, *, other: Eng
     Raises:
         UnsafeBackendError: the backend does not let several processes write.
         BackendUnavailableError: a backend does not answer. Damage is never raised.
+        InvalidOptionError: a rate limit that is no rate.
     """
     engine.require_writable()
-    return _Repair(engine, options or FsckOptions(), other).run()
+    options = options or FsckOptions()
+    rate = options.max_bytes_per_second
+    return _Repair(engine.limited_to(rate), options, None if other is None else other.limited_to(rate)).run()
 
 
 class _Repair:

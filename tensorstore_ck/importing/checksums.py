@@ -79,6 +79,7 @@ class _Watched:
 
     def __init__(self, source: ByteSource, sums: "_Sums") -> None:
         self._source, self._sums = source, sums
+        self.size_bytes = source.size_bytes
 
     def read(self, start: int, stop: int) -> memoryview:
         """The bytes of the source."""

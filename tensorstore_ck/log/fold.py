@@ -10,7 +10,7 @@ from typing import Any, Final
 from tensorstore_ck.ids import Ulid
 from tensorstore_ck.log import foldgc, keys, rows
 from tensorstore_ck.log.entry import Entry
-from tensorstore_ck.log.ops import MAX_METRICS
+from tensorstore_ck.log.ops import MAX_METRICS, is_ulid
 from tensorstore_ck.log.reftable import RefTable, SnapshotInfo
 from tensorstore_ck.table import Batch
 
@@ -51,6 +51,26 @@ def _put(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     batch.put(keys.snapshot_key(op["snapshot"]), rows.encode_row(row))
     batch.put(keys.root_key(op["root"], op["snapshot"]), rows.encode_row(rows.RootRow(entry.n)))
     _move(batch, view, entry, op["ref"], rows.Move(op["snapshot"], op["root"], op["step"], entry.n, entry.time_ns, "put"))
+    if is_ulid(op.get("staged")):
+        batch.delete(keys.staged_key(op["staged"]))
+
+
+def _staged(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
+    if view.outcome(op["txn"]) is None:
+        row = rows.StagedRow(
+            op["snapshot"],
+            op["root"],
+            op["record"],
+            op["parent"],
+            op["ref"],
+            op["step"],
+            entry.n,
+            entry.time_ns,
+            op["metrics"],
+            op["logical_bytes"],
+            op["new_bytes"],
+        )
+        batch.put(keys.staged_key(op["txn"]), rows.encode_row(row))
 
 
 def _branch(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
@@ -112,10 +132,12 @@ def _note(batch: Batch, root: bytes) -> rows.NoteRow:
 def _abort(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     if view.outcome(op["txn"]) is None:
         batch.put(keys.txn_key(op["txn"]), rows.encode_row(rows.TxnOutcome(put=False, n=entry.n)))
+        batch.delete(keys.staged_key(op["txn"]))
 
 
 _APPLY: Final[Mapping[str, Callable[[Batch, RefTable, Entry, Fields], list[Ulid] | None]]] = {
     "put": _put,
+    "staged": _staged,
     "branch": _branch,
     "reset": _reset,
     "tag": _tag,

@@ -13,6 +13,7 @@ numbers do; a step is stored plus 2**63. ``name`` is ASCII without a zero byte. 
     r root:32 ulid:16       n                                             the snapshots of that root, and where they were put
     a root:32               metrics, mark, reason                         what was said later about a root
     x txn:16                put, n                                        how a transaction ended (put: bool), and where
+    y txn:16                snapshot, root, record, parent?, ref, step?, n, time_ns, metrics, logical_bytes, new_bytes   a staged snapshot
     k ulid:16               holds, n      how many moves, tags, pins and undo windows hold a snapshot; where it became 0
     p ulid:16 owner         reason, expires_ns?, n, time_ns               a pin; the owner in UTF-8
     e n:8 name              time_ns, kind                                 an undo window; kind: branch, snapshots or tag
@@ -84,6 +85,11 @@ def note_key(root: bytes) -> bytes:
 def txn_key(txn: bytes) -> bytes:
     """The key of a transaction."""
     return PREFIX + b"x" + txn
+
+
+def staged_key(txn: bytes) -> bytes:
+    """The key of a staged snapshot."""
+    return PREFIX + b"y" + txn
 
 
 def length_key(name: str) -> bytes:

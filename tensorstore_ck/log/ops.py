@@ -43,10 +43,17 @@ class Op:
         return bool(self.fields["critical"])
 
     @classmethod
-    def put(cls, ref: str, snapshot: Ulid, record: Record, sealed_record: bytes, *, anchor: int, txn: bytes) -> "Op":
-        """Publishes a snapshot and moves branch `ref` to it; without effect if `txn` was aborted or put before."""
+    def put(
+        cls, ref: str, snapshot: Ulid, record: Record, sealed_record: bytes, *, anchor: int, txn: bytes, staged: bytes | None = None
+    ) -> "Op":
+        """Publishes a snapshot and moves branch `ref` to it; without effect if `txn` was aborted or put before.
+
+        `staged`: under which transaction it was staged, which is over with it.
+        """
+        origin: dict[str, Any] = {} if staged is None else {"staged": staged}
         return _op(
             "put",
+            **origin,
             ref=ref,
             snapshot=snapshot,
             root=record.root(),
@@ -55,6 +62,24 @@ class Op:
             step=record.step,
             txn=txn,
             anchor=anchor,
+            metrics=record.metrics,
+            logical_bytes=record.logical_bytes,
+            new_bytes=record.new_bytes,
+        )
+
+    @classmethod
+    def staged(cls, ref: str, snapshot: Ulid, record: Record, sealed_record: bytes, *, txn: bytes) -> "Op":
+        """Says that a snapshot is durable on its hosts; it is published by a later put, or given up by ``abort(txn)``."""
+        return _op(
+            "staged",
+            critical=False,
+            txn=txn,
+            ref=ref,
+            snapshot=snapshot,
+            root=record.root(),
+            record=object_hash(sealed_record),
+            parent=record.parent,
+            step=record.step,
             metrics=record.metrics,
             logical_bytes=record.logical_bytes,
             new_bytes=record.new_bytes,
@@ -181,7 +206,7 @@ class Op:
         if self.name == "unpin" and not view.is_pinned(self.fields["snapshot"], self.fields["owner"]):
             owner = self.fields["owner"]
             raise NotFoundError(f"{owner!r} has no pin on that snapshot: see the list of pins", object_id=owner)
-        if self.name != "put" and root is not None and view.by_root(root) is None:
+        if self.name not in ("put", "staged") and root is not None and view.by_root(root) is None:
             raise NotFoundError(f"there is no snapshot {root.hex()}", object_id=root.hex())
 
 
@@ -258,6 +283,18 @@ SCHEMA: Final[Mapping[str, Mapping[str, Check]]] = {
         "step": is_step,
         "txn": is_ulid,
         "anchor": is_count,
+        "metrics": is_metrics,
+        "logical_bytes": is_count,
+        "new_bytes": is_count,
+    },
+    "staged": {
+        "txn": is_ulid,
+        "ref": is_ref_name,
+        "snapshot": is_ulid,
+        "root": is_digest,
+        "record": is_digest,
+        "parent": is_parent,
+        "step": is_step,
         "metrics": is_metrics,
         "logical_bytes": is_count,
         "new_bytes": is_count,

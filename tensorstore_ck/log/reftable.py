@@ -215,6 +215,17 @@ class RefTable:
         """How a transaction ended; None while the log has neither its put nor its abort."""
         return self._row(TxnOutcome, keys.txn_key(txn)) if len(txn) == ULID_BYTES else None
 
+    def staged(self, txn: bytes) -> SnapshotInfo | None:
+        """The snapshot that was staged under a transaction, and is neither published nor given up."""
+        row = self._row(rows.StagedRow, keys.staged_key(txn)) if len(txn) == ULID_BYTES else None
+        return _staged_info(row) if row is not None else None
+
+    def all_staged(self) -> Iterator[tuple[Ulid, SnapshotInfo]]:
+        """(transaction, snapshot) of all of them, roughly in the order of time."""
+        prefix = keys.staged_key(b"")
+        for key, value in self._reader.scan(prefix):
+            yield Ulid(key[len(prefix) :]), _staged_info(rows.decode_row(rows.StagedRow, value))
+
     # --- what is kept, and what goes ----------------------------------------------------------------------------------
 
     def pins(self) -> Iterator[Pin]:
@@ -296,3 +307,8 @@ class RefTable:
             row.logical_bytes,
             row.new_bytes,
         )
+
+
+def _staged_info(row: rows.StagedRow) -> SnapshotInfo:
+    at = (row.ulid, row.root, row.record, row.parent, row.ref, row.step, row.n, row.time_ns)
+    return SnapshotInfo(*at, row.metrics, "", "", row.logical_bytes, row.new_bytes)

@@ -29,7 +29,7 @@ from tensorstore_ck.log.ops import (
     is_ulid,
 )
 
-FOLD_VERSION: Final = 2
+FOLD_VERSION: Final = 3
 """Raised whenever `fold` comes to know another operation: what an older build folded lacks its effect."""
 
 
@@ -84,6 +84,22 @@ class SnapshotRow(NamedTuple):
     root: Digest
     record: Digest
     """The hash of the sealed record."""
+    parent: Digest | None
+    ref: str
+    step: int | None
+    n: int
+    time_ns: int
+    metrics: Mapping[str, float]
+    logical_bytes: int
+    new_bytes: int
+
+
+class StagedRow(NamedTuple):
+    """What the log says of a snapshot that is durable on its hosts, and not published."""
+
+    ulid: Ulid
+    root: Digest
+    record: Digest
     parent: Digest | None
     ref: str
     step: int | None
@@ -193,6 +209,7 @@ _CHECKS: Final[Mapping[type, tuple[Check, ...]]] = {
     StepRow: (is_count,),
     TagRow: (is_ulid, is_digest, is_count, is_count),
     SnapshotRow: (is_digest, is_digest, is_parent, is_ref_name, is_step, is_count, is_count, is_metrics, is_count, is_count),
+    StagedRow: (is_ulid, is_digest, is_digest, is_parent, is_ref_name, is_step, is_count, is_count, is_metrics, is_count, is_count),
     RootRow: (is_count,),
     NoteRow: (is_metrics, is_mark, is_reason),
     TxnOutcome: (_is_bool, is_count),
@@ -224,6 +241,7 @@ _KEYS: Final[Mapping[bytes, tuple[type, Callable[[bytes], bool]]]] = {
     b"r": (RootRow, lambda key: len(key) == 1 + DIGEST_BYTES + ULID_BYTES),
     b"a": (NoteRow, lambda key: len(key) == 1 + DIGEST_BYTES),
     b"x": (TxnOutcome, lambda key: len(key) == 1 + ULID_BYTES),
+    b"y": (StagedRow, lambda key: len(key) == 1 + ULID_BYTES),
     b"f": (StopRow, lambda key: len(key) == 1),
     b"q": (StepRow, _is_name_key),
     b"k": (HoldsRow, lambda key: len(key) == 1 + ULID_BYTES),

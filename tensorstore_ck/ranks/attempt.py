@@ -1,5 +1,6 @@
 """One attempt of a group to do one thing together, a put or a restore, so that all ranks learn the same outcome.
 
+    turn           whether it takes place at all, where rank 0 says so before anybody prepares
     hello/<rank>   what each rank is about to do; rank 0 waits for all and compares
     go             what rank 0 tells all, after which each rank does its work
     done/<rank>    what came of it; rank 0 waits for all and commits, which decides the outcome
@@ -25,7 +26,7 @@ from tensorstore_ck.ranks.wording import error_text, named_ranks, sayings
 
 GRACE_SECONDS: Final = 10.0
 """How long after the deadline the other ranks leave it to rank 0 to end the attempt."""
-GO, OUTCOME, FAILED = "go", "outcome", "failed"
+TURN, GO, OUTCOME, FAILED = "turn", "go", "outcome", "failed"
 
 
 class Duties(NamedTuple):
@@ -100,15 +101,16 @@ class Attempt:
         grace: float,
         misfit: str = "",
     ) -> None:
-        """`title` is for messages, like "the put to 'runs/gpt'"; the deadline is `timeout` seconds from now.
+        """`title` is for messages, like "the put to 'runs/gpt'"; each of `agree` and `run` has `timeout` seconds.
 
         `misfit`: why this rank has no place in the group; then it tells the others, and no outcome is its own.
         """
+        self.n = n
+        """Its number in the group, from 1."""
         self.txn = txn
         """Names this attempt in the log; the same on all ranks, and never used twice."""
         self._channel = channel
         self._ledger = ledger
-        self._n = n
         self._rank = rank
         self._ranks = ranks
         self._title = title
@@ -122,20 +124,48 @@ class Attempt:
         """Whether this rank may have said that its work is done: without that, what was put is not its own."""
         self._is_cut_off = False
 
+    def agree(self, decide: Callable[[], Body]) -> Body:
+        """What rank 0 decides about this attempt before it is run; the others wait for that.
+
+        Raises:
+            SnapshotAbortedError: rank 0 said nothing in time.
+        """
+        try:
+            if self._rank == 0:
+                decided = _plain(decide())
+                self._put(TURN, decided)
+                return decided
+            if self._misfit:
+                raise LateError(self._misfit)
+            key, told = self._channel.wait([OUTCOME, TURN], self._patience())
+            if key == TURN:
+                return told
+            reason = str(told.get("abort", "rank 0 could not begin it"))
+        except ChannelError as exc:
+            self.leave()
+            raise self._aborted(f"rank {self._rank} waited for rank 0 to say whether it takes place: {exc}") from exc
+        self.leave()
+        raise self._aborted(reason)
+
+    def leave(self) -> None:
+        """It does not take place, as all ranks were told."""
+        self._ledger.end(self.n, self._channel)
+
     def run(self, duties: Duties) -> Body:
         """Takes part, and returns the outcome's record; once only.
 
-        Ends by the deadline, when rank 0 is gone by twice the grace later, and when the store hangs some seconds after that;
-        apart from what `duties` take. The deadline of all is rank 0's, from when it says go.
+        Ends by the deadline, which is the timeout from now, when rank 0 is gone by twice the grace later, and when the store hangs some
+        seconds after that; apart from what `duties` take. The deadline of all is rank 0's, from when it says go.
 
         Raises:
             SnapshotAbortedError: the outcome is "abort", as on all other ranks; the cause is this rank's own error if it had one.
             StoreError: `Duties.settle` failed: the log did not say what the outcome is.
         """
+        self._deadline = self._channel.clock() + self._timeout
         try:
             return self._lead(duties) if self._rank == 0 else self._follow(duties)
         finally:
-            self._ledger.end(self._n, self._channel)
+            self._ledger.end(self.n, self._channel)
 
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 

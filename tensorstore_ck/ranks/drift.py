@@ -206,6 +206,11 @@ class _From:
         self._source = source
         self._start = start
 
+    @property
+    def size_bytes(self) -> int:
+        """All that is left of it."""
+        return self._source.size_bytes - self._start
+
     def read(self, start: int, stop: int) -> memoryview:
         """Bytes of it."""
         return self._source.read(self._start + start, self._start + stop)

@@ -59,13 +59,14 @@ class RankParts(NamedTuple):
         )
 
 
-def checked_parts(engine: Engine, written: Sequence[WrittenPart], anchor: int) -> RankParts:
-    """What a rank has written, looked at as of now.
+def checked_parts(engine: Engine, written: Sequence[WrittenPart], anchor: int, *, sync: bool = True) -> RankParts:
+    """What a rank has written, looked at as of now; or, without `sync`, as of the last entry that it knows.
 
     Raises:
         SnapshotExpiredError: gc freed something that it relies on: it must be written again.
     """
-    checked = engine.log.sync().n
+    head = engine.log.sync() if sync else engine.log.view().head()
+    checked = head.n if head is not None else 0
     return RankParts(
         [each.ulid for each in written],
         [each.part.part_id() for each in written],
@@ -76,14 +77,38 @@ def checked_parts(engine: Engine, written: Sequence[WrittenPart], anchor: int) -
     )
 
 
+def record_of(engine: Engine, request: PutRequest, ranks: Sequence[RankParts], *, logical_bytes: int, streams: str = "") -> Record:
+    """The record of what all `ranks`, in their order, have written.
+
+    `streams` is the rule of derived streams, if there are rank states.
+    """
+    return Record(
+        request.ref,
+        request.step,
+        request.parent,
+        request.metadata,
+        request.metrics,
+        engine.clock(),
+        ulids_of(ranks),
+        b"".join(rank.part_ids[at] for at in range(len(ranks[0].ulids)) for rank in ranks),
+        logical_bytes,
+        sum(rank.new_bytes for rank in ranks),
+        streams,
+    )
+
+
+def ulids_of(ranks: Sequence[RankParts]) -> list[Ulid]:
+    """Of all parts, as a record has them."""
+    return [rank.ulids[at] for at in range(len(ranks[0].ulids)) for rank in ranks]
+
+
 def publish(
     engine: Engine,
     request: PutRequest,
+    record: Record,
     ranks: Sequence[RankParts],
     *,
     txn: Ulid,
-    logical_bytes: int,
-    streams: str = "",
     mark: tuple[str, str] | None = None,
 ) -> int:
     """Publishes what all `ranks` have written as one snapshot, whose ULID is `txn`; the number of its log entry.
@@ -91,10 +116,9 @@ def publish(
     Args:
         engine: The store.
         request: What the put says.
+        record: The snapshot's.
         ranks: In rank order.
         txn: If the log has an outcome for it already, that one holds.
-        logical_bytes: Of everything.
-        streams: The rule of derived streams, if there are rank states.
         mark: A mark for the snapshot, and the reason.
 
     Raises:
@@ -102,21 +126,6 @@ def publish(
         SnapshotAbortedError: another process gave up the put first.
         SnapshotExpiredError: gc freed something that it relies on.
     """
-    ulids = [rank.ulids[at] for at in range(len(ranks[0].ulids)) for rank in ranks]
-    part_ids = [rank.part_ids[at] for at in range(len(ranks[0].ulids)) for rank in ranks]
-    record = Record(
-        request.ref,
-        request.step,
-        request.parent,
-        request.metadata,
-        request.metrics,
-        engine.clock(),
-        ulids,
-        b"".join(part_ids),
-        logical_bytes,
-        sum(rank.new_bytes for rank in ranks),
-        streams,
-    )
     snapshot, encoded = txn, record.encode()  # of one id, so that salvage knows the record of an aborted put
     engine.backend.put(record_name(snapshot), encoded)
     put = Op.put(request.ref, snapshot, record, encoded, anchor=min(rank.anchor for rank in ranks), txn=txn)
@@ -125,7 +134,7 @@ def publish(
         if view.outcome(txn) is not None:
             return []
         check_expected(view, request.ref, request.expect)
-        condemned = _condemned(engine, view, snapshot, ulids, ranks)
+        condemned = condemned_of_ranks(engine, view, snapshot, ranks)
         marks = [Op.mark(put.fields["root"], *mark)] if mark is not None else []
         return [put, *marks, *([Op.rescue(condemned)] if condemned else [])]
 
@@ -136,10 +145,10 @@ def publish(
     return found.n
 
 
-def _condemned(engine: Engine, view: RefTable, snapshot: Ulid, ulids: Sequence[Ulid], ranks: Sequence[RankParts]) -> Objects:
+def condemned_of_ranks(engine: Engine, view: RefTable, snapshot: Ulid, ranks: Sequence[RankParts]) -> Objects:
     """What must be rescued at this head: what the ranks found, unless the log has moved objects since one of them looked."""
     since = min(rank.checked for rank in ranks)
     if not any(op.name in MOVES_OBJECTS for entry in engine.log.entries(since + 1) for op in entry.ops):
         return Objects(key for rank in ranks for key in rank.condemned)
-    parts = [(ulid, read_part(engine, ulid)) for ulid in ulids]
+    parts = [(ulid, read_part(engine, ulid)) for ulid in ulids_of(ranks)]
     return condemned_of(engine, view, [snapshot], parts)

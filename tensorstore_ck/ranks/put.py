@@ -15,15 +15,17 @@ from tensorstore_ck.ids import Ulid, derived_hash
 from tensorstore_ck.knownblocks import KnownBlocks
 from tensorstore_ck.layout import Captured, Layout, layout_id
 from tensorstore_ck.log import Op, SnapshotInfo
-from tensorstore_ck.partwriter import Seat, WrittenPart, write_part
+from tensorstore_ck.metering import Meter
+from tensorstore_ck.partwriter import Known, Seat, WrittenPart, write_part
 from tensorstore_ck.ranks import drift
-from tensorstore_ck.ranks.attempt import Duties
+from tensorstore_ck.ranks.attempt import Attempt, Duties
 from tensorstore_ck.ranks.coverage import strangers, uncovered
 from tensorstore_ck.ranks.group import Group
-from tensorstore_ck.ranks.publish import RankParts, checked_parts, publish
+from tensorstore_ck.ranks.publish import RankParts, checked_parts, publish, record_of
 from tensorstore_ck.ranks.replicas import Digests, differences, digests_of
 from tensorstore_ck.ranks.stages import Stage, contradiction
 from tensorstore_ck.ranks.wording import disagreements, sayings
+from tensorstore_ck.record import Record
 from tensorstore_ck.split import alike, decode_regions, encode_regions, first_ranks
 from tensorstore_ck.streams import RULE
 from tensorstore_ck.writer import MAX_TRIES, PutRequest
@@ -49,7 +51,7 @@ class Prepared(NamedTuple):
     states: RankStates
 
 
-class _Done(NamedTuple):
+class Done(NamedTuple):
     """What a rank tells of its work."""
 
     parts: RankParts
@@ -67,7 +69,7 @@ class _Done(NamedTuple):
         }
 
     @classmethod
-    def of_record(cls, record: Body) -> "_Done":
+    def of_record(cls, record: Body) -> "Done":
         return cls(
             RankParts.of_record(take(record, "parts", dict)),
             take_count(record, "told_bytes"),
@@ -79,7 +81,29 @@ class _Done(NamedTuple):
 def put_ranks(
     engine: Engine, group: Group, prepare: Callable[[], Prepared], *, ref: str, checked: dict[bytes, int], timeout: float
 ) -> SnapshotInfo:
-    """Stores the state of all ranks as one snapshot, or nothing of it; every rank learns the same outcome.
+    """Stores the state of all ranks as one snapshot, or nothing of it; every rank learns the same outcome. See `run_put`."""
+    return run_put(engine, group, begin_put(group, ref, timeout), prepare, checked=checked)
+
+
+def begin_put(group: Group, ref: str, timeout: float) -> Attempt:
+    """The next attempt of the group, for `run_put`.
+
+    Raises:
+        SnapshotAbortedError: rank 0 did not begin it.
+    """
+    return group.begin(f"the put to {ref!r}", object_id=ref, timeout=timeout)
+
+
+def run_put(
+    engine: Engine,
+    group: Group,
+    attempt: Attempt,
+    prepare: Callable[[], Prepared],
+    *,
+    checked: dict[bytes, int],
+    meter: Meter | None = None,
+) -> SnapshotInfo:
+    """Puts in an attempt that was begun.
 
     All that can fail on one rank alone belongs into `prepare`: a rank that has not begun an attempt when the others have is never
     with them again.
@@ -91,19 +115,33 @@ def put_ranks(
         SnapshotAbortedError: a rank failed, is gone, or came with something else; it names them. Nothing is visible, and nothing needs
             to be cleaned up.
     """
-    attempt = group.begin(f"the put to {ref!r}", object_id=ref, timeout=timeout)
-    put = _Put(engine, group, prepare, txn=attempt.txn, checked=checked)
-    outcome = attempt.run(Duties(put.hello, put.work, put.settle, put.compare, put.commit))
+    put = RankPut(engine, group, prepare, txn=attempt.txn, checked=checked, meter=meter)
+    outcome = attempt.run(put.duties())
     info = put.published(outcome)
     put.keep(info, outcome)
     return info
 
 
-class _Put:
+class RankPut:
     """One rank's side."""
 
-    def __init__(self, engine: Engine, group: Group, prepare: Callable[[], Prepared], *, txn: Ulid, checked: dict[bytes, int]) -> None:
+    operation = "put"
+    """That decides the outcome in the log."""
+    apart = False
+    """See `write_part`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        group: Group,
+        prepare: Callable[[], Prepared],
+        *,
+        txn: Ulid,
+        checked: dict[bytes, int],
+        meter: Meter | None = None,
+    ) -> None:
         self._engine = engine
+        self._meter = meter or Meter()
         self._group = group
         self._prepare = prepare
         self._request: PutRequest
@@ -115,6 +153,10 @@ class _Put:
         self._layout_of = b""
         self._regions: list[bytes] = []
         self._written: list[WrittenPart] = []
+
+    def duties(self) -> Duties:
+        """For an attempt."""
+        return Duties(self.hello, self.work, self.settle, self.compare, self.commit)
 
     # --- duties of every rank -----------------------------------------------------------------------------------------
 
@@ -179,23 +221,26 @@ class _Put:
             if rank == self._group.rank:
                 drift.keep_copy(self._engine, self._states.shared, self._seat, info, owner)
 
-    def _write(self, layout_of: bytes, turn: int) -> _Done:
+    def _write(self, layout_of: bytes, turn: int) -> "Done":
         engine, rank, ranks, own = self._engine, self._group.rank, self._group.ranks, self._states.own
         problem = strangers(self._states.shared.layout, alike(layout_of, rank, ranks))
         if problem:
             raise SnapshotAbortedError(problem, object_id=self._request.ref)
         anchor = engine.log.sync().n
-        known = KnownBlocks(engine, self._request.parent, rank, ranks)
+        known = self._known(rank)
         seat = self._seat = Seat(rank, ranks, alike(layout_of, rank, ranks), layout_of)
-        self._written = [write_part(engine, self._states.shared, known, anchor=anchor, seat=seat)]
+        self._written = [write_part(engine, self._states.shared, known, anchor=anchor, seat=seat, meter=self._meter, apart=self.apart)]
         if own is not None:
             alone = Seat(ranks + rank, ranks, (ranks + rank,), None)
-            known = KnownBlocks(engine, self._request.parent, ranks + rank, ranks)
-            self._written.append(write_part(engine, own, known, anchor=anchor, seat=alone))
+            known = self._known(ranks + rank)
+            self._written.append(write_part(engine, own, known, anchor=anchor, seat=alone, meter=self._meter))
         block_bytes = engine.config.block_bytes
         replicas = None if turn else digests_of(self._states.shared, seat, block_bytes)
         sightings = drift.sightings_of(self._states.shared, seat, self._written[0].part, block_bytes, turn) if turn else None
-        return _Done(checked_parts(engine, self._written, anchor), self._told_bytes(seat), replicas, sightings)
+        return Done(checked_parts(engine, self._written, anchor), self._told_bytes(seat), replicas, sightings)
+
+    def _known(self, number: int) -> Known:
+        return KnownBlocks(self._engine, self._request.parent, number, self._group.ranks)
 
     def _told_bytes(self, seat: Seat) -> int:
         """Logical bytes that rank 0 does not know: of this rank's own state, and of a layout that begins with this rank."""
@@ -221,30 +266,35 @@ class _Put:
         return {"layout_of": self._layout_of, "turn": self._checked.get(self._layouts, 0)}
 
     def commit(self, records: list[Body]) -> Body:
-        engine, request = self._engine, self._request
-        dones = [_Done.of_record(record) for record in records]
+        dones = [Done.of_record(record) for record in records]
         if self._layouts not in self._checked:
             self._check(dones)
         self._checked[self._layouts] = self._checked.get(self._layouts, 0) + 1
         drifted = drift.drifted([done.sightings for done in dones])
-        n = publish(
-            engine,
-            request,
-            [done.parts for done in dones],
-            txn=self._txn,
-            logical_bytes=self._states.shared.logical_bytes + sum(done.told_bytes for done in dones),
-            streams="" if self._states.own is None else RULE,
-            mark=(drift.MARK, drift.reason(drifted, request.ref)) if drifted else None,
-        )
+        with self._meter.timed("commit"):
+            n = self._append(dones, drifted)
         return self._outcome(n) | {"drift": [[*pair] for pair in drifted]}
 
+    def _append(self, dones: Sequence[Done], drifted: Sequence[tuple[int, int]]) -> int:
+        """Says so in the log: the number of the entry."""
+        record = self._record(dones)
+        parts = [done.parts for done in dones]
+        return publish(self._engine, self._request, record, parts, txn=self._txn, mark=self._mark(drifted))
+
+    def _record(self, dones: Sequence[Done]) -> Record:
+        parts, logical = [done.parts for done in dones], self._states.shared.logical_bytes + sum(done.told_bytes for done in dones)
+        return record_of(self._engine, self._request, parts, logical_bytes=logical, streams="" if self._states.own is None else RULE)
+
+    def _mark(self, drifted: Sequence[tuple[int, int]]) -> tuple[str, str] | None:
+        return (drift.MARK, drift.reason(drifted, self._request.ref)) if drifted else None
+
     def _outcome(self, n: int) -> Body:
-        """What all ranks are told of the snapshot that entry `n` published."""
+        """What all ranks are told of the snapshot that entry `n` is about."""
         entry = next(self._engine.log.entries(n))
-        op = next(op for op in entry.ops if op.name == "put" and op.fields["txn"] == self._txn)
+        op = next(op for op in entry.ops if op.name == self.operation and op.fields["txn"] == self._txn)
         return {key: op.fields[key] for key in TOLD} | {"n": n, "time_ns": entry.time_ns}
 
-    def _check(self, dones: Sequence[_Done]) -> None:
+    def _check(self, dones: Sequence[Done]) -> None:
         """That the ranks hold every element of every tensor, and that those which hold the same do."""
         layouts: dict[int, Layout] = {}
         stages: list[Stage] = []

@@ -53,13 +53,14 @@ def check_state(state: object, backend: Backend) -> StateCheck:
     """Checks `state`, and writes and deletes a sample of it to see how long a put would take."""
     found, captured = _walked(state)
     tensor_bytes = sum(spec.size_bytes for spec in captured.layout.tensors)
+    space = backend.space()
     value_bytes = len(pack_body(captured.values)) + sum(map(len, captured.blobs)) + len(captured.layout.encode())
     return StateCheck(
         tuple(found),
         len(captured.layout.tensors),
         tensor_bytes,
         value_bytes,
-        backend.free_bytes(),
+        None if space is None else space.free_bytes,
         _expected_seconds(captured, tensor_bytes, backend),
     )
 

@@ -43,24 +43,27 @@ def memory_at(address: int, size: int) -> memoryview:
 class MemorySource:
     """`ByteSource` over contiguous CPU memory; keeps its owner alive."""
 
-    __slots__ = ("_address", "_owner")
+    __slots__ = ("_owner", "address", "size_bytes")
 
-    def __init__(self, address: int, owner: object) -> None:
-        self._address = address
+    def __init__(self, address: int, owner: Any, size_bytes: int | None = None) -> None:
+        """`size_bytes`: None: what the owner has."""
+        self.address = address
+        self.size_bytes: int = owner.nbytes if size_bytes is None else size_bytes
         self._owner = owner
 
     def read(self, start: int, stop: int) -> memoryview:
         """The memory itself; valid while this source lives."""
-        return memory_at(self._address + start, stop - start)
+        return memory_at(self.address + start, stop - start)
 
 
 class BytesSource:
     """`ByteSource` over bytes."""
 
-    __slots__ = ("_data",)
+    __slots__ = ("_data", "size_bytes")
 
     def __init__(self, data: bytes) -> None:
         self._data = data
+        self.size_bytes = len(data)
 
     def read(self, start: int, stop: int) -> memoryview:
         """The bytes themselves."""
@@ -70,11 +73,12 @@ class BytesSource:
 class CopySource:
     """`ByteSource` over any other tensor or array: each range is copied."""
 
-    __slots__ = ("_item_bytes", "_tensor")
+    __slots__ = ("_item_bytes", "size_bytes", "tensor")
 
     def __init__(self, tensor: torch.Tensor | Array) -> None:
-        self._tensor = bits_of(tensor.detach()) if isinstance(tensor, torch.Tensor) else tensor
+        self.tensor = bits_of(tensor.detach()) if isinstance(tensor, torch.Tensor) else tensor
         self._item_bytes = tensor.itemsize
+        self.size_bytes = tensor.nbytes
 
     def read(self, start: int, stop: int) -> memoryview:
         """A copy of the bytes."""
@@ -82,13 +86,13 @@ class CopySource:
         first, last = start // item_bytes, -(-stop // item_bytes)
         copy = bytearray((last - first) * item_bytes)
         position = 0
-        for index, count in pieces(tuple(self._tensor.shape), first, last):
+        for index, count in pieces(tuple(self.tensor.shape), first, last):
             target = memoryview(copy)[position * item_bytes : (position + count) * item_bytes]
-            if isinstance(self._tensor, torch.Tensor):
-                piece = self._tensor[index]
+            if isinstance(self.tensor, torch.Tensor):
+                piece = self.tensor[index]
                 torch.frombuffer(target, dtype=piece.dtype).view(piece.shape).copy_(piece)
             else:
-                np.ndarray(np.shape(self._tensor[index]), self._tensor.dtype, target)[...] = self._tensor[index]
+                np.ndarray(np.shape(self.tensor[index]), self.tensor.dtype, target)[...] = self.tensor[index]
             position += count
         return memoryview(copy)[start - first * item_bytes : stop - first * item_bytes]
 

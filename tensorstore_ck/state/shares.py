@@ -78,27 +78,27 @@ def share_of(describer: Describer | None, value: object, path: str) -> Share | N
 def source_of(tensor: torch.Tensor) -> ByteSource:
     """The bytes of a tensor."""
     if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-        return MemorySource(tensor.data_ptr(), tensor.untyped_storage())
+        return MemorySource(tensor.data_ptr(), tensor.untyped_storage(), tensor.nbytes)
     return CopySource(tensor)
 
 
 def chain_of(tensors: Sequence[torch.Tensor]) -> ByteSource:
     """The bytes of several tensors, one after another."""
     sources = [source_of(tensor) for tensor in tensors]
-    return sources[0] if len(sources) == 1 else _Chain(sources, [tensor.nbytes for tensor in tensors])
+    return sources[0] if len(sources) == 1 else Chain(sources)
 
 
-class _Chain:
+class Chain:
     """`ByteSource` over several, one after another."""
 
-    def __init__(self, sources: list[ByteSource], sizes: list[int]) -> None:
-        self._sources = sources
-        self._sizes = sizes
+    def __init__(self, sources: Sequence[ByteSource]) -> None:
+        self.sources = sources
+        self.size_bytes = sum(source.size_bytes for source in sources)
 
     def read(self, start: int, stop: int) -> memoryview:
         """Bytes of one of them, which a block never leaves."""
-        for source, size in zip(self._sources, self._sizes, strict=True):
-            if start < size:
+        for source in self.sources:
+            if start < source.size_bytes:
                 return source.read(start, stop)
-            start, stop = start - size, stop - size
+            start, stop = start - source.size_bytes, stop - source.size_bytes
         return memoryview(b"")

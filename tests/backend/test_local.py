@@ -209,10 +209,10 @@ def test_only_temporaries_are_freed_as_such(backend: LocalBackend, name: str) ->
     assert names(backend) == {"log/0/1"}
 
 
-def test_free_bytes_of_a_folder_that_is_not_there_yet(backend: LocalBackend, tmp_path: Path) -> None:
-    free = backend.free_bytes()
-    assert free is not None
-    assert 0 < free <= os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
+def test_space_of_a_folder_that_is_not_there_yet(backend: LocalBackend, tmp_path: Path) -> None:
+    space = backend.space()
+    assert space is not None
+    assert 0 < space.free_bytes <= space.total_bytes == os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
 
 
 def test_the_root_folder_is_no_store() -> None:

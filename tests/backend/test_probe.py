@@ -6,15 +6,20 @@ import threading
 import pytest
 
 from tensorstore_ck.backend import Backend, Buffer, Created, ProbeResult, open_backend, probe, probe_create
+from tensorstore_ck.backend.forecast import Forecast, forecast
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.errors import BackendUnavailableError, PermissionDeniedError, UnsafeBackendError
+from tensorstore_ck.backend.protocol import ObjectWriter
+from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, NoSpaceError, PermissionDeniedError, UnsafeBackendError
+from tensorstore_ck.room import Space
 from tests.servers import BUCKET, S3Server
 
 
 @pytest.fixture(autouse=True)
 def little_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["tensorstore_ck.backend.probe"], "SPEED_BYTES", 16 << 20)
+    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.forecast"], "QUICK_BYTES", 8 << 20)
+    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.forecast"], "SAMPLE_BYTES", 32 << 20)
 
 
 def check_good(backend: Backend) -> ProbeResult:
@@ -136,3 +141,123 @@ def test_lost_writes_are_found_out() -> None:
     result = probe(Forgetful())
     assert not result.read_after_write
     assert not result.list_after_write
+
+
+# --- forecast ------------------------------------------------------------------------------------------------------
+
+
+def check_forecast(backend: Backend, size_bytes: int, ranks: int) -> Forecast:
+    found = forecast(backend, size_bytes, ranks)
+    assert found.save_seconds == pytest.approx(size_bytes / found.write_bytes_per_second + found.commit_seconds)
+    assert found.restore_seconds == pytest.approx(size_bytes / found.read_bytes_per_second)
+    assert 0 < found.commit_seconds < found.save_seconds_elsewhere <= found.save_seconds
+    assert 0 < found.restore_seconds_elsewhere <= found.restore_seconds
+    assert list(backend.list("")) == []
+    assert list(backend.list_uploads()) == []
+    return found
+
+
+def test_a_forecast_is_what_was_measured_scaled(tmp_path: object) -> None:
+    size_bytes = 100 << 20
+    found = check_forecast(LocalBackend(str(tmp_path)), size_bytes, 1)
+    assert (found.size_bytes, found.ranks, found.measured_ranks, found.sample_bytes) == (size_bytes, 1, 1, size_bytes // 10)
+    assert found.write_bytes_per_second == found.rank_write_bytes_per_second
+    assert found.read_bytes_per_second == found.rank_read_bytes_per_second
+    assert found.save_seconds_elsewhere == found.save_seconds
+    assert found.free_bytes is not None
+    assert found.fits is True
+
+
+def test_ranks_on_other_hosts_are_each_as_fast_as_one_alone() -> None:
+    found = check_forecast(MemoryBackend(), 10 << 30, 100)
+    assert (found.ranks, found.measured_ranks, found.sample_bytes) == (100, 8, 32 << 20)
+    assert found.save_seconds_elsewhere == pytest.approx((10 << 30) / (100 * found.rank_write_bytes_per_second) + found.commit_seconds)
+    assert (found.free_bytes, found.fits) == (None, None)
+
+
+def test_a_forecast_of_an_object_store(moto_server: S3Server) -> None:
+    check_forecast(open_backend(f"s3://{BUCKET}/foretold", moto_server.storage_options), 1 << 20, 3)
+
+
+class Disk(MemoryBackend):
+    """Notes how many objects are written at once."""
+
+    def __init__(self, free_bytes: int) -> None:
+        super().__init__()
+        self.free_bytes, self.most = free_bytes, 0
+
+    def space(self) -> Space:
+        return Space(self.free_bytes, 1 << 40)
+
+    def open_writer(self, name: str) -> ObjectWriter:
+        writer = super().open_writer(name)
+        self.most = max(self.most, len([*self.list_uploads()]))
+        return writer
+
+
+@pytest.mark.parametrize(("ranks", "at_once"), [(1, 1), (3, 3), (20, 8)])
+def test_each_rank_writes_an_object_of_its_own(ranks: int, at_once: int) -> None:
+    backend = Disk(1 << 30)
+    assert check_forecast(backend, 1 << 20, ranks).fits
+    assert backend.most == at_once
+
+
+def test_what_does_not_fit_is_told_and_what_cannot_be_tried_refused() -> None:
+    found = check_forecast(Disk(1 << 30), 1 << 30, 2)
+    assert (found.free_bytes, found.fits) == (1 << 30, False)
+    with pytest.raises(NoSpaceError, match=r"a trial write needs 40\.0 MiB .* 1\.0 MiB of 1\.0 TiB are free"):
+        forecast(Disk(1 << 20), 1 << 30, 2)
+
+
+class SlowPlace(MemoryBackend):
+    """Takes a minute for a megabyte, by a clock of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        super().read_into(name, offset, target)
+        self.now += len(target) * 60e-6
+
+    def create(self, name: str, data: Buffer) -> Created:
+        self.now += 1.0
+        return super().create(name, data)
+
+    def open_writer(self, name: str) -> ObjectWriter:
+        self.now += 480.0  # for all that one will write
+        return super().open_writer(name)
+
+
+def test_a_slow_place_is_tried_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = SlowPlace()
+    monkeypatch.setattr("time.perf_counter", lambda: backend.now)
+    found = check_forecast(backend, 10 << 30, 2)
+    assert found.sample_bytes == 8 << 20
+    assert found.commit_seconds == 1.0
+
+
+class GoneWhenRead(MemoryBackend):
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        raise BackendUnavailableError("gone")
+
+
+class GoneWhenWritten(MemoryBackend):
+    def open_writer(self, name: str) -> ObjectWriter:
+        if name.endswith("every-1"):
+            raise BackendUnavailableError("gone")
+        return super().open_writer(name)
+
+
+@pytest.mark.parametrize("backend", [GoneWhenRead(), GoneWhenWritten()])
+def test_a_forecast_that_fails_leaves_nothing_behind(backend: Backend) -> None:
+    with pytest.raises(BackendUnavailableError, match="gone"):
+        forecast(backend, 1 << 20, 2)
+    assert list(backend.list("")) == []
+    assert list(backend.list_uploads()) == []
+
+
+@pytest.mark.parametrize(("size_bytes", "ranks", "wrong"), [(0, 1, "size"), (-5, 1, "size"), (1, 0, "ranks")])
+def test_a_snapshot_has_bytes_and_ranks(size_bytes: int, ranks: int, wrong: str) -> None:
+    with pytest.raises(InvalidOptionError, match=f"{wrong} must be above 0"):
+        forecast(MemoryBackend(), size_bytes, ranks)

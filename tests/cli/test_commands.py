@@ -1,5 +1,6 @@
 """Each command does what it says, for people and as JSON."""
 
+import sys
 from pathlib import Path
 
 import click
@@ -213,6 +214,60 @@ def test_probe_tells_guarantees_and_speeds(history: Tsck) -> None:
     assert result.code == 0
     assert "creates exclusively     yes" in result.out
     assert history("probe", "ck", "--json").json["result"]["exclusive_create"]
+
+
+@pytest.fixture
+def little_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.probe"], "SPEED_BYTES", 8 << 20)
+    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.forecast"], "QUICK_BYTES", 8 << 20)
+    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.forecast"], "SAMPLE_BYTES", 8 << 20)
+
+
+@pytest.mark.usefixtures("little_to_measure")
+def test_probe_foretells_a_snapshot(history: Tsck, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    text = history("probe", "ck", "--size", "20MB", "--ranks", "12").out
+    assert "A snapshot of 19.1 MiB by 12 ranks, nothing of which is in the store yet:" in text
+    assert "s with all ranks on this host" in text
+    assert "/s by 8 ranks on this host" in text
+    assert "are free: it fits" in text
+    document = history("probe", "ck", "--size", "20MB", "--json").json
+    assert (document["forecast"]["size_bytes"], document["forecast"]["ranks"], document["forecast"]["fits"]) == (20_000_000, 1, True)
+    assert [path for path in sorted(tmp_path.rglob("*")) if path.is_file()] == [path for path in before if path.is_file()]
+
+
+@pytest.mark.usefixtures("little_to_measure")
+def test_probe_ends_with_no_space_where_it_does_not_fit(history: Tsck) -> None:
+    probed = history("probe", "ck", "--size", "900PB")
+    assert probed.code == 34
+    assert "it does NOT fit" in probed.out
+
+
+@pytest.mark.parametrize(("options", "said"), [(("--ranks", "8"), "--ranks is for --size"), (("--size", "much"), "is no size")])
+def test_probe_takes_sizes(tsck: Tsck, options: tuple[str, str], said: str) -> None:
+    refused = tsck("probe", "ck", *options)
+    assert refused.code == 2
+    assert said in refused.err
+
+
+@pytest.mark.parametrize("command", [("gc", "--dry-run"), ("fsck", "--read-data"), ("fsck", "--repair")])
+def test_gc_and_fsck_go_no_faster_than_told(history: Tsck, command: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = []
+
+    class Meter:
+        burst_bytes = 1 << 30
+
+        def __init__(self, rate: float) -> None:
+            rates.append(rate)
+
+        def take(self, count: int) -> float:
+            return 0.0
+
+    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.limited"], "RateLimit", Meter)
+    assert history(*command).code == 0
+    assert rates == []
+    assert history(*command, "--rate-limit", "100MB/s").code == 0
+    assert rates == [100_000_000, 100_000_000]
 
 
 @pytest.mark.parametrize("name", [*main.commands])

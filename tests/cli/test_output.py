@@ -7,7 +7,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from tensorstore_ck.cli.output import counted, emit, facts, human_bytes, iso_time, printable, table
+from tensorstore_ck.cli.output import counted, emit, facts, iso_time, printable, table
+from tensorstore_ck.sizes import human_bytes
 
 
 @pytest.mark.parametrize(

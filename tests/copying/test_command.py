@@ -18,8 +18,8 @@ import tensorstore_ck as tsck
 from tensorstore_ck import ConflictError, DamageError, InvalidOptionError, NotFoundError, parallel
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.cli.app import Program
-from tensorstore_ck.cli.copying import byte_rate
 from tensorstore_ck.cli.copying import copy as copy_command
+from tensorstore_ck.cli.options import byte_rate
 from tensorstore_ck.copying import Pace, RateLimit, blocks, copy, copy_refs
 from tensorstore_ck.executor import LocalThreads
 from tensorstore_ck.log import Op

@@ -5,6 +5,7 @@ from typing import Any
 
 from tensorstore_ck.backend.protocol import Backend, Buffer, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError
+from tensorstore_ck.room import Space
 
 
 class Death(BaseException):
@@ -131,8 +132,8 @@ class FaultyBackend:
     def delete(self, names: Iterable[str]) -> None:
         self._faults.call("delete", lambda: self._inner.delete(names))
 
-    def free_bytes(self) -> int | None:
-        return self._inner.free_bytes()
+    def space(self) -> Space | None:
+        return self._inner.space()
 
     def list_uploads(self) -> Iterator[ObjectInfo]:
         return self._inner.list_uploads()

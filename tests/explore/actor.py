@@ -23,6 +23,7 @@ from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, MissingObjectError
 from tensorstore_ck.ids import Clock, IdSource, Ulid
 from tensorstore_ck.opening import make_engine
+from tensorstore_ck.room import Space
 from tensorstore_ck.table import MemoryTable
 from tests.explore.contents import MODIFIED_NS, Request, Response
 from tests.explore.footprint import Footprint, Names
@@ -141,7 +142,7 @@ class SteppingBackend:
         for name in names:  # one by one: an actor may die in between
             self._ask(Request("delete", name))
 
-    def free_bytes(self) -> int | None:
+    def space(self) -> Space | None:
         return None
 
     def list_uploads(self) -> Iterator[ObjectInfo]:

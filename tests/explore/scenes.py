@@ -39,6 +39,7 @@ class Tensor:
 
     def __init__(self, data: bytes) -> None:
         self._data = bytearray(data)
+        self.size_bytes = len(data)
 
     def read(self, start: int, stop: int) -> memoryview:
         return memoryview(self._data)[start:stop]

@@ -35,7 +35,7 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.log import Log
 from tensorstore_ck.packwriter import PackWriter
 from tensorstore_ck.ranks import Channel, Group
-from tensorstore_ck.ranks.put import _Put
+from tensorstore_ck.ranks.put import RankPut
 
 dist: Any = torch.distributed
 """Its annotations lack most of what we use."""
@@ -51,14 +51,14 @@ POINTS: Final[dict[str, tuple[Any, str, str, str]]] = {
     "after hello": (Channel, "put", "hello/", "after"),
     "before go": (Channel, "put", "go", "before"),
     "after go": (Channel, "put", "go", "after"),
-    "before its work": (_Put, "work", "", "before"),
+    "before its work": (RankPut, "work", "", "before"),
     "in packs": (PackWriter, "add", "", "after"),
     "before packs are durable": (PackWriter, "close", "", "before"),
     "before its part": (LocalBackend, "put", "parts/", "before"),
     "after its part": (LocalBackend, "put", "parts/", "after"),
     "before done": (Channel, "put", "done/", "before"),
     "after done": (Channel, "put", "done/", "after"),
-    "before commit": (_Put, "commit", "", "before"),
+    "before commit": (RankPut, "commit", "", "before"),
     "before the record": (LocalBackend, "put", "snapshots/", "before"),
     "after the record": (LocalBackend, "put", "snapshots/", "after"),
     "before the log entry": (Log, "append", "", "before"),

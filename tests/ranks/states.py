@@ -24,6 +24,7 @@ class BytesSource:
 
     def __init__(self, data: bytes) -> None:
         self._data = data
+        self.size_bytes = len(data)
 
     def read(self, start: int, stop: int) -> memoryview:
         return memoryview(self._data)[start:stop]

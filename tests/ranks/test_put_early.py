@@ -11,7 +11,7 @@ from tensorstore_ck.errors import (
     StoreError,
 )
 from tensorstore_ck.opening import init_store, make_engine, read_config
-from tensorstore_ck.state import shares
+from tensorstore_ck.saving import together
 from tensorstore_ck.store import Store
 from tensorstore_ck.table import MemoryTable
 from tests.crash.faulty import Faults, FaultyBackend
@@ -40,7 +40,7 @@ class FakeProcessGroup:
 )
 def test_it_is_with_the_others_again(wrong: dict[str, Any], odd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has begun the attempt as all others have, or the group would never count alike again. Without `wrong` it cannot read the log."""
-    monkeypatch.setattr(shares, "describer_of", lambda group: None)
+    monkeypatch.setattr(together, "describer_of", lambda group: None)
     dist: Any = torch.distributed
     store, backend = dist.HashStore(), MemoryBackend()
     init_store(backend)

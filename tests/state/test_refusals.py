@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.room import Space
 from tensorstore_ck.state import capture, check_state, problems
 from tensorstore_ck.values import MAX_NESTING
 from tests.state.fake import round_trip
@@ -190,8 +191,8 @@ class Backend:
         self.name = name
         return Writer(self)
 
-    def free_bytes(self) -> int | None:
-        return self.free
+    def space(self) -> Space | None:
+        return None if self.free is None else Space(self.free, 100_000)
 
     def delete(self, names: list[str]) -> None:
         self.deleted = names

@@ -28,7 +28,7 @@ from tensorstore_ck.layout import Captured, layout_id
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.packwriter import PackWriter
 from tensorstore_ck.partwriter import TensorBlocks, WrittenPart, inline_bytes, open_packs, store_part, write_blobs, write_tensors
-from tensorstore_ck.ranks.publish import RankParts, checked_parts, publish
+from tensorstore_ck.ranks.publish import RankParts, checked_parts, publish, record_of
 from tensorstore_ck.snapshot import Snapshot
 from tensorstore_ck.state.subtree import Subtree
 from tensorstore_ck.store import Store
@@ -272,7 +272,9 @@ class Writer(StorageWriter):
             txn = engine.new_id()
             try:
                 written, own = self._complete(begun, captured)
-                n = publish(engine, request, [own, *others], txn=txn, logical_bytes=captured.logical_bytes)
+                parts = [own, *others]
+                record = record_of(engine, request, parts, logical_bytes=captured.logical_bytes)
+                n = publish(engine, request, record, parts, txn=txn)
             except SnapshotExpiredError:
                 if attempt == MAX_TRIES:
                     raise

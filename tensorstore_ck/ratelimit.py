@@ -28,11 +28,16 @@ class RateLimit:
         """
         if not 0 < bytes_per_second < math.inf:
             raise InvalidOptionError(f"a rate limit must be more than 0 bytes per second, not {bytes_per_second}", object_id="rate limit")
-        self._rate = bytes_per_second
+        self._rate = self._whole = bytes_per_second
         self._clock = clock
         self._lock = threading.Lock()
         self._free_at = clock()
         """When all that was taken so far will have passed."""
+
+    def share(self, among: int) -> None:
+        """From now on this is one of `among` processes that pass so many bytes together."""
+        with self._lock:
+            self._rate = self._whole / max(among, 1)
 
     @property
     def burst_bytes(self) -> int:

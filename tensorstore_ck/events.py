@@ -1,0 +1,219 @@
+"""What a put tells about itself: events, who is told of them, and the line of text that each is in the log.
+
+The put path emits; logging, `integrations.otel`, the progress line and callbacks of the user consume. None of them can slow down or
+disturb a put more than by the time that a callback takes. "Saved" is said of what is durable and published, and of nothing else.
+
+The logger is "tensorstore_ck", with no handler: where logging is not set up, Python prints warnings and errors to stderr, and a
+snapshot that was dropped or failed in the background is not lost without a word.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol
+
+from tensorstore_ck.sizes import human_bytes
+
+Kind = Literal["captured", "staged", "published", "failed", "dropped", "stalled", "retried"]
+Reason = Literal["skipped", "replaced", "cancelled", "abandoned"]
+
+_STAGE_SECONDS: Final = {
+    f"{stage}_seconds": f"in which at least one thread was at it: {what}; stages overlap, and do not add up to the total"
+    for stage, what in {
+        "capture": "copying the state",
+        "hash": "block ids",
+        "encode": "compression",
+        "write": "packs and part, to the staging disk where there is one, else to the store",
+        "upload": "from the staging disk to the store",
+        "commit": "record, ranks and log entry",
+    }.items()
+}
+_IN_USE: Final = {
+    "queue_depth": "puts of this handle in flight after this event",
+    "memory_bytes": "host memory that they hold then",
+}
+
+KINDS: Final[Mapping[Kind, Mapping[str, str]]] = {
+    "captured": {
+        "capture_seconds": "copying the state",
+        "stall_seconds": "that training stood still: the wait for memory and the capture",
+        "captured_bytes": "copied",
+        "frozen_bytes": "not copied, because the user says that they do not change",
+        **_IN_USE,
+    },
+    "staged": {
+        "write_seconds": "until everything was durable on the staging disk",
+        "new_bytes": "that the staging disk took",
+    },
+    "published": {
+        "root": "of the snapshot, in hex",
+        "snapshot": "its ULID",
+        "total_seconds": "from the call to the durable log entry",
+        "stall_seconds": "that training stood still",
+        "queued_seconds": "from the capture to the first block",
+        **_STAGE_SECONDS,
+        "logical_bytes": "of the state",
+        "hashed_bytes": "that went through the hash",
+        "new_bytes": "that the store grew by",
+        "dedup_ratio": "of the hashed bytes, the share that lay in the store already: 0.0 to 1.0",
+        "compression_ratio": "raw bytes of the new blocks per stored byte; 1.0 where none is new",
+        **_IN_USE,
+    },
+    "failed": {
+        "error": "its message",
+        "error_kind": "`StoreError.kind`, or the name of another exception's type",
+        "is_waited_for": "1 where the caller gets the error as an exception anyhow",
+        "total_seconds": "from the call to the failure",
+        "queued_seconds": "from the capture to the first block, as far as it came",
+        **_STAGE_SECONDS,
+        **_IN_USE,
+    },
+    "dropped": {
+        "reason": "a `Reason`",
+        **_IN_USE,
+    },
+    "stalled": {
+        "stall_seconds": "that the put waited for memory before its capture",
+        "queue_depth": "puts that it waited for",
+    },
+    "retried": {
+        "what": "is tried again, such as `upload of packs/...`",
+        "error": "that it failed with",
+        "delay_seconds": "before the next try",
+    },
+}
+"""The fields of each kind of event."""
+
+LEVELS: Final[Mapping[Kind, int]] = {
+    "captured": logging.DEBUG,
+    "staged": logging.DEBUG,
+    "published": logging.INFO,
+    "failed": logging.ERROR,
+    "dropped": logging.WARNING,
+    "stalled": logging.WARNING,
+    "retried": logging.INFO,
+}
+_REASONS: Final[Mapping[str, str]] = {
+    "skipped": "no memory was free for it",
+    "replaced": "a newer one took its place before it was written",
+    "cancelled": "it was cancelled",
+    "abandoned": "the process ended before it was published",
+}
+
+_logger: Final = logging.getLogger("tensorstore_ck")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to a put."""
+
+    kind: Kind
+    put: str
+    """Names the put, and so groups its events; empty where there is none."""
+    ref: str
+    step: int | None
+    rank: int
+    time_ns: int
+    """Since 1970, when it had happened."""
+    fields: Mapping[str, int | float | str]
+    """Those of `KINDS`; their names have the units."""
+
+    @property
+    def address(self) -> str:
+        """``ref@step``, or the ref alone."""
+        return self.ref if self.step is None else f"{self.ref}@{self.step}"
+
+
+Callback = Callable[[Event], object]
+
+
+class Observed(Protocol):
+    """What tells of events: a `Store`."""
+
+    def on_event(self, callback: Callback, /) -> Callable[[], None]:
+        """Calls `callback` with each event from now on, until what it returns is called."""
+
+
+class Observers:
+    """Who is told of the events of one store handle. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._subscriptions: tuple[_Subscription, ...] = ()
+
+    def subscribe(self, callback: Callback) -> Callable[[], None]:
+        """Calls `callback` with each event, on the thread that it happens on: maybe on several at once. Returns what ends it."""
+        subscription = _Subscription(callback)
+        with self._lock:
+            self._subscriptions += (subscription,)
+
+        def end() -> None:
+            with self._lock:
+                self._subscriptions = tuple(each for each in self._subscriptions if each is not subscription)
+
+        return end
+
+    def emit(self, event: Event) -> None:
+        """Tells everybody, in the order in which they subscribed. Raises nothing."""
+        for subscription in self._subscriptions:
+            subscription.tell(event)
+
+
+class _Subscription:
+    def __init__(self, callback: Callback) -> None:
+        self._callback = callback
+        self._failed = False
+
+    def tell(self, event: Event) -> None:
+        try:
+            self._callback(event)
+        except Exception:  # whoever looks on must not cost anybody a snapshot
+            if not self._failed:
+                self._failed = True
+                _logger.exception(
+                    "%r raised on the event %r; the put goes on, and this is not logged again for it", self._callback, event.kind
+                )
+
+
+def log_event(event: Event, logger: logging.Logger = _logger) -> None:
+    """Writes one line to the log."""
+    level = LEVELS[event.kind] if not event.fields.get("is_waited_for") else logging.DEBUG
+    if logger.isEnabledFor(level):
+        logger.log(level, "%s", event_text(event))
+
+
+def event_text(event: Event) -> str:
+    """One line for people."""
+
+    def of(name: str) -> str:
+        value = event.fields[name]
+        if name.endswith("_bytes"):
+            return human_bytes(int(value))
+        return f"{value:.{2 if float(value) < 1 else 1}f} s" if name.endswith("_seconds") else str(value)
+
+    name = event.address + (f" (rank {event.rank})" if event.rank else "")
+    match event.kind:
+        case "captured":
+            text = f"captured {name}: {of('captured_bytes')} in {of('capture_seconds')}, {of('frozen_bytes')} frozen, "
+            text += f"training stood still {of('stall_seconds')}; {of('queue_depth')} in flight, {of('memory_bytes')} of memory in use"
+        case "staged":
+            text = f"staged {name}, not yet published: {of('new_bytes')} new in {of('write_seconds')}"
+        case "published":
+            text = f"saved {name}: {of('logical_bytes')}, {of('new_bytes')} new, in {of('total_seconds')}, "
+            text += f"training stood still {of('stall_seconds')}"
+        case "failed":
+            text = f"putting {name} failed after {of('total_seconds')}: {of('error')}"
+        case "dropped":
+            text = f"dropped {name}: {_REASONS.get(of('reason'), of('reason'))}"
+        case "stalled":
+            text = f"training waited {of('stall_seconds')} for memory before {name} could be captured, with {of('queue_depth')} in flight; "
+            text += "save less often, raise host_memory_bytes, or pass on_full='skip' or 'replace'"
+        case "retried":
+            text = f"{of('what')} of {name} failed, next try in {of('delay_seconds')}: {of('error')}"
+    return one_line(text)
+
+
+def one_line(text: str) -> str:
+    """`text` without anything that a terminal would obey, such as an error's text from a server could have."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -1,0 +1,117 @@
+"""Where the time and the bytes of one put go: `Meter`, which the put's threads add to, and `Progress`, which anybody may ask for.
+
+Knows the stages' names and a clock, nothing of what is done in them. A stage's seconds are those in which at least one thread was at
+it, so that no number of threads makes a stage longer than the put; stages overlap, and their seconds do not add up.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+Stage = Literal["capture", "hash", "encode", "write", "upload", "commit"]
+STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
+"""In the order in which they begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a put is."""
+
+    stage: Stage | Literal["queued"]
+    """The last stage that was begun; ``queued`` between the capture and the next one, and before the capture."""
+    done_bytes: int
+    """Of the last stage that was begun and whose bytes are known in advance, as are those below."""
+    total_bytes: int
+    """0 where nothing is known yet."""
+    bytes_per_second: float
+    """Since it began."""
+    stage_seconds: Mapping[Stage, float]
+    """Of every stage, so far."""
+    stage_bytes: Mapping[Stage, int]
+
+    @property
+    def fraction(self) -> float:
+        """0.0 to 1.0: `done_bytes` of `total_bytes`."""
+        return self.done_bytes / self.total_bytes if self.total_bytes else 0.0
+
+    def seconds_fields(self) -> dict[str, float]:
+        """``capture_seconds``, ``hash_seconds`` and so on, as events have them."""
+        return {f"{stage}_seconds": seconds for stage, seconds in self.stage_seconds.items()}
+
+
+class _Tally:
+    """One stage."""
+
+    __slots__ = ("begun_at", "busy_since", "done_bytes", "seconds", "threads", "total_bytes")
+
+    def __init__(self) -> None:
+        self.begun_at: float | None = None
+        self.threads = 0
+        """That are at it now."""
+        self.busy_since = 0.0
+        """If there are any."""
+        self.seconds = 0.0
+        """Without those since then."""
+        self.done_bytes = 0
+        self.total_bytes = 0
+
+
+class Meter:
+    """Seconds and bytes of the stages of one put. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._tallies: dict[Stage, _Tally] = {stage: _Tally() for stage in STAGES}
+
+    def expect(self, stage: Stage, total_bytes: int) -> None:
+        """Says how many bytes a stage will have gone through in the end."""
+        with self._lock:
+            self._tallies[stage].total_bytes = total_bytes
+
+    def count(self, stage: Stage, done_bytes: int) -> None:
+        """Counts bytes that a stage has gone through; negative ones must be gone through again."""
+        with self._lock:
+            self._tallies[stage].done_bytes += done_bytes
+
+    @contextmanager
+    def timed(self, stage: Stage, done_bytes: int = 0) -> Iterator[None]:
+        """A thread is at `stage` while it is inside; unless it fails, it has gone through so many more bytes afterwards."""
+        tally, gone_through = self._tallies[stage], 0
+        with self._lock:
+            if not tally.threads:
+                tally.busy_since = self._clock()
+                tally.begun_at = tally.busy_since if tally.begun_at is None else tally.begun_at
+            tally.threads += 1
+        try:
+            yield
+            gone_through = done_bytes
+        finally:
+            with self._lock:
+                tally.done_bytes += gone_through
+                tally.threads -= 1
+                if not tally.threads:
+                    tally.seconds += self._clock() - tally.busy_since
+
+    def snapshot(self) -> Progress:
+        """How things are now, of all threads at one moment."""
+        with self._lock:
+            now = self._clock()
+            begun = [stage for stage in STAGES if self._tallies[stage].begun_at is not None]
+            queued = begun in ([], ["capture"]) and not self._tallies["capture"].threads
+            shown = next((tally for stage in reversed(begun) if (tally := self._tallies[stage]).total_bytes), None)
+            done, total, rate = 0, 0, 0.0
+            if shown is not None and shown.begun_at is not None:
+                done, total = min(shown.done_bytes, shown.total_bytes), shown.total_bytes
+                rate = done / (now - shown.begun_at) if now > shown.begun_at else 0.0
+            return Progress(
+                "queued" if queued else begun[-1],
+                done,
+                total,
+                rate,
+                {stage: tally.seconds + (now - tally.busy_since if tally.threads else 0.0) for stage, tally in self._tallies.items()},
+                {stage: tally.done_bytes for stage, tally in self._tallies.items()},
+            )

@@ -1,0 +1,193 @@
+"""What users do to save: put and wait, put beside the training, and end in order. The restoring side is in `store`.
+
+torch is loaded only by the methods that take tensors.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.events import Callback, log_event
+from tensorstore_ck.grouped import TIMEOUT_SECONDS, Groups
+from tensorstore_ck.manage import ManagedStore
+from tensorstore_ck.saving import DrainReport, OnFull, PendingSnapshot, Preemption, Saver
+from tensorstore_ck.saving.exiting import finish_at_exit
+from tensorstore_ck.saving.handle import Handle
+from tensorstore_ck.saving.hostmemory import default_limit_bytes
+from tensorstore_ck.seen import LAST_SEEN, Asked, LastSeen, asked
+from tensorstore_ck.snapshot import Snapshot
+from tensorstore_ck.writer import Anything
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from tensorstore_ck.saving.alone import AloneJob
+    from tensorstore_ck.saving.together import GroupJob
+    from tensorstore_ck.state.buffers import Arena
+
+
+class SavingStore(ManagedStore):
+    """An open store that can be put to: the base of `Store`."""
+
+    def __init__(self, engine: Engine, *, host_memory_bytes: int | None = None) -> None:
+        super().__init__(engine)
+        if host_memory_bytes is not None and host_memory_bytes <= 0:
+            raise InvalidOptionError(f"host_memory_bytes must be more than 0, not {host_memory_bytes}", object_id="host_memory_bytes")
+        self._groups = Groups(engine)
+        self._host_memory_bytes = host_memory_bytes
+        self._local_ranks = 1
+        self._numbers = itertools.count(1)
+        self._saver = Saver(self._open_arena, engine.observers)
+        self._handle = Handle(engine, self._seen, self._groups, self._saver.wait_for_upload)
+        engine.observers.subscribe(log_event)
+
+    @property
+    def groups(self) -> Groups:
+        """The process groups that this handle has met, for what is built on top of a store."""
+        return self._groups
+
+    def put_snapshot(
+        self,
+        state: object,
+        *,
+        ref: str,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, object] | None = None,
+        expect: "str | Snapshot | Anything | LastSeen | None" = LAST_SEEN,
+        group: "ProcessGroup | None" = None,
+        rank_state: object = None,
+        frozen: Sequence[str] = (),
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> Snapshot:
+        """Stores `state` and moves branch `ref` to it. Durable and published when it returns; else it raises and nothing is visible.
+
+        The ref moves only from the root that this handle last put or restored there, so a job that was given up for dead
+        cannot overwrite its successor's work. A ref that this handle has not seen must not exist yet. Puts of this handle that are
+        under way (`put_snapshot_async`) are waited for first.
+
+        Args:
+            state: Any nesting of dicts, lists and tuples with tensors, numpy arrays and plain values.
+            ref: The branch to move; made if it does not exist.
+            step: The training step, for ``ref@step``.
+            metrics: Numbers to rank by.
+            metadata: What the run knows: config, learning rate, git commit. At most 1 MiB; part of the root.
+            expect: A root, `ANY`, or None for "the ref must not exist", instead of what this handle last saw.
+            group: All ranks of it put together, each its own side of the state: DTensors and `FlatShard` its share, other tensors whole.
+            rank_state: With `group`: what is this rank's alone, such as random number generators.
+            frozen: Globs over names such as ``model.base.*``, of tensors that do not change while this store is open: they are read at
+                the first put and each tenth one after it, where a change is a `FrozenChangedError`.
+            timeout_seconds: With `group`: when to give up on ranks that do not come.
+
+        Raises:
+            UnsupportedValueError: `state` holds something that cannot be stored; the message has the path.
+            ConflictError: the ref is elsewhere; nothing was written.
+            SnapshotAbortedError: with `group`: a rank failed, is gone, or came with something else; the message names it.
+        """
+
+        def ask() -> Asked:
+            return asked(self._engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect)
+
+        return self._saver.run(lambda: self._job(state, ref, step, ask, group, rank_state, frozen, timeout_seconds))
+
+    def put_snapshot_async(
+        self,
+        state: object,
+        *,
+        ref: str,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, object] | None = None,
+        expect: "str | Snapshot | Anything | LastSeen | None" = LAST_SEEN,
+        group: "ProcessGroup | None" = None,
+        rank_state: object = None,
+        frozen: Sequence[str] = (),
+        on_full: OnFull = "block",
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> PendingSnapshot:
+        """As `put_snapshot`, beside the training: it returns as soon as `state` may be mutated, and a thread does the rest.
+
+        The state is copied into buffers that are reused; `host_memory_bytes` of `open` bounds them. Puts of one handle are published in
+        the order of their calls. What fails is raised by ``wait()``, or else by the handle's next put.
+
+        Args:
+            state: See `put_snapshot`, as are the others.
+            frozen: These tensors are not copied either.
+            on_full: What to do when the buffers of earlier puts leave no room: ``block`` until there is; ``skip`` this put; or
+                ``replace``: give up the oldest put that waits for its turn. With `group`, rank 0 decides for all. What was dropped
+                is told by the returned object, a warning in the log, and an event.
+
+        Raises:
+            StoreError: as `put_snapshot`; or what an earlier put of this handle failed with, if nobody waited for it: then this one did
+                not take place.
+            NoSpaceError: the state does not fit into `host_memory_bytes` at all.
+        """
+
+        def ask() -> Asked:
+            return asked(self._engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect)
+
+        def make() -> "AloneJob | GroupJob":
+            if group is not None and self._host_memory_bytes is None:
+                self._local_ranks = self._groups.local_ranks(group, timeout_seconds=timeout_seconds)
+            job = self._job(state, ref, step, ask, group, rank_state, frozen, timeout_seconds)
+            job.prepare()
+            return job
+
+        return self._saver.submit(make, on_full)
+
+    def pending(self) -> list[PendingSnapshot]:
+        """The puts under way, oldest first."""
+        return self._saver.pending()
+
+    def drain(self, deadline_seconds: float | None = None) -> DrainReport:
+        """Waits for the puts under way; those that are not published by the deadline are given up cleanly. Says which snapshot is safe."""
+        return self._saver.drain(deadline_seconds)
+
+    def on_preemption(self, signal_number: int, *, deadline_seconds: float) -> Preemption:
+        """Makes a signal such as ``signal.SIGTERM`` end the job in order: see `Preemption`. On the main thread only."""
+        return Preemption(self._saver, signal_number, deadline_seconds=deadline_seconds)
+
+    def on_event(self, callback: Callback) -> Callable[[], None]:
+        """Calls ``callback(event)`` at each `Event` of this handle's puts, on their thread; returns what ends that."""
+        return self._engine.observers.subscribe(callback)
+
+    def close(self) -> None:
+        """Finishes the puts under way, and releases connections, memory and the cache; idempotent.
+
+        Raises:
+            StoreError: what a put failed with that nobody waited for.
+        """
+        try:
+            self._saver.close()
+        finally:
+            super().close()
+
+    def _job(
+        self,
+        state: object,
+        ref: str,
+        step: int | None,
+        ask: Callable[[], Asked],
+        group: "ProcessGroup | None",
+        rank_state: object,
+        frozen: Sequence[str],
+        timeout_seconds: float,
+    ) -> "AloneJob | GroupJob":
+        from tensorstore_ck.saving.alone import AloneJob  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.saving.together import GroupJob  # noqa: PLC0415 - likewise
+
+        if rank_state is not None and group is None:
+            raise InvalidOptionError("rank_state= needs group=: one process puts everything into the state", object_id="rank_state")
+        if self._engine.limit is not None and group is not None:
+            self._engine.limit.share(group.size())
+        if group is None:
+            return AloneJob(self._handle, next(self._numbers), ask(), state, frozen)
+        return GroupJob(self._handle, group, ref, step, ask, state, rank_state, frozen, timeout_seconds=timeout_seconds)
+
+    def _open_arena(self) -> "Arena":
+        from tensorstore_ck.state.buffers import Arena  # noqa: PLC0415 - loads torch
+
+        finish_at_exit(self._saver)
+        return Arena(self._host_memory_bytes or default_limit_bytes(self._local_ranks))

@@ -1,0 +1,94 @@
+"""A put of one process. Knows torch, loaded by whoever has tensors to put."""
+
+from collections.abc import Callable, Sequence
+
+from tensorstore_ck.errors import BackendUnavailableError
+from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.parallel import cpu_threads
+from tensorstore_ck.saving.course import Course
+from tensorstore_ck.saving.handle import Handle, frozen_bytes
+from tensorstore_ck.saving.job import Turn
+from tensorstore_ck.saving.stagedput import StagedPut
+from tensorstore_ck.seen import Asked
+from tensorstore_ck.staging.stage import stage_alone
+from tensorstore_ck.state.buffers import Slot, copied_bytes, copy_captured
+from tensorstore_ck.state.capture import capture
+from tensorstore_ck.writer import PutRequest, check_expected, put
+
+
+class AloneJob:
+    """See `Job`."""
+
+    rank = 0
+
+    def __init__(self, handle: Handle, number: int, asked: Asked, state: object, frozen: Sequence[str]) -> None:
+        """Takes the state apart.
+
+        Raises:
+            UnsupportedValueError: something in it cannot be stored.
+        """
+        self.number = number
+        self.ref, self.step = asked.ref, asked.step
+        self._handle = handle
+        self._asked = asked
+        self._captured = handle.frozen.mark(capture(state), frozen)
+        self._staged: StagedPut | None = None
+
+    def prepare(self) -> None:
+        """The state was taken apart already."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of the memory to capture into."""
+        return copied_bytes(self._captured, self._captured.frozen)
+
+    @property
+    def frozen_bytes(self) -> int:
+        """That need not be captured."""
+        return frozen_bytes(self._captured)
+
+    def agree(self, decide: Callable[[], Turn]) -> Turn:
+        """Nobody else is asked."""
+        return decide()
+
+    def leave(self) -> None:
+        """Nobody else is told."""
+
+    def refuse(self, error: BaseException) -> None:
+        """Nobody else is told."""
+
+    def hold(self, slot: Slot) -> None:
+        """Copies the state."""
+        self._captured = copy_captured(self._captured, slot, skip=self._captured.frozen, threads=cpu_threads())
+
+    def run(self, course: Course) -> SnapshotInfo | None:
+        """Stores it, on the staging disk where there is one."""
+        course.check()
+        engine, seen, tier = self._handle.engine, self._handle.seen, self._handle.engine.tier
+        course.meter.expect("hash", self._captured.logical_bytes)
+        self._handle.make_room(self.ref, self._captured.logical_bytes)
+        if tier is not None:
+            request, offline = self._request()
+            staged = stage_alone(engine, tier, self._captured, request, self._handle.chain(self.ref), course.meter, offline=offline)
+            seen.note_staged(self.ref, staged.info.root)
+            assert staged.manifest.lead is not None
+            self._staged = StagedPut(self._handle, tier, staged.manifest, staged.manifest.lead)
+            return None
+        request = seen.as_of_now(engine, self._asked)
+        check_expected(engine.log.view(), request.ref, request.expect)
+        info = put(engine, self._captured, request, course.meter)
+        seen.note(self.ref, info.root, info.root)
+        return info
+
+    def publish(self, course: Course) -> SnapshotInfo:
+        """Uploads what was staged, and publishes it."""
+        assert self._staged is not None
+        return self._staged.publish(course)
+
+    def _request(self) -> tuple[PutRequest, bool]:
+        """What is put, and whether the store does not answer: then it is staged all the same, by what is known of the log."""
+        engine, seen = self._handle.engine, self._handle.seen
+        try:
+            return seen.as_of_now(engine, self._asked), False
+        except BackendUnavailableError:
+            return seen.as_of_now(engine, self._asked, sync=False), True

@@ -1,0 +1,105 @@
+"""What a store handle gives to its puts, and what both ways to put have in common."""
+
+import random
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, UndecidedError
+from tensorstore_ck.events import Event
+from tensorstore_ck.grouped import Groups
+from tensorstore_ck.ids import Digest, Ulid
+from tensorstore_ck.layout import Captured
+from tensorstore_ck.room import require_room
+from tensorstore_ck.saving.course import Course
+from tensorstore_ck.saving.frozen import FrozenTensors
+from tensorstore_ck.seen import Seen
+from tensorstore_ck.staging.chain import StagedChain
+from tensorstore_ck.staging.manifest import Manifest
+from tensorstore_ck.tiers import Tier
+
+T = TypeVar("T")
+
+LONGEST_PAUSE_SECONDS: Final = 30.0
+
+
+@dataclass(slots=True)
+class Handle:
+    """What a store handle gives to its puts."""
+
+    engine: Engine
+    seen: Seen
+    groups: Groups
+    wait_for_upload: Callable[[], bool]
+    """Waits until an upload has ended; False if there is none."""
+    frozen: FrozenTensors = field(default_factory=FrozenTensors)
+    chains: dict[str, StagedChain] = field(default_factory=dict)
+
+    def chain(self, ref: str) -> StagedChain:
+        """What was staged on a ref."""
+        return self.chains.setdefault(ref, StagedChain())
+
+    def published(self, ref: str, txn: Ulid, root: Digest) -> None:
+        """A staged put of this handle is on its ref."""
+        chain = self.chain(ref)
+        chain.remove(txn)
+        if self.seen.knows(ref):  # else this process has only finished what another one began
+            self.seen.note_published(ref, root, chain.last_root())
+
+    def make_room(self, ref: str, needed_bytes: int) -> None:
+        """Makes sure that a put has room: on the staging disk, if need be by waiting for uploads; else in the store.
+
+        In the store a ref's first put needs all its bytes; later ones mostly share, and what they need shows while they write.
+
+        Raises:
+            NoSpaceError: there will be none.
+        """
+        engine, tier = self.engine, self.engine.tier
+        if tier is None:
+            require_room(engine.backend, engine.min_free, 0 if self.seen.knows(ref) else needed_bytes, f"the put to {ref!r}")
+            return
+        while True:
+            try:
+                tier.folder.evict(needed_bytes)
+            except NoSpaceError:
+                if not self.wait_for_upload():
+                    raise
+            else:
+                return
+
+    def upload(self, course: Course, tier: Tier, manifest: Manifest, stop: Callable[[], None]) -> None:
+        """Brings what one rank has staged into the store; what is there already is not sent again."""
+        meter, window = course.meter, tier.options.stagger_seconds
+        meter.expect("upload", manifest.size_bytes)
+        course.pause(window * (manifest.rank / manifest.ranks + zlib.crc32(manifest.ref.encode()) / (1 << 32)) % window if window else 0.0)
+        with meter.timed("upload"):
+            tier.uploader.upload(
+                manifest.names,
+                stop=stop,
+                on_bytes=lambda count: meter.count("upload", count),
+                on_retry=lambda exc, seconds: self.retried(course, "an upload", exc, seconds),
+            )
+
+    def patiently(self, course: Course, what: str, action: Callable[[], T]) -> T:
+        """What `action` returns; while the backend does not answer it is done again, until the put is asked to give up."""
+        for attempt in range(1_000_000):
+            try:
+                return action()
+            except (BackendUnavailableError, UndecidedError) as exc:
+                delay = min(LONGEST_PAUSE_SECONDS, 0.5 * 2 ** min(attempt, 8)) * random.uniform(0.5, 1)  # noqa: S311 - jitter
+                self.retried(course, what, exc, delay)
+                course.pause(delay)
+        raise AssertionError("unreachable")
+
+    def retried(self, course: Course, what: str, error: Exception, delay_seconds: float) -> None:
+        """Tells of a passing fault."""
+        fields: dict[str, float | str] = {"what": what, "error": str(error), "delay_seconds": delay_seconds}
+        self.engine.observers.emit(Event("retried", course.id, course.ref, course.step, course.rank, time.time_ns(), fields))
+
+
+def frozen_bytes(captured: Captured) -> int:
+    """Bytes on this rank of tensors that are not copied."""
+    return sum(captured.sources[tensor].size_bytes for tensor in captured.frozen)

@@ -1,0 +1,59 @@
+"""One thread that works through a queue in order; it lives only while there is work."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Lane(Generic[Item]):
+    """A queue and its thread. Everything is done under `changed`, which is notified at each change, but the work itself."""
+
+    def __init__(self, name: str, changed: threading.Condition, work: Callable[[Item], object]) -> None:
+        """`work` raises nothing."""
+        self._name = name
+        self._changed = changed
+        self._work = work
+        self._waiting: deque[Item] = deque()
+        self._working: Item | None = None
+        self._thread: threading.Thread | None = None
+
+    def put(self, item: Item) -> None:
+        """Adds work."""
+        with self._changed:
+            self._waiting.append(item)
+            if self._thread is None:
+                # A daemon, so that a backend that hangs cannot keep the process; `exiting` waits for what is under way.
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+
+    def items(self) -> list[Item]:
+        """What is under way, and then what waits."""
+        with self._changed:
+            return [*([] if self._working is None else [self._working]), *self._waiting]
+
+    def waiting(self) -> Iterator[Item]:
+        """What waits, oldest first; under the caller's lock."""
+        return iter(self._waiting)
+
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self._waiting and self._working is None
+
+    def is_mine(self) -> bool:
+        """Whether the caller runs on this lane's thread."""
+        return threading.current_thread() is self._thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                item = self._working = self._waiting.popleft()
+            self._work(item)
+            with self._changed:
+                self._working = None
+                self._changed.notify_all()

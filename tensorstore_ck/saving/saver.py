@@ -1,0 +1,373 @@
+"""The queue of puts of one store handle: what is captured waits here for the one thread that stores it, in order; and what was stored on
+a staging disk, for the one that uploads and publishes it.
+
+Memory is the only thing that can run out: whether a put waits for it, is skipped, or takes that of queued ones is decided before anything
+is captured, for many ranks by rank 0 alone (`Job.agree`), so that ranks never drop different snapshots. An error is kept until somebody
+is told: by a wait, or by the next put. The thread lives only while there is work. Knows no torch and no store.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Literal
+
+from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, SnapshotAbortedError, SnapshotDroppedError, StoreError
+from tensorstore_ck.events import Event, Kind, Observers
+from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.saving.course import Course, Stage
+from tensorstore_ck.saving.drained import DrainReport
+from tensorstore_ck.saving.job import Job, Turn
+from tensorstore_ck.saving.lane import Lane
+from tensorstore_ck.saving.pending import PendingSnapshot
+from tensorstore_ck.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from tensorstore_ck.state.arena import Arena, Slot
+
+OnFull = Literal["block", "skip", "replace"]
+"""What a put does when no memory is left to capture into: wait for it; do not take place; or take that of the oldest queued put."""
+
+GIVE_UP_SECONDS: Final = 10.0
+"""How long a put that was told to give up is waited for."""
+EXIT_SECONDS: Final = 600.0
+"""How long a process that ends waits for its puts."""
+
+
+class _Item:
+    """A put in the queue."""
+
+    def __init__(self, job: Job, called: float, *, is_beside: bool) -> None:
+        self.job = job
+        self.course = Course(job.ref, job.step, job.rank)
+        self.slot: Slot | None = None
+        self.is_beside = is_beside
+        """Whether nobody waits for it."""
+        self.called = self.captured = self.begun = called
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long the training stood still."""
+        return self.captured - self.called
+
+    def release(self) -> None:
+        if self.slot is not None:
+            self.slot.release()
+
+
+class Saver:
+    """The puts of one store handle. Thread-safe; puts must come from one thread at a time."""
+
+    def __init__(self, open_arena: Callable[[], "Arena"], observers: Observers) -> None:
+        """`open_arena` is asked for memory at the first put that needs it."""
+        self._open_arena = open_arena
+        self._observers = observers
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._stores: Lane[_Item] = Lane("tsck-save", self._changed, self._store)
+        self._uploads: Lane[_Item] = Lane("tsck-publish", self._changed, self._publish)
+        self._arena: Arena | None = None
+        self._untold: list[_Item] = []
+        self._safe: Snapshot | None = None
+
+    def _enter(self) -> None:
+        """A forked child begins anew: its parent's puts are its parent's."""
+        if os.getpid() != self._pid:
+            self._reset()
+
+    # --- puts ---------------------------------------------------------------------------------------------------------
+
+    def submit(self, make: Callable[[], Job], on_full: OnFull) -> PendingSnapshot:
+        """Captures what `make` makes a put of, and leaves the rest to the thread.
+
+        Raises:
+            StoreError: it cannot be captured; or, before that, what an earlier put that nobody waited for failed with.
+        """
+        if on_full not in ("block", "skip", "replace"):
+            raise InvalidOptionError(f"on_full must be 'block', 'skip' or 'replace', not {on_full!r}", object_id="on_full")
+        self._enter()
+        called = time.monotonic()
+        job = make()
+        item = _Item(job, called, is_beside=True)
+        pending = PendingSnapshot(item.course)
+        turn = job.agree(lambda: self._decide(item, on_full))
+        if turn.failed:
+            job.leave()
+            self._raise_error_of(turn.failed, job)
+        if not turn.goes:
+            job.leave()
+            self._end_dropped(item, "skipped")
+            return pending
+        try:
+            for number in turn.drops:
+                self._drop_queued(number)
+            if item.slot is None:
+                item.slot = self._take(item)
+            with item.course.meter.timed("capture", job.needed_bytes):
+                job.hold(item.slot)
+        except BaseException as exc:
+            item.release()
+            self._notify()
+            job.refuse(exc)
+            raise
+        item.captured = time.monotonic()
+        item.course.reach(Stage.CAPTURED)
+        self._stores.put(item)
+        self._emit(
+            item.course,
+            "captured",
+            capture_seconds=item.course.meter.snapshot().stage_seconds["capture"],
+            stall_seconds=item.stall_seconds,
+            captured_bytes=job.needed_bytes,
+            frozen_bytes=job.frozen_bytes,
+            **self._in_use(),
+        )
+        return pending
+
+    def run(self, make: Callable[[], Job]) -> Snapshot:
+        """Puts in the caller's thread, after those under way; nothing is copied."""
+        self._enter()
+        self.settle()
+        self._raise_untold()
+        called = time.monotonic()
+        item = _Item(make(), called, is_beside=False)
+        self._store(item)
+        if not item.course.has_ended:
+            self._publish(item)
+        item.course.wait(Stage.PUBLISHED, None)
+        assert item.course.snapshot is not None
+        return item.course.snapshot
+
+    def pending(self) -> list[PendingSnapshot]:
+        """The puts under way, oldest first."""
+        self._enter()
+        return [PendingSnapshot(item.course) for item in self._items()]
+
+    def settle(self) -> None:
+        """Waits until no put is under way; not for itself, in a callback of one."""
+        self._enter()
+        if self._stores.is_mine() or self._uploads.is_mine():
+            return
+        with self._changed:
+            self._changed.wait_for(self._is_idle)
+
+    def wait_for_upload(self) -> bool:
+        """Waits until one more staged put has ended; False if there is none."""
+        with self._changed:
+            items = self._uploads.items()
+            if items:
+                self._changed.wait_for(lambda: self._uploads.items()[:1] != items[:1])
+            return bool(items)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What captures hold at the moment, and what is kept for the next."""
+        return self._arena.allocated_bytes if self._arena is not None else 0
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def drain(self, deadline_seconds: float | None = None) -> DrainReport:
+        """Waits for the puts under way; those that are not published by the deadline are given up."""
+        self._enter()
+        with self._changed:
+            items = self._items()
+            done = self._changed.wait_for(self._is_idle, deadline_seconds)
+        if not done:
+            for item in items:
+                item.course.drop("abandoned")
+            with self._changed:
+                self._changed.wait_for(self._is_idle, GIVE_UP_SECONDS)
+        unpublished = [item.course for item in items if item.course.snapshot is None]
+        return DrainReport(
+            tuple(item.course.snapshot for item in items if item.course.snapshot is not None),
+            tuple(PendingSnapshot(course) for course in unpublished if course.has_reached(Stage.STAGED)),
+            tuple(PendingSnapshot(course) for course in unpublished if course.has_ended and not course.has_reached(Stage.STAGED)),
+            tuple(PendingSnapshot(course) for course in unpublished if not course.has_ended and not course.has_reached(Stage.STAGED)),
+            self._safe,
+        )
+
+    def close(self) -> None:
+        """Finishes what is under way, and frees the memory; idempotent.
+
+        Raises:
+            StoreError: what a put failed with that nobody waited for.
+        """
+        self._enter()
+        self.settle()
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+        self._raise_untold()
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def _decide(self, item: _Item, on_full: OnFull) -> Turn:
+        with self._changed:
+            if self._untold:
+                return Turn(goes=False, failed=self._untold[0].job.number)
+            drops: list[int] = []
+            while (slot := self._try_take(item)) is None:
+                queued = next((each for each in self._stores.waiting() if not each.course.dropped), None)
+                if on_full == "skip":
+                    return Turn(goes=False)
+                if on_full == "replace" and queued is not None:
+                    self._give_up(queued)
+                    drops.append(queued.job.number)
+                else:
+                    self._wait_for_memory(item)
+            item.slot = slot
+            return Turn(True, tuple(drops))
+
+    def _take(self, item: _Item) -> "Slot":
+        """Memory for a put of which another rank said that it takes place."""
+        with self._changed:
+            while (slot := self._try_take(item)) is None:
+                self._wait_for_memory(item)
+            return slot
+
+    def _try_take(self, item: _Item) -> "Slot | None":
+        if self._arena is None:
+            self._arena = self._open_arena()
+        needed, limit = item.job.needed_bytes, self._arena.limit_bytes
+        if needed > limit:
+            raise NoSpaceError(
+                f"the put of {item.course} needs {needed:,} bytes of host memory to capture into, and host_memory_bytes is {limit:,}: raise "
+                "it in tsck.open, name what does not change in frozen=, or use put_snapshot, which copies nothing",
+                object_id="host_memory_bytes",
+            )
+        return self._arena.take(needed)
+
+    def _wait_for_memory(self, item: _Item) -> None:
+        began = time.monotonic()
+        self._changed.wait()
+        self._emit(item.course, "stalled", stall_seconds=time.monotonic() - began, queue_depth=len(self._items()))
+
+    def _drop_queued(self, number: int) -> None:
+        with self._changed:
+            for item in self._stores.waiting():
+                if item.job.number == number and not item.course.dropped:
+                    self._give_up(item)
+
+    def _give_up(self, item: _Item) -> None:
+        """A queued put: its memory is free at once, and when its turn comes all ranks learn that it was dropped."""
+        item.course.drop("replaced")
+        item.release()
+
+    def _end_dropped(self, item: _Item, reason: str) -> None:
+        item.course.drop(reason)
+        error = SnapshotDroppedError(f"the put of {item.course} was {reason}: host_memory_bytes is used up", object_id=item.job.ref)
+        item.course.fail(error)
+        self._emit(item.course, "dropped", reason=reason, **self._in_use())
+
+    # --- errors -------------------------------------------------------------------------------------------------------
+
+    def _raise_untold(self) -> None:
+        with self._changed:
+            item = self._untold[0] if self._untold else None
+        if item is not None:
+            self._raise(item)
+
+    def _raise_error_of(self, number: int, job: Job) -> None:
+        """Raises what rank 0 raises: the error of an earlier put, which this rank may not have met yet."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(each.job.number == number for each in self._items()))
+            item = next((each for each in self._untold if each.job.number == number), None)
+        if item is not None:
+            self._raise(item)
+        raise SnapshotAbortedError(
+            f"the put to {job.ref!r} did not take place: rank 0 raised what an earlier one failed with; try again", object_id=job.ref
+        )
+
+    def _raise(self, item: _Item) -> None:
+        """Raises the error of a put of which nobody was told, once."""
+        with self._changed:
+            self._untold = [each for each in self._untold if each is not item and not each.course.is_told]
+        if item.course.is_told:
+            return
+        item.course.is_told = True
+        assert item.course.error is not None
+        item.course.error.add_note(f"(of the earlier put of {item.course}, which nobody waited for)")
+        raise item.course.error
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _items(self) -> list[_Item]:
+        return [*self._uploads.items(), *self._stores.items()]
+
+    def _is_idle(self) -> bool:
+        return self._stores.is_idle() and self._uploads.is_idle()
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _store(self, item: _Item) -> None:
+        item.begun = time.monotonic()
+        try:
+            info = item.job.run(item.course)
+        except BaseException as exc:  # noqa: BLE001 - told to whoever waits, or to the next put
+            item.release()
+            self._fail(item, exc)
+            return
+        item.release()
+        if info is not None:
+            self._succeed(item, info)
+            return
+        progress = item.course.meter.snapshot()
+        self._emit(item.course, "staged", write_seconds=progress.stage_seconds["write"], new_bytes=progress.stage_bytes["write"])
+        item.course.reach(Stage.STAGED)
+        if item.is_beside:
+            self._uploads.put(item)
+
+    def _publish(self, item: _Item) -> None:
+        try:
+            self._succeed(item, item.job.publish(item.course))
+        except BaseException as exc:  # noqa: BLE001 - likewise
+            self._fail(item, exc)
+
+    def _succeed(self, item: _Item, info: SnapshotInfo) -> None:
+        snapshot = self._safe = Snapshot.from_info(info)
+        self._emit(item.course, "published", root=snapshot.root, snapshot=snapshot.id, **self._totals(item), **_sizes(item, snapshot))
+        item.course.succeed(snapshot)
+
+    def _fail(self, item: _Item, exc: BaseException) -> None:
+        course = item.course
+        if course.dropped and isinstance(exc, SnapshotAbortedError):
+            self._emit(course, "dropped", reason=course.dropped, **self._in_use())
+            exc = exc if isinstance(exc, SnapshotDroppedError) else SnapshotDroppedError(str(exc), object_id=exc.object_id)
+        else:
+            kind = exc.kind if isinstance(exc, StoreError) else type(exc).__name__
+            self._emit(course, "failed", error=str(exc), error_kind=kind, is_waited_for=int(not item.is_beside), **self._totals(item))
+        course.fail(exc)
+        with self._changed:
+            self._untold = [each for each in self._untold if not each.course.is_told]
+            if not course.is_told and item.is_beside:
+                self._untold.append(item)
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def _emit(self, course: Course, kind: Kind, **fields: int | float | str) -> None:
+        self._observers.emit(Event(kind, course.id, course.ref, course.step, course.rank, time.time_ns(), fields))
+
+    def _in_use(self) -> dict[str, int]:
+        return {"queue_depth": len(self.pending()), "memory_bytes": self.memory_bytes}
+
+    def _totals(self, item: _Item) -> dict[str, int | float]:
+        total, queued = time.monotonic() - item.called, item.begun - item.captured
+        return {"total_seconds": total, "queued_seconds": queued, **item.course.meter.snapshot().seconds_fields(), **self._in_use()}
+
+
+def _sizes(item: _Item, snapshot: Snapshot) -> dict[str, int | float]:
+    went = item.course.meter.snapshot().stage_bytes
+    hashed, new, written = went["hash"], went["encode"], went["write"]
+    return {
+        "stall_seconds": item.stall_seconds,
+        "logical_bytes": snapshot.logical_bytes,
+        "hashed_bytes": hashed,
+        "new_bytes": snapshot.new_bytes,
+        "dedup_ratio": 1 - new / hashed if hashed else 0.0,
+        "compression_ratio": new / written if written else 1.0,
+    }

@@ -1,0 +1,134 @@
+"""The second step of a put of many ranks: each uploads what it has, and rank 0 publishes for all.
+
+What a rank has are the manifests of its own staging, or, after a crash, any that it found on its disk. It is tried again, in attempts of
+the ranks' publishing threads, as long as ranks or the store do not answer in time: nothing is sent twice. The log is the judge of each
+attempt: one that was given up never publishes; and of the staged snapshot: published, or given up.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from tensorstore_ck.envelope import Body, take
+from tensorstore_ck.errors import ConflictError, CorruptObjectError, SnapshotAbortedError, SnapshotDroppedError, SnapshotExpiredError
+from tensorstore_ck.ids import Ulid
+from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.ranks import Duties, Group
+from tensorstore_ck.saving.course import Course
+from tensorstore_ck.saving.handle import Handle
+from tensorstore_ck.staging.manifest import Lead, Manifest, decode_lead, encode_lead
+from tensorstore_ck.staging.publish import clean_up, give_up, publish
+from tensorstore_ck.tiers import Tier
+
+TRIES: Final = 5
+
+
+class StagedRanks:
+    """One rank's side of one staged put."""
+
+    def __init__(
+        self, handle: Handle, tier: Tier, txn: Ulid, ref: str, manifests: Sequence[Manifest], group: Group, timeout_seconds: float
+    ) -> None:
+        self._handle = handle
+        self._tier = tier
+        self._txn = txn
+        self._ref = ref
+        self._manifests = manifests
+        self._group = group
+        self._timeout_seconds = timeout_seconds
+        self._lead: Lead | None = None
+
+    def publish(self, course: Course) -> SnapshotInfo:
+        """Uploads and publishes it.
+
+        Raises:
+            SnapshotAbortedError: it was given up; or ranks did not come, again and again, and it stays on the disks for the next job.
+        """
+        for attempt in range(TRIES):
+            try:
+                outcome = self._try(course)
+            except SnapshotAbortedError as exc:
+                if course.dropped == "abandoned" or attempt + 1 == TRIES:
+                    raise
+                self._handle.retried(course, "publishing what was staged", exc, 0.0)
+                continue
+            return self._end(outcome)
+        raise AssertionError("unreachable")
+
+    def _try(self, course: Course) -> Body:
+        """One attempt: what has become of the staged snapshot."""
+        engine, txn = self._handle.engine, self._txn
+        title = f"publishing what was staged for {self._ref!r}"
+        attempt = self._group.begin(title, object_id=self._ref, timeout=self._timeout_seconds)
+
+        def hello() -> Body:
+            if course.dropped == "abandoned":
+                course.check()
+            lead = next((each.lead for each in self._manifests if each.lead is not None), None)
+            return {"txn": txn, "cancelled": course.dropped, "lead": None if lead is None else encode_lead(lead)}
+
+        def compare(hellos: list[Body]) -> Body | str:
+            if len({take(hello, "txn", bytes) for hello in hellos}) > 1:
+                return "the ranks have staged different snapshots"
+            said = next((hello["lead"] for hello in hellos if hello.get("lead") is not None), None)
+            if said is None:
+                return "no rank has what rank 0 had staged"
+            self._lead = decode_lead(said)
+            return {"cancelled": next((reason for hello in hellos if (reason := take(hello, "cancelled", str))), "")}
+
+        def work(go: Body) -> Body:
+            cancelled = take(go, "cancelled", str)
+            for manifest in self._manifests if not cancelled else ():
+                self._handle.upload(course, self._tier, manifest, lambda: _check_abandoned(course))
+            return {"cancelled": cancelled}
+
+        def commit(dones: list[Body]) -> Body:
+            assert self._lead is not None
+            cancelled = take(dones[0], "cancelled", str)
+            if cancelled:
+                return self._lost(f"it was {cancelled}")
+            try:
+                with course.meter.timed("commit"):
+                    publish(engine, self._lead, txn, attempt.txn, self._ref)
+            except (ConflictError, SnapshotExpiredError) as exc:
+                return self._lost(str(exc))
+            return self._state(engine.log.view()) or {}
+
+        def settle(reason: str) -> Body | None:
+            def build(view: RefTable) -> list[Op]:
+                return [] if view.outcome(attempt.txn) is not None or self._state(view) is not None else [Op.abort(attempt.txn)]
+
+            engine.log.append(build)
+            return self._state(engine.log.view())
+
+        return attempt.run(Duties(hello, work, settle, compare, commit))
+
+    def _lost(self, reason: str) -> Body:
+        published = give_up(self._handle.engine, self._lead, self._txn)
+        return {"lost": reason} if published is None else {}
+
+    def _state(self, view: RefTable) -> Body | None:
+        """What the log says: published, given up, or neither yet."""
+        if view.snapshot(self._txn) is not None:
+            return {}
+        return {"lost": "the log says that it was given up"} if view.outcome(self._txn) is not None else None
+
+    def _end(self, outcome: Body) -> SnapshotInfo:
+        chain = self._handle.chain(self._ref)
+        if "lost" in outcome:
+            chain.remove(self._txn)
+            for manifest in self._manifests:
+                clean_up(self._tier, manifest, published=False, needed=chain.needed(self._txn))
+            raise SnapshotAbortedError(f"the put to {self._ref!r} was staged, but not published: {outcome['lost']}", object_id=self._ref)
+        self._handle.engine.log.sync()
+        info = self._handle.engine.log.view().snapshot(self._txn)
+        if info is None:
+            raise CorruptObjectError(f"this rank does not see the snapshot that was published for {self._ref!r}", object_id=self._ref)
+        self._handle.published(self._ref, self._txn, info.root)
+        for manifest in self._manifests:
+            clean_up(self._tier, manifest, published=True)
+        return info
+
+
+def _check_abandoned(course: Course) -> None:
+    if course.dropped == "abandoned":
+        raise SnapshotDroppedError(f"the upload of {course} was given up; it stays on the staging disk", object_id=course.ref)

@@ -1,0 +1,186 @@
+"""One rank's side of a put of many. Knows torch, loaded by whoever has tensors to put.
+
+A put beside the training takes its state apart and copies it where it is called; one that is waited for does so when its attempt runs.
+What can fail on one rank alone is told to all: else they would wait for a rank that is never with them again.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from tensorstore_ck.envelope import Body, take
+from tensorstore_ck.layout import Captured
+from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.parallel import cpu_threads
+from tensorstore_ck.ranks.put import Prepared, RankStates, begin_put, run_put
+from tensorstore_ck.saving.course import Course
+from tensorstore_ck.saving.handle import Handle, frozen_bytes
+from tensorstore_ck.saving.job import Turn
+from tensorstore_ck.saving.stagedranks import StagedRanks
+from tensorstore_ck.seen import Asked
+from tensorstore_ck.staging.stage import Staged, StagedRankPut
+from tensorstore_ck.state.buffers import Slot, copied_bytes, copy_captured
+from tensorstore_ck.state.capture import capture
+from tensorstore_ck.state.shares import describer_of
+from tensorstore_ck.tiers import Tier
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class GroupJob:
+    """See `Job`."""
+
+    def __init__(
+        self,
+        handle: Handle,
+        group: "ProcessGroup",
+        ref: str,
+        step: int | None,
+        ask: Callable[[], Asked],
+        state: object,
+        rank_state: object,
+        frozen: Sequence[str],
+        *,
+        timeout_seconds: float,
+    ) -> None:
+        """Begins the attempt, as the other ranks do.
+
+        Raises:
+            SnapshotAbortedError: rank 0 did not begin it.
+        """
+        self.ref, self.step = ref, step
+        self._handle = handle
+        self._group = group
+        self._ask = ask
+        self._state = state
+        self._rank_state = rank_state
+        self._globs = frozen
+        self._timeout_seconds = timeout_seconds
+        self._own, self._checked = handle.groups.of(group)
+        self.rank = self._own.rank
+        self._attempt = begin_put(self._own, ref, timeout_seconds)
+        self.number = self._attempt.n
+        self._asked: Asked | None = None
+        self._states: RankStates | None = None
+        self._staged: StagedRanks | None = None
+
+    def prepare(self) -> None:
+        """Takes the state apart, before the other ranks are asked for anything.
+
+        Raises:
+            StoreError: it cannot be put, as they are told.
+        """
+        try:
+            self._take_apart()
+        except BaseException as exc:
+            self.refuse(exc)
+            raise
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of the memory to capture into."""
+        return sum(copied_bytes(each, each.frozen) for each in self._captured())
+
+    @property
+    def frozen_bytes(self) -> int:
+        """That need not be captured."""
+        return sum(map(frozen_bytes, self._captured()))
+
+    def agree(self, decide: Callable[[], Turn]) -> Turn:
+        """What rank 0 decides."""
+
+        def told() -> Body:
+            try:
+                turn = decide()
+            except BaseException as exc:
+                self.refuse(exc)
+                raise
+            return {"goes": turn.goes, "drops": list(turn.drops), "failed": turn.failed}
+
+        said = self._attempt.agree(told)
+        return Turn(take(said, "goes", bool), tuple(map(int, take(said, "drops", list))), take(said, "failed", int))
+
+    def leave(self) -> None:
+        """All ranks know that it does not take place."""
+        self._attempt.leave()
+
+    def refuse(self, error: BaseException) -> None:
+        """Has the attempt fail on all ranks.
+
+        Raises:
+            SnapshotAbortedError: as on the others; `error` is its cause.
+        """
+
+        def fail() -> Prepared:
+            raise error
+
+        run_put(self._handle.engine, self._own, self._attempt, fail, checked=self._checked)
+
+    def hold(self, slot: Slot) -> None:
+        """Copies this rank's side."""
+        copies, start = [], 0
+        for each in self._captured():
+            copies.append(copy_captured(each, slot, skip=each.frozen, threads=cpu_threads(), start_bytes=start))
+            start += copied_bytes(each, each.frozen)
+        self._states = RankStates(copies[0], copies[1] if len(copies) > 1 else None)
+
+    def run(self, course: Course) -> SnapshotInfo | None:
+        """Stores this rank's side, on the staging disk where there is one."""
+        engine, seen = self._handle.engine, self._handle.seen
+
+        def prepare() -> Prepared:
+            course.check()
+            asked, states = self._take_apart()
+            course.meter.expect("hash", self._local_bytes())
+            self._handle.make_room(self.ref, self._local_bytes())
+            return Prepared(seen.as_of_now(engine, asked), states)
+
+        if engine.tier is None:
+            info = run_put(engine, self._own, self._attempt, prepare, checked=self._checked, meter=course.meter)
+            seen.note(self.ref, info.root, info.root)
+            return info
+        staged = self._stage(engine.tier, prepare, course)
+        seen.note_staged(self.ref, staged.info.root)
+        group = self._handle.groups.publishing(self._group)
+        manifest = staged.manifest
+        self._staged = StagedRanks(self._handle, engine.tier, manifest.txn, manifest.ref, [manifest], group, self._timeout_seconds)
+        return None
+
+    def publish(self, course: Course) -> SnapshotInfo:
+        """Uploads what was staged, and publishes it with the others."""
+        assert self._staged is not None
+        return self._staged.publish(course)
+
+    def _stage(self, tier: Tier, prepare: Callable[[], Prepared], course: Course) -> Staged:
+        put = StagedRankPut(
+            self._handle.engine,
+            self._own,
+            prepare,
+            txn=self._attempt.txn,
+            checked=self._checked,
+            meter=course.meter,
+            tier=tier,
+            chain=self._handle.chain(self.ref),
+            stop=course.check,
+        )
+        try:
+            return put.finish(self._attempt.run(put.duties()))
+        except BaseException:
+            put.give_up()
+            raise
+
+    def _take_apart(self) -> tuple[Asked, RankStates]:
+        if self._asked is None or self._states is None:
+            self._asked = self._ask()
+            shared = self._handle.frozen.mark(capture(self._state, describer_of(self._group)), self._globs)
+            self._states = RankStates(shared, None if self._rank_state is None else capture(self._rank_state))
+            self._state = self._rank_state = None
+        return self._asked, self._states
+
+    def _captured(self) -> list[Captured]:
+        assert self._states is not None
+        return [each for each in self._states if each is not None]
+
+    def _local_bytes(self) -> int:
+        """Of the tensors that this rank has."""
+        return sum(source.size_bytes for captured in self._captured() for source in captured.sources)

@@ -1,0 +1,8 @@
+"""Puts in two steps: durable on the hosts' staging disks first, then uploaded and published.
+
+chain.py      what one handle has staged on a ref, and not published yet
+manifest.py   what lies beside the staged objects, so that another process can go on
+stage.py      the first step, of one process or of many ranks
+publish.py    the second
+resume.py     goes on with what a process left
+"""

@@ -1,0 +1,138 @@
+"""What lies beside staged objects, so that whoever finds them can upload and publish them: one manifest per rank. Pure.
+
+The rank that commits (rank 0) has a `Lead` in its own: everything that the publishing entry needs.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tensorstore_ck.envelope import Body, seal, take, take_count, unseal
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, ulid_text
+from tensorstore_ck.ranks.publish import RankParts
+from tensorstore_ck.writer import ANY, Anything
+
+Accepts = tuple[Digest | None, ...] | Anything
+"""Roots of which a ref must have one when a staged put is published; None among them: it must not exist."""
+
+_KIND = "staged"
+
+
+class Lead(NamedTuple):
+    """What the publishing entry needs."""
+
+    record: bytes
+    """The sealed record."""
+    parts: Sequence[RankParts]
+    """Of all ranks, in order."""
+    accepts: Accepts
+    pinned: Ulid | None
+    """The published snapshot whose blocks it shares, which is pinned until then."""
+    mark: tuple[str, str] | None
+    """A mark for the snapshot, and the reason."""
+
+
+class Manifest(NamedTuple):
+    """What one rank has staged."""
+
+    txn: Ulid
+    """Of the staging; and the snapshot's ULID."""
+    ref: str
+    step: int | None
+    rank: int
+    ranks: int
+    names: Sequence[str]
+    """The objects that must be in the store before it is published; some may be there already."""
+    size_bytes: int
+    """Of those that this rank wrote."""
+    lead: Lead | None
+
+    @property
+    def key(self) -> str:
+        """Names it in the staging folder."""
+        return manifest_key(self.txn, self.rank)
+
+    def encode(self) -> bytes:
+        """The sealed manifest."""
+        return seal(
+            _KIND,
+            {
+                "txn": self.txn,
+                "ref": self.ref,
+                "step": self.step,
+                "rank": self.rank,
+                "ranks": self.ranks,
+                "names": list(self.names),
+                "size_bytes": self.size_bytes,
+                "lead": None if self.lead is None else encode_lead(self.lead),
+            },
+        )
+
+
+def manifest_key(txn: Ulid, rank: int) -> str:
+    """Names a manifest in the staging folder."""
+    return f"{ulid_text(txn)}-{rank}"
+
+
+def decode_manifest(data: bytes, name: str) -> Manifest:
+    """What `Manifest.encode` made.
+
+    Raises:
+        CorruptObjectError: it is none.
+    """
+    body = unseal(_KIND, data, name)
+    try:
+        names = take(body, "names", list)
+        if not all(type(each) is str for each in names):
+            raise TypeError("a name is no text")
+        return Manifest(
+            _ulid(take(body, "txn", bytes)),
+            take(body, "ref", str),
+            None if body["step"] is None else take(body, "step", int),
+            take_count(body, "rank"),
+            take_count(body, "ranks"),
+            names,
+            take_count(body, "size_bytes"),
+            None if body["lead"] is None else decode_lead(take(body, "lead", dict)),
+        )
+    except (KeyError, TypeError, ValueError) as exc:
+        raise CorruptObjectError(f"the manifest {name} is malformed: {exc!r}", object_id=name) from exc
+
+
+def encode_lead(lead: Lead) -> Body:
+    """As it travels."""
+    return {
+        "record": lead.record,
+        "parts": [each.record() for each in lead.parts],
+        "accepts": None if isinstance(lead.accepts, Anything) else list(lead.accepts),
+        "pinned": lead.pinned,
+        "mark": None if lead.mark is None else list(lead.mark),
+    }
+
+
+def decode_lead(body: Body) -> Lead:
+    """What `encode_lead` made.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    accepts, mark = body["accepts"], body["mark"]
+    return Lead(
+        take(body, "record", bytes),
+        [RankParts.of_record(each) for each in take(body, "parts", list)],
+        ANY if accepts is None else tuple(None if each is None else _digest(each) for each in accepts),
+        None if body["pinned"] is None else _ulid(body["pinned"]),
+        None if mark is None else (str(mark[0]), str(mark[1])),
+    )
+
+
+def _ulid(value: Any) -> Ulid:
+    if type(value) is not bytes or len(value) != ULID_BYTES:
+        raise ValueError("a ULID is malformed")
+    return Ulid(value)
+
+
+def _digest(value: Any) -> Digest:
+    if type(value) is not bytes or len(value) != DIGEST_BYTES:
+        raise ValueError("a digest is malformed")
+    return Digest(value)

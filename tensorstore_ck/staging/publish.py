@@ -1,0 +1,89 @@
+"""The second step of a staged put: its objects are brought into the store, and then one log entry publishes it.
+
+Nothing is lost by trying again: uploads go on where they were, and of several entries that would publish one staged snapshot the first
+counts. Passing faults are waited out. What can never be published any more is given up, which the log says.
+"""
+
+from collections.abc import Iterable
+
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.errors import MissingObjectError, SnapshotAbortedError
+from tensorstore_ck.ids import Ulid
+from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.ranks.publish import condemned_of_ranks
+from tensorstore_ck.record import decode_record, record_name
+from tensorstore_ck.staging.manifest import Lead, Manifest
+from tensorstore_ck.staging.stage import check_accepted, owner_of
+from tensorstore_ck.tiers import Tier
+
+
+def publish(engine: Engine, lead: Lead, txn: Ulid, attempt: Ulid, ref: str) -> int:
+    """Publishes a staged snapshot whose objects are in the store; the number of the entry that did, by whomever.
+
+    Args:
+        engine: The store.
+        lead: What was staged.
+        txn: Under which transaction.
+        attempt: The transaction of this try: one that was given up never publishes.
+        ref: The branch.
+
+    Raises:
+        ConflictError: the ref is nowhere where it may be.
+        SnapshotAbortedError: this try, or the staged snapshot itself, was given up.
+        SnapshotExpiredError: gc freed something that it relies on.
+    """
+    record = decode_record(lead.record, record_name(txn))
+    put = Op.put(ref, txn, record, lead.record, anchor=min(rank.anchor for rank in lead.parts), txn=attempt, staged=txn)
+
+    def build(view: RefTable) -> list[Op]:
+        if view.outcome(attempt) is not None or view.staged(txn) is None:
+            return []
+        check_accepted(view, ref, lead.accepts)
+        condemned = condemned_of_ranks(engine, view, txn, lead.parts)
+        marks = [Op.mark(record.root(), *lead.mark)] if lead.mark is not None else []
+        return [put, *marks, *_unpin(view, lead, txn), *([Op.rescue(condemned)] if condemned else [])]
+
+    engine.log.append(build)
+    found = engine.log.view().snapshot(txn)
+    if found is None:
+        raise SnapshotAbortedError(f"the staged put to {ref!r} was given up before it was published", object_id=ref)
+    return found.n
+
+
+def give_up(engine: Engine, lead: Lead | None, txn: Ulid) -> SnapshotInfo | None:
+    """Has the log say that a staged snapshot will not be published; unless it was, which is returned."""
+
+    def build(view: RefTable) -> list[Op]:
+        if view.snapshot(txn) is not None or view.outcome(txn) is not None:
+            return []
+        return [Op.abort(txn), *(_unpin(view, lead, txn) if lead is not None else [])]
+
+    engine.log.append(build)
+    return engine.log.view().snapshot(txn)
+
+
+def clean_up(tier: Tier, manifest: Manifest, *, published: bool, needed: Iterable[str] = ()) -> None:
+    """Lets go of what was staged: what the store has becomes a copy, what nobody needs any more is deleted.
+
+    `needed`: the objects that other staged snapshots name.
+    """
+    if published:
+        tier.folder.publish(manifest.names)
+    else:
+        kept = set(needed)
+        tier.uploader.drop(name for name in manifest.names if name not in kept and _is_unsent(tier, name))
+    tier.folder.delete_manifest(manifest.key)
+
+
+def _is_unsent(tier: Tier, name: str) -> bool:
+    try:
+        tier.folder.unsent.size(name)
+    except MissingObjectError:
+        return False
+    return True
+
+
+def _unpin(view: RefTable, lead: Lead, txn: Ulid) -> list[Op]:
+    owner = owner_of(txn)
+    pinned = lead.pinned is not None and view.is_pinned(lead.pinned, owner)
+    return [Op.unpin(lead.pinned, owner, view)] if pinned and lead.pinned is not None else []

@@ -1,0 +1,270 @@
+"""The first step of a staged put: packs, parts and record become durable on the staging disks, and nothing is visible yet.
+
+What a put shares with published snapshots is looked for in one of them alone, the base, which the log's ``staged`` entry pins: so all
+that it needs is on the disks, or stays in the store, however long the upload takes (DESIGN, section 7).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple, cast
+
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.envelope import Body, object_hash
+from tensorstore_ck.errors import ConflictError, SnapshotAbortedError
+from tensorstore_ck.ids import Ulid, ulid_text
+from tensorstore_ck.knownblocks import KnownBlocks
+from tensorstore_ck.layout import Captured
+from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.metering import Meter
+from tensorstore_ck.partwriter import ALONE, Known, WrittenPart, write_part
+from tensorstore_ck.ranks.group import Group
+from tensorstore_ck.ranks.publish import checked_parts, record_of
+from tensorstore_ck.ranks.put import Done, Prepared, RankPut
+from tensorstore_ck.record import Record, decode_record, record_name
+from tensorstore_ck.staging.chain import ChainedBlocks, StagedChain
+from tensorstore_ck.staging.manifest import Accepts, Lead, Manifest, manifest_key
+from tensorstore_ck.tiers import StagingWrites, Tier
+from tensorstore_ck.writer import Anything, PutRequest, check_expected
+
+SMALL_BYTES: Final = 16 << 20
+
+
+class Staged(NamedTuple):
+    """What the first step leaves to the second."""
+
+    info: SnapshotInfo
+    manifest: Manifest
+
+
+def check_accepted(view: RefTable, ref: str, accepts: Accepts) -> None:
+    """The precondition of a staged put.
+
+    Raises:
+        ConflictError: the ref is nowhere where it may be.
+    """
+    if isinstance(accepts, Anything):
+        check_expected(view, ref, accepts)
+        return
+    for number, root in enumerate(accepts, start=1):
+        try:
+            check_expected(view, ref, root)
+        except ConflictError:
+            if number == len(accepts):
+                raise
+        else:
+            return
+
+
+def owner_of(txn: Ulid) -> str:
+    """Whose the pin on the base is."""
+    return f"staged:{ulid_text(txn)}"
+
+
+def announce(engine: Engine, lead: Lead, txn: Ulid, ref: str) -> None:
+    """Has the log say that it is staged, with a pin on what it shares; nothing if it says so already, or how it ended."""
+    record = decode_record(lead.record, record_name(txn))
+
+    def build(view: RefTable) -> list[Op]:
+        if view.outcome(txn) is not None or view.staged(txn) is not None or view.snapshot(txn) is not None:
+            return []
+        base = view.snapshot(lead.pinned) if lead.pinned is not None else None
+        pins = [Op.pin(base.root, owner_of(txn), f"a staged snapshot of {ref} shares its blocks", None)] if base is not None else []
+        return [Op.staged(ref, txn, record, lead.record, txn=txn), *pins]
+
+    engine.log.append(build)
+
+
+class Stager:
+    """What one process stages of one put."""
+
+    def __init__(self, engine: Engine, tier: Tier, chain: StagedChain) -> None:
+        self._tier = tier
+        self._chain = chain
+        self._writes = StagingWrites(tier.folder, engine.backend)
+        self._known: list[ChainedBlocks] = []
+        self.engine = replace(engine, backend=cast(Backend, self._writes))
+        """Writes to the staging disk."""
+
+    def known(self, base: SnapshotInfo | None, rank: int, ranks: int) -> Known:
+        """Which blocks need not be written."""
+        there = KnownBlocks(self.engine, base.root if base is not None else None, rank, ranks, elsewhere=False)
+        self._known.append(ChainedBlocks(self._chain, there))
+        return self._known[-1]
+
+    @property
+    def written(self) -> list[str]:
+        """The objects that were written."""
+        return self._writes.names
+
+    @property
+    def names(self) -> list[str]:
+        """All objects that must be in the store in the end, small ones first."""
+        packs = [name for name in self.written if name.startswith("packs/")]
+        others = [name for name in self.written if not name.startswith("packs/")]
+        relied = sorted(set().union(*(known.packs for known in self._known)))
+        return [*others, *relied, *packs]
+
+    def size_bytes(self) -> int:
+        """Of what was written."""
+        return sum(self._tier.folder.unsent.size(name) for name in self.written)
+
+    def keep(self, manifest: Manifest) -> None:
+        """Writes the manifest: from here on a crash loses nothing."""
+        self._tier.folder.write_manifest(manifest.key, manifest.encode())
+
+    def give_up(self) -> None:
+        """Deletes what was written."""
+        self._tier.folder.unsent.delete(self.written)
+
+    def link(self, info: SnapshotInfo, written: Sequence[WrittenPart]) -> None:
+        """The next put builds on this one."""
+        added = {block: place for part in written for block, place in part.added.items()}
+        self._chain.add(info.ulid, info.root, added, frozenset(self.names))
+
+
+def stage_alone(
+    engine: Engine, tier: Tier, captured: Captured, request: PutRequest, chain: StagedChain, meter: Meter, *, offline: bool = False
+) -> Staged:
+    """The first step of one process. With `offline` the store is not asked for anything, and nothing of it relied on.
+
+    Raises:
+        ConflictError: the ref is not where it may be.
+        StoreError: it cannot be written; nothing of it stays.
+    """
+    txn, accepts = engine.new_id(), chain.accepts(request.expect)
+    stager = Stager(engine, tier, chain)
+    view = engine.log.view()
+    check_accepted(view, request.ref, accepts)
+    head, base = view.head(), None if offline else base_of(view, request)
+    anchor = head.n if head else 0
+    try:
+        seat = ALONE._replace(layout_of=b"") if captured.explicit else ALONE
+        written = write_part(stager.engine, captured, stager.known(base, 0, 1), anchor=anchor, seat=seat, meter=meter)
+        parts = [checked_parts(stager.engine, [written], anchor, sync=not offline)]
+        record = record_of(engine, request, parts, logical_bytes=captured.logical_bytes)
+        stager.engine.backend.put(record_name(txn), record.encode())
+        lead = Lead(record.encode(), parts, accepts, base.ulid if base is not None else None, None)
+        manifest = Manifest(txn, request.ref, request.step, 0, 1, stager.names, stager.size_bytes(), lead)
+        stager.keep(manifest)
+    except BaseException:
+        stager.give_up()
+        raise
+    info = staged_info(txn, record)
+    engine.keep_part(written.ulid, written.part)
+    stager.link(info, [written])
+    return Staged(info, manifest)
+
+
+class StagedRankPut(RankPut):
+    """One rank's side of the first step of many; rank 0 has the log say "staged" where it would say "put"."""
+
+    operation = "staged"
+    apart = True
+
+    def __init__(
+        self,
+        engine: Engine,
+        group: Group,
+        prepare: Callable[[], Prepared],
+        *,
+        txn: Ulid,
+        checked: dict[bytes, int],
+        meter: Meter,
+        tier: Tier,
+        chain: StagedChain,
+        stop: Callable[[], None],
+    ) -> None:
+        super().__init__(engine, group, prepare, txn=txn, checked=checked, meter=meter)
+        self._store_engine = engine
+        self._tier = tier
+        self._chain = chain
+        self._stop = stop
+        self._stager = Stager(engine, tier, chain)
+        self._base: SnapshotInfo | None = None
+        self._manifest: Manifest
+        self._accepts: Accepts = ()
+
+    def hello(self) -> Body:
+        """See `RankPut`. Where the ref may be is rank 0's to say: others may not know yet what has become of the puts before."""
+        record = super().hello()
+        self._accepts = self._chain.accepts(self._request.expect)
+        if self._group.rank == 0:
+            check_accepted(self._store_engine.log.view(), self._request.ref, self._accepts)
+        return record | {"expect": None}
+
+    def work(self, go: Body) -> Body:
+        """Stages this rank's side; what others need to open the snapshot goes to the store at once: it is small."""
+        self._engine = self._stager.engine
+        self._store_engine.log.sync()
+        self._base = base_of(self._store_engine.log.view(), self._request)
+        record = super().work(go)
+        request, stager, group = self._request, self._stager, self._group
+        self._tier.uploader.upload(self._small(), stop=self._stop)
+        self._manifest = Manifest(self._txn, request.ref, request.step, group.rank, group.ranks, stager.names, stager.size_bytes(), None)
+        stager.keep(self._manifest)
+        return record
+
+    def settle(self, reason: str) -> Body | None:
+        """The outcome is what the log says first: staged, or aborted."""
+        log = self._store_engine.log
+        log.append(lambda view: [] if view.outcome(self._txn) or view.staged(self._txn) else [Op.abort(self._txn)])
+        found = log.view().staged(self._txn)
+        return None if found is None else self._outcome(found.n)
+
+    def finish(self, outcome: Body) -> Staged:
+        """What is left to the second step."""
+        info = self.published(outcome)
+        for written in self._written:
+            self._store_engine.keep_part(written.ulid, written.part)
+        self._stager.link(info, self._written)
+        return Staged(info, self._manifest)
+
+    def give_up(self) -> None:
+        """Deletes what was written."""
+        self._tier.folder.delete_manifest(manifest_key(self._txn, self._group.rank))
+        self._tier.uploader.drop(self._stager.written)
+
+    def _known(self, number: int) -> Known:
+        return self._stager.known(self._base, number, self._group.ranks)
+
+    def _append(self, dones: Sequence[Done], drifted: Sequence[tuple[int, int]]) -> int:
+        engine, request, record = self._store_engine, self._request, self._record(dones)
+        sealed, parts = record.encode(), [done.parts for done in dones]
+        engine.backend.put(record_name(self._txn), sealed)
+        lead = Lead(sealed, parts, self._accepts, self._base.ulid if self._base is not None else None, self._mark(drifted))
+        self._manifest = self._manifest._replace(lead=lead)
+        self._stager.keep(self._manifest)
+        announce(engine, lead, self._txn, request.ref)
+        found = engine.log.view().staged(self._txn)
+        if found is None:
+            raise SnapshotAbortedError(
+                f"the put to {request.ref!r} was aborted by another rank before it was staged", object_id=request.ref
+            )
+        return found.n
+
+    def _small(self) -> list[str]:
+        """Parts, and the packs of the layout and large values."""
+        packs = [name for name in self._stager.written if name.startswith("packs/")]
+        size_of = self._tier.folder.unsent.size
+        return [
+            *(name for name in self._stager.written if not name.startswith("packs/")),
+            *(name for name in packs if size_of(name) <= SMALL_BYTES),
+        ]
+
+
+def base_of(view: RefTable, request: PutRequest) -> SnapshotInfo | None:
+    """The published snapshot that a put most likely shares blocks with."""
+    branch = view.branch(request.ref)
+    for root in (request.parent, branch.root if branch is not None else None):
+        info = view.by_root(root) if root is not None else None
+        if info is not None and view.is_live(info.ulid):
+            return info
+    return None
+
+
+def staged_info(txn: Ulid, record: Record) -> SnapshotInfo:
+    """A staged snapshot as if it were published."""
+    sealed = object_hash(record.encode())
+    at = (txn, record.root(), sealed, record.parent, record.ref, record.step, 0, record.time_ns)
+    return SnapshotInfo(*at, record.metrics, "", "", record.logical_bytes, record.new_bytes)

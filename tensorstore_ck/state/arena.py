@@ -1,0 +1,154 @@
+"""Host memory for captures, under a hard limit: taken from the system once, and reused from one capture to the next.
+
+Knows nothing of states: what is copied into a slot is `buffers`' business; when to capture, and what to do when all is in use, the
+caller's. The pages come straight from the system, exactly as many as are asked for, and go back as soon as nobody uses them (torch's
+allocator of pinned memory rounds up to a power of two and keeps what is freed, so no limit could be held with it).
+"""
+
+import contextlib
+import mmap
+import threading
+import weakref
+from typing import Final
+
+import numpy as np
+import torch
+
+from tensorstore_ck.errors import NoSpaceError
+from tensorstore_ck.state.devicecopy import Arrival, DeviceCopies, SideStreams
+from tensorstore_ck.state.memory import Array, address_of
+
+GRAIN_BYTES: Final = 2 << 20
+"""Memory is taken in whole huge pages, so that a state that grew a little still fits."""
+_MADV_WIPEONFORK: Final = 18
+_REGISTER_PORTABLE: Final = 1
+"""Pinned for every device, not only for the current one."""
+
+
+class Arena:
+    """Host memory that captures are copied into: allocated once, reused, never more than `limit_bytes`. Thread-safe."""
+
+    def __init__(self, limit_bytes: int, *, pinned: bool = False) -> None:
+        """`pinned`: CUDA devices copy into it while the caller computes. Without CUDA it changes nothing."""
+        self.limit_bytes = limit_bytes
+        self.device_copies: DeviceCopies = SideStreams()
+        """How tensors of devices get into it."""
+        self._is_pinned = pinned and torch.cuda.is_available()
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._free: list[Array] = []
+        self._in_use_bytes = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What it holds, in use or not."""
+        with self._lock:
+            return self._in_use_bytes + self._free_bytes()
+
+    @property
+    def in_use_bytes(self) -> int:
+        """What slots hold that were not released."""
+        with self._lock:
+            return self._in_use_bytes
+
+    def take(self, size_bytes: int) -> "Slot | None":
+        """Memory for a capture; None when it does not fit now. Never waits.
+
+        Raises:
+            NoSpaceError: the system does not give what the limit allows.
+        """
+        with self._lock:
+            memory = self._find(size_bytes)
+            if memory is None:
+                return None
+            self._in_use_bytes += memory.nbytes
+            return Slot(self, size_bytes, memory)
+
+    def close(self) -> None:
+        """Frees what is not in use now, and the rest when it is released."""
+        with self._lock:
+            self._is_closed = True
+            self._free.clear()
+
+    def take_back(self, slot: "Slot") -> None:
+        """For `Slot.release`."""
+        with self._lock:
+            memory, slot.memory = slot.memory, None
+            if memory is not None:
+                self._in_use_bytes -= memory.nbytes
+                if not self._is_closed:
+                    self._free.append(memory)
+
+    def _find(self, size_bytes: int) -> Array | None:
+        left = self.limit_bytes - self._in_use_bytes
+        needed = max(size_bytes, 1)
+        if needed > left:
+            return None
+        wanted = min(-(-needed // GRAIN_BYTES) * GRAIN_BYTES, left)
+        self._free.sort(key=lambda memory: memory.nbytes)
+        best = next((number for number, memory in enumerate(self._free) if memory.nbytes >= size_bytes), None)
+        has_room = wanted <= left - self._free_bytes()
+        if best is not None and (self._free[best].nbytes <= 2 * wanted or not has_room):  # else it is left for a larger capture
+            return self._free.pop(best)
+        while wanted > left - self._free_bytes():
+            del self._free[0]
+        return _new_pages(wanted, pinned=self._is_pinned)
+
+    def _free_bytes(self) -> int:
+        return sum(memory.nbytes for memory in self._free)
+
+
+class Slot:
+    """Memory of one capture."""
+
+    def __init__(self, arena: Arena, size_bytes: int, memory: Array) -> None:
+        """For `Arena.take`."""
+        self.arena = arena
+        self.size_bytes = size_bytes
+        self.memory: Array | None = memory
+        """None: it was released."""
+        self.arrival: Arrival | None = None
+        """Of copies from devices into it, which may still be under way."""
+
+    def release(self) -> None:
+        """Gives the memory back for other captures: nobody may read what was copied into it any more. Idempotent."""
+        if self.arrival is not None:
+            self.arrival.wait()
+        self.arena.take_back(self)
+
+
+def _new_pages(size_bytes: int, *, pinned: bool) -> Array:
+    try:
+        pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as exc:
+        raise _refused(size_bytes, "allocate", str(exc)) from exc
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        _advise(pages, mmap.MADV_HUGEPAGE)
+        # Else the next capture after a fork would copy every page, and the old ones would stay as long as the child.
+        _advise(pages, _MADV_WIPEONFORK)
+    array: Array = np.frombuffer(pages, np.uint8)
+    if pinned:
+        address = address_of(array)
+        result = torch.cuda.cudart().cudaHostRegister(address, size_bytes, _REGISTER_PORTABLE)  # type: ignore[no-untyped-call]
+        if int(result):
+            raise _refused(size_bytes, "pin", str(result))
+        weakref.finalize(array, _unpin, address, pages).atexit = False
+    return array
+
+
+def _advise(pages: mmap.mmap, advice: int) -> None:
+    with contextlib.suppress(OSError):  # an older kernel: that costs time only
+        pages.madvise(advice)
+
+
+def _unpin(address: int, pages: mmap.mmap) -> None:
+    """Takes the pages as well: they must not go before."""
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+def _refused(size_bytes: int, what: str, why: str) -> NoSpaceError:
+    return NoSpaceError(
+        f"the system would not {what} {size_bytes / (1 << 20):,.0f} MiB of host memory to capture a state ({why}): lower "
+        "host_memory_bytes, or free memory on this host",
+        object_id="host_memory_bytes",
+    )

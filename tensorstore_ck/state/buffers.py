@@ -1,0 +1,204 @@
+"""Copies a captured state into reused host memory, at the speed of memory, so that its owner may change it at once.
+
+Large tensors are cut so that every thread has work, small ones go many at a time. The memory then holds one tensor after another, in the
+order of the layout, each at a multiple of `ALIGN_BYTES`. When to copy, and who reads, others decide.
+"""
+
+import ctypes
+from collections.abc import Collection, Sequence
+from math import prod
+from typing import Final, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.layout import ByteSource, Captured
+from tensorstore_ck.parallel import for_each
+from tensorstore_ck.state.arena import Arena, Slot
+from tensorstore_ck.state.devicecopy import Arrival, DeviceCopy, is_on_device
+from tensorstore_ck.state.memory import Array, CopySource, MemorySource, address_of
+from tensorstore_ck.state.shares import Chain
+
+__all__ = ["Arena", "Slot", "copied_bytes", "copy_captured"]
+
+ALIGN_BYTES: Final = 64
+PIECE_BYTES: Final = 4 << 20
+"""What a thread copies at a time, at the least."""
+MAX_PIECE_BYTES: Final = 256 << 20
+"""A memcpy of hundreds of MiB goes round the caches: it ran at 20 GB/s, and at 13 in pieces of 16 MiB."""
+SMALL_BYTES: Final = 16 << 10
+"""Smaller moves keep the GIL: two threads that handed it to and fro took three times as long for 20,000 of 256 bytes."""
+
+Numbers = npt.NDArray[np.int64]
+
+_memmove = ctypes.CDLL(None).memmove
+_memmove_with_gil = ctypes.PyDLL(None).memmove
+for _function in (_memmove, _memmove_with_gil):
+    _function.argtypes, _function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
+
+
+def copied_bytes(captured: Captured, skip: Collection[int] = ()) -> int:
+    """What `copy_captured` takes of a slot."""
+    return int(_places(_sizes(captured, skip))[-1])
+
+
+def copy_captured(captured: Captured, slot: Slot, *, skip: Collection[int] = (), threads: int) -> Captured:
+    """Copies a state into a slot: when this returns, its tensors may be changed at once, but for those in `skip`.
+
+    A tensor on a CUDA device may be changed by what is queued on the current stream from then on; its copy is waited for when it is read.
+
+    Args:
+        captured: The state.
+        slot: Of `copied_bytes` or more. What is returned keeps its memory alive, and is valid until it is released.
+        skip: The numbers of tensors that are left where they are.
+        threads: How many copy.
+
+    Raises:
+        InvalidOptionError: the slot is too small, or was released.
+    """
+    sizes = _sizes(captured, skip)
+    places = _places(sizes)
+    memory = slot.memory
+    if memory is None or places[-1] > slot.size_bytes:
+        what = "was released" if memory is None else f"has {slot.size_bytes}"
+        raise InvalidOptionError(f"a capture needs {places[-1]} bytes of a slot, and this one {what}: take one of copied_bytes()")
+    addresses = np.array([source.address if isinstance(source, MemorySource) else 0 for source in captured.sources], np.int64)
+    rest = _Rest(memory)
+    arriving = [
+        number
+        for number in np.flatnonzero((addresses == 0) & (sizes > 0)).tolist()
+        if rest.add(captured.sources[number], int(places[number]), int(sizes[number]))
+    ]
+    copies = _Copies(memory, places, sizes, {number: captured.sources[number] for number in skip})
+    if arriving:
+        slot.arrival = slot.arena.device_copies.start(rest.device_copies)
+        copies.others.update((number, _ArrivingSource(copies[number], slot.arrival)) for number in arriving)
+    moves = np.stack((places[:-1] + address_of(memory), addresses, sizes), axis=1)[addresses != 0]
+    jobs = _jobs(np.concatenate((moves, rest.moves())), threads)
+    for_each(jobs, _move, min(threads, len(jobs)))
+    rest.copy_strided()
+    return captured._replace(sources=copies)
+
+
+def _sizes(captured: Captured, skip: Collection[int]) -> Numbers:
+    """How much of each tensor is copied."""
+    sizes = np.array([prod(shape) * item_bytes for _, _, item_bytes, shape in captured.layout.tensors], np.int64)
+    for number, spread in enumerate(captured.layout.spreads):
+        if spread is not None:
+            sizes[number] = captured.sources[number].size_bytes
+    sizes[list(skip)] = 0
+    return sizes
+
+
+def _places(sizes: Numbers) -> Numbers:
+    """Where in a slot each copy begins, and where the last one ends."""
+    return np.concatenate(([0], np.cumsum(-(-sizes // ALIGN_BYTES) * ALIGN_BYTES)))
+
+
+class _Copies(Sequence[ByteSource]):
+    """Sources over a slot, each made when it is asked for: 20,000 objects would cost as much as what they hold."""
+
+    def __init__(self, memory: Array, places: Numbers, sizes: Numbers, others: dict[int, ByteSource]) -> None:
+        self._memory = memory
+        self._address = address_of(memory)
+        self._places = places
+        self._sizes = sizes
+        self.others = others
+        """Those that are something else."""
+
+    @overload
+    def __getitem__(self, number: int) -> ByteSource: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[ByteSource]: ...
+    def __getitem__(self, number: int | slice) -> ByteSource | list[ByteSource]:
+        if isinstance(number, slice):
+            return [self[each] for each in range(len(self))[number]]
+        number = range(len(self))[number]
+        other = self.others.get(number)
+        return other or MemorySource(self._address + int(self._places[number]), self._memory, int(self._sizes[number]))
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+
+class _ArrivingSource:
+    """`ByteSource` of what may still be under way from a device."""
+
+    def __init__(self, source: ByteSource, arrival: Arrival) -> None:
+        self._source = source
+        self._arrival = arrival
+        self.size_bytes = source.size_bytes
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """The bytes, when they are there."""
+        self._arrival.wait()
+        return self._source.read(start, stop)
+
+
+class _Rest:
+    """What goes into a slot, but for tensors that are one piece of CPU memory."""
+
+    def __init__(self, memory: Array) -> None:
+        self._memory = memory
+        self._bytes = torch.from_numpy(memory)
+        self._moves: list[tuple[int, int, int]] = []
+        self._kept: list[object] = []
+        """Owners of what is moved."""
+        self._strided: list[tuple[torch.Tensor | Array, int]] = []
+        self.device_copies: list[DeviceCopy] = []
+
+    def add(self, source: ByteSource, place: int, size: int) -> bool:
+        """Adds what goes to a place in the slot; tells whether it comes from a device."""
+        if isinstance(source, Chain):
+            arrives = False
+            for part in source.sources:
+                arrives |= self.add(part, place, part.size_bytes)
+                place += part.size_bytes
+            return arrives
+        if isinstance(source, CopySource):
+            if is_on_device(source.tensor):
+                self.device_copies.append(DeviceCopy(source.tensor, self._tensor(place, source.tensor)))
+                return True
+            self._strided.append((source.tensor, place))
+            return False
+        if size:
+            data = np.frombuffer(source.read(0, size), np.uint8)
+            self._kept.append(data)
+            self._moves.append((address_of(self._memory) + place, address_of(data), data.nbytes))
+        return False
+
+    def moves(self) -> Numbers:
+        """Contiguous memory that is to be copied."""
+        return np.array(self._moves, np.int64).reshape(-1, 3)
+
+    def copy_strided(self) -> None:
+        """Copies what is not contiguous: torch does so with threads of its own, and faster than in parts."""
+        for found, place in self._strided:
+            if isinstance(found, torch.Tensor):
+                self._tensor(place, found).copy_(found)
+            else:
+                np.copyto(np.ndarray(found.shape, found.dtype, self._memory, place), found)
+
+    def _tensor(self, place: int, like: torch.Tensor) -> torch.Tensor:
+        return self._bytes[place : place + like.nbytes].view(like.dtype).view(like.shape)
+
+
+def _jobs(moves: Numbers, threads: int) -> list[Numbers]:
+    """What one thread does at a time, the largest first, so that all end together: rows of where to, where from, how many bytes."""
+    sizes = moves[:, 2]
+    piece_bytes = int(sizes.sum()) // (2 * threads)
+    piece_bytes = min(max(piece_bytes, PIECE_BYTES), MAX_PIECE_BYTES)
+    jobs = []
+    for target, address, size in moves[sizes > PIECE_BYTES].tolist():
+        starts = range(0, size, piece_bytes)
+        jobs += [np.array([(target + start, address + start, min(piece_bytes, size - start))]) for start in starts]
+    small = moves[sizes <= PIECE_BYTES]
+    jobs += np.split(small, np.flatnonzero(np.diff(np.cumsum(small[:, 2]) // PIECE_BYTES)) + 1)
+    return sorted(jobs, key=lambda job: -int(job[:, 2].sum()))
+
+
+def _move(job: Numbers) -> None:
+    for target, address, size in zip(*job.T.tolist(), strict=True):
+        (_memmove if size > SMALL_BYTES else _memmove_with_gil)(target, address, size)

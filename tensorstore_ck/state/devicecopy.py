@@ -1,0 +1,81 @@
+"""Copies from CUDA devices into host memory that go on while the caller computes. Knows tensors and streams; no state, no slot.
+
+Order makes them safe, not waiting: the side stream waits for what the caller has queued, so that it copies finished values, and what the
+caller queues next waits for the side stream, so that nothing overwrites them too early. Only who reads the copies waits on the CPU.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+def is_on_device(found: torch.Tensor | npt.NDArray[Any]) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor on a CUDA device."""
+    return not isinstance(found, np.ndarray) and found.is_cuda
+
+
+class DeviceCopy(NamedTuple):
+    """One copy to make."""
+
+    tensor: torch.Tensor
+    target: torch.Tensor
+    """On the CPU, contiguous, of the same dtype and shape."""
+
+
+class Arrival(Protocol):
+    """Copies that were started."""
+
+    def wait(self) -> None:
+        """Returns when all are there. Thread-safe, and cheap when they are."""
+
+
+class DeviceCopies(Protocol):
+    """A way to copy from devices."""
+
+    def start(self, copies: Sequence[DeviceCopy]) -> Arrival:
+        """Starts copies. When it returns, work queued on the current streams may overwrite the tensors."""
+
+
+class SideStreams:
+    """`DeviceCopies` of CUDA: a stream of its own for each device, kept, since torch caches memory by stream."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def start(self, copies: Sequence[DeviceCopy]) -> Arrival:
+        """Starts copies; they do not block where the targets are pinned."""
+        of_device: dict[torch.device, list[DeviceCopy]] = {}
+        for copy in copies:
+            of_device.setdefault(copy.tensor.device, []).append(copy)
+        try:
+            return _Events([self._start(device, several) for device, several in of_device.items()])
+        except BaseException:
+            for stream in self._streams.values():  # nothing may still be written to memory that the caller takes back
+                stream.synchronize()
+            raise
+
+    def _start(self, device: torch.device, copies: Sequence[DeviceCopy]) -> torch.cuda.Event:
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            for tensor, target in copies:
+                # A lazy conjugate or negative would be resolved on the CPU, before its bytes are there.
+                target.copy_(tensor.resolve_conj().resolve_neg().contiguous(), non_blocking=True)
+                tensor.record_stream(stream)
+        event: torch.cuda.Event = stream.record_event()
+        current.wait_event(event)
+        return event
+
+
+class _Events:
+    def __init__(self, events: Sequence[torch.cuda.Event]) -> None:
+        self._events = events
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.synchronize()
+        self._events = ()

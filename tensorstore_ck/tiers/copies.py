@@ -1,0 +1,144 @@
+"""Copies of objects that the store has: files that may be sparse, whose holes are what was not fetched yet.
+
+A cache: losing any of it loses nothing, so nothing is synced, and what is read from here must be verified by whoever reads. Ranges are
+kept in whole grains, since a filesystem's holes are no finer than its blocks; where holes do not show, ranges are not kept.
+A file has its object's size from the moment it holds data. Knows nothing of the store, nor of how large the folder may be.
+"""
+
+import functools
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.backend.localfile import byte_views, read_at, read_whole, write_at
+from tensorstore_ck.backend.names import check_name
+from tensorstore_ck.backend.protocol import Buffer
+
+GRAIN_BYTES: Final = 64 << 10
+"""A multiple of any usual page and block: some machines have pages of 64 KiB."""
+
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+_KEEP: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class FileUse(NamedTuple):
+    """A file, and what it takes of the disk."""
+
+    modified_ns: int
+    used_bytes: int
+    path: str
+
+
+class Copies:
+    """Objects as files below `folder`. What the filesystem refuses is an `OSError`, or a `StoreError`."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._whole = LocalBackend(folder, sync=False)
+
+    def path(self, name: str) -> str:
+        """Where the copy of an object is."""
+        return f"{self._folder}/{check_name(name)}"
+
+    def get(self, name: str) -> bytes | None:
+        """The whole object; None where it is not all there."""
+        fd = self._open(name)
+        if fd is None:
+            return None
+        try:
+            size = os.fstat(fd).st_size
+            return read_whole(fd, size) if _is_data(fd, 0, size) else None
+        finally:
+            os.close(fd)
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> bool:
+        """Fills `target` if all of the range is there."""
+        fd = self._open(name)
+        if fd is None:
+            return False
+        try:
+            return _is_data(fd, offset, len(target)) and read_at(fd, target, offset) == len(target)
+        finally:
+            os.close(fd)
+
+    def size(self, name: str) -> int:
+        """The object's size, of which some may be there; 0 without a copy."""
+        try:
+            return os.stat(self.path(name), follow_symlinks=False).st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
+
+    def keep(self, name: str, data: Buffer) -> None:
+        """Keeps a whole object."""
+        self._whole.replace(name, data)
+
+    def keep_range(self, name: str, size_bytes: int, offset: int, data: memoryview) -> None:
+        """Keeps a range, in whole grains, of an object of that size."""
+        path = self.path(name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        fd = os.open(path, _KEEP, 0o666)
+        try:
+            if os.fstat(fd).st_size != size_bytes:
+                os.ftruncate(fd, 0)  # what is there, if anything, is no copy of this object
+                os.ftruncate(fd, size_bytes)
+            write_at(fd, byte_views([data]), offset)
+        finally:
+            os.close(fd)
+
+    @functools.cached_property
+    def keeps_ranges(self) -> bool:
+        """Whether the filesystem shows holes as they were made: tried once."""
+        os.makedirs(self._folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
+            fd = file.fileno()
+            os.ftruncate(fd, 8 * GRAIN_BYTES)
+            write_at(fd, [memoryview(bytes(GRAIN_BYTES))], 2 * GRAIN_BYTES)
+            return _is_data(fd, 2 * GRAIN_BYTES, GRAIN_BYTES) and not any(_is_data(fd, at * GRAIN_BYTES, 1) for at in (0, 1, 3, 7))
+
+    def drop(self, name: str) -> bool:
+        """Deletes a copy; returns whether there was one."""
+        try:
+            os.unlink(self.path(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def files(self) -> Iterator[FileUse]:
+        """Every file, also what an interrupted process left."""
+        return files_below(self._folder)
+
+    def _open(self, name: str) -> int | None:
+        try:
+            return os.open(self.path(name), _READ)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+
+def files_below(folder: str) -> Iterator[FileUse]:
+    """Every file below `folder`; those that vanish meanwhile are left out."""
+    folders = [folder]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                found = list(entries)
+        except FileNotFoundError:
+            continue
+        for entry in found:
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.path)
+                continue
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            yield FileUse(status.st_mtime_ns, status.st_blocks * 512, entry.path)
+
+
+def _is_data(fd: int, offset: int, size: int) -> bool:
+    """Whether that range is in the file, with no hole in it."""
+    try:
+        return os.lseek(fd, offset, os.SEEK_HOLE) >= offset + size
+    except OSError:
+        return False  # past the end

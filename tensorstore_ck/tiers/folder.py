@@ -1,0 +1,214 @@
+"""One host's staging folder of one store: what lies where, how large it may be, and what goes when it is full.
+
+```
+unsent/<name>   objects that are not published yet: durable, never evicted
+copies/<name>   what the store has as well: a cache, evicted oldest first
+uploads/<ulid>  the journal of uploads
+staged/<key>    manifests: bytes that whoever stages snapshots puts there
+```
+
+Shared by the host's ranks and jobs, without a lock: names are never reused, a move is a rename, and what several do at once they do
+twice. An object is in the store, durable, before it is published here; nothing here knows the store.
+"""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.backend.localfile import read_at
+from tensorstore_ck.backend.names import check_name
+from tensorstore_ck.backend.oserrors import os_errors
+from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MissingObjectError, NoSpaceError
+from tensorstore_ck.room import require_writable_folder
+from tensorstore_ck.sizes import human_bytes
+from tensorstore_ck.table.opening import _NETWORK_FILESYSTEM, filesystem_of
+from tensorstore_ck.tiers.copies import Copies, FileUse, files_below
+from tensorstore_ck.tiers.journal import JournalEntry, UploadJournal
+
+MAX_MANIFEST_BYTES: Final = 256 << 20
+_NOTE_BYTES: Final = 1 << 20
+
+
+class StagingFolder:
+    """The folder of the store `store_uuid` below `path`. Nothing is made before something is written, or `check` is called."""
+
+    def __init__(self, path: str | os.PathLike[str], store_uuid: str, capacity_bytes: int) -> None:
+        """`capacity_bytes`: what objects and copies together may take of the disk.
+
+        Raises:
+            InvalidOptionError: not a capacity.
+        """
+        if capacity_bytes <= 0:
+            raise InvalidOptionError(f"a staging folder's capacity must be more than 0 bytes, not {capacity_bytes}", object_id="staging")
+        self.path = f"{os.path.abspath(os.path.expanduser(path))}/{check_name(store_uuid)}"
+        self.capacity_bytes = capacity_bytes
+        self.unsent = LocalBackend(f"{self.path}/unsent")
+        self.copies = Copies(f"{self.path}/copies")
+        self._root = LocalBackend(self.path)
+        self.journal = UploadJournal(self._root)
+
+    def check(self) -> None:
+        """Makes the folder, and makes sure that it can serve.
+
+        Raises:
+            InvalidOptionError: it is on a network filesystem, or cannot be a folder.
+            PermissionDeniedError: this user may not write there.
+            NoSpaceError: the disk cannot give it its capacity.
+        """
+        kind = filesystem_of(Path(self.path))
+        if _NETWORK_FILESYSTEM.fullmatch(kind):
+            raise InvalidOptionError(
+                f"the staging folder {self.path} is on a {kind} filesystem, and must be on a disk of this host: name another one",
+                object_id=self.path,
+            )
+        require_writable_folder(self.path, "the staging folder")
+        space, used = self._root.space(), self.used_bytes()
+        if space is not None and space.free_bytes + used < self.capacity_bytes:
+            raise NoSpaceError(
+                f"the staging folder {self.path} may take {human_bytes(self.capacity_bytes)}, and has {human_bytes(used)}, but only "
+                f"{human_bytes(space.free_bytes)} of its disk's {human_bytes(space.total_bytes)} are free: free space there, or lower "
+                "its capacity",
+                object_id=self.path,
+            )
+
+    # --- room ---
+
+    def used_bytes(self) -> int:
+        """What objects and copies take of the disk now."""
+        return _sum(self.copies.files()) + self.unsent_bytes()
+
+    def unsent_bytes(self) -> int:
+        """What the objects that are not published take."""
+        return _sum(files_below(f"{self.path}/unsent"))
+
+    def evict(self, needed_bytes: int) -> int:
+        """Deletes copies, those published first, until so much more fits; returns how much that freed.
+
+        Raises:
+            NoSpaceError: it cannot fit, whatever is evicted; nothing is.
+        """
+        with os_errors("make room in", self.path):
+            copies, unsent = sorted(self.copies.files()), self.unsent_bytes()
+        kept = _sum(copies)
+        space = self._root.space()
+        free = self.capacity_bytes if space is None else space.free_bytes
+        shortfall = max(unsent + kept + needed_bytes - self.capacity_bytes, needed_bytes - free)
+        if shortfall > kept:
+            raise NoSpaceError(
+                f"{human_bytes(needed_bytes)} more do not fit into the staging folder {self.path}: {human_bytes(unsent)} of its "
+                f"{human_bytes(self.capacity_bytes)} wait to be published, and its disk has {human_bytes(free)} free beside "
+                f"{human_bytes(kept)} of copies; wait for the uploads, free space on the disk, or raise the capacity",
+                object_id=self.path,
+            )
+        freed = 0
+        for copy in copies:
+            if freed >= shortfall:
+                break
+            with os_errors("evict", copy.path), contextlib.suppress(FileNotFoundError):
+                os.unlink(copy.path)
+            freed += copy.used_bytes
+        return freed
+
+    # --- objects ---
+
+    def publish(self, names: Iterable[str]) -> None:
+        """Makes copies of objects that the store has, durably, and that are named there. Those that are copies already are fine."""
+        names = list(names)
+        for name in names:
+            source, target = f"{self.path}/unsent/{check_name(name)}", self.copies.path(name)
+            with os_errors("publish", name), contextlib.suppress(FileNotFoundError):
+                os.utime(source)
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+                os.rename(source, target)
+        # A journal that is gone says that the upload was never begun: so first it must be certain that no object is left to upload.
+        for name in {os.path.dirname(name): name for name in names}.values():
+            with contextlib.suppress(MissingObjectError):
+                self.unsent.sync_folders(name)
+        self.journal.delete(names)
+
+    # --- manifests ---
+
+    def write_manifest(self, key: str, data: bytes) -> None:
+        """Makes or replaces a manifest, atomically and durably."""
+        self._root.replace(f"staged/{key}", data)
+
+    def read_manifest(self, key: str) -> bytes:
+        """A manifest, as it was written.
+
+        Raises:
+            MissingObjectError: there is none.
+        """
+        return self._root.get(f"staged/{key}", max_bytes=MAX_MANIFEST_BYTES)
+
+    def list_manifests(self) -> list[str]:
+        """The keys of all manifests, sorted: those of ULIDs by time."""
+        return sorted(info.name.removeprefix("staged/") for info in self._root.list("staged/"))
+
+    def delete_manifest(self, key: str) -> None:
+        """Deletes a manifest; one that is gone is fine."""
+        self._root.delete([f"staged/{key}"])
+
+    # --- uploads ---
+
+    def note(self, entry: JournalEntry) -> None:
+        """Writes an entry of the journal, for which copies make room: a full disk would otherwise never get empty."""
+        try:
+            self.journal.write(entry)
+        except NoSpaceError:
+            if not self.evict(_NOTE_BYTES):
+                raise
+            self.journal.write(entry)
+
+    def open_unsent(self, name: str) -> "UnsentFile":
+        """An object, to be uploaded.
+
+        Raises:
+            MissingObjectError: it is not here, or no longer.
+        """
+        with os_errors("read", name):
+            return UnsentFile(os.open(f"{self.path}/unsent/{check_name(name)}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), name)
+
+
+class UnsentFile:
+    """An open object that is not published yet."""
+
+    def __init__(self, fd: int, name: str) -> None:
+        self.name = name
+        self._fd = fd
+        self.size_bytes = os.fstat(fd).st_size
+
+    def lock(self) -> bool:
+        """Whether it is this process that uploads it, until it is closed; a process that dies lets go."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fills `target` from `offset`.
+
+        Raises:
+            CorruptObjectError: the file is shorter.
+        """
+        with os_errors("read", self.name):
+            count = read_at(self._fd, target, offset)
+        if count < len(target):
+            raise CorruptObjectError(
+                f"the staged {self.name} ends at {offset + count}, before byte {offset + len(target)}: it was damaged on the disk; drop it",
+                object_id=self.name,
+            )
+
+    def close(self) -> None:
+        """Lets go; idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _sum(files: Iterable[FileUse]) -> int:
+    return sum(file.used_bytes for file in files)

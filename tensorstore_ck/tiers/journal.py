@@ -1,0 +1,62 @@
+"""How far each object's upload came: one small file per object, replaced atomically and durable.
+
+An object without an entry was never begun. An entry that cannot be read says the least: begun, by nobody knows which upload.
+"""
+
+import json
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.errors import CorruptObjectError, MissingObjectError
+
+MAX_ENTRY_BYTES: Final = 1 << 16
+
+
+class JournalEntry(NamedTuple):
+    """One object's upload."""
+
+    name: str
+    token: str = ""
+    """What goes on with it, where the store takes pieces."""
+    is_complete: bool = False
+
+
+class UploadJournal:
+    """Entries below ``uploads/`` of a backend."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def read(self, name: str) -> JournalEntry | None:
+        """The entry of an object."""
+        try:
+            data = self._backend.get(_key(name), max_bytes=MAX_ENTRY_BYTES)
+        except MissingObjectError:
+            return None
+        except CorruptObjectError:
+            return JournalEntry(name)
+        return _decode(data, name)
+
+    def write(self, entry: JournalEntry) -> None:
+        """Makes or replaces an entry."""
+        self._backend.replace(_key(entry.name), json.dumps(entry._asdict()).encode())
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Forgets entries; those that are gone are fine."""
+        self._backend.delete(map(_key, names))
+
+
+def _key(name: str) -> str:
+    return f"uploads/{name.rpartition('/')[2]}"
+
+
+def _decode(data: bytes, name: str) -> JournalEntry:
+    try:
+        fields = json.loads(data)
+    except ValueError:
+        fields = None
+    match fields:
+        case {"name": str(of), "token": str(token), "is_complete": bool(is_complete)} if of == name:
+            return JournalEntry(name, token, is_complete)
+    return JournalEntry(name)

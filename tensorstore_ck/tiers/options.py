@@ -1,0 +1,45 @@
+"""What a user says about a staging disk."""
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.room import MinFree
+from tensorstore_ck.tiers.folder import StagingFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """A disk of this host where snapshots are durable before they are uploaded. A path alone means the defaults."""
+
+    path: str | os.PathLike[str]
+    """A folder that the host's ranks and jobs share; never on a network filesystem."""
+    capacity: int | str = "80%"
+    """What it may take: bytes, ``"500GB"``, or a part of what is free at `tensorstore_ck.open`."""
+    max_parallel_requests: int = 4
+    """Uploads at a time of this process; each takes up to 16 MiB of memory."""
+    stagger_seconds: float = 0.0
+    """Over how long the beginnings of the ranks' and jobs' uploads are spread."""
+    replicate_to_peers: int = 0
+    """On how many other hosts' staging disks each rank's staged files are kept as well, until they are published. For memory, name a
+    tmpfs as `path` on all hosts."""
+
+    def open(self, store_uuid: str) -> StagingFolder:
+        """The folder of one store, made and checked.
+
+        Raises:
+            InvalidOptionError, PermissionDeniedError, NoSpaceError: it cannot serve.
+        """
+        if self.stagger_seconds < 0:
+            raise InvalidOptionError(f"stagger_seconds must not be negative, and is {self.stagger_seconds}", object_id="staging")
+        root = StagingFolder(self.path, store_uuid, 1)
+        space = LocalBackend(root.path).space()
+        available = root.used_bytes() + (space.free_bytes if space is not None else 0)
+        folder = StagingFolder(self.path, store_uuid, MinFree.parse(self.capacity).of(available) or 1)
+        folder.check()
+        return folder

@@ -1,0 +1,282 @@
+"""Bytes pass no faster than told; a writer stops before its place is full; the log waits for nobody."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import pytest
+
+from tensorstore_ck.backend import Backend, Buffer, Created, ObjectWriter
+from tensorstore_ck.backend import limited as limited_module
+from tensorstore_ck.backend.limited import CHECK_BYTES, limited, limited_to
+from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.errors import InvalidOptionError, NoSpaceError
+from tensorstore_ck.executor import LocalThreads
+from tensorstore_ck.fsck import FsckOptions, run_fsck, run_repair
+from tensorstore_ck.gc import GcOptions
+from tensorstore_ck.ratelimit import RateLimit
+from tensorstore_ck.room import MinFree, Space
+from tests.fsck.stores import build, reopen
+
+RATE = 1000
+
+
+class Time:
+    """A clock that moves when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.longest = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.longest = max(self.longest, seconds)
+
+
+class Calls(MemoryBackend):
+    """Notes the sizes of reads and appends; each byte takes some time of its own."""
+
+    def __init__(self, time: Time, seconds_a_byte: float = 0.0) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self._time, self._seconds = time, seconds_a_byte
+
+    def note(self, size: int) -> None:
+        self.sizes.append(size)
+        self._time.now += size * self._seconds
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        super().read_into(name, offset, target)
+        self.note(len(target))
+
+    def open_writer(self, name: str) -> ObjectWriter:
+        return Appends(self, super().open_writer(name))
+
+
+class Appends:
+    def __init__(self, backend: Calls, inner: ObjectWriter) -> None:
+        self._backend, self._inner = backend, inner
+
+    def append(self, data: Sequence[Buffer]) -> int:
+        offset = self._inner.append(data)
+        self._backend.note(sum(map(len, data)))
+        return offset
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+
+def paced(inner: Backend, time: Time) -> Backend:
+    return limited(inner, writes=RateLimit(RATE, clock=time.clock), reads=RateLimit(RATE, clock=time.clock), sleep=time.sleep)
+
+
+@pytest.mark.parametrize("seconds_a_byte", [0.0, 0.5 / RATE])
+@pytest.mark.parametrize("size", [1, 300, 999, 1000, 1001, 7777])
+def test_the_rate_holds_both_ways(size: int, seconds_a_byte: float) -> None:
+    time = Time()
+    backend = paced(Calls(time, seconds_a_byte), time)
+    writer = backend.open_writer("object")
+    written = 0
+    while written < 30 * RATE:
+        assert writer.append([b"x" * size]) == written
+        written += size
+    writer.close()
+    assert written / time.now == pytest.approx(RATE, rel=0.05)
+    began = time.now
+    target = memoryview(bytearray(size))
+    for offset in range(0, written, size):
+        backend.read_into("object", offset, target)
+    assert written / (time.now - began) == pytest.approx(RATE, rel=0.05)
+
+
+def test_small_objects_are_paced_likewise() -> None:
+    time = Time()
+    backend = paced(MemoryBackend(), time)
+    for number in range(100):
+        backend.put(f"parts/{number}", bytes(100))
+    assert time.now == pytest.approx(10)
+    for number in range(100):
+        assert backend.get(f"parts/{number}", max_bytes=100) == bytes(100)
+    assert time.now == pytest.approx(19, abs=1.1)  # what nobody read meanwhile is kept for a second
+
+
+def test_what_takes_long_passes_in_slices() -> None:
+    time = Time()
+    inner = Calls(time)
+    backend = paced(inner, time)
+    data = bytes(range(250)) * 10
+    writer = backend.open_writer("object")
+    assert writer.append([b"head"]) == 0
+    assert writer.append([data, b"", b"tail"]) == 4
+    writer.close()
+    assert inner.sizes == [4, 1000, 1000, 500, 4]
+    target = bytearray(2508)
+    inner.sizes.clear()
+    backend.read_into("object", 0, memoryview(target))
+    assert target == b"head" + data + b"tail"
+    assert inner.sizes == [1000, 1000, 508]
+    assert time.longest <= 1.0
+
+
+def test_appends_of_several_threads_stay_whole() -> None:
+    time = Time()
+    offsets: list[int] = []
+    other = threading.Thread(target=lambda: offsets.append(writer.append([b"b" * 10])))
+
+    def sleep(seconds: float) -> None:
+        time.sleep(seconds)
+        if time.now == 2.0:  # in the middle of the long one
+            other.start()
+            other.join(0.05)
+
+    inner = MemoryBackend()
+    writer = limited(inner, writes=RateLimit(100, clock=time.clock), sleep=sleep).open_writer("object")
+    offsets.append(writer.append([b"a" * 450]))
+    other.join()
+    writer.close()
+    assert offsets == [0, 450]
+    assert inner.get("object", max_bytes=460) == b"a" * 450 + b"b" * 10
+
+
+def test_the_log_and_all_that_is_no_data_waits_for_nobody() -> None:
+    time = Time()
+    backend = paced(MemoryBackend(), time)
+    assert backend.create("log/1", bytes(10 * RATE)) is Created.CREATED
+    backend.replace("checkpoint/1", bytes(10 * RATE))
+    backend.sync_folders("log/1")
+    assert [found.size_bytes for found in backend.list("log/")] == [10 * RATE]
+    assert backend.size("log/1") == 10 * RATE
+    backend.delete(["log/1"])
+    assert (backend.url, backend.is_local, backend.space()) == ("memory:", True, None)
+    assert time.now == 0
+
+
+def test_without_a_limit_it_is_not_there() -> None:
+    inner = MemoryBackend()
+    assert limited(inner) is inner
+    assert limited_to(inner, None) is inner
+    with pytest.raises(InvalidOptionError, match="rate limit must be more than 0"):
+        limited_to(inner, 0)
+
+
+# --- min_free ------------------------------------------------------------------------------------------------------
+
+
+class Filling(MemoryBackend):
+    """A disk that others fill, too: each look finds 32 MiB less."""
+
+    def __init__(self, free_bytes: int) -> None:
+        super().__init__()
+        self.free_bytes, self.looks = free_bytes, 0
+
+    def space(self) -> Space:
+        self.looks += 1
+        self.free_bytes -= 32 << 20
+        return Space(self.free_bytes, 1 << 30)
+
+
+def test_a_writer_stops_before_the_place_is_full() -> None:
+    inner = Filling(200 << 20)
+    backend = limited(inner, min_free=MinFree.parse("10%"))
+    first, second = backend.open_writer("packs/1"), backend.open_writer("packs/2")
+    block = bytes(4 << 20)
+    for number in range(47):
+        (first, second)[number % 2].append([block])
+    with pytest.raises(NoSpaceError, match=r"packs/2 needs 4\.0 MiB .*memory:: 104\.0 MiB of 1\.0 GiB are free, and 102\.4 MiB must stay"):
+        second.append([block])
+    assert inner.looks == 3
+    backend.abort_upload("nothing")  # all else is the backend's own
+    first.abort()
+    second.abort()
+    assert list(inner.list_uploads()) == []
+
+
+def test_free_space_is_looked_at_once_for_so_many_bytes() -> None:
+    inner = Filling(1 << 40)
+    backend = limited(inner, min_free=MinFree.parse("1MB"))
+    for number in range(33):
+        backend.put(f"parts/{number}", bytes(4 << 20))
+    assert inner.looks == 33 * (4 << 20) // CHECK_BYTES == 2
+
+
+# --- gc and fsck ---------------------------------------------------------------------------------------------------
+
+
+class Meter:
+    """Takes the place of a `RateLimit`: notes and lets pass."""
+
+    made: ClassVar[list["Meter"]] = []
+    burst_bytes = 1 << 30
+
+    def __init__(self, rate: float) -> None:
+        self.rate, self.count = rate, 0
+        self._lock = threading.Lock()
+        self.made.append(self)
+
+    def take(self, count: int) -> float:
+        with self._lock:
+            self.count += count
+        return 0.0
+
+
+@pytest.fixture
+def meters(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Meter]]:
+    """Of writes and of reads."""
+    monkeypatch.setattr(limited_module, "RateLimit", Meter)
+    yield Meter.made
+    Meter.made.clear()
+
+
+def test_fsck_reads_no_faster_than_told(meters: list[Meter]) -> None:
+    store = reopen(build())
+    report = store.fsck(FsckOptions(read_data=True, max_bytes_per_second=5e6))
+    writes, reads = meters
+    assert report.ok
+    assert (writes.rate, reads.rate, writes.count) == (5e6, 5e6, 0)
+    assert reads.count > report.data_bytes > 0
+
+
+def test_gc_reads_and_writes_no_faster_than_told(meters: list[Meter]) -> None:
+    store = reopen(build())
+    store.forget("runs/b")
+    store.forget("runs/a@1")  # whose pack is still needed, in part
+    log_bytes = len([*store.engine.backend.list("log/")])
+    report = store.gc(GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=1, max_bytes_per_second=5e6))
+    writes, reads = meters
+    assert report.rewritten
+    assert (writes.rate, reads.rate, writes.count) == (5e6, 5e6, report.written_bytes)
+    assert reads.count >= report.written_bytes
+    assert len([*store.engine.backend.list("log/")]) > log_bytes
+
+
+def test_an_open_store_stays_as_fast_as_it_was(meters: list[Meter]) -> None:
+    store = reopen(build())
+    store.gc(GcOptions(max_bytes_per_second=5e6))
+    before = [meter.count for meter in meters]
+    store.put_snapshot({"x": bytes(100_000)}, ref="runs/c")
+    assert [meter.count for meter in meters] == before
+    assert store.engine.limited_to(None) is store.engine
+
+
+def test_repair_limits_both_stores(meters: list[Meter]) -> None:
+    store, other = reopen(build()), reopen(build())
+    (pack, *_) = [found for found in store.engine.backend.list("packs/") if found.size_bytes > 10_000]
+    store.engine.backend.replace(pack.name, bytes(pack.size_bytes))
+    report = run_repair(store.engine, FsckOptions(read_data=True, max_bytes_per_second=5e6), other=other.engine)
+    assert len(meters) == 4
+    assert report.ok
+    assert meters[3].count > 0  # the other store's reads
+
+
+def test_work_elsewhere_cannot_be_limited() -> None:
+    class Elsewhere(LocalThreads):
+        is_remote = True
+
+    with pytest.raises(InvalidOptionError, match="this process only"):
+        run_fsck(reopen(build()).engine, FsckOptions(read_data=True, max_bytes_per_second=5e6), executor=Elsewhere(1))

@@ -1,0 +1,441 @@
+"""Captures that are copied: the state may be changed at once, memory is reused, and never more than the limit."""
+
+import copy
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tensorstore_ck.errors import InvalidOptionError, NoSpaceError
+from tensorstore_ck.layout import Captured
+from tensorstore_ck.sharding import Box
+from tensorstore_ck.state import FlatShard, buffers, capture, restore
+from tensorstore_ck.state.buffers import Arena, Slot, copied_bytes, copy_captured
+from tensorstore_ck.state.devicecopy import DeviceCopy, SideStreams
+from tensorstore_ck.state.memory import BytesSource, address_of, memory_at
+from tensorstore_ck.state.sharded import Boxes, Describer, Piece
+from tests.state.fake import FakeContent, assert_same, bits
+from tests.state.samples import DTYPES, NUMPY_DTYPES, states, tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # deepcopy
+MIB = 1 << 20
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(64 * MIB)
+    yield made
+    made.close()
+
+
+def take(arena: Arena, size_bytes: int) -> Slot:
+    slot = arena.take(size_bytes)
+    assert slot is not None
+    return slot
+
+
+def take_for(arena: Arena, captured: Captured, skip: Collection[int] = ()) -> Slot:
+    return take(arena, copied_bytes(captured, skip))
+
+
+def overwrite(value: Any) -> None:
+    """Changes all memory of all tensors and arrays."""
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage()
+        memory_at(storage.data_ptr(), storage.nbytes())[:] = b"\xa5" * storage.nbytes()
+    elif isinstance(value, np.ndarray):
+        root = value
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        np.lib.stride_tricks.as_strided(root.reshape(-1).view(np.uint8), (root.nbytes,), (1,))[...] = 0xA5
+    elif isinstance(value, dict):
+        overwrite(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            overwrite(item)
+
+
+def assert_kept(arena: Arena, state: Any, threads: int = 2) -> None:
+    """What was copied is what the state was before it was changed."""
+    expected = copy.deepcopy(state)
+    captured = capture(state)
+    slot = take_for(arena, captured)
+    copied = copy_captured(captured, slot, threads=threads)
+    overwrite(state)
+    assert_same(restore(FakeContent(copied)), expected)
+    slot.release()
+
+
+# --- what is copied ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype(arena: Arena, dtype: torch.dtype) -> None:
+    bases = [tensor(dtype, (7, 6, 5), seed) for seed in range(4)]
+    views = [bases[0][1], bases[1].transpose(0, 2), bases[2][::2, 1:, ::3], bases[3][:, 2]]
+    assert_kept(arena, [tensor(dtype, ()), tensor(dtype, (0,)), tensor(dtype, (3, 0, 2)), tensor(dtype, (11,)), *views])
+
+
+@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
+def test_every_numpy_dtype(arena: Arena, dtype: str) -> None:
+    def array() -> Any:
+        return np.frombuffer(bytearray(b"\0\1" * 42 * np.dtype(dtype).itemsize), dtype).reshape(7, 12).copy()
+
+    assert_kept(arena, [array(), array().T, array()[::-2, 1:], array()[3:4, :0], array()[0, 0:1].reshape(())])
+
+
+def test_conjugate_negative_and_expanded_views(arena: Arena) -> None:
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    state = {"conj": z.clone().conj(), "neg": z.clone().conj().imag, "expanded": torch.arange(3.0).view(3, 1).expand(3, 4)}
+    assert state["conj"].is_conj()
+    assert state["neg"].is_neg()
+    captured = capture(state)
+    copied = copy_captured(captured, take_for(arena, captured), threads=2)
+    overwrite(state)
+    back = restore(FakeContent(copied))
+    assert back["conj"].tolist() == [1 - 2j, 3 + 4j]
+    assert back["neg"].tolist() == [-2.0, 4.0]
+    assert back["expanded"].tolist() == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
+
+
+def test_shared_memory_stays_shared(arena: Arena) -> None:
+    base, grid = torch.arange(100.0), torch.arange(60, dtype=torch.bfloat16).view(6, 10)
+    array = np.arange(50)
+    state = {"all": base, "tail": base[50:], "rows": grid[1:4], "more": grid[3:], "cols": grid.t()[2:4], "a": array[:30], "b": array[20:]}
+    expected = copy.deepcopy(state)
+    captured = capture(state)
+    copied = copy_captured(captured, take_for(arena, captured), threads=2)
+    overwrite(state)
+    back = restore(FakeContent(copied))
+    assert_same(back, expected)
+    back["rows"][2] = 7
+    assert back["more"][0].tolist() == [7] * 10
+
+
+def test_shards_of_tensors_that_are_spread(arena: Arena) -> None:
+    grid, flat, strided = torch.arange(24.0).view(6, 4), torch.arange(50), torch.arange(12.0).view(3, 4).t()
+    pieces = (Piece(Box((0, 0), (2, 4)), grid[:2]), Piece(Box((2, 0), (4, 3)), strided), Piece(Box((9, 0), (0, 4)), grid[:0]))
+    state = {"boxes": Boxes((9, 4), torch.float32, pieces), "flat": FlatShard(flat, (10, 10), 20), "none": Boxes((9,), torch.int8, ())}
+    expected = [[bits(grid[:2]), bits(strided)], [bits(flat)], []]
+    captured = capture(state, Describer({0: 0}, 0))
+    copied = copy_captured(captured, take_for(arena, captured), threads=2)
+    overwrite([grid, flat, strided])
+    for source, runs in zip(copied.sources, expected, strict=True):
+        assert source.size_bytes == sum(map(len, runs))
+        at = 0
+        for run in runs:
+            assert bytes(source.read(at, at + len(run))) == run
+            at += len(run)
+
+
+def test_bytes_that_are_no_tensor(arena: Arena) -> None:
+    captured = capture({"x": torch.zeros(5, dtype=torch.uint8)})
+    data = bytearray(b"hello")
+    captured = captured._replace(sources=[BytesSource(data)])  # type: ignore[arg-type]
+    copied = copy_captured(captured, take_for(arena, captured), threads=2)
+    data[:] = b"xxxxx"
+    assert bytes(copied.sources[0].read(0, 5)) == b"hello"
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_large_tensors_are_cut_and_small_ones_go_together(arena: Arena, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    monkeypatch.setattr(buffers, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(buffers, "MAX_PIECE_BYTES", 3001)
+    monkeypatch.setattr(buffers, "SMALL_BYTES", 100)
+    sizes = [5, 20_000, 999, 1000, 1001, 1, 0, 64, 3001, 3002, 12_345, *range(200)]
+    assert_kept(arena, [tensor(torch.uint8, (size,), seed) for seed, size in enumerate(sizes)], threads)
+
+
+@settings(max_examples=40, deadline=None)
+@given(states)
+def test_any_state(state: Any) -> None:
+    assert_kept(Arena(4 * MIB), state)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_strides(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(0, 6), max_size=4))
+    view = tensor(data.draw(st.sampled_from([torch.bfloat16, torch.int8, torch.complex64, torch.complex128, torch.float64])), tuple(shape))
+    view = view.permute(data.draw(st.permutations(range(view.dim()))))
+    for dim in range(view.dim()):
+        first, step = data.draw(st.integers(0, 6)), data.draw(st.integers(1, 3))
+        view = view[(slice(None),) * dim + (slice(first, None, step),)]
+    assert_kept(Arena(4 * MIB), {"x": view})
+
+
+def test_what_is_skipped_stays_where_it_is(arena: Arena) -> None:
+    state = [torch.zeros(1000), torch.zeros(1000), torch.zeros(10, 10).t()]
+    captured = capture(state)
+    slot = take_for(arena, captured, skip={0, 2})
+    assert slot.size_bytes < copied_bytes(captured) < 3 * 4096
+    copied = copy_captured(captured, slot, skip={0, 2}, threads=2)
+    overwrite(state)
+    assert bytes(copied.sources[0].read(0, 4)) == b"\xa5" * 4
+    assert bytes(copied.sources[1].read(0, 4000)) == bytes(4000)
+    assert bytes(copied.sources[2].read(0, 4)) == b"\xa5" * 4
+    assert copied.layout is captured.layout
+
+
+def test_nothing_to_copy(arena: Arena) -> None:
+    captured = capture({"step": 3})
+    slot = take_for(arena, captured)
+    assert list(copy_captured(captured, slot, threads=2).sources) == []
+    slot.release()
+    assert arena.in_use_bytes == 0
+
+
+def test_sources_are_a_sequence(arena: Arena) -> None:
+    captured = capture([torch.tensor([number]) for number in range(5)])
+    sources = copy_captured(captured, take_for(arena, captured), threads=1).sources
+    assert len(sources) == 5
+    assert [bytes(source.read(0, 1)) for source in sources[-2:]] == [b"\3", b"\4"]
+    assert bytes(sources[-5].read(0, 1)) == b"\0"
+    with pytest.raises(IndexError):
+        sources[5]
+
+
+def test_the_copy_keeps_its_memory_and_not_the_state(arena: Arena) -> None:
+    whole = np.arange(1000)
+    captured = capture([whole])
+    copied = copy_captured(captured, take_for(arena, captured), threads=1)
+    del captured
+    whole.resize(0)  # refused as long as anybody refers to it
+    arena.close()
+    del arena
+    assert bytes(copied.sources[0].read(0, 8000)) == np.arange(1000).tobytes()
+
+
+def test_a_slot_that_does_not_do(arena: Arena) -> None:
+    captured = capture([torch.zeros(1000)])
+    slot = take(arena, 3999)
+    with pytest.raises(InvalidOptionError, match="4032 bytes of a slot, and this one has 3999"):
+        copy_captured(captured, slot, threads=1)
+    slot.release()
+    with pytest.raises(InvalidOptionError, match="was released"):
+        copy_captured(captured, slot, threads=1)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_reused(arena: Arena) -> None:
+    first = take(arena, 5 * MIB)
+    memory = address_of(held(first))
+    first.release()
+    for size in (5 * MIB, 6 * MIB, 3 * MIB):  # a little more or less is the same memory
+        again = take(arena, size)
+        assert address_of(held(again)) == memory
+        assert arena.allocated_bytes == arena.in_use_bytes == 6 * MIB
+        again.release()
+    assert (arena.allocated_bytes, arena.in_use_bytes) == (6 * MIB, 0)
+
+
+def test_the_limit_is_hard() -> None:
+    arena = Arena(10 * MIB + 5)
+    assert arena.take(10 * MIB + 6) is None
+    first = take(arena, 6 * MIB)
+    assert arena.take(5 * MIB) is None
+    second = take(arena, 4 * MIB + 5)
+    assert arena.allocated_bytes == arena.in_use_bytes == 10 * MIB + 5
+    assert arena.take(0) is None
+    second.release()
+    first.release()
+    assert len(held(take(arena, 10 * MIB + 5))) == 10 * MIB + 5
+    assert arena.allocated_bytes == 10 * MIB + 5
+
+
+def test_free_memory_that_is_too_small_makes_room() -> None:
+    arena = Arena(12 * MIB)
+    slots = [take(arena, size * MIB) for size in (2, 4, 6)]
+    kept = address_of(held(slots[2]))
+    for slot in slots:
+        slot.release()
+    large = take(arena, 5 * MIB)
+    assert address_of(held(large)) == kept
+    assert take(arena, 6 * MIB)
+    assert (arena.allocated_bytes, arena.in_use_bytes) == (12 * MIB, 12 * MIB)
+
+
+def test_small_captures_leave_large_memory_to_large_ones() -> None:
+    arena = Arena(12 * MIB)
+    take(arena, 8 * MIB).release()
+    small = take(arena, 10)
+    assert len(held(small)) == 2 * MIB
+    large = take(arena, 8 * MIB)
+    assert arena.allocated_bytes == 10 * MIB
+    assert len(held(take(arena, 10))) == 2 * MIB
+    large.release()
+    assert len(held(take(arena, 10))) == 8 * MIB  # there is no room for more
+
+
+def test_releasing_twice_gives_back_once(arena: Arena) -> None:
+    slot = take(arena, MIB)
+    slot.release()
+    again = take(arena, MIB)
+    slot.release()
+    assert arena.in_use_bytes == 2 * MIB
+    assert held(take(arena, MIB)) is not held(again)
+
+
+def test_what_is_closed_frees_its_memory() -> None:
+    arena = Arena(8 * MIB)
+    free, used = take(arena, 2 * MIB), take(arena, 4 * MIB)
+    free.release()
+    arena.close()
+    assert arena.allocated_bytes == 4 * MIB
+    used.release()
+    assert arena.allocated_bytes == 0
+    arena.close()
+
+
+def test_many_threads_stay_below_the_limit() -> None:
+    arena = Arena(16 * MIB)
+    wrong: list[object] = []
+
+    def work(seed: int) -> None:
+        for number in range(200):
+            slot = arena.take((seed * 7 + number * 13) % 9 * MIB)
+            if arena.allocated_bytes > arena.limit_bytes:
+                wrong.append(arena.allocated_bytes)
+            if slot is not None:
+                held(slot)[0] = seed
+                if held(slot)[0] != seed:
+                    wrong.append(seed)
+                slot.release()
+                slot.release()
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert arena.in_use_bytes == 0
+
+
+def test_a_system_without_memory_is_named() -> None:
+    with pytest.raises(NoSpaceError, match="lower host_memory_bytes"):
+        Arena(1 << 62).take(1 << 60)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
+def test_a_child_process_does_not_double_the_memory(arena: Arena) -> None:
+    at = address_of(held(take(arena, 4 * MIB)))
+    found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            start, stop = (int(number, 16) for number in line.split()[0].split("-"))
+            found = start <= at < stop
+        elif found and line.startswith("VmFlags:"):
+            assert "wf" in line.split()
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+class LateCopies:
+    """`DeviceCopies` that come when they are waited for."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+        self.left: list[DeviceCopy] = []
+
+    def start(self, copies: Sequence[DeviceCopy]) -> "LateCopies":
+        self.left = [DeviceCopy(tensor.clone(), target) for tensor, target in copies]
+        return self
+
+    def wait(self) -> None:
+        self.waits += 1
+        for source, target in self.left:
+            target.copy_(source)
+        self.left = []
+
+
+@pytest.fixture
+def late(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> LateCopies:
+    """Tensors that are not contiguous are on a device."""
+    monkeypatch.setattr(buffers, "is_on_device", lambda found: isinstance(found, torch.Tensor))
+    arena.device_copies = made = LateCopies()
+    return made
+
+
+def test_copies_from_a_device_are_waited_for_when_they_are_read(arena: Arena, late: LateCopies) -> None:
+    state = [torch.arange(5), torch.arange(12.0).view(3, 4).t(), torch.arange(6, dtype=torch.bfloat16).view(2, 3).t()]
+    expected = [bits(each) for each in state]
+    captured = capture(state)
+    copied = copy_captured(captured, take_for(arena, captured), threads=2)
+    overwrite(state)
+    assert bytes(copied.sources[0].read(0, 40)) == expected[0]
+    assert late.waits == 0
+    assert len(late.left) == 2
+    for source, data in zip(copied.sources, expected, strict=True):
+        assert source.size_bytes == len(data)
+        assert bytes(source.read(0, len(data))) == data
+
+
+def test_pieces_on_a_device(arena: Arena, late: LateCopies) -> None:
+    near, far = torch.arange(8.0).view(2, 4), torch.arange(12.0).view(3, 4).t()
+    captured = capture({"x": Boxes((9, 4), torch.float32, (Piece(Box((0, 0), (2, 4)), near), Piece(Box((2, 0), (4, 3)), far)))})
+    copied = copy_captured(captured, take_for(arena, captured), threads=2)
+    expected = bits(near) + bits(far)
+    overwrite([near, far])
+    assert bytes(copied.sources[0].read(0, 80)) == expected
+    assert late.waits == 1
+
+
+def test_memory_is_not_reused_while_a_device_writes_to_it(arena: Arena, late: LateCopies) -> None:
+    captured = capture([torch.ones(3, 4).t()])
+    slot = take_for(arena, captured)
+    copy_captured(captured, slot, threads=2)
+    slot.release()
+    assert not late.left
+
+
+def test_the_order_on_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    def log(what: str, result: Any = None) -> Callable[..., Any]:
+        def called(*_: object) -> Any:
+            events.append(what)
+            return result
+
+        return called
+
+    class Side:
+        def __enter__(self) -> None:
+            events.append("on side")
+
+        def __exit__(self, *_: object) -> None:
+            events.append("off side")
+
+    event = SimpleNamespace(synchronize=log("arrived"))
+    side = SimpleNamespace(wait_stream=log("side waits"), record_event=log("recorded", event), synchronize=log("side is done"))
+    current = SimpleNamespace(wait_event=log("current waits"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: Side())
+    monkeypatch.setattr(torch.Tensor, "record_stream", log("held"))
+    found, target = torch.tensor([1 + 2j, 3j]).conj(), torch.zeros(2, dtype=torch.complex64)
+    streams = SideStreams()
+    arrival = streams.start([DeviceCopy(found, target)])
+    assert events == ["side waits", "on side", "held", "off side", "recorded", "current waits"]
+    assert target.tolist() == [1 - 2j, -3j]
+    arrival.wait()
+    arrival.wait()
+    assert events[6:] == ["arrived"]
+    with pytest.raises(RuntimeError):
+        streams.start([DeviceCopy(found, target[:1].view(1, 1, 1).expand(2, 2, 2))])
+    assert events[-1] == "side is done"
+
+
+def held(slot: Slot) -> Any:
+    assert slot.memory is not None
+    return slot.memory
