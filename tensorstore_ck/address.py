@@ -3,6 +3,7 @@
 runs/gpt          branch or tag          runs/gpt@1000     newest of step 1000 in the branch's history
 9f86d081...       root, or a prefix of at least 8 characters of one that is unique
 runs/gpt~2        two before it, by parents
+runs/gpt^staged   the newest that is staged for it and not published yet; the branch itself if there is none
 """
 
 import re
@@ -12,8 +13,14 @@ from tensorstore_ck.errors import AmbiguousAddressError, InvalidNameError, NotFo
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import RefTable, SnapshotInfo, validate_ref_name
 
+STAGED: Final = "^staged"
 _SUFFIX: Final = re.compile(r"(?P<base>[^@~]+)(?:@(?P<step>[0-9]{1,19}))?(?:~(?P<back>[0-9]{1,9}))?")
 _ROOT: Final = re.compile(r"[0-9a-f]{8,64}")
+
+
+def is_staged_address(address: str) -> bool:
+    """Whether it means what is staged."""
+    return address.endswith(STAGED)
 
 
 class Resolved(NamedTuple):
@@ -34,6 +41,8 @@ def resolve(view: RefTable, address: str) -> Resolved:
         NotFoundError: nothing there; the message says what is.
         AmbiguousAddressError: a root prefix of several snapshots.
     """
+    if isinstance(address, str) and is_staged_address(address):
+        return _staged(view, address.removesuffix(STAGED))
     match = _SUFFIX.fullmatch(address) if isinstance(address, str) else None
     if match is None:
         raise InvalidNameError(
@@ -60,6 +69,15 @@ def resolve(view: RefTable, address: str) -> Resolved:
     return Resolved(info, base if branch else None, branch.root if branch else None)
 
 
+def _staged(view: RefTable, name: str) -> Resolved:
+    validate_ref_name(name)
+    branch = view.branch(name)
+    found = max((info for _, info in view.all_staged() if info.ref == name), key=lambda info: info.n, default=None)
+    if found is None:
+        return resolve(view, name)
+    return Resolved(found, name, branch.root if branch is not None else None)
+
+
 def _tag_or_root(view: RefTable, base: str) -> SnapshotInfo | None:
     if not _ROOT.fullmatch(base):
         validate_ref_name(base)
@@ -68,7 +86,9 @@ def _tag_or_root(view: RefTable, base: str) -> SnapshotInfo | None:
     roots = view.roots_with_prefix(base)
     if len(roots) > 1:
         raise AmbiguousAddressError(f"{base!r} fits {len(roots)} snapshots or more: give more digits of the root", object_id=base)
-    return view.by_root(roots[0]) if roots else None
+    if roots:
+        return view.by_root(roots[0])
+    return next((info for _, info in view.all_staged() if info.root.hex().startswith(base)), None)
 
 
 def _nothing_at(view: RefTable, base: str) -> str:

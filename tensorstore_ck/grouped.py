@@ -99,7 +99,8 @@ class Groups:
 
         def work(go: Body) -> Body:
             self._engine.log.sync()
-            info = self._engine.log.view().snapshot(take(go, "snapshot", bytes))
+            view, ulid = self._engine.log.view(), take(go, "snapshot", bytes)
+            info = view.snapshot(ulid) or view.staged(ulid)
             if info is None:
                 raise CorruptObjectError(f"this rank does not see the snapshot that rank 0 found at {address!r}", object_id=address)
             branch_root = None if go["branch_root"] is None else Digest(take(go, "branch_root", bytes))

@@ -4,9 +4,11 @@ torch is loaded only by the methods that take tensors.
 """
 
 import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from tensorstore_ck.address import is_staged_address
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.events import Callback, log_event
@@ -16,6 +18,7 @@ from tensorstore_ck.saving import DrainReport, OnFull, PendingSnapshot, Preempti
 from tensorstore_ck.saving.exiting import finish_at_exit
 from tensorstore_ck.saving.handle import Handle
 from tensorstore_ck.saving.hostmemory import default_limit_bytes
+from tensorstore_ck.saving.resumed import resume_alone, resume_ranks
 from tensorstore_ck.seen import LAST_SEEN, Asked, LastSeen, asked
 from tensorstore_ck.snapshot import Snapshot
 from tensorstore_ck.writer import Anything
@@ -41,7 +44,12 @@ class SavingStore(ManagedStore):
         self._numbers = itertools.count(1)
         self._saver = Saver(self._open_arena, engine.observers)
         self._handle = Handle(engine, self._seen, self._groups, self._saver.wait_for_upload)
+        self._resumed_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
         engine.observers.subscribe(log_event)
+        if engine.tier is not None:
+            finish_at_exit(self._saver)
+            for job in resume_alone(self._handle, engine.tier):
+                self._saver.resume(job)
 
     @property
     def groups(self) -> Groups:
@@ -145,6 +153,14 @@ class SavingStore(ManagedStore):
         """Waits for the puts under way; those that are not published by the deadline are given up cleanly. Says which snapshot is safe."""
         return self._saver.drain(deadline_seconds)
 
+    def finish_staged(self, address: str, group: "ProcessGroup | None" = None, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        """Waits for the puts of this handle, and for what this host, or those of `group`, staged before; a restore does that first.
+
+        An `address` like ``runs/gpt^staged`` means what is staged: then no upload is waited for.
+        """
+        self._resume(group, timeout_seconds)
+        self._saver.settle(uploads=not is_staged_address(address))
+
     def on_preemption(self, signal_number: int, *, deadline_seconds: float) -> Preemption:
         """Makes a signal such as ``signal.SIGTERM`` end the job in order: see `Preemption`. On the main thread only."""
         return Preemption(self._saver, signal_number, deadline_seconds=deadline_seconds)
@@ -164,6 +180,13 @@ class SavingStore(ManagedStore):
         finally:
             super().close()
 
+    def _resume(self, group: "ProcessGroup | None", timeout_seconds: float) -> None:
+        """At the first meeting of the ranks of a group: goes on with what ranks have staged before."""
+        if group is not None and self._engine.tier is not None and group not in self._resumed_groups:
+            for job in resume_ranks(self._handle, self._engine.tier, group, timeout_seconds):
+                self._saver.resume(job)
+            self._resumed_groups.add(group)
+
     def _job(
         self,
         state: object,
@@ -182,6 +205,7 @@ class SavingStore(ManagedStore):
             raise InvalidOptionError("rank_state= needs group=: one process puts everything into the state", object_id="rank_state")
         if self._engine.limit is not None and group is not None:
             self._engine.limit.share(group.size())
+        self._resume(group, timeout_seconds)
         if group is None:
             return AloneJob(self._handle, next(self._numbers), ask(), state, frozen)
         return GroupJob(self._handle, group, ref, step, ask, state, rank_state, frozen, timeout_seconds=timeout_seconds)
@@ -189,5 +213,6 @@ class SavingStore(ManagedStore):
     def _open_arena(self) -> "Arena":
         from tensorstore_ck.state.buffers import Arena  # noqa: PLC0415 - loads torch
 
-        finish_at_exit(self._saver)
+        if self._engine.tier is None:
+            finish_at_exit(self._saver)
         return Arena(self._host_memory_bytes or default_limit_bytes(self._local_ranks))

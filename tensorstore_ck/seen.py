@@ -38,7 +38,7 @@ class Seen:
         self._refs: dict[str, _Ref] = {}
         self._restored: Digest | None = None
 
-    def note(self, ref: str, head: Digest, current: Digest) -> None:
+    def note(self, ref: str, head: Digest | None, current: Digest) -> None:
         """The ref is at `head`, and the state in memory is `current`."""
         self._refs[ref] = _Ref(head, current)
 

@@ -55,7 +55,7 @@ class Store(SavingStore):
         """Restores the snapshot at `address`, every block verified. Puts of this handle that are under way are waited for first.
 
         Args:
-            address: A branch, tag, root, root prefix, ``ref@step`` or ``ref~n``.
+            address: A branch, tag, root, root prefix, ``ref@step``, ``ref~n``; or ``ref^staged``, for what these hosts have staged.
             into: A state of the same form, whose tensors are filled in place without a second copy. Everything is checked
                 before anything is read; if reading then fails, its tensors are undefined.
             select: Globs over names such as ``model.*``; what fits none is left out (None inside lists and tuples).
@@ -79,7 +79,7 @@ class Store(SavingStore):
         """
         from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
 
-        self._saver.settle()
+        self.finish_staged(address, group, timeout_seconds=timeout_seconds)
         self._handle.frozen.forget()
 
         def find(address: str) -> Resolved:
@@ -114,7 +114,7 @@ class Store(SavingStore):
             found = find(address)
             state = read(found.info)
         self._seen.note_restored(found.info.root)
-        if found.branch is not None and found.branch_root is not None:
+        if found.branch is not None:
             self._seen.note(found.branch, found.branch_root, found.info.root)
         return state
 

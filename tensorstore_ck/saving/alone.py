@@ -71,8 +71,8 @@ class AloneJob:
             request, offline = self._request()
             staged = stage_alone(engine, tier, self._captured, request, self._handle.chain(self.ref), course.meter, offline=offline)
             seen.note_staged(self.ref, staged.info.root)
-            assert staged.manifest.lead is not None
-            self._staged = StagedPut(self._handle, tier, staged.manifest, staged.manifest.lead)
+            self._staged = StagedPut(self._handle, tier, staged.manifest)
+            self._staged.announce_soon()
             return None
         request = seen.as_of_now(engine, self._asked)
         check_expected(engine.log.view(), request.ref, request.expect)

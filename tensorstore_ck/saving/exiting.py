@@ -18,6 +18,7 @@ def finish_at_exit(saver: Saver) -> None:
         saver = found()
         if saver is None:
             return
+        saver.leave_resumed()
         report = saver.drain(EXIT_SECONDS)
         if report.dropped or report.under_way:
             _logger.error("the process ends with puts under way: %s", report)

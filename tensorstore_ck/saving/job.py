@@ -20,12 +20,12 @@ class Turn(NamedTuple):
     """The number of an earlier put, whose error is raised instead."""
 
 
-class Job(Protocol):
-    """One put of this process."""
+class UploadJob(Protocol):
+    """A put that was staged already."""
 
     @property
     def number(self) -> int:
-        """From 1; the same on all ranks."""
+        """From 1, the same on all ranks; 0 for what another process began."""
 
     @property
     def ref(self) -> str:
@@ -38,6 +38,13 @@ class Job(Protocol):
     @property
     def rank(self) -> int:
         """Of this process."""
+
+    def publish(self, course: Course) -> SnapshotInfo:
+        """Uploads what was staged, and publishes it."""
+
+
+class Job(UploadJob, Protocol):
+    """One put of this process."""
 
     @property
     def needed_bytes(self) -> int:
@@ -61,6 +68,3 @@ class Job(Protocol):
 
     def run(self, course: Course) -> SnapshotInfo | None:
         """Stores what was captured, and publishes it; or only stages it, and returns None."""
-
-    def publish(self, course: Course) -> SnapshotInfo:
-        """Uploads what was staged, and publishes it."""

@@ -10,14 +10,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, SnapshotAbortedError, SnapshotDroppedError, StoreError
 from tensorstore_ck.events import Event, Kind, Observers
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.saving.course import Course, Stage
 from tensorstore_ck.saving.drained import DrainReport
-from tensorstore_ck.saving.job import Job, Turn
+from tensorstore_ck.saving.job import Job, Turn, UploadJob
 from tensorstore_ck.saving.lane import Lane
 from tensorstore_ck.saving.pending import PendingSnapshot
 from tensorstore_ck.snapshot import Snapshot
@@ -43,6 +43,8 @@ class _Item:
         self.slot: Slot | None = None
         self.is_beside = is_beside
         """Whether nobody waits for it."""
+        self.is_resumed = False
+        """Whether an earlier process began it."""
         self.called = self.captured = self.begun = called
 
     @property
@@ -146,13 +148,21 @@ class Saver:
         self._enter()
         return [PendingSnapshot(item.course) for item in self._items()]
 
-    def settle(self) -> None:
+    def resume(self, job: UploadJob) -> None:
+        """Goes on with what an earlier process staged."""
+        self._enter()
+        item = _Item(cast(Job, job), time.monotonic(), is_beside=True)
+        item.course.is_told = item.is_resumed = True
+        item.course.reach(Stage.STAGED)
+        self._uploads.put(item)
+
+    def settle(self, *, uploads: bool = True) -> None:
         """Waits until no put is under way; not for itself, in a callback of one."""
         self._enter()
         if self._stores.is_mine() or self._uploads.is_mine():
             return
         with self._changed:
-            self._changed.wait_for(self._is_idle)
+            self._changed.wait_for(self._is_idle if uploads else self._stores.is_idle)
 
     def wait_for_upload(self) -> bool:
         """Waits until one more staged put has ended; False if there is none."""
@@ -189,6 +199,12 @@ class Saver:
             self._safe,
         )
 
+    def leave_resumed(self) -> None:
+        """What an earlier process staged is left on the disk, as far as it is not published yet."""
+        for item in self._uploads.items():
+            if item.is_resumed:
+                item.course.drop("abandoned")
+
     def close(self) -> None:
         """Finishes what is under way, and frees the memory; idempotent.
 
@@ -196,6 +212,7 @@ class Saver:
             StoreError: what a put failed with that nobody waited for.
         """
         self._enter()
+        self.leave_resumed()
         self.settle()
         if self._arena is not None:
             self._arena.close()
@@ -206,8 +223,9 @@ class Saver:
 
     def _decide(self, item: _Item, on_full: OnFull) -> Turn:
         with self._changed:
-            if self._untold:
-                return Turn(goes=False, failed=self._untold[0].job.number)
+            untold = self._first_untold()
+            if untold is not None:
+                return Turn(goes=False, failed=untold.job.number)
             drops: list[int] = []
             while (slot := self._try_take(item)) is None:
                 queued = next((each for each in self._stores.waiting() if not each.course.dropped), None)
@@ -265,10 +283,13 @@ class Saver:
     # --- errors -------------------------------------------------------------------------------------------------------
 
     def _raise_untold(self) -> None:
-        with self._changed:
-            item = self._untold[0] if self._untold else None
+        item = self._first_untold()
         if item is not None:
             self._raise(item)
+
+    def _first_untold(self) -> _Item | None:
+        with self._changed:
+            return next((item for item in self._untold if not item.course.is_told), None)
 
     def _raise_error_of(self, number: int, job: Job) -> None:
         """Raises what rank 0 raises: the error of an earlier put, which this rank may not have met yet."""

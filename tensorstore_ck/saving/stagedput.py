@@ -1,10 +1,12 @@
 """The second step of a put of one process: what was staged is uploaded and published, however long the store does not answer."""
 
+from contextlib import suppress
+
 from tensorstore_ck.errors import RetryableError, SnapshotDroppedError, StoreError
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.saving.course import Course
 from tensorstore_ck.saving.handle import Handle
-from tensorstore_ck.staging.manifest import Lead, Manifest
+from tensorstore_ck.staging.manifest import Manifest
 from tensorstore_ck.staging.publish import clean_up, give_up, publish
 from tensorstore_ck.staging.stage import announce
 from tensorstore_ck.tiers import Tier
@@ -13,11 +15,18 @@ from tensorstore_ck.tiers import Tier
 class StagedPut:
     """One staged put, by the process that staged it or by one that found it."""
 
-    def __init__(self, handle: Handle, tier: Tier, manifest: Manifest, lead: Lead) -> None:
+    def __init__(self, handle: Handle, tier: Tier, manifest: Manifest) -> None:
+        """`manifest` is that of the only rank."""
+        assert manifest.lead is not None
         self._handle = handle
         self._tier = tier
         self._manifest = manifest
-        self._lead = lead
+        self._lead = manifest.lead
+
+    def announce_soon(self) -> None:
+        """Has the log say that it is staged; if the store does not answer, `publish` will."""
+        with suppress(RetryableError):
+            announce(self._handle.engine, self._lead, self._manifest.txn, self._manifest.ref)
 
     def publish(self, course: Course) -> SnapshotInfo:
         """Uploads and publishes it.

@@ -4,18 +4,19 @@ The rank that commits (rank 0) has a `Lead` in its own: everything that the publ
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from tensorstore_ck.envelope import Body, seal, take, take_count, unseal
+from tensorstore_ck.envelope import Body, pack_body, take, take_count, unpack_body
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, ulid_text
+from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, derived_hash, ulid_text
 from tensorstore_ck.ranks.publish import RankParts
 from tensorstore_ck.writer import ANY, Anything
 
 Accepts = tuple[Digest | None, ...] | Anything
 """Roots of which a ref must have one when a staged put is published; None among them: it must not exist."""
 
-_KIND = "staged"
+VERSION: Final = 1
+_CONTEXT: Final = "staging manifest"
 
 
 class Lead(NamedTuple):
@@ -53,10 +54,10 @@ class Manifest(NamedTuple):
         return manifest_key(self.txn, self.rank)
 
     def encode(self) -> bytes:
-        """The sealed manifest."""
-        return seal(
-            _KIND,
+        """``msgpack body | its hash``: like everything on a staging disk, for the build that wrote it, and no part of a store's format."""
+        packed = pack_body(
             {
+                "version": VERSION,
                 "txn": self.txn,
                 "ref": self.ref,
                 "step": self.step,
@@ -65,8 +66,9 @@ class Manifest(NamedTuple):
                 "names": list(self.names),
                 "size_bytes": self.size_bytes,
                 "lead": None if self.lead is None else encode_lead(self.lead),
-            },
+            }
         )
+        return packed + derived_hash(_CONTEXT, packed)
 
 
 def manifest_key(txn: Ulid, rank: int) -> str:
@@ -80,8 +82,13 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
     Raises:
         CorruptObjectError: it is none.
     """
-    body = unseal(_KIND, data, name)
+    packed = memoryview(data)[:-DIGEST_BYTES]
+    if derived_hash(_CONTEXT, packed) != data[-DIGEST_BYTES:]:
+        raise CorruptObjectError(f"the staging manifest {name} does not match its hash: it was damaged on the disk", object_id=name)
+    body = unpack_body(packed, name)
     try:
+        if body["version"] != VERSION:
+            raise ValueError(f"it is of version {body['version']!r}")
         names = take(body, "names", list)
         if not all(type(each) is str for each in names):
             raise TypeError("a name is no text")
@@ -96,7 +103,7 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
             None if body["lead"] is None else decode_lead(take(body, "lead", dict)),
         )
     except (KeyError, TypeError, ValueError) as exc:
-        raise CorruptObjectError(f"the manifest {name} is malformed: {exc!r}", object_id=name) from exc
+        raise CorruptObjectError(f"the staging manifest {name} is malformed: {exc!r}", object_id=name) from exc
 
 
 def encode_lead(lead: Lead) -> Body:

@@ -107,13 +107,13 @@ class Slot:
         self.size_bytes = size_bytes
         self.memory: Array | None = memory
         """None: it was released."""
-        self.arrival: Arrival | None = None
+        self.arrivals: list[Arrival] = []
         """Of copies from devices into it, which may still be under way."""
 
     def release(self) -> None:
         """Gives the memory back for other captures: nobody may read what was copied into it any more. Idempotent."""
-        if self.arrival is not None:
-            self.arrival.wait()
+        for arrival in self.arrivals:
+            arrival.wait()
         self.arena.take_back(self)
 
 

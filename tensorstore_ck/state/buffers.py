@@ -44,7 +44,7 @@ def copied_bytes(captured: Captured, skip: Collection[int] = ()) -> int:
     return int(_places(_sizes(captured, skip))[-1])
 
 
-def copy_captured(captured: Captured, slot: Slot, *, skip: Collection[int] = (), threads: int) -> Captured:
+def copy_captured(captured: Captured, slot: Slot, *, skip: Collection[int] = (), threads: int, start_bytes: int = 0) -> Captured:
     """Copies a state into a slot: when this returns, its tensors may be changed at once, but for those in `skip`.
 
     A tensor on a CUDA device may be changed by what is queued on the current stream from then on; its copy is waited for when it is read.
@@ -54,12 +54,13 @@ def copy_captured(captured: Captured, slot: Slot, *, skip: Collection[int] = (),
         slot: Of `copied_bytes` or more. What is returned keeps its memory alive, and is valid until it is released.
         skip: The numbers of tensors that are left where they are.
         threads: How many copy.
+        start_bytes: Where in the slot to begin.
 
     Raises:
         InvalidOptionError: the slot is too small, or was released.
     """
     sizes = _sizes(captured, skip)
-    places = _places(sizes)
+    places = _places(sizes) + start_bytes
     memory = slot.memory
     if memory is None or places[-1] > slot.size_bytes:
         what = "was released" if memory is None else f"has {slot.size_bytes}"
@@ -73,8 +74,9 @@ def copy_captured(captured: Captured, slot: Slot, *, skip: Collection[int] = (),
     ]
     copies = _Copies(memory, places, sizes, {number: captured.sources[number] for number in skip})
     if arriving:
-        slot.arrival = slot.arena.device_copies.start(rest.device_copies)
-        copies.others.update((number, _ArrivingSource(copies[number], slot.arrival)) for number in arriving)
+        arrival = slot.arena.device_copies.start(rest.device_copies)
+        slot.arrivals.append(arrival)
+        copies.others.update((number, _ArrivingSource(copies[number], arrival)) for number in arriving)
     moves = np.stack((places[:-1] + address_of(memory), addresses, sizes), axis=1)[addresses != 0]
     jobs = _jobs(np.concatenate((moves, rest.moves())), threads)
     for_each(jobs, _move, min(threads, len(jobs)))

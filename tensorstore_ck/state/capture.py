@@ -287,7 +287,7 @@ class Walk:
                 advice = "split it into plain arrays, or convert it with .tolist()"
                 self._fail(name, f"its numpy dtype {array.dtype} has no stored form", advice)
                 return
-            source = MemorySource(address_of(array), array) if array.flags.c_contiguous else CopySource(array)
+            source = MemorySource(address_of(array), array, array.nbytes) if array.flags.c_contiguous else CopySource(array)
             number = self._add(array, TensorSpec(name, f"np:{dtype}", array.itemsize, array.shape), 0, source, area_of(array))
         nodes[position] = number
         self._hole_nodes.append(nodes)
@@ -333,7 +333,7 @@ def require_dense(tensor: torch.Tensor, name: str) -> str:
 
 def _source_of_extra(extra: Extra, first: torch.Tensor | Array) -> ByteSource:
     if isinstance(first, np.ndarray) or first.is_cpu:
-        return MemorySource(extra.start, first)
+        return MemorySource(extra.start, first, extra.stop - extra.start)
     storage = first.untyped_storage()
     plain = torch.empty(0, dtype=torch.uint8, device=first.device)
     return CopySource(plain.set_(storage, extra.start - storage.data_ptr(), (extra.stop - extra.start,), (1,)))

@@ -45,10 +45,9 @@ class MemorySource:
 
     __slots__ = ("_owner", "address", "size_bytes")
 
-    def __init__(self, address: int, owner: Any, size_bytes: int | None = None) -> None:
-        """`size_bytes`: None: what the owner has."""
+    def __init__(self, address: int, owner: object, size_bytes: int) -> None:
         self.address = address
-        self.size_bytes: int = owner.nbytes if size_bytes is None else size_bytes
+        self.size_bytes = size_bytes
         self._owner = owner
 
     def read(self, start: int, stop: int) -> memoryview:

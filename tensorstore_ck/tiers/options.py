@@ -10,7 +10,7 @@ from tensorstore_ck.room import MinFree
 from tensorstore_ck.tiers.folder import StagingFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,7 +274,7 @@ def test_a_storm_is_waited_out_with_longer_and_longer_waits(tmp_path: Path) -> N
             store.faults = Faults()
 
     slept: list[float] = []
-    uploader(staging(tmp_path, OBJECTS), store, on_retry=on_retry, sleep=slept.append).upload(OBJECTS)
+    uploader(staging(tmp_path, OBJECTS), store, sleep=slept.append).upload(OBJECTS, on_retry=on_retry)
     assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30]
     assert sum(slept) == pytest.approx(sum(waits))
     assert held(store) == OBJECTS
@@ -284,7 +284,7 @@ def test_waits_are_spread(tmp_path: Path) -> None:
     waits: list[float] = []
     store = PieceStore(Faults("unavailable", 1))
     folder = staging(tmp_path, OBJECTS)
-    uploader(folder, store, on_retry=lambda _, seconds: waits.append(seconds), jitter=lambda: 0.0).upload(OBJECTS)
+    uploader(folder, store, jitter=lambda: 0.0).upload(OBJECTS, on_retry=lambda _, seconds: waits.append(seconds))
     assert waits == [0.25]
 
 

@@ -1,0 +1,134 @@
+"""Sends a rank's staged files to other hosts and keeps those of others, both at the same time, once per put.
+
+The sender offers names and sizes; the receiver says which it takes, or why none; then the files follow in pieces, each with its hash, and
+the manifest last. What one rank cannot read or write costs that copy alone; a rank that is gone or too slow ends it for good. No put waits
+for this, or fails because of it.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError
+from tensorstore_ck.ids import Ulid
+from tensorstore_ck.peers.exchange import Exchange
+from tensorstore_ck.peers.keeping import Keeping
+from tensorstore_ck.peers.kept import Kept
+from tensorstore_ck.peers.link import Link, PeerLostError
+from tensorstore_ck.peers.pieces import PIECE_BYTES
+from tensorstore_ck.peers.ring import copies_possible, sources_of, targets_of
+from tensorstore_ck.peers.sending import Sending
+from tensorstore_ck.tiers import StagingFolder
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Replicator:
+    """One rank's side. All ranks of a group make theirs with the same hosts and copies; the group serves it alone."""
+
+    def __init__(
+        self,
+        group: "ProcessGroup",
+        folder: StagingFolder,
+        hosts: Sequence[bytes],
+        copies: int,
+        *,
+        timeout_seconds: float,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        """See `make_peer_group` and `host_of_folder`.
+
+        Args:
+            group: Made for this replicator.
+            folder: Has this rank's files, and takes those that it keeps for others.
+            hosts: The host of each rank.
+            copies: On how many other hosts each file is kept.
+            timeout_seconds: How long another rank may take to come, and for each piece; after that it counts as lost.
+            piece_bytes: Of which four are in memory, two on their way out and two on their way in.
+
+        Raises:
+            InvalidOptionError: not a number of copies.
+        """
+        if copies < 1:
+            raise InvalidOptionError(f"replicate_to_peers must be 1 or more, not {copies}", object_id="replicate_to_peers")
+        self._link = link = Link(group, timeout_seconds)
+        self._kept = Kept(folder)
+        self._sending = Sending(link, folder, targets_of(link.rank, hosts, copies), piece_bytes)
+        self._keeping = Keeping(link, folder, self._kept, sources_of(link.rank, hosts, copies), piece_bytes)
+        self.is_broken = False
+        """A rank was lost: nothing is copied any more."""
+        possible = copies_possible(hosts, copies)
+        if possible < copies and link.rank == 0:
+            warnings.warn(
+                f"replicate_to_peers={copies} needs {copies + 1} hosts, and the job has {possible + 1}: what is staged has "
+                f"{possible or 'no'} copies on other hosts; ranks with the same staging folder count as one host",
+                stacklevel=2,
+            )
+
+    def exchange(
+        self,
+        txn: Ulid,
+        manifest: bytes,
+        names: Sequence[str],
+        *,
+        warn: Callable[[str], object],
+        stop: Callable[[], object] = lambda: None,
+        on_bytes: Callable[[int], object] = lambda count: None,
+    ) -> list[str]:
+        """Sends what this rank has staged, and keeps what others have; all ranks call it for the same puts in the same order.
+
+        Args:
+            txn: Of the staging, the same on all ranks.
+            manifest: This rank's, encoded.
+            names: The objects that it names; those that are unsent no longer are in the store, and need no copy.
+            warn: Told of each copy that is missing, and why; by two threads, as are the next two.
+            stop: Raises to cancel; asked before each piece. A rank that has not come yet is waited for even so.
+            on_bytes: Told of bytes that were sent, once per copy.
+
+        Returns:
+            The keys of the manifests of other ranks that are complete here now.
+
+        Raises:
+            BackendUnavailableError: a rank is gone or too slow. That is said once: later calls do nothing.
+        """
+        if self.is_broken:
+            return []
+        exchange = Exchange(txn, manifest, names, stop, on_bytes, warn)
+        errors: list[BaseException] = []
+        keys: list[str] = []
+
+        def guarded(work: Callable[[Exchange], None]) -> None:
+            try:
+                work(exchange)
+            except BaseException as exc:  # noqa: BLE001 - raised below, when the other direction has ended
+                errors.append(exc)
+
+        sending = threading.Thread(target=guarded, args=(self._sending.run,), name="tsck-peers", daemon=True)
+        sending.start()
+        guarded(lambda exchange: keys.extend(self._keeping.run(exchange)))
+        sending.join()
+        if errors:
+            self.is_broken = True
+            self._link.break_off()
+        if exchange.stopped is not None:
+            raise exchange.stopped
+        if errors:
+            raise next((error for error in errors if not isinstance(error, PeerLostError)), self._ended(errors[0])) from errors[0]
+        return keys
+
+    def forget(self, txn: Ulid) -> None:
+        """Deletes what is kept for a snapshot that was published, or given up.
+
+        Raises:
+            StoreError: the folder cannot be written to.
+        """
+        self._kept.forget(txn)
+
+    def _ended(self, error: BaseException) -> BackendUnavailableError:
+        return BackendUnavailableError(
+            f"what rank {self._link.rank} stages gets no copies on other hosts any more, until the job is started again: {error}; "
+            "what it stages on its own host, and the upload, go on",
+            object_id="replicate_to_peers",
+        )

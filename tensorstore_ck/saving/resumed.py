@@ -1,0 +1,133 @@
+"""Goes on with what earlier processes staged and could not publish: their manifests lie on the staging disk.
+
+What one process had staged, any process goes on with that opens the store with that disk. What many ranks had staged needs the disks of
+all their hosts: the ranks of a group tell each other what they find, each takes what lies on its own disk, and what is incomplete is left
+for a job that has the missing hosts.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.envelope import Body, take
+from tensorstore_ck.errors import StoreError
+from tensorstore_ck.ids import Ulid, ulid_text
+from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.ranks import Duties
+from tensorstore_ck.record import decode_record, record_name
+from tensorstore_ck.saving.course import Course
+from tensorstore_ck.saving.handle import Handle
+from tensorstore_ck.saving.stagedput import StagedPut
+from tensorstore_ck.saving.stagedranks import StagedRanks
+from tensorstore_ck.staging.manifest import Manifest, decode_manifest
+from tensorstore_ck.staging.publish import clean_up, give_up
+from tensorstore_ck.tiers import StagingFolder, Tier
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_logger: Final = logging.getLogger("tensorstore_ck")
+RESUME, PUBLISHED, LOST, WAIT = "resume", "published", "lost", "wait"
+
+
+class ResumedJob:
+    """See `UploadJob`."""
+
+    def __init__(self, put: StagedPut | StagedRanks, ref: str, step: int | None, rank: int) -> None:
+        self.number = 0
+        self.ref, self.step, self.rank = ref, step, rank
+        self._put = put
+
+    def publish(self, course: Course) -> SnapshotInfo:
+        """Uploads what was staged, and publishes it."""
+        return self._put.publish(course)
+
+
+def find_manifests(folder: StagingFolder) -> list[Manifest]:
+    """What was staged here and is not published, oldest first; what is damaged is told, and left where it is."""
+    found = []
+    for key in folder.list_manifests():
+        try:
+            found.append(decode_manifest(folder.read_manifest(key), key))
+        except StoreError as exc:
+            _logger.warning("a staged snapshot cannot be gone on with: %s; see `tsck staging`", exc)
+    return sorted(found, key=lambda manifest: (manifest.txn, manifest.rank))
+
+
+def resume_alone(handle: Handle, tier: Tier) -> list[ResumedJob]:
+    """What single processes have left."""
+    jobs = []
+    for manifest in find_manifests(tier.folder):
+        if manifest.ranks == 1 and manifest.lead is not None:
+            record = decode_record(manifest.lead.record, record_name(manifest.txn))
+            handle.chain(manifest.ref).add(manifest.txn, record.root(), {}, frozenset(manifest.names))
+            put = StagedPut(handle, tier, manifest)
+            put.announce_soon()
+            jobs.append(ResumedJob(put, manifest.ref, manifest.step, 0))
+    return jobs
+
+
+def resume_ranks(handle: Handle, tier: Tier, group: "ProcessGroup", timeout_seconds: float) -> list[ResumedJob]:
+    """What groups of ranks have left; all ranks of `group` call it."""
+    own, _ = handle.groups.of(group)
+    title = "the search for what was staged before"
+    here = {(manifest.txn, manifest.rank): manifest for manifest in find_manifests(tier.folder) if manifest.ranks > 1}
+    jobs: list[ResumedJob] = []
+
+    def compare(hellos: list[Body]) -> Body:
+        return {"found": [_verdict(handle.engine, txn, finders) for txn, finders in sorted(_finders(hellos).items())]}
+
+    def work(go: Body) -> Body:
+        handle.engine.log.sync()
+        for txn, verdict, owners in take(go, "found", list):
+            mine = [here[Ulid(txn), rank] for rank, finder in owners if finder == own.rank]
+            info = handle.engine.log.view().staged(txn)
+            if verdict == RESUME and info is not None:
+                handle.chain(info.ref).add(Ulid(txn), info.root, {}, frozenset(name for each in mine for name in each.names))
+                put = StagedRanks(handle, tier, Ulid(txn), info.ref, mine, handle.groups.publishing(group), timeout_seconds)
+                jobs.append(ResumedJob(put, info.ref, info.step, own.rank))
+            elif verdict in (PUBLISHED, LOST):
+                for manifest in mine:
+                    clean_up(tier, manifest, published=verdict == PUBLISHED)
+        return {}
+
+    attempt = own.begin(title, object_id=title, timeout=timeout_seconds)
+    attempt.run(Duties(lambda: {"found": [[*key, here[key].ranks] for key in sorted(here)]}, work, None, compare, lambda _: {}))
+    return jobs
+
+
+class _Finders(NamedTuple):
+    """Where what the ranks of one put have staged was found."""
+
+    ranks: int
+    owners: dict[int, int]
+    """Rank that staged -> the first rank that sees its manifest."""
+
+
+def _finders(hellos: Sequence[Body]) -> dict[bytes, _Finders]:
+    found: dict[bytes, _Finders] = {}
+    for finder, said in enumerate(hellos):
+        for txn, rank, ranks in take(said, "found", list):
+            found.setdefault(txn, _Finders(ranks, {})).owners.setdefault(rank, finder)
+    return found
+
+
+def _verdict(engine: Engine, txn: bytes, found: _Finders) -> list[Any]:
+    """What becomes of it: as the log says, where nothing is missing."""
+    engine.log.sync()
+    view, owners = engine.log.view(), [[rank, finder] for rank, finder in sorted(found.owners.items())]
+    if view.snapshot(txn) is not None:
+        return [txn, PUBLISHED, owners]
+    if view.staged(txn) is None:  # its ranks were stopped before all had staged
+        give_up(engine, None, Ulid(txn))
+        return [txn, LOST, owners]
+    missing = sorted(set(range(found.ranks)) - found.owners.keys())
+    if missing:
+        _logger.warning(
+            "a snapshot that %d ranks staged (%s) cannot be published yet: what rank %s had is on none of these hosts; see `tsck staging`",
+            found.ranks,
+            ulid_text(Ulid(txn)),
+            ", ".join(map(str, missing[:16])),
+        )
+    return [txn, WAIT if missing else RESUME, owners]

@@ -1,0 +1,268 @@
+"""What goes wrong on one rank costs a copy, and is said; a rank that is lost ends the copying; half a copy never counts."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from datetime import timedelta
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tensorstore_ck.errors import BackendUnavailableError, SnapshotDroppedError
+from tensorstore_ck.peers import make_peer_group
+from tensorstore_ck.peers.link import BACK, FORTH, Link
+from tensorstore_ck.staging.manifest import manifest_key
+from tests.peers.sides import (
+    PIECE_BYTES,
+    SIZES,
+    DamagingGroup,
+    Side,
+    bytes_of,
+    folder_at,
+    lies_in,
+    name_of,
+    put_id,
+    side,
+)
+from tests.ranks.pool import GROUPS, IMPORTED, Pool
+
+Said = tuple[list[str], list[str]]
+
+
+def _key(rank: int, put: int = 1) -> str:
+    return manifest_key(put_id(put), rank)
+
+
+def _kept_from(base: Path, host: int, source: int) -> Said:
+    """The objects and manifests of a rank that lie on a host, whole or not."""
+    objects, manifests = lies_in(folder_at(base, host))
+    theirs = [name_of(source, number) for number in range(100)]
+    return [name for name in objects if name in theirs], [key for key in manifests if key.endswith(f"-{source}")]
+
+
+def _crowded(base: str) -> tuple[list[str], list[str], list[str]]:
+    own = side(base, (0, 1, 2), 1, capacity_bytes=(200 << 10) if dist.get_rank() == 1 else 1 << 30)
+    sizes = (150 << 10,)
+    first = own.exchange(1, own.stage(sizes))
+    said = list(own.warnings)
+    return first, said, own.exchange(2, own.stage((100,), first=1))
+
+
+def test_a_host_without_room_keeps_no_copy_and_the_others_do(pool: Pool, tmp_path: Path) -> None:
+    (keys_0, said_0, later_0), (keys_1, said_1, later_1), (keys_2, said_2, later_2) = pool.run(_crowded, str(tmp_path), ranks=3)
+    assert (keys_0, keys_1, keys_2) == ([_key(2)], [], [_key(1)])
+    assert len(said_0) == 1
+    assert "rank 1 keeps no copy of the 150.0 KiB that rank 0 staged: " in said_0[0]
+    assert "do not fit into the staging folder" in said_0[0]
+    assert not said_1
+    assert not said_2
+    assert (later_0, later_1, later_2) == ([_key(2, 2)], [_key(0, 2)], [_key(1, 2)])
+
+
+def _damaged(base: str, number: int) -> tuple[list[str], list[str], list[str]]:
+    own = side(base, (0, 1), 1, wrap=lambda group: DamagingGroup(group, number, 2000) if group.rank() == 1 else group)
+    first = own.exchange(1, own.stage())
+    said = list(own.warnings)
+    return first, said, own.exchange(2, own.stage((100,), first=50))
+
+
+@pytest.mark.parametrize(("number", "what"), [(1, "packs"), (3, "parts"), (5, "parts"), (9, "snapshots"), (12, _key(0))])
+def test_bytes_that_change_on_the_way_are_noticed(pool: Pool, tmp_path: Path, number: int, what: str) -> None:
+    sender, receiver = pool.run(_damaged, str(tmp_path), number, ranks=2)
+    assert sender[0] == [_key(1)]
+    assert receiver[0] == []
+    assert "rank 1 keeps no copy of the" in sender[1][0]
+    assert what in receiver[1][0] or "manifest" in what
+    assert "was damaged on the way" in receiver[1][0]
+    assert (sender[2], receiver[2]) == ([_key(1, 2)], [_key(0, 2)])
+    assert _kept_from(tmp_path, 1, 0) == ([name_of(0, 50)], [_key(0, 2)])
+
+
+def _taken(base: str) -> tuple[list[str], list[str]]:
+    own = side(base, (0, 1), 1)
+    names = own.stage((10, 5 * PIECE_BYTES))
+    if own.rank == 1:
+        own.folder.unsent.put(name_of(0, 1), b"mine")
+    return own.exchange(1, names), own.warnings
+
+
+def test_no_peer_overwrites_what_is_there(pool: Pool, tmp_path: Path) -> None:
+    sender, receiver = pool.run(_taken, str(tmp_path), ranks=2)
+    assert sender[0] == [_key(1)]
+    assert receiver[0] == []
+    assert "rank 1 keeps no copy of the 20.0 KiB that rank 0 staged: it could not" in sender[1][0]
+    assert "rank 1 keeps no copy of the 20.0 KiB that rank 0 staged: cannot write" in receiver[1][0]
+    objects, manifests = lies_in(folder_at(tmp_path, 1))
+    assert objects[name_of(0, 1)] == b"mine"
+    assert name_of(0, 0) not in objects
+    assert list(manifests) == [_key(1)]
+
+
+def _stopped(base: str, rank: int, after: int) -> tuple[str, list[str]]:
+    """On one rank the put is dropped after some questions; the next one is not."""
+    own = side(base, (0, 1, 2), 1)
+    asked = 0
+
+    def stop() -> None:
+        nonlocal asked
+        asked += 1
+        if own.rank == rank and asked > after:
+            raise SnapshotDroppedError("it was cancelled")
+
+    try:
+        end = str(own.exchange(1, own.stage(), stop=stop))
+    except SnapshotDroppedError as exc:
+        end = str(exc)
+    return end, own.exchange(2, own.stage((100,), first=50))
+
+
+@pytest.mark.parametrize("after", [0, 1, 5, 9, 14])
+def test_a_rank_whose_put_is_dropped_leaves_and_comes_to_the_next(pool: Pool, tmp_path: Path, after: int) -> None:
+    answers = pool.run(_stopped, str(tmp_path), 1, after, ranks=3)
+    assert answers[1][0] == "it was cancelled"
+    assert answers[0][0] == str([_key(2)])
+    assert [later for _, later in answers] == [[_key(2, 2)], [_key(0, 2)], [_key(1, 2)]]
+    for host, source in ((1, 0), (2, 1)):
+        objects, manifests = _kept_from(tmp_path, host, source)
+        is_complete = _key(source) in manifests
+        assert len(objects) == (len(SIZES) + 1 if is_complete else 1)
+
+
+def _cut_short(base: str) -> tuple[list[str], list[str]]:
+    own = side(base, (0, 1), 1)
+    names = own.stage((100, 9 * PIECE_BYTES))
+    path = f"{own.folder.path}/unsent/{names[1]}"
+    keys = own.exchange(1, names, hook=lambda: os.truncate(path, 5000) if own.rank == 0 else None)
+    return keys, own.warnings
+
+
+def test_a_file_that_cannot_be_read_is_a_missing_copy(pool: Pool, tmp_path: Path) -> None:
+    sender, receiver = pool.run(_cut_short, str(tmp_path), ranks=2)
+    assert sender[0] == [_key(1)]
+    assert "rank 1 keeps no copy of the 36.1 KiB that rank 0 staged: " in sender[1][0]
+    assert "ends at 5000" in sender[1][0]
+    assert receiver == ([], [])
+    assert _kept_from(tmp_path, 1, 0) == ([], [])
+
+
+OFFERS: Sequence[dict[str, Any]] = [
+    {"sizes": {"../../evil": 10}, "manifest_bytes": 10},
+    {"sizes": {"packs/../../evil": 10}, "manifest_bytes": 10},
+    {"sizes": {"/evil": 10}, "manifest_bytes": 10},
+    {"sizes": {"packs/.tmp-1": 10}, "manifest_bytes": 10},
+    {"sizes": {"store.json": 10}, "manifest_bytes": 10},
+    {"sizes": {"log/1/1": 10}, "manifest_bytes": 10},
+    {"sizes": {"packs/a": -1}, "manifest_bytes": 10},
+    {"sizes": {"packs/a": 1 << 62}, "manifest_bytes": 10},
+    {"sizes": {"packs/a": True}, "manifest_bytes": 10},
+    {"sizes": {"packs/a": 10}, "manifest_bytes": 1 << 40},
+    {"sizes": {"packs/a": 10}},
+    {"sizes": ["packs/a"], "manifest_bytes": 10},
+]
+
+
+def _hostile(base: str, offers: Sequence[dict[str, Any]]) -> tuple[list[str], list[str]]:
+    """Rank 0 sends offers that no replicator makes; rank 1 is one."""
+    if dist.get_rank() == 1:
+        own = side(base, (0, 1), 1)
+        keys = [key for put in range(len(offers)) for key in own.exchange(put, own.stage((10,), first=put))]
+        return keys, own.warnings
+    group = make_peer_group(GROUPS[2], timeout_seconds=20)
+    for host in (0, 1):
+        os.makedirs(folder_at(base, host).path, exist_ok=True)
+    link = Link(group, 20)
+    refused = []
+    for put, offer in enumerate(offers):
+        link.send_record(1, FORTH, {"txn": put_id(put), **offer})
+        refused.append(link.receive_record(1, BACK)["refused"])
+        link.receive_record(1, FORTH)
+        link.send_record(1, BACK, {"refused": "\x1b[31mnot \ud800 today".encode("utf-8", "replace").decode() * 1000})
+    return refused, []
+
+
+def test_an_offer_that_no_rank_makes_is_refused(pool: Pool, tmp_path: Path) -> None:
+    (refused, _), (keys, said) = pool.run(_hostile, str(tmp_path), OFFERS, ranks=2)
+    assert len(refused) == len(said) == len(OFFERS)
+    assert keys == []
+    assert all("\x1b" not in each and len(each) < 4000 for each in said)
+    assert not (tmp_path / "evil").exists()
+    objects, _ = lies_in(folder_at(tmp_path, 1))
+    assert sorted(objects) == sorted(name_of(1, put) for put in range(len(OFFERS)))
+
+
+def _late(base: str) -> list[str]:
+    """Rank 0 comes to one exchange, rank 1 to none of it."""
+    own = side(base, (0, 1), 1, timeout_seconds=0.3)
+    if own.rank == 0:
+        with pytest.raises(BackendUnavailableError, match=r"rank 1 does not answer: .*Timed out") as caught:
+            own.exchange(1, own.stage())
+        assert own.exchange(2, own.stage((100,), first=50)) == []
+        assert own.replicator.is_broken
+        said = [str(caught.value)]
+    dist.barrier(GROUPS[2])
+    if own.rank == 1:
+        with pytest.raises(BackendUnavailableError, match="rank 0 does not answer: .*closed by peer") as caught:
+            own.exchange(1, own.stage())
+        said = [str(caught.value)]
+    return said
+
+
+def test_a_rank_that_does_not_come_ends_it_and_that_is_said_once(pool: Pool, tmp_path: Path) -> None:
+    for rank, (said,) in enumerate(pool.run(_late, str(tmp_path), ranks=2)):
+        assert f"what rank {rank} stages gets no copies on other hosts any more" in said
+        assert _kept_from(tmp_path, rank, 1 - rank) == ([], [])
+
+
+def _mixed_up(base: str) -> None:
+    own = side(base, (0, 1), 1)
+    with pytest.raises(BackendUnavailableError, match="stages another snapshot|does not answer"):
+        own.exchange(1 + own.rank, own.stage())
+
+
+def test_ranks_that_are_at_different_puts_end_it(pool: Pool, tmp_path: Path) -> None:
+    pool.run(_mixed_up, str(tmp_path), ranks=2)
+    for rank in (0, 1):
+        assert _kept_from(tmp_path, rank, 1 - rank) == ([], [])
+
+
+def _until_killed(base: str, rank: int, port: int, ends: "Queue[tuple[int, str]]") -> None:
+    store = dist.TCPStore("127.0.0.1", port)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=30))
+    own: Side = side(base, (0, 1, 2, 3), 1, group=dist.group.WORLD)
+    own.exchange(1, own.stage((100,), first=50))
+
+    def hook() -> None:
+        if rank == 1 and own.sent_bytes > 20 * PIECE_BYTES:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        end = str(own.exchange(2, own.stage((10, 8 * PIECE_BYTES, 40 * PIECE_BYTES)), hook=hook))
+        end += str(own.exchange(3, []))
+    except BackendUnavailableError as exc:
+        end = str(exc)
+    ends.put((rank, end))
+
+
+def test_a_rank_that_is_killed_ends_it_and_half_a_copy_does_not_count(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    ends: Queue[tuple[int, str]] = context.Queue()
+    processes = [context.Process(target=_until_killed, args=(str(tmp_path), rank, store.port, ends)) for rank in range(4)]
+    for process in processes:
+        process.start()
+    said = dict(ends.get(timeout=60) for _ in range(3))
+    for process in processes:
+        process.join(30)
+        process.kill()
+    assert all("gets no copies on other hosts any more" in said[rank] for rank in (0, 2, 3))
+    assert _kept_from(tmp_path, 2, 1) == ([name_of(1, 50)], [_key(1)])
+    for host, source in ((0, 3), (1, 0), (3, 2)):
+        objects, manifests = _kept_from(tmp_path, host, source)
+        if _key(source, 2) in manifests:
+            found = lies_in(folder_at(tmp_path, host))[0]
+            assert all(found[name_of(source, 2)] == bytes_of(name_of(source, 2), 40 * PIECE_BYTES) for _ in objects)
