@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 import tensorstore_ck as tsck
 from benches._peers import fsync_path
 from benches._warmcopy import State
+from tensorstore_ck.ratelimit import BURST_SECONDS
 
 
 class Saver(Protocol):
@@ -39,29 +40,29 @@ class TsckSaver:
         )
 
     def save(self, state: State, step: int) -> None:
-        self._store.put_snapshot_async(state, ref="bench", step=step, on_full=self._on_full)
+        self._pending = self._store.put_snapshot_async(state, ref="bench", step=step, on_full=self._on_full)
 
     def wait(self) -> None:
-        for pending in self._store.pending():
-            pending.published.wait()
+        self._pending.wait()
 
     def close(self) -> None:
         self._store.close()
 
 
 class Paced:
-    """A file that takes so many bytes a second."""
+    """A file that takes so many bytes a second, with tsck's arithmetic: what was not used is kept for `BURST_SECONDS`."""
 
     def __init__(self, file: BinaryIO, rate: float) -> None:
         self._file = file
         self._rate = rate
-        self._free_at = time.monotonic()
+        self._free_at = time.monotonic() - BURST_SECONDS
 
     def write(self, data: Any) -> int:
-        self._free_at = max(self._free_at, time.monotonic()) + memoryview(data).nbytes / self._rate
-        written = self._file.write(data)
-        time.sleep(max(0.0, self._free_at - time.monotonic()))
-        return written
+        now = time.monotonic()
+        self._free_at = max(self._free_at, now - BURST_SECONDS) + memoryview(data).nbytes / self._rate
+        if self._free_at > now:
+            time.sleep(self._free_at - now)
+        return self._file.write(data)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)

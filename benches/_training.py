@@ -5,6 +5,9 @@ last as long as it should on a quiet machine. Ten steps with a save before the f
 in an order that changes: what makes one process slower than the next hits both.
 """
 
+import os
+import statistics
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +50,8 @@ class Job(NamedTuple):
     step_seconds: float
     pairs: int
     """Of ten steps with a save and ten without."""
+    copies: int = 5
+    """How often a warm copy is timed."""
 
 
 class Trained(NamedTuple):
@@ -68,6 +73,12 @@ class Trained(NamedTuple):
     """Its proportional share of memory then."""
 
 
+def timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
 class Trainer:
     """Its steps."""
 
@@ -76,8 +87,8 @@ class Trainer:
         self._state = state
         self._a, self._b, self._c = (torch.rand(MATRIX, MATRIX) for _ in range(3))
         self._products = 20
-        optimizer = min(_timed(self._optimize) for _ in range(3))
-        product = min(_timed(self._multiply) for _ in range(10)) / self._products
+        optimizer = min(timed(self._optimize) for _ in range(3))
+        product = min(timed(self._multiply) for _ in range(10)) / self._products
         self._products = max(1, round((step_seconds - optimizer) / product))
 
     def run(self, steps: int) -> None:
@@ -94,7 +105,7 @@ class Trainer:
             torch.mm(self._a, self._b, out=self._c)
 
 
-class _Loop:
+class Loop:
     """Ten steps at a time."""
 
     def __init__(self, trainer: Trainer, saver: Saver, state: State) -> None:
@@ -106,16 +117,63 @@ class _Loop:
         self.stored: list[float] = []
 
     def plain(self) -> float:
-        return _timed(lambda: self._trainer.run(STEPS))
+        return timed(lambda: self._trainer.run(STEPS))
 
     def saving(self) -> float:
         self._step += STEPS
         began = time.perf_counter()
         self._saver.save(self._state, self._step)
         self.stalls.append(time.perf_counter() - began)
-        watch = _Stopwatch(self._saver, began)
+        watcher = threading.Thread(target=self._watch, args=(began,))
+        watcher.start()
         self._trainer.run(STEPS)
+        watcher.join()
+        self._saver.wait()  # raises what failed
+        return time.perf_counter() - began
+
+    def _watch(self, began: float) -> None:
         self._saver.wait()
-        taken = time.perf_counter() - began
-        self.stored.append(watch.seconds())
-        return taken
+        self.stored.append(time.perf_counter() - began)
+
+
+def train(job: Job) -> Trained:
+    state = make_state(64, job.size_bytes // 64)
+    trainer = Trainer(state, job.step_seconds)
+    reset_high_water()
+    before, before_pss = high_water_bytes(), pss_bytes(os.getpid())
+    saver = SAVERS[job.saver](job.folder, job.rate, job.size_bytes)
+    loop = Loop(trainer, saver, state)
+    loop.saving()
+    loop.stalls.clear()
+    loop.stored.clear()
+    plain, saving = [], []
+    for number in range(job.pairs):
+        if number % 2:
+            saving.append(loop.saving())
+        plain.append(loop.plain())
+        if not number % 2:
+            saving.append(loop.saving())
+    extra = high_water_bytes() - before
+    saver.close()
+    return Trained(plain, saving, loop.stalls, loop.stored, time_copy(state, job.copies), extra, before_pss)
+
+
+def time_copy(state: State, times: int) -> float:
+    if not times:
+        return 0.0
+    copy = WarmCopy(state, cpu_threads())
+    return statistics.median(timed(copy.by_memmove) for _ in range(times))
+
+
+def flood(job: Job, on_full: str) -> int:
+    """A put at every step, far more than the store takes, with a budget of one copy: how far memory went beyond state and budget."""
+    state = make_state(64, job.size_bytes // 64)
+    trainer = Trainer(state, job.step_seconds)
+    reset_high_water()
+    before = high_water_bytes()
+    saver = TsckSaver(job.folder, job.rate, job.size_bytes, on_full)
+    for step in range(STEPS):
+        trainer.run(1)
+        saver.save(state, step)
+    saver.close()
+    return high_water_bytes() - before - job.size_bytes

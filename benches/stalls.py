@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import tensorstore_ck as tsck
-from benches._quiet import watch_others
+from benches._usage import watch_others
 from benches._warmcopy import State, WarmCopy
 from benches.local import make_state
 from tensorstore_ck.parallel import cpu_threads

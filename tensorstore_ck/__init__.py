@@ -12,6 +12,7 @@ from tensorstore_ck.errors import (
     CorruptObjectError,
     DamageError,
     FormatVersionError,
+    FrozenChangedError,
     GcRefusedError,
     InputError,
     InvalidNameError,
@@ -26,6 +27,7 @@ from tensorstore_ck.errors import (
     PermissionDeniedError,
     RetryableError,
     SnapshotAbortedError,
+    SnapshotDroppedError,
     SnapshotExpiredError,
     SnapshotMarkedBadError,
     StoreError,
@@ -33,13 +35,17 @@ from tensorstore_ck.errors import (
     UnreadableError,
     UnsafeBackendError,
     UnsupportedValueError,
+    WaitTimeoutError,
 )
+from tensorstore_ck.events import Event
 from tensorstore_ck.samples import SampleCursor
+from tensorstore_ck.saving import PendingSnapshot
 from tensorstore_ck.seen import LAST_SEEN
 from tensorstore_ck.snapshot import Snapshot, SnapshotDetails
 from tensorstore_ck.store import ANY, Store
 from tensorstore_ck.store import open_store as open  # noqa: A004 - `tsck.open` reads as gzip.open does
 from tensorstore_ck.streams import Streams
+from tensorstore_ck.tiers import Staging
 
 if TYPE_CHECKING:
     from tensorstore_ck.copying import copy
@@ -47,6 +53,7 @@ if TYPE_CHECKING:
     from tensorstore_ck.fsck import FsckOptions
     from tensorstore_ck.gc import GcOptions
     from tensorstore_ck.importing import import_checkpoint, inspect_checkpoint
+    from tensorstore_ck.progressline import ProgressLine
     from tensorstore_ck.state import FlatShard, LoadReport, register_type
     from tensorstore_ck.training import EnvironmentChangedWarning, ResumeReport, TrainingState, verify_resume
 
@@ -63,6 +70,7 @@ _LATER: Final = {
     "export_snapshot": "exporting",
     "import_checkpoint": "importing",
     "inspect_checkpoint": "importing",
+    "ProgressLine": "progressline",
     "EnvironmentChangedWarning": "training",
     "ResumeReport": "training",
     "TrainingState": "training",
@@ -89,9 +97,11 @@ __all__ = [
     "CorruptObjectError",
     "DamageError",
     "EnvironmentChangedWarning",
+    "Event",
     "ExportReport",
     "FlatShard",
     "FormatVersionError",
+    "FrozenChangedError",
     "FsckOptions",
     "GcOptions",
     "GcRefusedError",
@@ -106,15 +116,19 @@ __all__ = [
     "NoSpaceError",
     "NotAStoreError",
     "NotFoundError",
+    "PendingSnapshot",
     "PermissionDeniedError",
+    "ProgressLine",
     "ResumeReport",
     "RetryableError",
     "SampleCursor",
     "Snapshot",
     "SnapshotAbortedError",
     "SnapshotDetails",
+    "SnapshotDroppedError",
     "SnapshotExpiredError",
     "SnapshotMarkedBadError",
+    "Staging",
     "Store",
     "StoreError",
     "Streams",
@@ -123,6 +137,7 @@ __all__ = [
     "UnreadableError",
     "UnsafeBackendError",
     "UnsupportedValueError",
+    "WaitTimeoutError",
     "copy",
     "export_snapshot",
     "import_checkpoint",

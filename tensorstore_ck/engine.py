@@ -54,7 +54,7 @@ class Engine:
     """The staging disk, where there is one; `backend` then reads through it."""
     limit: RateLimit | None = None
     """How fast the job may write to the store: this process's share of it."""
-    min_free: MinFree = MinFree()
+    min_free: MinFree = field(default_factory=MinFree)
     """What must stay free of the store's place."""
     _parts: "OrderedDict[Ulid, Part]" = field(default_factory=OrderedDict)
     _moved: "OrderedDict[Ulid, Moved]" = field(default_factory=OrderedDict)

@@ -31,7 +31,7 @@ _STAGE_SECONDS: Final = {
 }
 _IN_USE: Final = {
     "queue_depth": "puts of this handle in flight after this event",
-    "memory_bytes": "host memory that they hold then",
+    "memory_bytes": "host memory that is held for them then, and kept for the next ones",
 }
 
 KINDS: Final[Mapping[Kind, Mapping[str, str]]] = {
@@ -168,7 +168,7 @@ class _Subscription:
     def tell(self, event: Event) -> None:
         try:
             self._callback(event)
-        except Exception:  # whoever looks on must not cost anybody a snapshot
+        except BaseException:  # whoever looks on must not cost anybody a snapshot
             if not self._failed:
                 self._failed = True
                 _logger.exception(

@@ -55,12 +55,15 @@ class Groups:
             def compare(hellos: list[Body]) -> Body:
                 return {"hosts": b"".join(take(hello, "host", bytes).ljust(HOST_KEY_BYTES, b"\0") for hello in hellos)}
 
+            counts: list[int] = []
+
             def work(go: Body) -> Body:
                 hosts = np.frombuffer(take(go, "hosts", bytes), f"V{HOST_KEY_BYTES}")
-                self._local_ranks[group] = int((hosts == hosts[own.rank]).sum())
+                counts.append(int((hosts == hosts[own.rank]).sum()))
                 return {}
 
             attempt.run(Duties(lambda: {"host": host_key()}, work, None, compare, lambda _: {}))
+            self._local_ranks[group] = counts[0]
         return self._local_ranks[group]
 
     def restore(

@@ -175,7 +175,11 @@ def write_tensors(captured: Captured, packs: PackWriter, seat: Seat, block_bytes
                 ids[row] = block
 
     def store(run: list[_Block]) -> None:
-        buffers: list[Buffer] = [captured.sources[block.tensor].read(block.start, block.stop) for block in run]
+        buffers: list[Buffer] = []
+        for block in run:
+            data = captured.sources[block.tensor].read(block.start, block.stop)
+            # A frozen tensor lies in its owner's memory: should it change all the same, no block may have other bytes than its id says.
+            buffers.append(bytes(data) if block.tensor in captured.frozen else data)
         for block, found in zip(run, packs.add(buffers), strict=True):
             ids[block.row] = found
 
@@ -266,8 +270,8 @@ def _note_frozen(captured: Captured, tensor: int, ids: list[Digest]) -> None:
     said, name = captured.frozen[tensor], captured.layout.tensors[tensor].name
     if len(said.ids) == len(ids) and said.ids != ids:
         raise FrozenChangedError(
-            f"{name} was put as frozen, but has changed since it was last read: nothing was published, and the {said.unread} snapshots since "
-            "then have its earlier values. Leave it out of frozen=",
+            f"{name} was put as frozen, but has changed since it was last read: nothing was published, and the {said.unread} "
+            "snapshots since then have its earlier values. Leave it out of frozen=",
             object_id=name,
         )
     said.ids, said.unread = ids, 0

@@ -8,9 +8,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tensorstore_ck.address import is_staged_address
+from tensorstore_ck.address import is_staged_address, resolve
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.events import Callback, log_event
 from tensorstore_ck.grouped import TIMEOUT_SECONDS, Groups
 from tensorstore_ck.manage import ManagedStore
@@ -98,7 +98,9 @@ class SavingStore(ManagedStore):
         def ask() -> Asked:
             return asked(self._engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect)
 
-        return self._saver.run(lambda: self._job(state, ref, step, ask, group, rank_state, frozen, timeout_seconds))
+        return self._saver.run(
+            lambda: self._job(ask, state, rank_state, ref=ref, step=step, group=group, frozen=frozen, timeout_seconds=timeout_seconds)
+        )
 
     def put_snapshot_async(
         self,
@@ -121,11 +123,19 @@ class SavingStore(ManagedStore):
         the order of their calls. What fails is raised by ``wait()``, or else by the handle's next put.
 
         Args:
-            state: See `put_snapshot`, as are the others.
-            frozen: These tensors are not copied either.
+            state: See `put_snapshot`.
+            ref: Likewise.
+            step: Likewise.
+            metrics: Likewise.
+            metadata: Likewise.
+            expect: Likewise.
+            group: Likewise.
+            rank_state: Likewise.
+            frozen: Likewise; these tensors are not copied either.
             on_full: What to do when the buffers of earlier puts leave no room: ``block`` until there is; ``skip`` this put; or
                 ``replace``: give up the oldest put that waits for its turn. With `group`, rank 0 decides for all. What was dropped
                 is told by the returned object, a warning in the log, and an event.
+            timeout_seconds: As in `put_snapshot`; the waiting in the queue does not count.
 
         Raises:
             StoreError: as `put_snapshot`; or what an earlier put of this handle failed with, if nobody waited for it: then this one did
@@ -137,9 +147,9 @@ class SavingStore(ManagedStore):
             return asked(self._engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect)
 
         def make() -> "AloneJob | GroupJob":
-            if group is not None and self._host_memory_bytes is None:
+            if group is not None:  # also where host_memory_bytes is given: other ranks may not have it, and all must ask
                 self._local_ranks = self._groups.local_ranks(group, timeout_seconds=timeout_seconds)
-            job = self._job(state, ref, step, ask, group, rank_state, frozen, timeout_seconds)
+            job = self._job(ask, state, rank_state, ref=ref, step=step, group=group, frozen=frozen, timeout_seconds=timeout_seconds)
             job.prepare()
             return job
 
@@ -159,7 +169,7 @@ class SavingStore(ManagedStore):
         An `address` like ``runs/gpt^staged`` means what is staged: then no upload is waited for.
         """
         self._resume(group, timeout_seconds)
-        self._saver.settle(uploads=not is_staged_address(address))
+        self._saver.settle(uploads=not self._is_staged(address))
 
     def on_preemption(self, signal_number: int, *, deadline_seconds: float) -> Preemption:
         """Makes a signal such as ``signal.SIGTERM`` end the job in order: see `Preemption`. On the main thread only."""
@@ -180,6 +190,15 @@ class SavingStore(ManagedStore):
         finally:
             super().close()
 
+    def _is_staged(self, address: str) -> bool:
+        """Whether it means a snapshot that is staged, and not what is published by now."""
+        if is_staged_address(address):
+            return True
+        try:
+            return self._engine.log.view().staged(resolve(self._engine.log.view(), address).info.ulid) is not None
+        except StoreError:
+            return False
+
     def _resume(self, group: "ProcessGroup | None", timeout_seconds: float) -> None:
         """At the first meeting of the ranks of a group: goes on with what ranks have staged before."""
         if group is not None and self._engine.tier is not None and group not in self._resumed_groups:
@@ -189,12 +208,13 @@ class SavingStore(ManagedStore):
 
     def _job(
         self,
+        ask: Callable[[], Asked],
         state: object,
+        rank_state: object,
+        *,
         ref: str,
         step: int | None,
-        ask: Callable[[], Asked],
         group: "ProcessGroup | None",
-        rank_state: object,
         frozen: Sequence[str],
         timeout_seconds: float,
     ) -> "AloneJob | GroupJob":
@@ -208,7 +228,7 @@ class SavingStore(ManagedStore):
         self._resume(group, timeout_seconds)
         if group is None:
             return AloneJob(self._handle, next(self._numbers), ask(), state, frozen)
-        return GroupJob(self._handle, group, ref, step, ask, state, rank_state, frozen, timeout_seconds=timeout_seconds)
+        return GroupJob(self._handle, group, ask, state, rank_state, ref=ref, step=step, frozen=frozen, timeout_seconds=timeout_seconds)
 
     def _open_arena(self) -> "Arena":
         from tensorstore_ck.state.buffers import Arena  # noqa: PLC0415 - loads torch

@@ -4,7 +4,7 @@ A copy lies in its keeper's staging folder in the form that the keeper's own fil
 there, durable and verified. Whoever goes on with staged snapshots after a crash finds those of lost hosts on the survivors.
 
 ring.py        which ranks keep whose files
-link.py        messages between the ranks of a gloo group
+link.py        messages between ranks, over gloo
 pieces.py      one stream of bytes from rank to rank, in bounded memory
 exchange.py    what both sides of one exchange know
 sending.py     one side
@@ -13,8 +13,8 @@ kept.py        what a rank keeps for others, and when that goes
 replicator.py  Replicator: all of it, once per put
 """
 
-from tensorstore_ck.peers.link import make_peer_group
+from tensorstore_ck.peers.link import Link, connect
 from tensorstore_ck.peers.replicator import Replicator
 from tensorstore_ck.peers.ring import host_of_folder, sources_of, targets_of
 
-__all__ = ["Replicator", "host_of_folder", "make_peer_group", "sources_of", "targets_of"]
+__all__ = ["Link", "Replicator", "connect", "host_of_folder", "sources_of", "targets_of"]

@@ -16,7 +16,7 @@ from tensorstore_ck.errors import CorruptObjectError, StoreError
 from tensorstore_ck.events import one_line
 from tensorstore_ck.peers.exchange import Exchange, StoppedError, stream_lengths
 from tensorstore_ck.peers.kept import Kept
-from tensorstore_ck.peers.link import BACK, FORTH, Link, PeerLostError
+from tensorstore_ck.peers.link import BACK, FORTH, Link, PeerNonsenseError
 from tensorstore_ck.peers.pieces import GivenUpError, PieceReceiver, make_buffers, piece_lengths
 from tensorstore_ck.sizes import human_bytes
 from tensorstore_ck.staging.manifest import manifest_key
@@ -48,7 +48,7 @@ class Keeping:
     def _keep(self, source: int, exchange: Exchange) -> bool:
         offer = self._link.receive_record(source, FORTH)
         if offer.get("txn") != exchange.txn:
-            raise PeerLostError(f"rank {source} stages another snapshot; all ranks must stage the same ones in the same order")
+            raise PeerNonsenseError(f"rank {source} stages another snapshot; all ranks must stage the same ones in the same order")
         if "sizes" not in offer:
             return False
         try:

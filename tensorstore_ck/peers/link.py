@@ -1,4 +1,4 @@
-"""Messages between the ranks of a gloo group, which serves this alone.
+"""Messages between the ranks of a block, over a gloo group that serves this alone.
 
 Of two ranks one sends, on the tag `FORTH`, and the other answers, on `BACK`; both may do so in both directions at the same time, from
 two threads. A send ends when the other rank takes the message, whose length that rank must know: so of a record its length goes first.
@@ -7,7 +7,8 @@ Knows nothing of files.
 """
 
 import contextlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorstore_ck.envelope import Body, pack_body, unpack_body
-from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError
 from tensorstore_ck.ids import DIGEST_BYTES, derived_hash
+from tensorstore_ck.peers.ring import block_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -32,38 +34,67 @@ _LENGTH_BYTES: Final = 8
 
 
 class PeerLostError(Exception):
-    """A rank is gone, is too slow, or says what makes no sense."""
+    """A rank is gone, or too slow."""
 
 
-def make_peer_group(group: "ProcessGroup", *, timeout_seconds: float) -> "ProcessGroup":
-    """A gloo group of the same ranks in the same order. All of them call it, on their main threads, where the others do."""
-    import torch.distributed as dist  # noqa: PLC0415 - loads torch
+class PeerNonsenseError(PeerLostError):
+    """A rank says what makes no sense, and may wait for an answer."""
 
-    ranks = dist.get_process_group_ranks(group)
-    order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
-    made: ProcessGroup = dist.new_group(
-        ranks, timedelta(seconds=timeout_seconds), "gloo", use_local_synchronization=True, group_desc="tensorstore_ck peers", **order
-    )
-    return made
+
+def connect(group: "ProcessGroup", hosts: Sequence[bytes], copies: int, name: str, *, timeout_seconds: float) -> "Link":
+    """Connects this rank with those of its block; returns when all of them have called this.
+
+    The gloo group is made beside torch's registry: `new_group` would need ranks that are not in `group`, or would name the group by what
+    else each rank has made.
+
+    Args:
+        group: In whose store the ranks find each other.
+        hosts: The host of each rank, see `host_of_folder`.
+        copies: On how many other hosts each rank's files are kept.
+        name: The same on all ranks, and never used in that store before.
+        timeout_seconds: How long another rank may take to come, now and later, and for each message; after that it counts as lost.
+
+    Raises:
+        BackendUnavailableError: they did not come.
+    """
+    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415 - loads torch
+
+    ranks = block_of(group.rank(), hosts, copies)
+    gloo: Any = c10d.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=timeout_seconds)
+    # A rank that connects later, as torch can be asked to by the environment, aborts the process of one that has given it up.
+    options._devices = [gloo.create_default_device(lazy_init=False)]
+    try:
+        store: Any = group.get_group_store()
+        store = c10d.PrefixStore(f"tsck-peers/{name}/{ranks[0]}", store.clone())
+        made = gloo(store, ranks.index(group.rank()), len(ranks), options)
+    except (RuntimeError, OSError) as exc:  # torch's store errors are RuntimeErrors
+        raise BackendUnavailableError(
+            f"rank {group.rank()} could not connect to the ranks that keep copies of its files, {ranks}: {_said(exc)}; what is staged gets "
+            "no copies on other hosts",
+            object_id="replicate_to_peers",
+        ) from exc
+    return Link(made, ranks, group.rank(), timeout_seconds)
 
 
 class Link:
-    """This rank's way to all others."""
+    """This rank's way to the others of its block, which are named by their ranks in the whole group."""
 
-    def __init__(self, group: "ProcessGroup", timeout_seconds: float) -> None:
-        """`timeout_seconds`: how long another rank may take for a message."""
-        self._group = group
-        self._timeout = timedelta(seconds=timeout_seconds)
-        self.rank = group.rank()
-        self.ranks = group.size()
+    def __init__(self, gloo: Any, ranks: Sequence[int], rank: int, timeout_seconds: float) -> None:
+        """`gloo`: the backend whose ranks are `ranks`, in this order."""
+        self.gloo = gloo
+        self.ranks = ranks
+        self.rank = rank
+        self.timeout_seconds = timeout_seconds
 
     def send(self, peer: int, tag: int, data: Bytes) -> "Message":
         """Begins to send `data`, which must not change until the other rank has it all."""
-        return Message(self._group.send, peer, tag, data, self._timeout)
+        return Message(self, self.gloo.send, peer, tag, data)
 
     def receive(self, peer: int, tag: int, data: Bytes) -> "Message":
         """Begins to fill `data`."""
-        return Message(self._group.recv, peer, tag, data, self._timeout)
+        return Message(self, self.gloo.recv, peer, tag, data)
 
     def send_record(self, peer: int, tag: int, record: Body) -> None:
         """Sends a few values."""
@@ -78,24 +109,24 @@ class Link:
         self.receive(peer, tag, head).wait()
         length = int(head.view("<i8")[0])
         if not DIGEST_BYTES < length <= MAX_RECORD_BYTES:
-            raise PeerLostError(f"rank {peer} announced a record of {length} bytes")
+            raise PeerNonsenseError(f"rank {peer} announced a record of {length} bytes")
         data = np.empty(length, np.uint8)
         self.receive(peer, tag, data).wait()
         packed, digest = data.data[:-DIGEST_BYTES], bytes(data[-DIGEST_BYTES:])
         if derived_hash("record between peers", packed) != digest:
-            raise PeerLostError(f"a record of rank {peer} was damaged on the way")
+            raise PeerNonsenseError(f"a record of rank {peer} was damaged on the way")
         try:
             record = unpack_body(packed, f"a record of rank {peer}")
         except CorruptObjectError as exc:
-            raise PeerLostError(str(exc)) from exc
+            raise PeerNonsenseError(str(exc)) from exc
         if type(record) is not dict:
-            raise PeerLostError(f"rank {peer} sent a {type(record).__name__} as a record")
+            raise PeerNonsenseError(f"rank {peer} sent a {type(record).__name__} as a record")
         return record
 
     def break_off(self) -> None:
-        """Has every other rank notice at once that this one is with them no more: gloo closes all connections after a time-out."""
-        self._timeout = timedelta(milliseconds=1)
-        for peer in range(self.ranks):
+        """Has the others notice at once that this rank is with them no more: after a time-out gloo closes all connections."""
+        self.timeout_seconds = 0.001
+        for peer in self.ranks:
             if peer != self.rank:
                 with contextlib.suppress(PeerLostError):
                     self.receive(peer, _NEVER, np.empty(1, np.uint8)).wait()
@@ -104,16 +135,14 @@ class Link:
 class Message:
     """One on its way; it holds on to its memory."""
 
-    def __init__(self, action: Callable[..., Any], peer: int, tag: int, data: Bytes, timeout: timedelta) -> None:
+    def __init__(self, link: Link, action: Callable[[list[Any], int, int], Any], peer: int, tag: int, data: Bytes) -> None:
         import torch  # noqa: PLC0415 - loads torch
 
+        self._link = link
         self._peer = peer
-        self._timeout = timeout
         self._tensors = [torch.from_numpy(data)]
-        try:
-            self._work = action(self._tensors, peer, tag)
-        except RuntimeError as exc:
-            raise _lost(peer, exc) from exc
+        with self._lost():
+            self._work = action(self._tensors, link.ranks.index(peer), tag)
 
     def wait(self) -> None:
         """Returns when it is there.
@@ -121,11 +150,17 @@ class Message:
         Raises:
             PeerLostError: it will not come.
         """
+        with self._lost():
+            self._work.wait(timedelta(seconds=self._link.timeout_seconds))
+
+    @contextlib.contextmanager
+    def _lost(self) -> Iterator[None]:
         try:
-            self._work.wait(self._timeout)
+            yield
         except RuntimeError as exc:
-            raise _lost(self._peer, exc) from exc
+            raise PeerLostError(f"rank {self._peer} does not answer: {_said(exc)}") from exc
 
 
-def _lost(peer: int, exc: RuntimeError) -> PeerLostError:
-    return PeerLostError(f"rank {peer} does not answer: {str(exc).partition('. This is')[0]}")
+def _said(exc: Exception) -> str:
+    """What gloo says, without its advice, and where in its sources it does."""
+    return re.sub(r"^\[[^]]*\] ", "", str(exc).partition(". This is")[0])

@@ -8,55 +8,37 @@ for this, or fails because of it.
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError
+from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.ids import Ulid
 from tensorstore_ck.peers.exchange import Exchange
 from tensorstore_ck.peers.keeping import Keeping
 from tensorstore_ck.peers.kept import Kept
-from tensorstore_ck.peers.link import Link, PeerLostError
+from tensorstore_ck.peers.link import Link, PeerLostError, PeerNonsenseError
 from tensorstore_ck.peers.pieces import PIECE_BYTES
 from tensorstore_ck.peers.ring import copies_possible, sources_of, targets_of
 from tensorstore_ck.peers.sending import Sending
 from tensorstore_ck.tiers import StagingFolder
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 class Replicator:
-    """One rank's side. All ranks of a group make theirs with the same hosts and copies; the group serves it alone."""
+    """One rank's side. All ranks of a group make theirs with the same hosts and copies; the link serves it alone."""
 
-    def __init__(
-        self,
-        group: "ProcessGroup",
-        folder: StagingFolder,
-        hosts: Sequence[bytes],
-        copies: int,
-        *,
-        timeout_seconds: float,
-        piece_bytes: int = PIECE_BYTES,
-    ) -> None:
-        """See `make_peer_group` and `host_of_folder`.
+    def __init__(self, link: Link, folder: StagingFolder, hosts: Sequence[bytes], copies: int, *, piece_bytes: int = PIECE_BYTES) -> None:
+        """See `connect`.
 
         Args:
-            group: Made for this replicator.
+            link: Made for this replicator, with the same hosts and copies.
             folder: Has this rank's files, and takes those that it keeps for others.
             hosts: The host of each rank.
             copies: On how many other hosts each file is kept.
-            timeout_seconds: How long another rank may take to come, and for each piece; after that it counts as lost.
             piece_bytes: Of which four are in memory, two on their way out and two on their way in.
-
-        Raises:
-            InvalidOptionError: not a number of copies.
         """
-        if copies < 1:
-            raise InvalidOptionError(f"replicate_to_peers must be 1 or more, not {copies}", object_id="replicate_to_peers")
-        self._link = link = Link(group, timeout_seconds)
+        self._link = link
         self._kept = Kept(folder)
-        self._sending = Sending(link, folder, targets_of(link.rank, hosts, copies), piece_bytes)
-        self._keeping = Keeping(link, folder, self._kept, sources_of(link.rank, hosts, copies), piece_bytes)
+        targets, sources = targets_of(link.rank, hosts, copies), sources_of(link.rank, hosts, copies)
+        self._sending = Sending(link, folder, targets, piece_bytes)
+        self._keeping = Keeping(link, folder, self._kept, sources, piece_bytes)
         self.is_broken = False
         """A rank was lost: nothing is copied any more."""
         possible = copies_possible(hosts, copies)
@@ -104,6 +86,8 @@ class Replicator:
                 work(exchange)
             except BaseException as exc:  # noqa: BLE001 - raised below, when the other direction has ended
                 errors.append(exc)
+                if isinstance(exc, PeerNonsenseError) or not isinstance(exc, PeerLostError):
+                    self._link.break_off()  # others may wait for this rank
 
         sending = threading.Thread(target=guarded, args=(self._sending.run,), name="tsck-peers", daemon=True)
         sending.start()

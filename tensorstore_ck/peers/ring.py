@@ -1,14 +1,16 @@
-"""Which ranks keep copies of whose files: hosts stand in a ring, in the order of their first ranks, and the next ones keep them.
+"""Which ranks keep copies of whose files.
 
-Pure but for `host_of_folder`. In one round each rank has one target and what it is sent comes from one host, so that rounds, taken in
-the same order by all, cannot wait for each other in a circle.
+Hosts, in the order of their first ranks, are in blocks of one more than there are copies (the last block takes the rest), and within its
+block a host's copies lie on the next ones in a ring. So load is even, a rank has to do with few others, whatever the job's size, and only
+the loss of a whole block loses files. In one round each rank has one target, and all take the rounds in the same order: nobody can wait
+in a circle. Pure but for `host_of_folder`.
 """
 
 import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.oserrors import os_errors
 from tensorstore_ck.ids import derived_hash
@@ -34,6 +36,11 @@ def copies_possible(hosts: Sequence[bytes], copies: int) -> int:
     return min(copies, len(set(hosts)) - 1)
 
 
+def block_of(rank: int, hosts: Sequence[bytes], copies: int) -> list[int]:
+    """The ranks that keep each other's files, this one among them, in order."""
+    return sorted(other for host in _seat(rank, hosts, copies).ring for other in host)
+
+
 def targets_of(rank: int, hosts: Sequence[bytes], copies: int) -> list[int]:
     """The ranks that keep copies of this rank's files, one per round, each on another host: those at its own position on theirs.
 
@@ -42,8 +49,7 @@ def targets_of(rank: int, hosts: Sequence[bytes], copies: int) -> list[int]:
         hosts: The host of each rank.
         copies: How many; fewer if there are not enough hosts.
     """
-    ring = _ring(hosts)
-    host, place = _seat(rank, ring)
+    ring, host, place = _seat(rank, hosts, copies)
     rounds = range(1, copies_possible(hosts, copies) + 1)
     others = [ring[(host + step) % len(ring)] for step in rounds]
     return [other[place % len(other)] for other in others]
@@ -51,20 +57,27 @@ def targets_of(rank: int, hosts: Sequence[bytes], copies: int) -> list[int]:
 
 def sources_of(rank: int, hosts: Sequence[bytes], copies: int) -> list[int]:
     """The ranks whose files this rank keeps, round by round."""
-    ring = _ring(hosts)
-    host, place = _seat(rank, ring)
+    ring, host, place = _seat(rank, hosts, copies)
     rounds = range(1, copies_possible(hosts, copies) + 1)
     return [source for step in rounds for source in ring[(host - step) % len(ring)][place :: len(ring[host])]]
 
 
-def _ring(hosts: Sequence[bytes]) -> list[list[int]]:
-    """The ranks of each host."""
+class _Seat(NamedTuple):
+    ring: list[list[int]]
+    """The ranks of each host of the block."""
+    host: int
+    """Which of them is the rank's."""
+    place: int
+    """Its position there."""
+
+
+def _seat(rank: int, hosts: Sequence[bytes], copies: int) -> _Seat:
     ranks: dict[bytes, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        ranks.setdefault(host, []).append(rank)
-    return list(ranks.values())
-
-
-def _seat(rank: int, ring: list[list[int]]) -> tuple[int, int]:
-    """The number of a rank's host, and its position there."""
-    return next((number, ranks.index(rank)) for number, ranks in enumerate(ring) if rank in ranks)
+    for other, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(other)
+    size = copies + 1
+    number = list(ranks).index(hosts[rank])
+    block = min(number // size, max(len(ranks) // size - 1, 0))
+    is_last = block >= len(ranks) // size - 1
+    ring = list(ranks.values())[block * size : None if is_last else (block + 1) * size]
+    return _Seat(ring, number - block * size, ranks[hosts[rank]].index(rank))

@@ -61,6 +61,7 @@ class Done(NamedTuple):
     sightings: drift.Sightings | None
 
     def record(self) -> Body:
+        """As it travels."""
         return {
             "parts": self.parts.record(),
             "told_bytes": self.told_bytes,
@@ -70,6 +71,7 @@ class Done(NamedTuple):
 
     @classmethod
     def of_record(cls, record: Body) -> "Done":
+        """What `record` made."""
         return cls(
             RankParts.of_record(take(record, "parts", dict)),
             take_count(record, "told_bytes"),
@@ -161,6 +163,7 @@ class RankPut:
     # --- duties of every rank -----------------------------------------------------------------------------------------
 
     def hello(self) -> Body:
+        """What this rank is about to put."""
         self._engine.require_writable()
         self._request, self._states = self._prepare()  # here, so that all learn at once when it cannot be stored
         request, shared = self._request, self._states.shared
@@ -178,6 +181,7 @@ class RankPut:
         }
 
     def work(self, go: Body) -> Body:
+        """Writes this rank's part."""
         layout_of, turn = take(go, "layout_of", bytes), take_count(go, "turn")
         for _ in range(MAX_TRIES - 1):
             try:
@@ -187,6 +191,7 @@ class RankPut:
         return self._write(layout_of, turn).record()
 
     def settle(self, reason: str) -> Body | None:
+        """The outcome is what the log says first."""
         self._engine.log.append(lambda view: [] if view.outcome(self._txn) else [Op.abort(self._txn)])
         found = self._engine.log.view().outcome(self._txn)
         if found is None or not found.put:
@@ -250,6 +255,7 @@ class RankPut:
     # --- duties of rank 0 ---------------------------------------------------------------------------------------------
 
     def compare(self, hellos: list[Body]) -> Body | str:
+        """That all ranks put the same."""
         problem = disagreements(hellos, COMPARED)
         numbers: dict[bytes, int] = {}
         layout_of = [numbers.setdefault(take_digest(hello, "layout"), len(numbers)) for hello in hellos]
@@ -266,6 +272,7 @@ class RankPut:
         return {"layout_of": self._layout_of, "turn": self._checked.get(self._layouts, 0)}
 
     def commit(self, records: list[Body]) -> Body:
+        """Appends the entry for all."""
         dones = [Done.of_record(record) for record in records]
         if self._layouts not in self._checked:
             self._check(dones)

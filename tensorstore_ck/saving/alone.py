@@ -69,7 +69,9 @@ class AloneJob:
         self._handle.make_room(self.ref, self._captured.logical_bytes)
         if tier is not None:
             request, offline = self._request()
-            staged = stage_alone(engine, tier, self._captured, request, self._handle.chain(self.ref), course.meter, offline=offline)
+            staged = stage_alone(
+                engine, tier, self._captured, request, chain=self._handle.chain(self.ref), meter=course.meter, offline=offline
+            )
             seen.note_staged(self.ref, staged.info.root)
             self._staged = StagedPut(self._handle, tier, staged.manifest)
             self._staged.announce_soon()

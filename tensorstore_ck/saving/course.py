@@ -4,13 +4,14 @@ It ends once: published, or with an error, which is kept until somebody was told
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from contextlib import _GeneratorContextManager
 from enum import IntEnum
 from typing import Final
 
-from tensorstore_ck.errors import SnapshotDroppedError, WaitTimeoutError
+from tensorstore_ck.errors import InvalidOptionError, SnapshotDroppedError, WaitTimeoutError
 from tensorstore_ck.ids import new_ulid, ulid_text
 from tensorstore_ck.metering import Meter
 from tensorstore_ck.metering import Stage as MeterStage
@@ -42,8 +43,12 @@ class Course:
         """Whether the error was raised to somebody."""
         self.dropped = ""
         """Why it was or will be given up on request."""
+        self.is_ending = False
+        """Whether the work is over, though those who wait are not told yet."""
         self._reached = 0
         self._ended = False
+        self._pid = os.getpid()
+        self._on_drop: Callable[[], object] = lambda: None
         self._changed = threading.Condition()
         self._callbacks: list[tuple[Stage, Callable[[], object]]] = []
 
@@ -77,7 +82,14 @@ class Course:
             if not self._ended and not self.dropped:
                 self.dropped = reason
             self._changed.notify_all()
-            return not self._ended
+            ended = self._ended
+        if not ended:
+            self._on_drop()
+        return not ended
+
+    def on_drop(self, callback: Callable[[], object]) -> None:
+        """Calls back when it is asked to give up."""
+        self._on_drop = callback
 
     def check(self) -> None:
         """Gives up if it was asked to.
@@ -116,6 +128,10 @@ class Course:
             WaitTimeoutError: it has not come yet.
             StoreError: it will not come.
         """
+        if os.getpid() != self._pid and not self._is_settled(stage):
+            raise InvalidOptionError(
+                f"the put of {self} belongs to the process that this one was forked from: wait there", object_id=self.ref
+            )
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_settled(stage), timeout_seconds):
                 raise WaitTimeoutError(
@@ -168,5 +184,5 @@ class _Cancellable(Meter):
 def _call(callback: Callable[[], object]) -> None:
     try:
         callback()
-    except Exception:
+    except BaseException:  # not even SystemExit may end the thread that all later puts need
         _logger.exception("a callback of a put failed")

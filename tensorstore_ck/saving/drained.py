@@ -1,7 +1,10 @@
 """What came of the puts that were under way when a job ended."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
+from tensorstore_ck.saving.course import Course, Stage
 from tensorstore_ck.saving.pending import PendingSnapshot
 from tensorstore_ck.snapshot import Snapshot
 
@@ -20,9 +23,27 @@ class DrainReport:
     safe: Snapshot | None
     """The newest snapshot that this handle published."""
 
+    @classmethod
+    def of(cls, courses: Sequence[Course], safe: Snapshot | None) -> Self:
+        """What has come of these."""
+        unpublished = [course for course in courses if course.snapshot is None]
+        on_disk = [course for course in unpublished if course.has_reached(Stage.STAGED)]
+        others = [course for course in unpublished if not course.has_reached(Stage.STAGED)]
+        return cls(
+            tuple(course.snapshot for course in courses if course.snapshot is not None),
+            tuple(map(PendingSnapshot, on_disk)),
+            tuple(PendingSnapshot(course) for course in others if course.has_ended),
+            tuple(PendingSnapshot(course) for course in others if not course.has_ended),
+            safe,
+        )
+
     def __str__(self) -> str:
-        safe = f"{self.safe.ref}@{self.safe.step} ({self.safe.root[:16]}) is safe" if self.safe else "nothing was published"
+        said = f"{_address(self.safe)} ({self.safe.root[:16]}) is safe" if self.safe is not None else "nothing was published"
         for what, those in (("staged on this host", self.staged), ("given up", (*self.dropped, *self.under_way))):
             if those:
-                safe += f"; {what}: " + ", ".join(f"{each.ref}@{each.step}" for each in those)
-        return safe
+                said += f"; {what}: " + ", ".join(map(_address, those))
+        return said
+
+
+def _address(of: Snapshot | PendingSnapshot) -> str:
+    return of.ref if of.step is None else f"{of.ref}@{of.step}"

@@ -21,13 +21,22 @@ class Lane(Generic[Item]):
         self._thread: threading.Thread | None = None
 
     def put(self, item: Item) -> None:
-        """Adds work."""
+        """Adds work.
+
+        Raises:
+            RuntimeError: the system gives no thread.
+        """
         with self._changed:
             self._waiting.append(item)
             if self._thread is None:
                 # A daemon, so that a backend that hangs cannot keep the process; `exiting` waits for what is under way.
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    self._waiting.pop()
+                    raise
+                self._thread = thread
 
     def items(self) -> list[Item]:
         """What is under way, and then what waits."""

@@ -53,7 +53,7 @@ class Preemption:
 
     def finish(self) -> DrainReport:
         """Waits for the puts under way as long as there is time, and gives up the others. The caller then ends the process."""
-        report = self._saver.drain(max(0.0, self.seconds_left - self._margin_seconds))
+        report = self._saver.drain(max(0.0, self.seconds_left - self._margin_seconds), give_up_seconds=self._margin_seconds)
         self._finished.set()
         _logger.warning("preempted: %s", report)
         return report

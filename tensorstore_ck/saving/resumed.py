@@ -85,7 +85,8 @@ def resume_ranks(handle: Handle, tier: Tier, group: "ProcessGroup", timeout_seco
             info = handle.engine.log.view().staged(txn)
             if verdict == RESUME and info is not None:
                 handle.chain(info.ref).add(Ulid(txn), info.root, {}, frozenset(name for each in mine for name in each.names))
-                put = StagedRanks(handle, tier, Ulid(txn), info.ref, mine, handle.groups.publishing(group), timeout_seconds)
+                publishing = handle.groups.publishing(group)
+                put = StagedRanks(handle, publishing, Ulid(txn), info.ref, mine, timeout_seconds=timeout_seconds)
                 jobs.append(ResumedJob(put, info.ref, info.step, own.rank))
             elif verdict in (PUBLISHED, LOST):
                 for manifest in mine:

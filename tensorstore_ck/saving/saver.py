@@ -9,16 +9,19 @@ is told: by a wait, or by the next put. The thread lives only while there is wor
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Literal, cast
+from typing import TYPE_CHECKING, Final, Literal, NoReturn, cast
 
-from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, SnapshotAbortedError, SnapshotDroppedError, StoreError
+from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotDroppedError, StoreError
 from tensorstore_ck.events import Event, Kind, Observers
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.saving.course import Course, Stage
 from tensorstore_ck.saving.drained import DrainReport
+from tensorstore_ck.saving.item import Item
 from tensorstore_ck.saving.job import Job, Turn, UploadJob
 from tensorstore_ck.saving.lane import Lane
+from tensorstore_ck.saving.memory import CaptureMemory
 from tensorstore_ck.saving.pending import PendingSnapshot
 from tensorstore_ck.snapshot import Snapshot
 
@@ -34,29 +37,6 @@ EXIT_SECONDS: Final = 600.0
 """How long a process that ends waits for its puts."""
 
 
-class _Item:
-    """A put in the queue."""
-
-    def __init__(self, job: Job, called: float, *, is_beside: bool) -> None:
-        self.job = job
-        self.course = Course(job.ref, job.step, job.rank)
-        self.slot: Slot | None = None
-        self.is_beside = is_beside
-        """Whether nobody waits for it."""
-        self.is_resumed = False
-        """Whether an earlier process began it."""
-        self.called = self.captured = self.begun = called
-
-    @property
-    def stall_seconds(self) -> float:
-        """How long the training stood still."""
-        return self.captured - self.called
-
-    def release(self) -> None:
-        if self.slot is not None:
-            self.slot.release()
-
-
 class Saver:
     """The puts of one store handle. Thread-safe; puts must come from one thread at a time."""
 
@@ -69,10 +49,10 @@ class Saver:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._changed = threading.Condition()
-        self._stores: Lane[_Item] = Lane("tsck-save", self._changed, self._store)
-        self._uploads: Lane[_Item] = Lane("tsck-publish", self._changed, self._publish)
-        self._arena: Arena | None = None
-        self._untold: list[_Item] = []
+        self._stores: Lane[Item] = Lane("tsck-save", self._changed, self._store)
+        self._uploads: Lane[Item] = Lane("tsck-publish", self._changed, self._publish)
+        self._memory = CaptureMemory(self._open_arena)
+        self._untold: list[Item] = []
         self._safe: Snapshot | None = None
 
     def _enter(self) -> None:
@@ -93,9 +73,13 @@ class Saver:
         self._enter()
         called = time.monotonic()
         job = make()
-        item = _Item(job, called, is_beside=True)
+        item = Item(job, called, is_beside=True)
         pending = PendingSnapshot(item.course)
-        turn = job.agree(lambda: self._decide(item, on_full))
+        try:
+            turn = job.agree(lambda: self._decide(item, on_full))
+        except BaseException:
+            self._let_go(item)
+            raise
         if turn.failed:
             job.leave()
             self._raise_error_of(turn.failed, job)
@@ -105,19 +89,20 @@ class Saver:
             return pending
         try:
             for number in turn.drops:
-                self._drop_queued(number)
+                self._drop_before(number)
             if item.slot is None:
                 item.slot = self._take(item)
+            self._tell_of_stall(item)
             with item.course.meter.timed("capture", job.needed_bytes):
                 job.hold(item.slot)
+            item.captured = time.monotonic()
+            item.course.on_drop(lambda: self._let_go_if_waiting(item))
+            self._stores.put(item)
         except BaseException as exc:
-            item.release()
-            self._notify()
+            self._let_go(item)
             job.refuse(exc)
             raise
-        item.captured = time.monotonic()
         item.course.reach(Stage.CAPTURED)
-        self._stores.put(item)
         self._emit(
             item.course,
             "captured",
@@ -133,9 +118,13 @@ class Saver:
         """Puts in the caller's thread, after those under way; nothing is copied."""
         self._enter()
         self.settle()
-        self._raise_untold()
         called = time.monotonic()
-        item = _Item(make(), called, is_beside=False)
+        item = Item(make(), called, is_beside=False)
+        untold = self._first_untold()
+        if untold is not None:
+            error = self._take_error(untold)
+            item.job.refuse(error)
+            raise error
         self._store(item)
         if not item.course.has_ended:
             self._publish(item)
@@ -151,7 +140,7 @@ class Saver:
     def resume(self, job: UploadJob) -> None:
         """Goes on with what an earlier process staged."""
         self._enter()
-        item = _Item(cast(Job, job), time.monotonic(), is_beside=True)
+        item = Item(cast(Job, job), time.monotonic(), is_beside=True)
         item.course.is_told = item.is_resumed = True
         item.course.reach(Stage.STAGED)
         self._uploads.put(item)
@@ -159,10 +148,9 @@ class Saver:
     def settle(self, *, uploads: bool = True) -> None:
         """Waits until no put is under way; not for itself, in a callback of one."""
         self._enter()
-        if self._stores.is_mine() or self._uploads.is_mine():
-            return
-        with self._changed:
-            self._changed.wait_for(self._is_idle if uploads else self._stores.is_idle)
+        if not self._is_on_a_lane():
+            with self._changed:
+                self._changed.wait_for(self._is_idle if uploads else self._stores.is_idle)
 
     def wait_for_upload(self) -> bool:
         """Waits until one more staged put has ended; False if there is none."""
@@ -172,32 +160,24 @@ class Saver:
                 self._changed.wait_for(lambda: self._uploads.items()[:1] != items[:1])
             return bool(items)
 
-    @property
-    def memory_bytes(self) -> int:
-        """What captures hold at the moment, and what is kept for the next."""
-        return self._arena.allocated_bytes if self._arena is not None else 0
-
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def drain(self, deadline_seconds: float | None = None) -> DrainReport:
-        """Waits for the puts under way; those that are not published by the deadline are given up."""
+    def drain(self, deadline_seconds: float | None = None, *, give_up_seconds: float = GIVE_UP_SECONDS) -> DrainReport:
+        """Waits for the puts under way; those that are not published by the deadline are given up.
+
+        Giving up is waited for, too, but no longer than `give_up_seconds`. A callback of a put gets a report at once.
+        """
         self._enter()
-        with self._changed:
-            items = self._items()
-            done = self._changed.wait_for(self._is_idle, deadline_seconds)
-        if not done:
-            for item in items:
-                item.course.drop("abandoned")
+        items = self._items()
+        if not self._is_on_a_lane():
             with self._changed:
-                self._changed.wait_for(self._is_idle, GIVE_UP_SECONDS)
-        unpublished = [item.course for item in items if item.course.snapshot is None]
-        return DrainReport(
-            tuple(item.course.snapshot for item in items if item.course.snapshot is not None),
-            tuple(PendingSnapshot(course) for course in unpublished if course.has_reached(Stage.STAGED)),
-            tuple(PendingSnapshot(course) for course in unpublished if course.has_ended and not course.has_reached(Stage.STAGED)),
-            tuple(PendingSnapshot(course) for course in unpublished if not course.has_ended and not course.has_reached(Stage.STAGED)),
-            self._safe,
-        )
+                done = self._changed.wait_for(self._is_done, deadline_seconds)
+            if not done:
+                for item in items:
+                    item.course.drop("abandoned")
+            with self._changed:
+                self._changed.wait_for(self._is_idle, give_up_seconds)
+        return DrainReport.of([item.course for item in items], self._safe)
 
     def leave_resumed(self) -> None:
         """What an earlier process staged is left on the disk, as far as it is not published yet."""
@@ -213,15 +193,17 @@ class Saver:
         """
         self._enter()
         self.leave_resumed()
-        self.settle()
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
-        self._raise_untold()
+        self.drain()
+        self._memory.close()
+        errors = [self._take_error(item) for item in self._untold if not item.course.is_told]
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"and another put failed: {other}")
+            raise errors[0]
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _decide(self, item: _Item, on_full: OnFull) -> Turn:
+    def _decide(self, item: Item, on_full: OnFull) -> Turn:
         with self._changed:
             untold = self._first_untold()
             if untold is not None:
@@ -232,100 +214,98 @@ class Saver:
                 if on_full == "skip":
                     return Turn(goes=False)
                 if on_full == "replace" and queued is not None:
-                    self._give_up(queued)
+                    queued.course.drop("replaced")
                     drops.append(queued.job.number)
                 else:
                     self._wait_for_memory(item)
             item.slot = slot
             return Turn(True, tuple(drops))
 
-    def _take(self, item: _Item) -> "Slot":
+    def _take(self, item: Item) -> "Slot":
         """Memory for a put of which another rank said that it takes place."""
         with self._changed:
             while (slot := self._try_take(item)) is None:
                 self._wait_for_memory(item)
             return slot
 
-    def _try_take(self, item: _Item) -> "Slot | None":
-        if self._arena is None:
-            self._arena = self._open_arena()
-        needed, limit = item.job.needed_bytes, self._arena.limit_bytes
-        if needed > limit:
-            raise NoSpaceError(
-                f"the put of {item.course} needs {needed:,} bytes of host memory to capture into, and host_memory_bytes is {limit:,}: raise "
-                "it in tsck.open, name what does not change in frozen=, or use put_snapshot, which copies nothing",
-                object_id="host_memory_bytes",
-            )
-        return self._arena.take(needed)
+    def _try_take(self, item: Item) -> "Slot | None":
+        return self._memory.try_take(item.job.needed_bytes, f"the put of {item.course}")
 
-    def _wait_for_memory(self, item: _Item) -> None:
+    def _wait_for_memory(self, item: Item) -> None:
         began = time.monotonic()
         self._changed.wait()
-        self._emit(item.course, "stalled", stall_seconds=time.monotonic() - began, queue_depth=len(self._items()))
+        item.waited_seconds += time.monotonic() - began
 
-    def _drop_queued(self, number: int) -> None:
-        with self._changed:
-            for item in self._stores.waiting():
-                if item.job.number == number and not item.course.dropped:
-                    self._give_up(item)
+    def _tell_of_stall(self, item: Item) -> None:
+        if item.waited_seconds:
+            self._emit(item.course, "stalled", stall_seconds=item.waited_seconds, queue_depth=len(self._items()))
 
-    def _give_up(self, item: _Item) -> None:
-        """A queued put: its memory is free at once, and when its turn comes all ranks learn that it was dropped."""
-        item.course.drop("replaced")
+    def _drop_before(self, number: int) -> None:
+        """Another rank's put of that number waits, and is given up; here it may be under way already."""
+        for item in self._stores.items():
+            if item.job.number == number:
+                item.course.drop("replaced")
+
+    def _let_go(self, item: Item) -> None:
         item.release()
+        with self._changed:
+            self._changed.notify_all()
 
-    def _end_dropped(self, item: _Item, reason: str) -> None:
+    def _let_go_if_waiting(self, item: Item) -> None:
+        """The memory of a put that was dropped is free at once; when its turn comes, all ranks learn that it was."""
+        with self._changed:
+            if any(item is each for each in self._stores.waiting()):
+                self._let_go(item)
+
+    def _end_dropped(self, item: Item, reason: str) -> None:
         item.course.drop(reason)
+        item.course.is_ending = True
         error = SnapshotDroppedError(f"the put of {item.course} was {reason}: host_memory_bytes is used up", object_id=item.job.ref)
         item.course.fail(error)
         self._emit(item.course, "dropped", reason=reason, **self._in_use())
 
     # --- errors -------------------------------------------------------------------------------------------------------
 
-    def _raise_untold(self) -> None:
-        item = self._first_untold()
-        if item is not None:
-            self._raise(item)
-
-    def _first_untold(self) -> _Item | None:
+    def _first_untold(self) -> Item | None:
         with self._changed:
             return next((item for item in self._untold if not item.course.is_told), None)
 
-    def _raise_error_of(self, number: int, job: Job) -> None:
+    def _take_error(self, item: Item) -> BaseException:
+        """The error of a put, which is raised now."""
+        error = item.course.error
+        assert error is not None
+        if not item.course.is_told:
+            item.course.is_told = True
+            error.add_note(f"(of the earlier put of {item.course}, which nobody waited for)")
+        return error
+
+    def _raise_error_of(self, number: int, job: Job) -> NoReturn:
         """Raises what rank 0 raises: the error of an earlier put, which this rank may not have met yet."""
         with self._changed:
             self._changed.wait_for(lambda: not any(each.job.number == number for each in self._items()))
             item = next((each for each in self._untold if each.job.number == number), None)
         if item is not None:
-            self._raise(item)
+            raise self._take_error(item)
         raise SnapshotAbortedError(
             f"the put to {job.ref!r} did not take place: rank 0 raised what an earlier one failed with; try again", object_id=job.ref
         )
 
-    def _raise(self, item: _Item) -> None:
-        """Raises the error of a put of which nobody was told, once."""
-        with self._changed:
-            self._untold = [each for each in self._untold if each is not item and not each.course.is_told]
-        if item.course.is_told:
-            return
-        item.course.is_told = True
-        assert item.course.error is not None
-        item.course.error.add_note(f"(of the earlier put of {item.course}, which nobody waited for)")
-        raise item.course.error
-
     # --- the thread ---------------------------------------------------------------------------------------------------
 
-    def _items(self) -> list[_Item]:
+    def _items(self) -> list[Item]:
         return [*self._uploads.items(), *self._stores.items()]
 
     def _is_idle(self) -> bool:
         return self._stores.is_idle() and self._uploads.is_idle()
 
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+    def _is_done(self) -> bool:
+        """Whether nothing is under way but what was given up."""
+        return all(item.course.dropped == "abandoned" for item in self._items())
 
-    def _store(self, item: _Item) -> None:
+    def _is_on_a_lane(self) -> bool:
+        return self._stores.is_mine() or self._uploads.is_mine()
+
+    def _store(self, item: Item) -> None:
         item.begun = time.monotonic()
         try:
             info = item.job.run(item.course)
@@ -343,19 +323,22 @@ class Saver:
         if item.is_beside:
             self._uploads.put(item)
 
-    def _publish(self, item: _Item) -> None:
+    def _publish(self, item: Item) -> None:
         try:
             self._succeed(item, item.job.publish(item.course))
         except BaseException as exc:  # noqa: BLE001 - likewise
             self._fail(item, exc)
 
-    def _succeed(self, item: _Item, info: SnapshotInfo) -> None:
+    def _succeed(self, item: Item, info: SnapshotInfo) -> None:
         snapshot = self._safe = Snapshot.from_info(info)
-        self._emit(item.course, "published", root=snapshot.root, snapshot=snapshot.id, **self._totals(item), **_sizes(item, snapshot))
+        item.course.is_ending = True
+        self._emit(item.course, "published", root=snapshot.root, snapshot=snapshot.id, **self._totals(item), **item.sizes(snapshot))
         item.course.succeed(snapshot)
 
-    def _fail(self, item: _Item, exc: BaseException) -> None:
+    def _fail(self, item: Item, exc: BaseException) -> None:
         course = item.course
+        course.is_ending = True
+        traceback.clear_frames(exc.__traceback__)  # they hold the captured state
         if course.dropped and isinstance(exc, SnapshotAbortedError):
             self._emit(course, "dropped", reason=course.dropped, **self._in_use())
             exc = exc if isinstance(exc, SnapshotDroppedError) else SnapshotDroppedError(str(exc), object_id=exc.object_id)
@@ -374,21 +357,8 @@ class Saver:
         self._observers.emit(Event(kind, course.id, course.ref, course.step, course.rank, time.time_ns(), fields))
 
     def _in_use(self) -> dict[str, int]:
-        return {"queue_depth": len(self.pending()), "memory_bytes": self.memory_bytes}
+        return {"queue_depth": sum(not item.course.is_ending for item in self._items()), "memory_bytes": self._memory.allocated_bytes}
 
-    def _totals(self, item: _Item) -> dict[str, int | float]:
+    def _totals(self, item: Item) -> dict[str, int | float]:
         total, queued = time.monotonic() - item.called, item.begun - item.captured
         return {"total_seconds": total, "queued_seconds": queued, **item.course.meter.snapshot().seconds_fields(), **self._in_use()}
-
-
-def _sizes(item: _Item, snapshot: Snapshot) -> dict[str, int | float]:
-    went = item.course.meter.snapshot().stage_bytes
-    hashed, new, written = went["hash"], went["encode"], went["write"]
-    return {
-        "stall_seconds": item.stall_seconds,
-        "logical_bytes": snapshot.logical_bytes,
-        "hashed_bytes": hashed,
-        "new_bytes": snapshot.new_bytes,
-        "dedup_ratio": 1 - new / hashed if hashed else 0.0,
-        "compression_ratio": new / written if written else 1.0,
-    }

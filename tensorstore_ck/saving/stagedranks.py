@@ -17,7 +17,6 @@ from tensorstore_ck.saving.course import Course
 from tensorstore_ck.saving.handle import Handle
 from tensorstore_ck.staging.manifest import Lead, Manifest, decode_lead, encode_lead
 from tensorstore_ck.staging.publish import clean_up, give_up, publish
-from tensorstore_ck.tiers import Tier
 
 TRIES: Final = 5
 
@@ -25,11 +24,10 @@ TRIES: Final = 5
 class StagedRanks:
     """One rank's side of one staged put."""
 
-    def __init__(
-        self, handle: Handle, tier: Tier, txn: Ulid, ref: str, manifests: Sequence[Manifest], group: Group, timeout_seconds: float
-    ) -> None:
+    def __init__(self, handle: Handle, group: Group, txn: Ulid, ref: str, manifests: Sequence[Manifest], *, timeout_seconds: float) -> None:
+        assert handle.engine.tier is not None
         self._handle = handle
-        self._tier = tier
+        self._tier = handle.engine.tier
         self._txn = txn
         self._ref = ref
         self._manifests = manifests

@@ -34,13 +34,13 @@ class GroupJob:
         self,
         handle: Handle,
         group: "ProcessGroup",
-        ref: str,
-        step: int | None,
         ask: Callable[[], Asked],
         state: object,
         rank_state: object,
-        frozen: Sequence[str],
         *,
+        ref: str,
+        step: int | None,
+        frozen: Sequence[str],
         timeout_seconds: float,
     ) -> None:
         """Begins the attempt, as the other ranks do.
@@ -141,9 +141,9 @@ class GroupJob:
             return info
         staged = self._stage(engine.tier, prepare, course)
         seen.note_staged(self.ref, staged.info.root)
-        group = self._handle.groups.publishing(self._group)
-        manifest = staged.manifest
-        self._staged = StagedRanks(self._handle, engine.tier, manifest.txn, manifest.ref, [manifest], group, self._timeout_seconds)
+        group, manifest = self._handle.groups.publishing(self._group), staged.manifest
+        how = {"timeout_seconds": self._timeout_seconds}
+        self._staged = StagedRanks(self._handle, group, manifest.txn, manifest.ref, [manifest], **how)
         return None
 
     def publish(self, course: Course) -> SnapshotInfo:

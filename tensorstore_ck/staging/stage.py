@@ -124,7 +124,7 @@ class Stager:
 
 
 def stage_alone(
-    engine: Engine, tier: Tier, captured: Captured, request: PutRequest, chain: StagedChain, meter: Meter, *, offline: bool = False
+    engine: Engine, tier: Tier, captured: Captured, request: PutRequest, *, chain: StagedChain, meter: Meter, offline: bool = False
 ) -> Staged:
     """The first step of one process. With `offline` the store is not asked for anything, and nothing of it relied on.
 

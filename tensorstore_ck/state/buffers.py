@@ -51,7 +51,7 @@ def copy_captured(captured: Captured, slot: Slot, *, skip: Collection[int] = (),
 
     Args:
         captured: The state.
-        slot: Of `copied_bytes` or more. What is returned keeps its memory alive, and is valid until it is released.
+        slot: Of `copied_bytes` or more. What is returned is valid until it is released.
         skip: The numbers of tensors that are left where they are.
         threads: How many copy.
         start_bytes: Where in the slot to begin.
@@ -72,11 +72,11 @@ def copy_captured(captured: Captured, slot: Slot, *, skip: Collection[int] = (),
         for number in np.flatnonzero((addresses == 0) & (sizes > 0)).tolist()
         if rest.add(captured.sources[number], int(places[number]), int(sizes[number]))
     ]
-    copies = _Copies(memory, places, sizes, {number: captured.sources[number] for number in skip})
+    copies = _Copies(slot, places, sizes, {number: captured.sources[number] for number in skip})
     if arriving:
         arrival = slot.arena.device_copies.start(rest.device_copies)
         slot.arrivals.append(arrival)
-        copies.others.update((number, _ArrivingSource(copies[number], arrival)) for number in arriving)
+        copies.arrivals = dict.fromkeys(arriving, arrival)
     moves = np.stack((places[:-1] + address_of(memory), addresses, sizes), axis=1)[addresses != 0]
     jobs = _jobs(np.concatenate((moves, rest.moves())), threads)
     for_each(jobs, _move, min(threads, len(jobs)))
@@ -102,13 +102,14 @@ def _places(sizes: Numbers) -> Numbers:
 class _Copies(Sequence[ByteSource]):
     """Sources over a slot, each made when it is asked for: 20,000 objects would cost as much as what they hold."""
 
-    def __init__(self, memory: Array, places: Numbers, sizes: Numbers, others: dict[int, ByteSource]) -> None:
-        self._memory = memory
-        self._address = address_of(memory)
+    def __init__(self, slot: Slot, places: Numbers, sizes: Numbers, others: dict[int, ByteSource]) -> None:
+        self._slot = slot
         self._places = places
         self._sizes = sizes
-        self.others = others
-        """Those that are something else."""
+        self._others = others
+        """Those that are left where they are."""
+        self.arrivals: dict[int, Arrival] = {}
+        """Of those that may still be under way from a device."""
 
     @overload
     def __getitem__(self, number: int) -> ByteSource: ...
@@ -118,8 +119,13 @@ class _Copies(Sequence[ByteSource]):
         if isinstance(number, slice):
             return [self[each] for each in range(len(self))[number]]
         number = range(len(self))[number]
-        other = self.others.get(number)
-        return other or MemorySource(self._address + int(self._places[number]), self._memory, int(self._sizes[number]))
+        if number in self._others:
+            return self._others[number]
+        memory = self._slot.memory
+        if memory is None:
+            raise InvalidOptionError("a captured state was read after its slot had been released", object_id="slot")
+        source = MemorySource(address_of(memory) + int(self._places[number]), memory, int(self._sizes[number]))
+        return source if number not in self.arrivals else _ArrivingSource(source, self.arrivals[number])
 
     def __len__(self) -> int:
         return len(self._sizes)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.samples import SampleCursor
+from tensorstore_ck.saving import PendingSnapshot
 from tensorstore_ck.snapshot import Snapshot
 from tensorstore_ck.store import LAST_SEEN, Store
 from tensorstore_ck.streams import Streams
@@ -112,6 +113,8 @@ class TrainingState:
     ) -> Snapshot:
         """Stores all of it as the next snapshot on `ref`, without a copy of any tensor; else as `Store.put_snapshot`.
 
+        Beside the training: `put_async`.
+
         Args:
             store: Where to.
             ref: The branch to move; made if it does not exist.
@@ -124,22 +127,33 @@ class TrainingState:
             expect: See `Store.put_snapshot`.
             timeout_seconds: With `group`: when to give up on ranks that do not come.
         """
-        _require_group(group)
-        shared, own = self._capture(1 if group is None else group.size(), with_gradients=gradients)
-        if group is not None:
-            shared |= self._models.states(lambda _, each: models.get_share(each))
-            own |= Part("buffers", self._models.objects).states(lambda _, each: models.get_own_buffers(each))
+        state, rank_state = self._sides(group, gradients)
         return store.put_snapshot(
-            {**shared, OWN: own} if group is None else shared,
+            state,
             ref=ref,
             step=step,
             metrics=metrics,
             metadata=metadata,
             expect=expect,
             group=group,
-            rank_state=None if group is None else own,
+            rank_state=rank_state,
             timeout_seconds=timeout_seconds,
         )
+
+    def put_async(
+        self, store: Store, *, ref: str, group: "ProcessGroup | None" = None, gradients: bool = False, **options: Any
+    ) -> PendingSnapshot:
+        """As `put`, beside the training: the next step may begin when it returns.
+
+        Args:
+            store: See `put`, as are `ref`, `group` and `gradients`.
+            ref: The branch to move.
+            group: All ranks of it put together.
+            gradients: Also the gradients so far.
+            options: See `Store.put_snapshot_async`.
+        """
+        state, rank_state = self._sides(group, gradients)
+        return store.put_snapshot_async(state, ref=ref, group=group, rank_state=rank_state, **options)
 
     def restore(
         self,
@@ -167,6 +181,7 @@ class TrainingState:
         """
         _require_group(group)
         ranks = 1 if group is None else group.size()
+        store.finish_staged(address, group, timeout_seconds=timeout_seconds)
         found = find(store, address, group, timeout_seconds)
         if found is None:
             return None
@@ -235,6 +250,16 @@ class TrainingState:
         """All of it as it is now, as one process puts it: a rank's own side is under ``rank``. The tensors themselves, no copies."""
         shared, own = self._capture(_place()[1])
         return {**shared, OWN: own}
+
+    def _sides(self, group: "ProcessGroup | None", with_gradients: bool) -> tuple[State, State | None]:
+        """What is put as the state, and what is put as this rank's."""
+        _require_group(group)
+        shared, own = self._capture(1 if group is None else group.size(), with_gradients=with_gradients)
+        if group is None:
+            return {**shared, OWN: own}, None
+        shared |= self._models.states(lambda _, each: models.get_share(each))
+        own |= Part("buffers", self._models.objects).states(lambda _, each: models.get_own_buffers(each))
+        return shared, own
 
     # --- captured ---------------------------------------------------------------------------------------------------------
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import torch.distributed as dist
-
 from tensorstore_ck.ids import Ulid, ulid_text
-from tensorstore_ck.peers import Replicator, host_of_folder, make_peer_group
+from tensorstore_ck.peers import Link, Replicator, connect, host_of_folder
 from tensorstore_ck.staging.manifest import manifest_key
 from tensorstore_ck.tiers import StagingFolder
 from tests.ranks.pool import GROUPS
@@ -22,6 +20,7 @@ CAPACITY_BYTES: Final = 1 << 30
 TIMEOUT_SECONDS: Final = 20.0
 
 Files = dict[str, bytes]
+Hook = Callable[[], object]
 
 
 def put_id(number: int) -> Ulid:
@@ -96,24 +95,24 @@ def side(
     copies: int,
     *,
     group: Any = None,
-    wrap: Callable[[Any], Any] = lambda group: group,
+    damage: tuple[int, int] | None = None,
     capacity_bytes: int = CAPACITY_BYTES,
     piece_bytes: int = PIECE_BYTES,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Side:
-    """This process's; `hosts` are the numbers of the ranks' hosts."""
-    made = make_peer_group(group or GROUPS[len(hosts)], timeout_seconds=timeout_seconds)
-    rank = dist.get_rank(made)
-    folder = folder_at(base, hosts[rank], capacity_bytes)
+    """This process's; `hosts` are the numbers of the ranks' hosts, `damage` is what `DamagingGroup` takes."""
     for host in hosts:
         os.makedirs(folder_at(base, host).path, exist_ok=True)
     keys = [host_of_folder(folder_at(base, host).path) for host in hosts]
-    replicator = Replicator(wrap(made), folder, keys, copies, timeout_seconds=timeout_seconds, piece_bytes=piece_bytes)
-    return Side(rank, folder, replicator)
+    link = connect(group or GROUPS[len(hosts)], keys, copies, base, timeout_seconds=timeout_seconds)
+    if damage is not None:
+        link = Link(DamagingGroup(link.gloo, *damage), link.ranks, link.rank, timeout_seconds)
+    folder = folder_at(base, hosts[link.rank], capacity_bytes)
+    return Side(link.rank, folder, Replicator(link, folder, keys, copies, piece_bytes=piece_bytes))
 
 
 class DamagingGroup:
-    """A process group on whose way in the last byte of the n-th message of more than `least_bytes` changes."""
+    """A gloo group on whose way in the last byte of the n-th message of more than `least_bytes` changes."""
 
     def __init__(self, group: Any, number: int, least_bytes: int) -> None:
         self._group = group

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tensorstore_ck.errors import MissingObjectError
 from tensorstore_ck.peers import host_of_folder, sources_of, targets_of
+from tensorstore_ck.peers.ring import block_of
 
 HOSTS = st.lists(st.integers(0, 5), min_size=1, max_size=20).map(lambda numbers: [bytes([number]) for number in numbers])
 
@@ -33,6 +34,15 @@ def test_sources_are_those_whose_target_a_rank_is_in_the_order_of_rounds(hosts: 
 def test_load_is_even(copies: int) -> None:
     hosts = [bytes([rank // 8]) for rank in range(64)]
     assert set(Counter(target for rank in range(64) for target in targets_of(rank, hosts, copies)).values()) == {copies}
+
+
+@given(hosts=HOSTS, copies=st.integers(1, 6))
+def test_ranks_have_to_do_with_those_of_their_block_alone_and_blocks_are_small(hosts: list[bytes], copies: int) -> None:
+    for rank in range(len(hosts)):
+        block = block_of(rank, hosts, copies)
+        assert {rank, *targets_of(rank, hosts, copies), *sources_of(rank, hosts, copies)} <= set(block)
+        assert all(block_of(other, hosts, copies) == block for other in block)
+        assert min(copies + 1, len(set(hosts))) <= len({hosts[other] for other in block}) <= 2 * copies + 1
 
 
 def test_hosts_are_next_ones_in_a_ring_and_ranks_those_at_the_same_position() -> None:

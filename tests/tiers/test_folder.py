@@ -150,11 +150,13 @@ def test_publish_moves_and_forgets_the_upload(tmp_path: Path) -> None:
     folder = staging(tmp_path, data)
     Uploader(folder, MemoryBackend()).upload(data)
     assert len(journals(folder)) == 2
+    os.utime(Path(folder.path) / "unsent" / PACK, ns=(0, 0))
     for _ in range(2):
         folder.publish(data)
         assert not unsent(folder)
         assert not journals(folder)
         assert {name: folder.copies.get(name) for name in data} == data
+    assert min(file.modified_ns for file in folder.copies.files()) > 0, "what counts is when it was published"
     folder.publish([NAMES[3]])  # evicted long ago
 
 

@@ -4,7 +4,7 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -22,6 +22,7 @@ from tensorstore_ck.errors import (
 )
 from tensorstore_ck.ratelimit import RateLimit
 from tensorstore_ck.tiers import StagingFolder, Uploader, uploadround
+from tensorstore_ck.tiers.journal import JournalEntry
 from tests.crash.faulty import Death, Faults, FaultyBackend
 from tests.tiers.places import PACK, PART, PieceStore, held, journals, staging, unsent
 
@@ -162,17 +163,39 @@ def test_an_upload_that_goes_while_it_is_under_way(tmp_path: Path, marker: str) 
     original = store.call
 
     def call(action: str, name: str, method: str, **arguments: Any) -> dict[str, Any]:
+        calls.append(method)
         if method == marker and (method == "complete_multipart_upload" or arguments["PartNumber"] == 3) and not gone:
             gone.append(method)
             store.pending.clear()
         return original(action, name, method, **arguments)
 
     gone: list[str] = []
+    calls: list[str] = []
     store.call = call  # type: ignore[method-assign]
-    uploader(staging(tmp_path, OBJECTS), store, requests=2).upload(OBJECTS, on_bytes=told)
+    uploader(staging(tmp_path, OBJECTS), store).upload(OBJECTS, on_bytes=told)
     assert gone
+    assert calls.count("upload_part") == 3 + 4 if marker == "upload_part" else 4 + 4
     assert held(store) == OBJECTS
     assert told.total == sum(map(len, OBJECTS.values()))
+
+
+def test_an_upload_whose_pieces_do_not_fit_begins_anew(tmp_path: Path) -> None:
+    store = PieceStore()
+    folder = interrupted(tmp_path, store)
+    original, refused = store._complete_multipart_upload, ClientError()
+
+    def complete(**arguments: Any) -> dict[str, Any]:
+        if store.sent[PACK, 1] == 1:
+            raise BackendUnavailableError("one or more of the specified parts could not be found") from refused
+        return original(**arguments)
+
+    store._complete_multipart_upload = complete  # type: ignore[assignment, method-assign]
+    uploader(folder, store).upload(OBJECTS)
+    assert held(store) == OBJECTS
+
+
+class ClientError(Exception):
+    response: ClassVar = {"Error": {"Code": "InvalidPart"}}
 
 
 def test_a_piece_of_another_size_is_sent_again(tmp_path: Path) -> None:
@@ -389,7 +412,8 @@ def test_drop_does_not_need_the_store(tmp_path: Path) -> None:
     store = PieceStore()
     folder = interrupted(tmp_path, store)
     store.faults = Faults("unavailable", 1, persistent=True)
+    folder.journal.write(JournalEntry(PART, "1000/other"))
     uploader(folder, store).drop(OBJECTS)
     assert not unsent(folder)
     assert not journals(folder)
-    assert store.faults.calls == 1
+    assert store.faults.calls == 1, "a server that does not answer is asked once"

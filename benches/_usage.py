@@ -1,9 +1,11 @@
-"""What the machine did meanwhile that was not ours: a bench on a busy machine measures its neighbours.
+"""What the machine did meanwhile: how much of it others used, since a bench on a busy machine measures its neighbours; and what memory
+a family of processes holds.
 
 Linux only. Ours are this process and its descendants; the kernel's own threads count as others, so a bench that writes much to a
 disk sees a little of itself.
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -46,6 +48,16 @@ def family(root: int) -> list[int]:
     for pid in found:
         found += children.get(pid, [])
     return found
+
+
+def pss_bytes(root: int) -> int:
+    """What a process and its descendants hold, memory that they share counted once. Takes the kernel some 15 ms a GiB."""
+    total = 0
+    for pid in family(root):
+        with contextlib.suppress(OSError):  # it has ended
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return total
 
 
 def _all_seconds() -> float:

@@ -1,0 +1,194 @@
+"""A store in memory that takes uploads in pieces, a staging folder on a disk, and processes that fail, die and come back in between."""
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, cast
+
+import pytest
+import torch
+
+from tensorstore_ck.backend import s3upload, s3writer
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.resumable import Upload
+from tensorstore_ck.backend.s3upload import Destination
+from tensorstore_ck.events import Event
+from tensorstore_ck.opening import init_store, make_engine, read_config
+from tensorstore_ck.saving import PendingSnapshot
+from tensorstore_ck.store import Store
+from tensorstore_ck.table import MemoryTable
+from tensorstore_ck.tiers import Staging, StagingFolder, Tier, TieredBackend, Uploader
+from tensorstore_ck.tiers import copies as copies_module
+from tensorstore_ck.tiers import folder as folder_module
+from tensorstore_ck.tiers.journal import UploadJournal
+from tests.crash.faulty import Faults, FaultyBackend
+from tests.tiers.places import PieceStore
+
+SECONDS: Final = 30.0
+"""After which a test is told that what it waits for does not come."""
+KIB: Final = 1 << 10
+PIECE_BYTES: Final = 64 * KIB
+FROZEN_BYTES: Final = 100 * KIB
+MOVING_BYTES: Final = 150 * KIB
+CAPACITY_BYTES: Final = 64 << 20
+
+_CHANGING: Final = {"rename", "unlink", "utime", "makedirs"}
+
+
+class Client(FaultyBackend):
+    """One process's connection to the server, which takes objects in pieces."""
+
+    def __init__(self, server: PieceStore, faults: Faults) -> None:
+        super().__init__(cast(Backend, server), faults, atomic_put=True)
+        self.is_local = False
+
+    def begin_upload(self, name: str, size_bytes: int) -> Upload:
+        return s3upload.begin(Destination(self, name, name, size_bytes))
+
+    def resume_upload(self, name: str, size_bytes: int, token: str) -> Upload:
+        return s3upload.resume(Destination(self, name, name, size_bytes), token)
+
+    def give_up_upload(self, name: str, token: str) -> None:
+        self._faults.call(f"give up {name}", lambda: self._inner.give_up_upload(name, token))  # type: ignore[attr-defined]
+
+    def call(self, action: str, name: str, method: str, **arguments: Any) -> dict[str, Any]:
+        inner = cast(PieceStore, self._inner)
+        reply: dict[str, Any] = self._faults.call(f"{method} {name}", lambda: inner.call(action, name, method, **arguments))
+        return reply
+
+
+class FaultyOs:
+    """The module `os`, whose changes of a disk fail and die as `faults` say."""
+
+    faults: Faults | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(os, name)
+        if self.faults is None or name not in _CHANGING:
+            return found
+        return lambda *args, **kwargs: cast(Faults, self.faults).call(f"{name} {_tail(args[0])}", lambda: found(*args, **kwargs))
+
+
+def _tail(path: object) -> str:
+    return "/".join(str(path).split("/")[-3:])
+
+
+DISK: Final = FaultyOs()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small pieces, no waiting, and a disk that can fail."""
+    monkeypatch.setattr(s3writer, "PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(random, "uniform", lambda *_: 0.0)
+    monkeypatch.setattr(folder_module, "os", DISK)
+    monkeypatch.setattr(copies_module, "os", DISK)
+    yield
+    DISK.faults = None
+
+
+class Process:
+    """One process's open store: it dies when its faults say so."""
+
+    def __init__(
+        self,
+        server: PieceStore,
+        path: Path,
+        *,
+        store_faults: Faults | None = None,
+        disk_faults: Faults | None = None,
+        capacity_bytes: int = CAPACITY_BYTES,
+    ) -> None:
+        config = read_config(cast(Backend, server)) or init_store(cast(Backend, server))
+        backend = cast(Backend, Client(server, store_faults or Faults()))
+        folder = StagingFolder(path, config.uuid, capacity_bytes)
+        folder.check()
+        if disk_faults is not None:
+            faulty = FaultyBackend(LocalBackend(folder.path), disk_faults, atomic_put=True)
+            folder.unsent = cast(LocalBackend, FaultyBackend(folder.unsent, disk_faults, atomic_put=False))
+            folder._root = cast(LocalBackend, faulty)
+            folder.journal = UploadJournal(cast(Backend, faulty))
+        DISK.faults = disk_faults
+        engine = make_engine(backend, config, MemoryTable(), sleep=lambda _: None)
+        tiered = TieredBackend(folder, backend)
+        uploader = Uploader(folder, backend, max_parallel_requests=1, sleep=lambda _: None)
+        engine.backend, engine.tier = tiered, Tier(folder, uploader, tiered, Staging(path))
+        self.folder = folder
+        self.events: list[Event] = []
+        self.store = Store(engine, host_memory_bytes=64 << 20)
+        self.store.on_event(self.events.append)
+
+    @property
+    def view(self) -> Any:
+        self.store._engine.log.sync()
+        return self.store._engine.log.view()
+
+    def put(self, step: int, ref: str = "job", **options: Any) -> PendingSnapshot:
+        return self.store.put_snapshot_async(state_of(step), ref=ref, step=step, **options)
+
+    def told(self, kind: str) -> list[Event]:
+        return [event for event in self.events if event.kind == kind]
+
+    def end(self) -> None:
+        """Leaves what is not published where it is."""
+        self.store.drain(0)
+        self.store._saver.close()
+
+
+@contextlib.contextmanager
+def process(server: PieceStore, path: Path, **options: Any) -> Iterator[Process]:
+    made = Process(server, path, **options)
+    try:
+        yield made
+    finally:
+        made.store.drain(0)
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """A tensor that stays, and one whose blocks are new."""
+    return {"frozen": _noise(-1, FROZEN_BYTES), "moving": _noise(step, MOVING_BYTES), "step": step}
+
+
+def _noise(seed: int, size_bytes: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(random.Random(seed).randbytes(size_bytes)), dtype=torch.uint8)
+
+
+def ended(pending: PendingSnapshot) -> BaseException | None:
+    """Waits for the end: the error, if it was one."""
+    try:
+        pending.wait(SECONDS)
+    except BaseException as exc:  # noqa: BLE001 - tests look at it
+        return exc
+    return None
+
+
+def check(store: Store, step: int, address: str | None = None) -> None:
+    """What is stored of a step is what was put."""
+    found, expected = store.checkout(address or f"job@{step}"), state_of(step)
+    assert found["step"] == step
+    for name in ("frozen", "moving"):
+        assert torch.equal(found[name], expected[name]), f"{name} of step {step} is wrong"
+
+
+def leftovers(folder: StagingFolder) -> list[str]:
+    """What is there of puts that are over, copies apart."""
+    return [info.name for info in LocalBackend(folder.path).list("") if not info.name.startswith("copies/")]
+
+
+def require_all_well(server: PieceStore, path: Path, steps: list[int | None]) -> None:
+    """Another process, on another host, sees just these steps, each as it was put; and this host's disk has nothing left."""
+    with process(server, path.with_name("elsewhere")) as other:
+        assert [snapshot.step for snapshot in reversed(other.store.log("job"))] == steps
+        for step in steps:
+            assert step is not None
+            check(other.store, step)
+        view = other.view
+        assert [pin.owner for pin in view.pins()] == []
+        assert [info.step for _, info in view.all_staged()] == []
+        report = other.store.fsck(read_data=True)
+        assert report.ok, report.findings
+    folder = StagingFolder(path, read_config(cast(Backend, server)).uuid, CAPACITY_BYTES)  # type: ignore[union-attr]
+    assert leftovers(folder) == []
