@@ -12,7 +12,7 @@ from tensorstore_ck.blockreader import ReadBlocks
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import Body, take
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.hostreads import HOST_KEY_BYTES, HostReads, host_key
+from tensorstore_ck.hostreads import HostReads, host_key
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.ranks import Duties, Group, open_group
@@ -43,28 +43,30 @@ class Groups:
         self._groups: weakref.WeakKeyDictionary[ProcessGroup, tuple[Group, dict[bytes, int]]] = weakref.WeakKeyDictionary()
         """With the layouts that it has put, and how often: see `run_put`."""
         self._publishing: weakref.WeakKeyDictionary[ProcessGroup, Group] = weakref.WeakKeyDictionary()
-        self._local_ranks: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+        self._told: weakref.WeakKeyDictionary[ProcessGroup, dict[str, list[bytes]]] = weakref.WeakKeyDictionary()
 
-    def local_ranks(self, group: "ProcessGroup", *, timeout_seconds: float) -> int:
-        """How many ranks of a group are on this host, this one among them; asks all of them once."""
-        if group not in self._local_ranks:
-            title = "the count of the ranks of each host"
-            own = self.of(group)[0]
-            attempt = own.begin(title, object_id=title, timeout=timeout_seconds)
+    def tell_all(self, group: "ProcessGroup", title: str, value: bytes, *, timeout_seconds: float) -> list[bytes]:
+        """What each rank of a group says, a few bytes; the ranks ask each other once for each `title`."""
+        told = self._told.setdefault(group, {})
+        if title not in told:
+            attempt = self.of(group)[0].begin(title, object_id=title, timeout=timeout_seconds)
+            values: list[list[bytes]] = []
 
             def compare(hellos: list[Body]) -> Body:
-                return {"hosts": b"".join(take(hello, "host", bytes).ljust(HOST_KEY_BYTES, b"\0") for hello in hellos)}
-
-            counts: list[int] = []
+                return {"values": [take(hello, "value", bytes) for hello in hellos]}
 
             def work(go: Body) -> Body:
-                hosts = np.frombuffer(take(go, "hosts", bytes), f"V{HOST_KEY_BYTES}")
-                counts.append(int((hosts == hosts[own.rank]).sum()))
+                values.append(take(go, "values", list))
                 return {}
 
-            attempt.run(Duties(lambda: {"host": host_key()}, work, None, compare, lambda _: {}))
-            self._local_ranks[group] = counts[0]
-        return self._local_ranks[group]
+            attempt.run(Duties(lambda: {"value": value}, work, None, compare, lambda _: {}))
+            told[title] = values[0]
+        return told[title]
+
+    def local_ranks(self, group: "ProcessGroup", *, timeout_seconds: float) -> int:
+        """How many ranks of a group are on this host, this one among them."""
+        hosts = self.tell_all(group, "the count of the ranks of each host", host_key(), timeout_seconds=timeout_seconds)
+        return hosts.count(hosts[group.rank()])
 
     def restore(
         self,

@@ -32,7 +32,6 @@ SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - folders in it have names
 WINDOW_BYTES: Final = 16 << 20
 """Passed on at a time; `WINDOWS` of them are in use at a time."""
 PAGE_BYTES: Final = 4096
-HOST_KEY_BYTES: Final = 8
 WINDOWS: Final = 2
 STALE_SECONDS: Final = 3600
 POLL_SECONDS: Final = (0.0005, 0.02)
@@ -49,7 +48,7 @@ def host_key(folder: Path = SHARED_MEMORY) -> bytes:
         boot, place = Path("/proc/sys/kernel/random/boot_id").read_bytes(), os.stat(folder)
     except OSError:
         return b""
-    return bytes(derived_hash("host of a rank", boot, f"{place.st_dev} {place.st_ino} {os.geteuid()}".encode())[:HOST_KEY_BYTES])
+    return bytes(derived_hash("host of a rank", boot, f"{place.st_dev} {place.st_ino} {os.geteuid()}".encode())[:8])
 
 
 class HostReads:

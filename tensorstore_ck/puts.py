@@ -18,6 +18,7 @@ from tensorstore_ck.saving import DrainReport, OnFull, PendingSnapshot, Preempti
 from tensorstore_ck.saving.exiting import finish_at_exit
 from tensorstore_ck.saving.handle import Handle
 from tensorstore_ck.saving.hostmemory import default_limit_bytes
+from tensorstore_ck.saving.peering import connect_peers
 from tensorstore_ck.saving.resumed import resume_alone, resume_ranks
 from tensorstore_ck.seen import LAST_SEEN, Asked, LastSeen, asked
 from tensorstore_ck.snapshot import Snapshot
@@ -205,6 +206,8 @@ class SavingStore(ManagedStore):
             for job in resume_ranks(self._handle, self._engine.tier, group, timeout_seconds):
                 self._saver.resume(job)
             self._resumed_groups.add(group)
+            if self._engine.tier.options.replicate_to_peers:
+                connect_peers(self._handle, self._engine.tier, group, timeout_seconds)
 
     def _job(
         self,
@@ -231,8 +234,11 @@ class SavingStore(ManagedStore):
         return GroupJob(self._handle, group, ask, state, rank_state, ref=ref, step=step, frozen=frozen, timeout_seconds=timeout_seconds)
 
     def _open_arena(self) -> "Arena":
+        import torch  # noqa: PLC0415 - takes a second
+
         from tensorstore_ck.state.buffers import Arena  # noqa: PLC0415 - loads torch
 
         if self._engine.tier is None:
             finish_at_exit(self._saver)
-        return Arena(self._host_memory_bytes or default_limit_bytes(self._local_ranks))
+        limit_bytes = self._host_memory_bytes or default_limit_bytes(self._local_ranks)
+        return Arena(limit_bytes, pinned=torch.cuda.is_initialized())

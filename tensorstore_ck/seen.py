@@ -47,9 +47,9 @@ class Seen:
         seen = self._refs.get(ref)
         self._refs[ref] = _Ref(seen.head if seen is not None else None, root)
 
-    def note_published(self, ref: str, root: Digest, staged: Digest | None) -> None:
-        """What was staged before is on the ref now; `staged` is what was staged after it, if anything was."""
-        self._refs[ref] = _Ref(root, staged or root)
+    def note_published(self, ref: str, root: Digest) -> None:
+        """What was staged before is on the ref now; the state in memory may be what was staged after it."""
+        self._refs[ref] = self._refs[ref]._replace(head=root)
 
     def adopt(self, view: RefTable, ref: str) -> None:
         """Goes on from wherever the ref is, if this handle has not seen it."""

@@ -155,6 +155,12 @@ class Group:
             misfit=self._misfit,
         )
 
+    @property
+    def nonce(self) -> Ulid:
+        """What rank 0 drew for this group; known once an attempt was begun."""
+        assert self._nonce is not None
+        return self._nonce
+
     def _channel(self, prefix: str) -> Channel:
         return Channel(self._run, self._scope + prefix, ranks=self.ranks, clock=self._clock, sleep=self._sleep)
 

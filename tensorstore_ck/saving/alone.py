@@ -73,7 +73,7 @@ class AloneJob:
                 engine, tier, self._captured, request, chain=self._handle.chain(self.ref), meter=course.meter, offline=offline
             )
             seen.note_staged(self.ref, staged.info.root)
-            self._staged = StagedPut(self._handle, tier, staged.manifest)
+            self._staged = StagedPut(self._handle, tier, [staged.manifest])
             self._staged.announce_soon()
             return None
         request = seen.as_of_now(engine, self._asked)
@@ -81,6 +81,9 @@ class AloneJob:
         info = put(engine, self._captured, request, course.meter)
         seen.note(self.ref, info.root, info.root)
         return info
+
+    def replicate(self, course: Course) -> None:
+        """There are no others."""
 
     def publish(self, course: Course) -> SnapshotInfo:
         """Uploads what was staged, and publishes it."""

@@ -2,10 +2,11 @@
 
 import random
 import time
+import weakref
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, UndecidedError
@@ -20,6 +21,11 @@ from tensorstore_ck.seen import Seen
 from tensorstore_ck.staging.chain import StagedChain
 from tensorstore_ck.staging.manifest import Manifest
 from tensorstore_ck.tiers import Tier
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from tensorstore_ck.peers import Replicator
 
 T = TypeVar("T")
 
@@ -37,6 +43,8 @@ class Handle:
     """Waits until an upload has ended; False if there is none."""
     frozen: FrozenTensors = field(default_factory=FrozenTensors)
     chains: dict[str, StagedChain] = field(default_factory=dict)
+    replicators: "weakref.WeakKeyDictionary[ProcessGroup, Replicator]" = field(default_factory=weakref.WeakKeyDictionary)
+    """Of the groups whose ranks keep copies of each other's staged files."""
 
     def chain(self, ref: str) -> StagedChain:
         """What was staged on a ref."""
@@ -44,10 +52,9 @@ class Handle:
 
     def published(self, ref: str, txn: Ulid, root: Digest) -> None:
         """A staged put of this handle is on its ref."""
-        chain = self.chain(ref)
-        chain.remove(txn)
+        self.chain(ref).remove(txn)
         if self.seen.knows(ref):  # else this process has only finished what another one began
-            self.seen.note_published(ref, root, chain.last_root())
+            self.seen.note_published(ref, root)
 
     def make_room(self, ref: str, needed_bytes: int) -> None:
         """Makes sure that a put has room: on the staging disk, if need be by waiting for uploads; else in the store.

@@ -54,6 +54,9 @@ class Job(UploadJob, Protocol):
     def frozen_bytes(self) -> int:
         """That need not be captured."""
 
+    def replicate(self, course: Course) -> None:
+        """Has what was staged kept on other hosts as well, where that is wanted; never fails."""
+
     def agree(self, decide: Callable[[], Turn]) -> Turn:
         """What `decide` says on the rank that decides."""
 

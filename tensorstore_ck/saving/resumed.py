@@ -7,11 +7,11 @@ for a job that has the missing hosts.
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import Body, take
-from tensorstore_ck.errors import StoreError
 from tensorstore_ck.ids import Ulid, ulid_text
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.ranks import Duties
@@ -20,7 +20,7 @@ from tensorstore_ck.saving.course import Course
 from tensorstore_ck.saving.handle import Handle
 from tensorstore_ck.saving.stagedput import StagedPut
 from tensorstore_ck.saving.stagedranks import StagedRanks
-from tensorstore_ck.staging.manifest import Manifest, decode_manifest
+from tensorstore_ck.staging.manifest import Manifest, read_manifests
 from tensorstore_ck.staging.publish import clean_up, give_up
 from tensorstore_ck.tiers import StagingFolder, Tier
 
@@ -46,23 +46,28 @@ class ResumedJob:
 
 def find_manifests(folder: StagingFolder) -> list[Manifest]:
     """What was staged here and is not published, oldest first; what is damaged is told, and left where it is."""
-    found = []
-    for key in folder.list_manifests():
-        try:
-            found.append(decode_manifest(folder.read_manifest(key), key))
-        except StoreError as exc:
-            _logger.warning("a staged snapshot cannot be gone on with: %s; see `tsck staging`", exc)
-    return sorted(found, key=lambda manifest: (manifest.txn, manifest.rank))
+    found, damaged = read_manifests(folder)
+    for problem in damaged.values():
+        _logger.warning("a staged snapshot cannot be gone on with: %s; see `tsck staging`", problem)
+    return found
+
+
+def sweep(tier: Tier) -> None:
+    """Deletes what processes left that ended before they had staged it. Nobody else may use the folder."""
+    found, damaged = read_manifests(tier.folder)
+    if not damaged:  # else what it names may still be of use to somebody
+        tier.uploader.drop(tier.folder.unnamed({name for manifest in found for name in manifest.names}))
 
 
 def resume_alone(handle: Handle, tier: Tier) -> list[ResumedJob]:
     """What single processes have left."""
+    tier.folder.enter(lambda: sweep(tier))
     jobs = []
     for manifest in find_manifests(tier.folder):
         if manifest.ranks == 1 and manifest.lead is not None:
             record = decode_record(manifest.lead.record, record_name(manifest.txn))
-            handle.chain(manifest.ref).add(manifest.txn, record.root(), {}, frozenset(manifest.names))
-            put = StagedPut(handle, tier, manifest)
+            handle.chain(manifest.ref).add_found(manifest.txn, record.root(), manifest.names)
+            put = StagedPut(handle, tier, [manifest])
             put.announce_soon()
             jobs.append(ResumedJob(put, manifest.ref, manifest.step, 0))
     return jobs
@@ -82,20 +87,34 @@ def resume_ranks(handle: Handle, tier: Tier, group: "ProcessGroup", timeout_seco
         handle.engine.log.sync()
         for txn, verdict, owners in take(go, "found", list):
             mine = [here[Ulid(txn), rank] for rank, finder in owners if finder == own.rank]
+            others = [here[Ulid(txn), rank] for rank, finder in owners if finder != own.rank and (txn, rank) in here]
             info = handle.engine.log.view().staged(txn)
             if verdict == RESUME and info is not None:
-                handle.chain(info.ref).add(Ulid(txn), info.root, {}, frozenset(name for each in mine for name in each.names))
-                publishing = handle.groups.publishing(group)
-                put = StagedRanks(handle, publishing, Ulid(txn), info.ref, mine, timeout_seconds=timeout_seconds)
+                handle.chain(info.ref).add_found(Ulid(txn), info.root, [name for each in mine for name in each.names])
+                put = StagedRanks(
+                    handle,
+                    handle.groups.publishing(group),
+                    Ulid(txn),
+                    info.ref,
+                    mine,
+                    timeout_seconds=timeout_seconds,
+                    on_end=partial(_drop_copies, tier, others),
+                )
                 jobs.append(ResumedJob(put, info.ref, info.step, own.rank))
             elif verdict in (PUBLISHED, LOST):
-                for manifest in mine:
+                for manifest in (*mine, *others):
                     clean_up(tier, manifest, published=verdict == PUBLISHED)
         return {}
 
     attempt = own.begin(title, object_id=title, timeout=timeout_seconds)
     attempt.run(Duties(lambda: {"found": [[*key, here[key].ranks] for key in sorted(here)]}, work, None, compare, lambda _: {}))
     return jobs
+
+
+def _drop_copies(tier: Tier, manifests: Sequence[Manifest]) -> None:
+    """What another rank has brought to its end lies on this disk, too: as a copy for a lost host, or since both share the disk."""
+    for manifest in manifests:
+        clean_up(tier, manifest, published=False)
 
 
 class _Finders(NamedTuple):
@@ -121,7 +140,7 @@ def _verdict(engine: Engine, txn: bytes, found: _Finders) -> list[Any]:
     if view.snapshot(txn) is not None:
         return [txn, PUBLISHED, owners]
     if view.staged(txn) is None:  # its ranks were stopped before all had staged
-        give_up(engine, None, Ulid(txn))
+        give_up(engine, Ulid(txn))
         return [txn, LOST, owners]
     missing = sorted(set(range(found.ranks)) - found.owners.keys())
     if missing:

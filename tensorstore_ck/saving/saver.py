@@ -1,5 +1,5 @@
 """The queue of puts of one store handle: what is captured waits here for the one thread that stores it, in order; and what was stored on
-a staging disk, for the one that uploads and publishes it.
+a staging disk, for the one that has it copied to other hosts, and the one that uploads and publishes it.
 
 Memory is the only thing that can run out: whether a put waits for it, is skipped, or takes that of queued ones is decided before anything
 is captured, for many ranks by rank 0 alone (`Job.agree`), so that ranks never drop different snapshots. An error is kept until somebody
@@ -50,6 +50,7 @@ class Saver:
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._stores: Lane[Item] = Lane("tsck-save", self._changed, self._store)
+        self._copies: Lane[Item] = Lane("tsck-copy", self._changed, self._copy)
         self._uploads: Lane[Item] = Lane("tsck-publish", self._changed, self._publish)
         self._memory = CaptureMemory(self._open_arena)
         self._untold: list[Item] = []
@@ -293,17 +294,18 @@ class Saver:
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _items(self) -> list[Item]:
-        return [*self._uploads.items(), *self._stores.items()]
+        with self._changed:
+            return list(dict.fromkeys((*self._uploads.items(), *self._copies.items(), *self._stores.items())))
 
     def _is_idle(self) -> bool:
-        return self._stores.is_idle() and self._uploads.is_idle()
+        return self._stores.is_idle() and self._copies.is_idle() and self._uploads.is_idle()
 
     def _is_done(self) -> bool:
         """Whether nothing is under way but what was given up."""
         return all(item.course.dropped == "abandoned" for item in self._items())
 
     def _is_on_a_lane(self) -> bool:
-        return self._stores.is_mine() or self._uploads.is_mine()
+        return self._stores.is_mine() or self._copies.is_mine() or self._uploads.is_mine()
 
     def _store(self, item: Item) -> None:
         item.begun = time.monotonic()
@@ -321,7 +323,11 @@ class Saver:
         self._emit(item.course, "staged", write_seconds=progress.stage_seconds["write"], new_bytes=progress.stage_bytes["write"])
         item.course.reach(Stage.STAGED)
         if item.is_beside:
-            self._uploads.put(item)
+            self._copies.put(item)
+
+    def _copy(self, item: Item) -> None:
+        item.job.replicate(item.course)
+        self._uploads.put(item)
 
     def _publish(self, item: Item) -> None:
         try:

@@ -1,8 +1,22 @@
-"""The second step of a put of one process: what was staged is uploaded and published, however long the store does not answer."""
+"""The second step of a put whose disks one process sees: what was staged is uploaded and published, however long the store does not answer.
 
+It is given up only when it can never be published. Whatever else fails is told, and it stays on the disk for the next process.
+"""
+
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Final
 
-from tensorstore_ck.errors import RetryableError, SnapshotDroppedError, StoreError
+from tensorstore_ck.errors import (
+    ConflictError,
+    CorruptObjectError,
+    MissingObjectError,
+    RetryableError,
+    SnapshotAbortedError,
+    SnapshotDroppedError,
+    SnapshotExpiredError,
+    StoreError,
+)
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.saving.course import Course
 from tensorstore_ck.saving.handle import Handle
@@ -11,22 +25,28 @@ from tensorstore_ck.staging.publish import clean_up, give_up, publish
 from tensorstore_ck.staging.stage import announce
 from tensorstore_ck.tiers import Tier
 
+_FINAL: Final = (ConflictError, SnapshotAbortedError, SnapshotExpiredError, CorruptObjectError, MissingObjectError)
+"""After these it can never be published."""
+
 
 class StagedPut:
     """One staged put, by the process that staged it or by one that found it."""
 
-    def __init__(self, handle: Handle, tier: Tier, manifest: Manifest) -> None:
-        """`manifest` is that of the only rank."""
-        assert manifest.lead is not None
+    def __init__(self, handle: Handle, tier: Tier, manifests: Sequence[Manifest]) -> None:
+        """`manifests` are those of all its ranks, the first one that of rank 0."""
+        lead = manifests[0].lead
+        assert lead is not None
         self._handle = handle
         self._tier = tier
-        self._manifest = manifest
-        self._lead = manifest.lead
+        self._manifests = manifests
+        self._lead = lead
+        self._txn = manifests[0].txn
+        self._ref = manifests[0].ref
 
     def announce_soon(self) -> None:
-        """Has the log say that it is staged; if the store does not answer, `publish` will."""
-        with suppress(RetryableError):
-            announce(self._handle.engine, self._lead, self._manifest.txn, self._manifest.ref)
+        """Has the log say that it is staged; if that fails, `publish` will meet it again."""
+        with suppress(StoreError):
+            announce(self._handle.engine, self._lead, self._txn, self._ref)
 
     def publish(self, course: Course) -> SnapshotInfo:
         """Uploads and publishes it.
@@ -34,35 +54,40 @@ class StagedPut:
         Raises:
             SnapshotDroppedError: it was cancelled; or abandoned, and stays on the disk for the next process.
             ConflictError: the ref is elsewhere: it is given up.
+            StoreError: likewise; or it stays on the disk, which the error's note says.
         """
-        engine, manifest, txn = self._handle.engine, self._manifest, self._manifest.txn
+        engine, txn, patiently = self._handle.engine, self._txn, self._handle.patiently
         try:
-            self._handle.patiently(course, "the log entry of what was staged", lambda: announce(engine, self._lead, txn, manifest.ref))
-            self._handle.upload(course, self._tier, manifest, course.check)
+            patiently(course, "the log entry of what was staged", lambda: announce(engine, self._lead, txn, self._ref))
+            for manifest in self._manifests if engine.log.view().staged(txn) is not None else ():
+                self._handle.upload(course, self._tier, manifest, course.check)
             attempt = engine.new_id()
             with course.meter.timed("commit"):
-                self._handle.patiently(course, "publishing", lambda: publish(engine, self._lead, txn, attempt, manifest.ref))
+                patiently(course, "publishing", lambda: publish(engine, self._lead, txn, attempt, self._ref))
         except SnapshotDroppedError:
             if course.dropped != "abandoned":
                 self._give_up(course)
             raise
-        except StoreError:
+        except _FINAL:
             self._give_up(course)
+            raise
+        except StoreError as exc:
+            exc.add_note("(it stays on the staging disk: the next process that opens the store with it goes on)")
             raise
         info = engine.log.view().snapshot(txn)
         assert info is not None
-        self._handle.published(manifest.ref, txn, info.root)
-        clean_up(self._tier, manifest, published=True)
+        self._handle.published(self._ref, txn, info.root)
+        for manifest in self._manifests:
+            clean_up(self._tier, manifest, published=True)
         return info
 
     def _give_up(self, course: Course) -> None:
         """It will never be published: the log says so, if it answers, and the disk is freed."""
-        manifest, chain = self._manifest, self._handle.chain(self._manifest.ref)
+        chain = self._handle.chain(self._ref)
         try:
-            give_up(self._handle.engine, self._lead, manifest.txn)
-        except RetryableError as exc:
-            self._handle.retried(
-                course, "giving up what was staged", exc, 0.0
-            )  # whoever looks through the log finds it: see `tsck staging`
-        chain.remove(manifest.txn)
-        clean_up(self._tier, manifest, published=False, needed=chain.needed(manifest.txn))
+            give_up(self._handle.engine, self._txn)
+        except RetryableError as exc:  # whoever looks through the log finds it: see `tsck staging`
+            self._handle.retried(course, "giving up what was staged", exc, 0.0)
+        chain.remove(self._txn)
+        for manifest in self._manifests:
+            clean_up(self._tier, manifest, published=False, needed=chain.needed(self._txn))

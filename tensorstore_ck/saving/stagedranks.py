@@ -5,7 +5,7 @@ the ranks' publishing threads, as long as ranks or the store do not answer in ti
 attempt: one that was given up never publishes; and of the staged snapshot: published, or given up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from tensorstore_ck.envelope import Body, take
@@ -24,7 +24,18 @@ TRIES: Final = 5
 class StagedRanks:
     """One rank's side of one staged put."""
 
-    def __init__(self, handle: Handle, group: Group, txn: Ulid, ref: str, manifests: Sequence[Manifest], *, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        handle: Handle,
+        group: Group,
+        txn: Ulid,
+        ref: str,
+        manifests: Sequence[Manifest],
+        *,
+        timeout_seconds: float,
+        on_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`manifests` are those that this rank uploads; `on_end` is called when the snapshot is published, or given up."""
         assert handle.engine.tier is not None
         self._handle = handle
         self._tier = handle.engine.tier
@@ -33,6 +44,7 @@ class StagedRanks:
         self._manifests = manifests
         self._group = group
         self._timeout_seconds = timeout_seconds
+        self._on_end = on_end
         self._lead: Lead | None = None
 
     def publish(self, course: Course) -> SnapshotInfo:
@@ -101,7 +113,7 @@ class StagedRanks:
         return attempt.run(Duties(hello, work, settle, compare, commit))
 
     def _lost(self, reason: str) -> Body:
-        published = give_up(self._handle.engine, self._lead, self._txn)
+        published = give_up(self._handle.engine, self._txn)
         return {"lost": reason} if published is None else {}
 
     def _state(self, view: RefTable) -> Body | None:
@@ -116,6 +128,7 @@ class StagedRanks:
             chain.remove(self._txn)
             for manifest in self._manifests:
                 clean_up(self._tier, manifest, published=False, needed=chain.needed(self._txn))
+            self._on_end()
             raise SnapshotAbortedError(f"the put to {self._ref!r} was staged, but not published: {outcome['lost']}", object_id=self._ref)
         self._handle.engine.log.sync()
         info = self._handle.engine.log.view().snapshot(self._txn)
@@ -124,6 +137,7 @@ class StagedRanks:
         self._handle.published(self._ref, self._txn, info.root)
         for manifest in self._manifests:
             clean_up(self._tier, manifest, published=True)
+        self._on_end()
         return info
 
 

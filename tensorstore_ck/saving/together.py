@@ -4,10 +4,13 @@ A put beside the training takes its state apart and copies it where it is called
 What can fail on one rank alone is told to all: else they would wait for a rank that is never with them again.
 """
 
+import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
 
 from tensorstore_ck.envelope import Body, take
+from tensorstore_ck.errors import StoreError
 from tensorstore_ck.layout import Captured
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.parallel import cpu_threads
@@ -17,6 +20,7 @@ from tensorstore_ck.saving.handle import Handle, frozen_bytes
 from tensorstore_ck.saving.job import Turn
 from tensorstore_ck.saving.stagedranks import StagedRanks
 from tensorstore_ck.seen import Asked
+from tensorstore_ck.staging.manifest import Manifest
 from tensorstore_ck.staging.stage import Staged, StagedRankPut
 from tensorstore_ck.state.buffers import Slot, copied_bytes, copy_captured
 from tensorstore_ck.state.capture import capture
@@ -25,6 +29,8 @@ from tensorstore_ck.tiers import Tier
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+_logger: Final = logging.getLogger("tensorstore_ck")
 
 
 class GroupJob:
@@ -63,6 +69,8 @@ class GroupJob:
         self._asked: Asked | None = None
         self._states: RankStates | None = None
         self._staged: StagedRanks | None = None
+        self._manifest: Manifest | None = None
+        self._replicator = handle.replicators.get(group)
 
     def prepare(self) -> None:
         """Takes the state apart, before the other ranks are asked for anything.
@@ -142,9 +150,31 @@ class GroupJob:
         staged = self._stage(engine.tier, prepare, course)
         seen.note_staged(self.ref, staged.info.root)
         group, manifest = self._handle.groups.publishing(self._group), staged.manifest
-        how = {"timeout_seconds": self._timeout_seconds}
-        self._staged = StagedRanks(self._handle, group, manifest.txn, manifest.ref, [manifest], **how)
+        self._manifest = manifest
+        self._staged = StagedRanks(
+            self._handle,
+            group,
+            manifest.txn,
+            manifest.ref,
+            [manifest],
+            timeout_seconds=self._timeout_seconds,
+            on_end=self._forget_copies,
+        )
         return None
+
+    def replicate(self, course: Course) -> None:
+        """Has what was staged kept on other hosts as well, where that is wanted; never fails."""
+        if self._replicator is None or self._manifest is None:
+            return
+        manifest = self._manifest
+
+        def warn(text: str) -> None:
+            _logger.warning("rank %d: a copy of what was staged for %s is missing: %s", self.rank, course, text)
+
+        try:
+            self._replicator.exchange(manifest.txn, manifest.encode(), manifest.names, warn=warn)
+        except StoreError as exc:
+            warn(str(exc))
 
     def publish(self, course: Course) -> SnapshotInfo:
         """Uploads what was staged, and publishes it with the others."""
@@ -180,6 +210,12 @@ class GroupJob:
     def _captured(self) -> list[Captured]:
         assert self._states is not None
         return [each for each in self._states if each is not None]
+
+    def _forget_copies(self) -> None:
+        """What this rank keeps for others of this put is not needed any more."""
+        if self._replicator is not None and self._manifest is not None:
+            with suppress(StoreError):  # found, and let go, by whoever opens the store with this disk next
+                self._replicator.forget(self._manifest.txn)
 
     def _local_bytes(self) -> int:
         """Of the tensors that this rank has."""

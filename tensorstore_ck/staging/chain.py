@@ -1,7 +1,7 @@
 """What one store handle has staged on a ref and not published yet, oldest first: the next put builds on it. Thread-safe."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from tensorstore_ck.ids import Digest, Ulid
@@ -18,6 +18,8 @@ class _Link(NamedTuple):
     added: Mapping[Digest, Location]
     """Where the blocks lie that it brought."""
     names: frozenset[str]
+    accepts: tuple[Digest | None, ...] | None
+    """Where it may find the ref; None if an earlier process staged it."""
 
 
 class StagedChain:
@@ -27,27 +29,38 @@ class StagedChain:
         self._lock = threading.Lock()
         self._links: list[_Link] = []
 
-    def add(self, txn: Ulid, root: Digest, added: Mapping[Digest, Location], names: frozenset[str]) -> None:
-        """Another one was staged."""
+    def add(self, txn: Ulid, root: Digest, added: Mapping[Digest, Location], names: frozenset[str], accepts: Accepts) -> None:
+        """This handle has staged another one."""
         with self._lock:
-            self._links.append(_Link(txn, root, added, names))
+            self._links.append(_Link(txn, root, added, names, () if isinstance(accepts, Anything) else accepts))
+
+    def add_found(self, txn: Ulid, root: Digest, names: Iterable[str]) -> None:
+        """An earlier process has staged it."""
+        with self._lock:
+            self._links.append(_Link(txn, root, {}, frozenset(names), None))
 
     def remove(self, txn: Ulid) -> None:
         """It is published, or given up."""
         with self._lock:
             self._links = [link for link in self._links if link.txn != txn]
 
-    def accepts(self, expect: Expected) -> Accepts:
-        """Where the ref may be when the next one is published: those before it may each be published by then, or given up."""
+    def accepts(self, expect: Expected, parent: Digest | None) -> Accepts:
+        """Where the ref may be when the next one is published: those before it may each be published by then, or given up.
+
+        What an earlier process staged is accepted only where this one goes on from it: `parent`.
+        """
         if isinstance(expect, Anything):
             return expect
         with self._lock:
-            return (expect, *(link.root for link in self._links))
+            roots = [link.root for link in self._links]
+            found = [roots[: at + 1] for at, link in enumerate(self._links) if link.root == parent and link.accepts is None]
+            own = [root for link in self._links if link.accepts is not None for root in (*link.accepts, link.root)]
+        return tuple(dict.fromkeys([expect, *own, *(found[-1] if found else [])]))
 
-    def last_root(self) -> Digest | None:
-        """The newest of them."""
+    def txns(self) -> list[Ulid]:
+        """Their transactions."""
         with self._lock:
-            return self._links[-1].root if self._links else None
+            return [link.txn for link in self._links]
 
     def location(self, block: Digest) -> Location | None:
         """Where a block of any of them lies."""

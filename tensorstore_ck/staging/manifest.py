@@ -1,4 +1,4 @@
-"""What lies beside staged objects, so that whoever finds them can upload and publish them: one manifest per rank. Pure.
+"""What lies beside staged objects, so that whoever finds them can upload and publish them: one manifest per rank.
 
 The rank that commits (rank 0) has a `Lead` in its own: everything that the publishing entry needs.
 """
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.envelope import Body, pack_body, take, take_count, unpack_body
-from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, StoreError
 from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, derived_hash, ulid_text
 from tensorstore_ck.ranks.publish import RankParts
+from tensorstore_ck.tiers import StagingFolder
 from tensorstore_ck.writer import ANY, Anything
 
 Accepts = tuple[Digest | None, ...] | Anything
@@ -29,6 +30,8 @@ class Lead(NamedTuple):
     accepts: Accepts
     pinned: Ulid | None
     """The published snapshot whose blocks it shares, which is pinned until then."""
+    after: Sequence[Ulid]
+    """Snapshots that were staged on the ref before it, whose blocks it may share: once they are published, they are pinned as well."""
     mark: tuple[str, str] | None
     """A mark for the snapshot, and the reason."""
 
@@ -106,6 +109,19 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
         raise CorruptObjectError(f"the staging manifest {name} is malformed: {exc!r}", object_id=name) from exc
 
 
+def read_manifests(folder: StagingFolder) -> tuple[list[Manifest], dict[str, StoreError]]:
+    """What lies in a folder, oldest first; and what cannot be read, by key."""
+    found, damaged = [], {}
+    for key in folder.list_manifests():
+        try:
+            found.append(decode_manifest(folder.read_manifest(key), key))
+        except MissingObjectError:
+            continue  # published or given up meanwhile
+        except StoreError as exc:
+            damaged[key] = exc
+    return sorted(found, key=lambda manifest: (manifest.txn, manifest.rank)), damaged
+
+
 def encode_lead(lead: Lead) -> Body:
     """As it travels."""
     return {
@@ -113,6 +129,7 @@ def encode_lead(lead: Lead) -> Body:
         "parts": [each.record() for each in lead.parts],
         "accepts": None if isinstance(lead.accepts, Anything) else list(lead.accepts),
         "pinned": lead.pinned,
+        "after": list(lead.after),
         "mark": None if lead.mark is None else list(lead.mark),
     }
 
@@ -129,6 +146,7 @@ def decode_lead(body: Body) -> Lead:
         [RankParts.of_record(each) for each in take(body, "parts", list)],
         ANY if accepts is None else tuple(None if each is None else _digest(each) for each in accepts),
         None if body["pinned"] is None else _ulid(body["pinned"]),
+        [_ulid(each) for each in take(body, "after", list)],
         None if mark is None else (str(mark[0]), str(mark[1])),
     )
 

@@ -13,7 +13,7 @@ from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.ranks.publish import condemned_of_ranks
 from tensorstore_ck.record import decode_record, record_name
 from tensorstore_ck.staging.manifest import Lead, Manifest
-from tensorstore_ck.staging.stage import check_accepted, owner_of
+from tensorstore_ck.staging.stage import check_accepted, owner_of, pin_for
 from tensorstore_ck.tiers import Tier
 
 
@@ -36,12 +36,15 @@ def publish(engine: Engine, lead: Lead, txn: Ulid, attempt: Ulid, ref: str) -> i
     put = Op.put(ref, txn, record, lead.record, anchor=min(rank.anchor for rank in lead.parts), txn=attempt, staged=txn)
 
     def build(view: RefTable) -> list[Op]:
-        if view.outcome(attempt) is not None or view.staged(txn) is None:
+        staged = view.staged(txn)
+        if view.outcome(attempt) is not None or staged is None:
             return []
         check_accepted(view, ref, lead.accepts)
         condemned = condemned_of_ranks(engine, view, txn, lead.parts)
         marks = [Op.mark(record.root(), *lead.mark)] if lead.mark is not None else []
-        return [put, *marks, *_unpin(view, lead, txn), *([Op.rescue(condemned)] if condemned else [])]
+        later = [other for other, info in view.all_staged() if info.ref == ref and info.n > staged.n]
+        pins = [pin_for(ref, other, record.root()) for other in later]  # they may share its blocks
+        return [put, *marks, *_unpin(view, txn), *pins, *([Op.rescue(condemned)] if condemned else [])]
 
     engine.log.append(build)
     found = engine.log.view().snapshot(txn)
@@ -50,13 +53,13 @@ def publish(engine: Engine, lead: Lead, txn: Ulid, attempt: Ulid, ref: str) -> i
     return found.n
 
 
-def give_up(engine: Engine, lead: Lead | None, txn: Ulid) -> SnapshotInfo | None:
+def give_up(engine: Engine, txn: Ulid) -> SnapshotInfo | None:
     """Has the log say that a staged snapshot will not be published; unless it was, which is returned."""
 
     def build(view: RefTable) -> list[Op]:
         if view.snapshot(txn) is not None or view.outcome(txn) is not None:
             return []
-        return [Op.abort(txn), *(_unpin(view, lead, txn) if lead is not None else [])]
+        return [Op.abort(txn), *_unpin(view, txn)]
 
     engine.log.append(build)
     return engine.log.view().snapshot(txn)
@@ -83,7 +86,6 @@ def _is_unsent(tier: Tier, name: str) -> bool:
     return True
 
 
-def _unpin(view: RefTable, lead: Lead, txn: Ulid) -> list[Op]:
+def _unpin(view: RefTable, txn: Ulid) -> list[Op]:
     owner = owner_of(txn)
-    pinned = lead.pinned is not None and view.is_pinned(lead.pinned, owner)
-    return [Op.unpin(lead.pinned, owner, view)] if pinned and lead.pinned is not None else []
+    return [Op.unpin(pin.ulid, owner, view) for pin in view.pins() if pin.owner == owner]

@@ -5,14 +5,23 @@ that it needs is on the disks, or stays in the store, however long the upload ta
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final, NamedTuple, cast
 
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.closure import revive
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import Body, object_hash
-from tensorstore_ck.errors import ConflictError, SnapshotAbortedError
-from tensorstore_ck.ids import Ulid, ulid_text
+from tensorstore_ck.errors import (
+    BackendUnavailableError,
+    ConflictError,
+    SnapshotAbortedError,
+    SnapshotExpiredError,
+    StoreError,
+    UndecidedError,
+)
+from tensorstore_ck.ids import Digest, Ulid, ulid_text
 from tensorstore_ck.knownblocks import KnownBlocks
 from tensorstore_ck.layout import Captured
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
@@ -61,15 +70,29 @@ def owner_of(txn: Ulid) -> str:
     return f"staged:{ulid_text(txn)}"
 
 
+def pin_for(ref: str, txn: Ulid, root: Digest) -> Op:
+    """Holds what a staged snapshot shares blocks with."""
+    return Op.pin(root, owner_of(txn), f"a staged snapshot of {ref} shares its blocks", None)
+
+
 def announce(engine: Engine, lead: Lead, txn: Ulid, ref: str) -> None:
-    """Has the log say that it is staged, with a pin on what it shares; nothing if it says so already, or how it ended."""
+    """Has the log say that it is staged, with pins on what it shares; nothing if it says so already, or how it ended.
+
+    Raises:
+        SnapshotExpiredError: gc has freed something that it shares.
+    """
     record = decode_record(lead.record, record_name(txn))
 
     def build(view: RefTable) -> list[Op]:
         if view.outcome(txn) is not None or view.staged(txn) is not None or view.snapshot(txn) is not None:
             return []
-        base = view.snapshot(lead.pinned) if lead.pinned is not None else None
-        pins = [Op.pin(base.root, owner_of(txn), f"a staged snapshot of {ref} shares its blocks", None)] if base is not None else []
+        if lead.pinned is not None and view.snapshot(lead.pinned) is None:
+            raise SnapshotExpiredError(f"a staged snapshot of {ref!r} shares blocks with one that gc freed", object_id=ref)
+        pins: list[Op] = []
+        for shared in (lead.pinned, *lead.after):
+            info = view.snapshot(shared) if shared is not None else None
+            if info is not None:
+                pins += [*revive(engine, view, info), pin_for(ref, txn, info.root)]
         return [Op.staged(ref, txn, record, lead.record, txn=txn), *pins]
 
     engine.log.append(build)
@@ -88,7 +111,7 @@ class Stager:
 
     def known(self, base: SnapshotInfo | None, rank: int, ranks: int) -> Known:
         """Which blocks need not be written."""
-        there = KnownBlocks(self.engine, base.root if base is not None else None, rank, ranks, elsewhere=False)
+        there = KnownBlocks(self.engine, base.root, rank, ranks, elsewhere=False) if base is not None else lambda block: None
         self._known.append(ChainedBlocks(self._chain, there))
         return self._known[-1]
 
@@ -117,10 +140,10 @@ class Stager:
         """Deletes what was written."""
         self._tier.folder.unsent.delete(self.written)
 
-    def link(self, info: SnapshotInfo, written: Sequence[WrittenPart]) -> None:
+    def link(self, info: SnapshotInfo, written: Sequence[WrittenPart], accepts: Accepts) -> None:
         """The next put builds on this one."""
         added = {block: place for part in written for block, place in part.added.items()}
-        self._chain.add(info.ulid, info.root, added, frozenset(self.names))
+        self._chain.add(info.ulid, info.root, added, frozenset(self.names), accepts)
 
 
 def stage_alone(
@@ -128,13 +151,25 @@ def stage_alone(
 ) -> Staged:
     """The first step of one process. With `offline` the store is not asked for anything, and nothing of it relied on.
 
+    Nor is it where the log cannot be told in time of what is relied on.
+
     Raises:
         ConflictError: the ref is not where it may be.
         StoreError: it cannot be written; nothing of it stays.
     """
-    txn, accepts = engine.new_id(), chain.accepts(request.expect)
+    txn = engine.new_id()
+    if not offline:
+        with suppress(BackendUnavailableError, UndecidedError, SnapshotExpiredError):
+            return _stage_alone(engine, tier, captured, request, txn, chain=chain, meter=meter, offline=False)
+    # Under the same transaction: the log may still come to say that it was staged.
+    return _stage_alone(engine, tier, captured, request, txn, chain=chain, meter=meter, offline=True)
+
+
+def _stage_alone(
+    engine: Engine, tier: Tier, captured: Captured, request: PutRequest, txn: Ulid, *, chain: StagedChain, meter: Meter, offline: bool
+) -> Staged:
     stager = Stager(engine, tier, chain)
-    view = engine.log.view()
+    view, accepts = engine.log.view(), chain.accepts(request.expect, request.parent)
     check_accepted(view, request.ref, accepts)
     head, base = view.head(), None if offline else base_of(view, request)
     anchor = head.n if head else 0
@@ -144,15 +179,22 @@ def stage_alone(
         parts = [checked_parts(stager.engine, [written], anchor, sync=not offline)]
         record = record_of(engine, request, parts, logical_bytes=captured.logical_bytes)
         stager.engine.backend.put(record_name(txn), record.encode())
-        lead = Lead(record.encode(), parts, accepts, base.ulid if base is not None else None, None)
+        lead = Lead(record.encode(), parts, accepts, base.ulid if base is not None else None, chain.txns(), None)
         manifest = Manifest(txn, request.ref, request.step, 0, 1, stager.names, stager.size_bytes(), lead)
         stager.keep(manifest)
     except BaseException:
         stager.give_up()
         raise
+    if base is not None:
+        try:
+            announce(engine, lead, txn, request.ref)  # before it is acknowledged: gc could free what it shares
+        except StoreError:
+            tier.folder.delete_manifest(manifest.key)
+            stager.give_up()
+            raise
     info = staged_info(txn, record)
     engine.keep_part(written.ulid, written.part)
-    stager.link(info, [written])
+    stager.link(info, [written], accepts)
     return Staged(info, manifest)
 
 
@@ -188,7 +230,7 @@ class StagedRankPut(RankPut):
     def hello(self) -> Body:
         """See `RankPut`. Where the ref may be is rank 0's to say: others may not know yet what has become of the puts before."""
         record = super().hello()
-        self._accepts = self._chain.accepts(self._request.expect)
+        self._accepts = self._chain.accepts(self._request.expect, self._request.parent)
         if self._group.rank == 0:
             check_accepted(self._store_engine.log.view(), self._request.ref, self._accepts)
         return record | {"expect": None}
@@ -217,7 +259,7 @@ class StagedRankPut(RankPut):
         info = self.published(outcome)
         for written in self._written:
             self._store_engine.keep_part(written.ulid, written.part)
-        self._stager.link(info, self._written)
+        self._stager.link(info, self._written, self._accepts)
         return Staged(info, self._manifest)
 
     def give_up(self) -> None:
@@ -232,7 +274,8 @@ class StagedRankPut(RankPut):
         engine, request, record = self._store_engine, self._request, self._record(dones)
         sealed, parts = record.encode(), [done.parts for done in dones]
         engine.backend.put(record_name(self._txn), sealed)
-        lead = Lead(sealed, parts, self._accepts, self._base.ulid if self._base is not None else None, self._mark(drifted))
+        base = self._base.ulid if self._base is not None else None
+        lead = Lead(sealed, parts, self._accepts, base, self._chain.txns(), self._mark(drifted))
         self._manifest = self._manifest._replace(lead=lead)
         self._stager.keep(self._manifest)
         announce(engine, lead, self._txn, request.ref)

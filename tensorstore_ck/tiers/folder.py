@@ -5,6 +5,7 @@ unsent/<name>   objects that are not published yet: durable, never evicted
 copies/<name>   what the store has as well: a cache, evicted oldest first
 uploads/<ulid>  the journal of uploads
 staged/<key>    manifests: bytes that whoever stages snapshots puts there
+users           a file that everybody who stages here has locked
 ```
 
 Shared by the host's ranks and jobs, without a lock: names are never reused, a move is a rename, and what several do at once they do
@@ -14,7 +15,7 @@ twice. An object is in the store, durable, before it is published here; nothing 
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +29,7 @@ from tensorstore_ck.sizes import human_bytes
 from tensorstore_ck.table.opening import _NETWORK_FILESYSTEM, filesystem_of
 from tensorstore_ck.tiers.copies import Copies, FileUse, files_below
 from tensorstore_ck.tiers.journal import JournalEntry, UploadJournal
+from tensorstore_ck.tiers.lease import Lease
 
 MAX_MANIFEST_BYTES: Final = 256 << 20
 _NOTE_BYTES: Final = 1 << 20
@@ -50,6 +52,7 @@ class StagingFolder:
         self.copies = Copies(f"{self.path}/copies")
         self._root = LocalBackend(self.path)
         self.journal = UploadJournal(self._root)
+        self._lease: Lease | None = None
 
     def check(self) -> None:
         """Makes the folder, and makes sure that it can serve.
@@ -74,6 +77,24 @@ class StagingFolder:
                 "its capacity",
                 object_id=self.path,
             )
+
+    # --- users ---
+
+    def enter(self, sweep: Callable[[], object]) -> None:
+        """From now on, until `leave`, others know that this folder is in use; who finds that it is not calls `sweep` before."""
+        if self._lease is None:
+            self._lease = Lease(f"{self.path}/users", sweep)
+
+    def leave(self) -> None:
+        """It is no longer used here; idempotent."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.end()
+
+    def unnamed(self, named: Collection[str]) -> list[str]:
+        """The objects that are not published, and those whose upload was begun, other than `named`."""
+        found = {info.name for info in self.unsent.list("")} | set(self.journal.names())
+        return sorted(found - set(named))
 
     # --- room ---
 

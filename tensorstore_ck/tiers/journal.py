@@ -4,7 +4,7 @@ An object without an entry was never begun. An entry that cannot be read says th
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
@@ -38,6 +38,15 @@ class UploadJournal:
             return JournalEntry(name)
         return _decode(data, name)
 
+    def names(self) -> Iterator[str]:
+        """The objects with an entry; one that cannot be read is there under the entry's own name, which deletes it, too."""
+        for info in self._backend.list("uploads/"):
+            try:
+                entry = _decode(self._backend.get(info.name, max_bytes=MAX_ENTRY_BYTES), info.name)
+            except (MissingObjectError, CorruptObjectError):
+                entry = JournalEntry(info.name)
+            yield entry.name
+
     def write(self, entry: JournalEntry) -> None:
         """Makes or replaces an entry."""
         self._backend.replace(_key(entry.name), json.dumps(entry._asdict()).encode())
@@ -57,6 +66,6 @@ def _decode(data: bytes, name: str) -> JournalEntry:
     except ValueError:
         fields = None
     match fields:
-        case {"name": str(of), "token": str(token), "is_complete": bool(is_complete)} if of == name:
-            return JournalEntry(name, token, is_complete)
+        case {"name": str(of), "token": str(token), "is_complete": bool(is_complete)} if _key(of) == _key(name):
+            return JournalEntry(of, token, is_complete)
     return JournalEntry(name)

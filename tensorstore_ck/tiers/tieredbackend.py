@@ -147,6 +147,7 @@ class TieredBackend(Backend):
         self.store.abort_upload(name)
 
     def close(self) -> None:
+        self.folder.leave()
         self.store.close()
 
     # --- copies ---

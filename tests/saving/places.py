@@ -19,6 +19,7 @@ from tests.crash.faulty import Faults, FaultyBackend
 SECONDS: Final = 30.0
 """After which a test is told that what it waits for does not come."""
 MIB: Final = 1 << 20
+SIZE: Final = 200_000
 NEVER: Final = 0x7F
 
 
@@ -109,12 +110,12 @@ class Scene:
     @property
     def in_use_bytes(self) -> int:
         """Of the memory for captures, what is not free."""
-        arena = self.store._saver._arena
+        arena = self.store._saver._memory.arena
         return arena.in_use_bytes if arena is not None else 0
 
     @property
     def allocated_bytes(self) -> int:
-        arena = self.store._saver._arena
+        arena = self.store._saver._memory.arena
         return arena.allocated_bytes if arena is not None else 0
 
 
@@ -135,7 +136,7 @@ def open_engine(inner: MemoryBackend, gate: Gate) -> Engine:
     return make_engine(FaultyBackend(inner, gate, atomic_put=True), config, MemoryTable())
 
 
-def state_of(step: int, size_bytes: int = 3 * MIB) -> dict[str, Any]:
+def state_of(step: int, size_bytes: int = SIZE) -> dict[str, Any]:
     """The state of a step: all of its blocks are new."""
     generator = torch.Generator().manual_seed(step)
     return {"w": torch.randint(0, 256, (size_bytes,), dtype=torch.uint8, generator=generator), "step": step}
@@ -147,7 +148,7 @@ def spoil(state: dict[str, Any]) -> None:
     state["step"] = -1
 
 
-def put_beside(store: Store, step: int, *, size_bytes: int = 3 * MIB, ref: str = "job", **options: Any) -> Any:
+def put_beside(store: Store, step: int, *, size_bytes: int = SIZE, ref: str = "job", **options: Any) -> Any:
     """Puts the state of a step, and spoils it at once."""
     state = state_of(step, size_bytes)
     pending = store.put_snapshot_async(state, ref=ref, step=step, **options)
@@ -155,7 +156,7 @@ def put_beside(store: Store, step: int, *, size_bytes: int = 3 * MIB, ref: str =
     return pending
 
 
-def check(store: Store, step: int, *, size_bytes: int = 3 * MIB, ref: str = "job") -> None:
+def check(store: Store, step: int, *, size_bytes: int = SIZE, ref: str = "job") -> None:
     """What is stored of a step is what was put."""
     found, expected = store.checkout(f"{ref}@{step}"), state_of(step, size_bytes)
     assert found["step"] == step

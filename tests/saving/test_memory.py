@@ -14,7 +14,8 @@ from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, SnapshotDrop
 from tensorstore_ck.saving.saver import Saver
 from tests.saving.places import MIB, SECONDS, Scene, Stop, check, put_beside, scene
 
-COPY = 4 * MIB
+COPY = 2 * MIB
+"""What memory is taken in."""
 
 
 @contextmanager
@@ -167,7 +168,7 @@ def test_block_stalls_and_says_so_once(waits: threading.Event, caplog: pytest.Lo
         pendings = [first, second, third.returned()]
         assert [pending.wait(SECONDS).step for pending in pendings] == [1, 2, 3]
         (stalled,) = place.told("stalled")
-        assert (stalled.step, stalled.put, stalled.fields["queue_depth"]) == (3, pendings[2].id, 2)
+        assert (stalled.step, stalled.put, stalled.fields["queue_depth"]) == (3, pendings[2].id, 2)  # which it waited for
         assert float(stalled.fields["stall_seconds"]) > 0
         captured = next(event for event in place.told("captured") if event.step == 3)
         assert float(captured.fields["stall_seconds"]) >= float(stalled.fields["stall_seconds"])
@@ -209,7 +210,7 @@ def test_the_limit_is_never_passed(on_full: Any) -> None:
             assert place.in_use_bytes <= place.allocated_bytes
 
         place.store.on_event(look)
-        sizes = [COPY, 3 * COPY, 100, 2 * COPY, COPY // 2, 3 * COPY, 5 * MIB, 100, 7 * MIB, COPY, 2 * COPY, 0]
+        sizes = [COPY, 3 * COPY, 100, 2 * COPY, COPY // 2, 3 * COPY, 2_500_000, 100, 3_500_000, COPY, 2 * COPY, 0]
         pendings = [put_beside(place.store, step, size_bytes=size, on_full=on_full) for step, size in enumerate(sizes)]
         place.store.drain()
         look(None)
@@ -220,7 +221,6 @@ def test_the_limit_is_never_passed(on_full: Any) -> None:
         assert published == list(range(len(sizes))) or on_full != "block"
         for step in published:
             check(place.store, step, size_bytes=sizes[step])
-    assert place.store._saver.memory_bytes == 0 or place.in_use_bytes == 0
 
 
 def test_close_gives_the_memory_back() -> None:
@@ -235,7 +235,7 @@ def test_close_gives_the_memory_back() -> None:
 def test_a_state_that_does_not_fit_at_all(on_full: Any) -> None:
     with stalled_backend(1) as (place, stop, first):
         state = {"w": torch.zeros(2 * COPY, dtype=torch.uint8), "b": torch.zeros(5)}
-        with pytest.raises(NoSpaceError, match=r"job@2 needs 8,388,672 bytes .* host_memory_bytes is 4,194,304: raise it") as raised:
+        with pytest.raises(NoSpaceError, match=r"job@2 needs 4\.0 MiB of host memory .* host_memory_bytes is 2\.0 MiB: raise it") as raised:
             place.store.put_snapshot_async(state, ref="job", step=2, on_full=on_full)
         assert raised.value.object_id == "host_memory_bytes"
         assert [pending.step for pending in place.store.pending()] == [1]

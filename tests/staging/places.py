@@ -3,7 +3,7 @@
 import contextlib
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -24,7 +24,7 @@ from tensorstore_ck.tiers import Staging, StagingFolder, Tier, TieredBackend, Up
 from tensorstore_ck.tiers import copies as copies_module
 from tensorstore_ck.tiers import folder as folder_module
 from tensorstore_ck.tiers.journal import UploadJournal
-from tests.crash.faulty import Faults, FaultyBackend
+from tests.crash.faulty import Death, Faults, FaultyBackend
 from tests.tiers.places import PieceStore
 
 SECONDS: Final = 30.0
@@ -60,6 +60,19 @@ class Client(FaultyBackend):
         return reply
 
 
+class Life(Faults):
+    """No faults of its own: it ends with that of another part of the same process."""
+
+    def __init__(self, other: Faults | None) -> None:
+        super().__init__()
+        self._other = other
+
+    def call(self, what: str, effect: Callable[[], Any], tear: Callable[[], object] | None = None, *, create: bool = False) -> Any:
+        if self._other is not None and self._other.dead:
+            raise Death
+        return effect()
+
+
 class FaultyOs:
     """The module `os`, whose changes of a disk fail and die as `faults` say."""
 
@@ -84,6 +97,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small pieces, no waiting, and a disk that can fail."""
     monkeypatch.setattr(s3writer, "PIECE_BYTES", PIECE_BYTES)
     monkeypatch.setattr(random, "uniform", lambda *_: 0.0)
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # nothing here loses its power
     monkeypatch.setattr(folder_module, "os", DISK)
     monkeypatch.setattr(copies_module, "os", DISK)
     yield
@@ -103,9 +117,10 @@ class Process:
         capacity_bytes: int = CAPACITY_BYTES,
     ) -> None:
         config = read_config(cast(Backend, server)) or init_store(cast(Backend, server))
-        backend = cast(Backend, Client(server, store_faults or Faults()))
+        backend = cast(Backend, Client(server, store_faults or Life(disk_faults)))
         folder = StagingFolder(path, config.uuid, capacity_bytes)
         folder.check()
+        disk_faults = disk_faults or (Life(store_faults) if store_faults is not None else None)
         if disk_faults is not None:
             faulty = FaultyBackend(LocalBackend(folder.path), disk_faults, atomic_put=True)
             folder.unsent = cast(LocalBackend, FaultyBackend(folder.unsent, disk_faults, atomic_put=False))
