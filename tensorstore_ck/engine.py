@@ -121,6 +121,10 @@ class Engine:
         """
         return self if bytes_per_second is None else replace(self, backend=limited_to(self.backend, bytes_per_second))
 
+    def of_store(self) -> "Self":
+        """The same without the staging disk, for whoever looks after the store: a copy here must not hide damage there."""
+        return self if self.tier is None else replace(self, backend=self.tier.backend.store, tier=None)
+
     def distrust(self, name: str) -> bool:
         """Told that the bytes of an object are wrong: whether they came from the staging disk, and it is worth to read them again."""
         return self.tier is not None and self.tier.backend.distrust(name)

@@ -166,7 +166,7 @@ class ManagedStore:
         """
         from tensorstore_ck.gc import run_gc  # noqa: PLC0415
 
-        return run_gc(self._engine, options, dry_run=dry_run, **({"progress": progress} if progress else {}))
+        return run_gc(self._engine.of_store(), options, dry_run=dry_run, **({"progress": progress} if progress else {}))
 
     # --- what is there ------------------------------------------------------------------------------------------------
 
@@ -210,13 +210,13 @@ class ManagedStore:
         from tensorstore_ck.gc.usage import measure_usage  # noqa: PLC0415
 
         self._engine.log.sync()
-        return measure_usage(self._engine, per_snapshot=per_snapshot)
+        return measure_usage(self._engine.of_store(), per_snapshot=per_snapshot)
 
     def fsck(self, options: "FsckOptions | None" = None, *, read_data: bool = False, progress: Progress | None = None) -> "FsckReport":
         """Checks the whole store's structure, and as much data as asked for: `read_data`, or more in `options`. Changes nothing."""
         from tensorstore_ck.fsck import run_fsck  # noqa: PLC0415
 
-        return run_fsck(self._engine, options, read_data=read_data, progress=progress)
+        return run_fsck(self._engine.of_store(), options, read_data=read_data, progress=progress)
 
     def repair(self, *, read_data: bool = False, other: "ManagedStore | None" = None) -> "RepairReport":
         """Mends what `fsck` finds: makes anew what is derived, and damaged objects from other copies, here or in another store.
@@ -225,7 +225,7 @@ class ManagedStore:
         """
         from tensorstore_ck.fsck import FsckOptions, run_repair  # noqa: PLC0415
 
-        return run_repair(self._engine, FsckOptions(read_data), other=other._engine if other is not None else None)
+        return run_repair(self._engine.of_store(), FsckOptions(read_data), other=other._engine.of_store() if other is not None else None)
 
     # --- inner --------------------------------------------------------------------------------------------------------
 

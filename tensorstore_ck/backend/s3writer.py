@@ -18,7 +18,8 @@ from tensorstore_ck.backend.localfile import byte_views
 from tensorstore_ck.backend.protocol import Buffer
 from tensorstore_ck.errors import BackendUnavailableError, StoreError
 
-PIECE_BYTES: Final = 16 << 20
+PIECE_BYTES: Final = 15 << 20
+"""With what a request needs besides, 16 MiB."""
 PIECES_IN_FLIGHT: Final = 4
 PIECES_OF_ONE_SIZE: Final = 1000  # of the 10,000 that S3 allows: sizes double after each 1,000
 

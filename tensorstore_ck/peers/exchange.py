@@ -36,14 +36,6 @@ class Exchange:
             self.stopped = exc
             raise StoppedError(str(exc)) from exc
 
-    def is_stopped(self) -> bool:
-        """Whether the caller wants no more."""
-        try:
-            self.go_on()
-        except StoppedError:
-            return True
-        return False
-
 
 def stream_lengths(sizes: Sequence[int], manifest_bytes: int, piece_bytes: int) -> list[int]:
     """The pieces in which objects of those sizes, and a manifest, travel."""

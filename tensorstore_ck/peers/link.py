@@ -61,12 +61,12 @@ def connect(group: "ProcessGroup", hosts: Sequence[bytes], copies: int, name: st
 
     ranks = block_of(group.rank(), hosts, copies)
     gloo: Any = c10d.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timedelta(seconds=timeout_seconds)
-    # A rank that connects later, as torch can be asked to by the environment, aborts the process of one that has given it up.
-    options._devices = [gloo.create_default_device(lazy_init=False)]
+    store: Any = group.get_group_store()
     try:
-        store: Any = group.get_group_store()
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=timeout_seconds)
+        # When ranks connect lazily, as the environment can ask torch for, one that comes late aborts the process that has given it up.
+        options._devices = [gloo.create_default_device(lazy_init=False)]
         store = c10d.PrefixStore(f"tsck-peers/{name}/{ranks[0]}", store.clone())
         made = gloo(store, ranks.index(group.rank()), len(ranks), options)
     except (RuntimeError, OSError) as exc:  # torch's store errors are RuntimeErrors

@@ -98,8 +98,11 @@ class Replicator:
             self._link.break_off()
         if exchange.stopped is not None:
             raise exchange.stopped
+        for error in errors:
+            if not isinstance(error, PeerLostError):
+                raise error
         if errors:
-            raise next((error for error in errors if not isinstance(error, PeerLostError)), self._ended(errors[0])) from errors[0]
+            raise self._ended(errors[0]) from errors[0]
         return keys
 
     def forget(self, txn: Ulid) -> None:

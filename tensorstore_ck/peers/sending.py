@@ -47,7 +47,7 @@ class Sending:
                 exchange.warn(f"no host keeps a copy of what rank {self._link.rank} staged: {exc}")
                 files = None
             for target in self._targets:
-                if files is None or exchange.is_stopped():
+                if files is None:
                     self._link.send_record(target, FORTH, {"txn": exchange.txn})
                 else:
                     self._offer(target, files, exchange)

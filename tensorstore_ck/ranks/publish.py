@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import Body, take, take_count
-from tensorstore_ck.errors import SnapshotAbortedError
+from tensorstore_ck.errors import MissingObjectError, SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
 from tensorstore_ck.log import Objects, Op, RefTable
 from tensorstore_ck.partwriter import WrittenPart
@@ -150,5 +150,8 @@ def condemned_of_ranks(engine: Engine, view: RefTable, snapshot: Ulid, ranks: Se
     since = min(rank.checked for rank in ranks)
     if not any(op.name in MOVES_OBJECTS for entry in engine.log.entries(since + 1) for op in entry.ops):
         return Objects(key for rank in ranks for key in rank.condemned)
-    parts = [(ulid, read_part(engine, ulid)) for ulid in ulids_of(ranks)]
+    try:
+        parts = [(ulid, read_part(engine, ulid)) for ulid in ulids_of(ranks)]
+    except MissingObjectError as exc:
+        raise SnapshotExpiredError(f"this snapshot needs {exc.object_id}, which gc freed", object_id=exc.object_id) from exc
     return condemned_of(engine, view, [snapshot], parts)

@@ -68,10 +68,7 @@ class AloneJob:
         course.meter.expect("hash", self._captured.logical_bytes)
         self._handle.make_room(self.ref, self._captured.logical_bytes)
         if tier is not None:
-            request, offline = self._request()
-            staged = stage_alone(
-                engine, tier, self._captured, request, chain=self._handle.chain(self.ref), meter=course.meter, offline=offline
-            )
+            staged = stage_alone(engine, tier, self._captured, self._request, chain=self._handle.chain(self.ref), meter=course.meter)
             seen.note_staged(self.ref, staged.info.root)
             self._staged = StagedPut(self._handle, tier, [staged.manifest])
             self._staged.announce_soon()

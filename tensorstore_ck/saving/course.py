@@ -48,7 +48,7 @@ class Course:
         self._reached = 0
         self._ended = False
         self._pid = os.getpid()
-        self._on_drop: Callable[[], object] = lambda: None
+        self._on_drop: Callable[[], object] = _nothing
         self._changed = threading.Condition()
         self._callbacks: list[tuple[Stage, Callable[[], object]]] = []
 
@@ -67,12 +67,14 @@ class Course:
         """It is published."""
         with self._changed:
             self.snapshot, self._reached, self._ended = snapshot, Stage.PUBLISHED, True
+            self._on_drop = _nothing
         self._tell()
 
     def fail(self, error: BaseException) -> None:
         """It will not be published."""
         with self._changed:
             self.error, self._ended = error, True
+            self._on_drop = _nothing
             self.is_told = isinstance(error, SnapshotDroppedError)  # the user asked for it
         self._tell()
 
@@ -179,6 +181,10 @@ class _Cancellable(Meter):
         """See `Meter`."""
         self._course.check()
         return super().timed(stage, done_bytes)
+
+
+def _nothing() -> None:
+    """What is done about a put that has ended: nothing of it must be held on to."""
 
 
 def _call(callback: Callable[[], object]) -> None:

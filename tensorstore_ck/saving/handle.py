@@ -52,9 +52,9 @@ class Handle:
 
     def published(self, ref: str, txn: Ulid, root: Digest) -> None:
         """A staged put of this handle is on its ref."""
-        self.chain(ref).remove(txn)
         if self.seen.knows(ref):  # else this process has only finished what another one began
             self.seen.note_published(ref, root)
+        self.chain(ref).remove(txn)
 
     def make_room(self, ref: str, needed_bytes: int) -> None:
         """Makes sure that a put has room: on the staging disk, if need be by waiting for uploads; else in the store.

@@ -21,6 +21,8 @@ class Item:
         """Whether nobody waits for it."""
         self.waited_seconds = 0.0
         """For memory."""
+        self.waited_for = 0
+        """How many puts were under way when the wait began."""
         self.is_resumed = False
         """Whether an earlier process began it."""
         self.called = self.captured = self.begun = called

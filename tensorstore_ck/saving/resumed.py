@@ -8,6 +8,7 @@ for a job that has the missing hosts.
 import logging
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from tensorstore_ck.engine import Engine
@@ -20,6 +21,7 @@ from tensorstore_ck.saving.course import Course
 from tensorstore_ck.saving.handle import Handle
 from tensorstore_ck.saving.stagedput import StagedPut
 from tensorstore_ck.saving.stagedranks import StagedRanks
+from tensorstore_ck.staging.chain import Link
 from tensorstore_ck.staging.manifest import Manifest, read_manifests
 from tensorstore_ck.staging.publish import clean_up, give_up
 from tensorstore_ck.tiers import StagingFolder, Tier
@@ -54,6 +56,7 @@ def find_manifests(folder: StagingFolder) -> list[Manifest]:
 
 def sweep(tier: Tier) -> None:
     """Deletes what processes left that ended before they had staged it. Nobody else may use the folder."""
+    tier.folder.drop_temporaries()
     found, damaged = read_manifests(tier.folder)
     if not damaged:  # else what it names may still be of use to somebody
         tier.uploader.drop(tier.folder.unnamed({name for manifest in found for name in manifest.names}))
@@ -62,15 +65,26 @@ def sweep(tier: Tier) -> None:
 def resume_alone(handle: Handle, tier: Tier) -> list[ResumedJob]:
     """What single processes have left."""
     tier.folder.enter(lambda: sweep(tier))
-    jobs = []
-    for manifest in find_manifests(tier.folder):
-        if manifest.ranks == 1 and manifest.lead is not None:
-            record = decode_record(manifest.lead.record, record_name(manifest.txn))
-            handle.chain(manifest.ref).add_found(manifest.txn, record.root(), manifest.names)
-            put = StagedPut(handle, tier, [manifest])
-            put.announce_soon()
-            jobs.append(ResumedJob(put, manifest.ref, manifest.step, 0))
-    return jobs
+    return [_resumed(handle, tier, [manifest]) for manifest in find_manifests(tier.folder) if manifest.ranks == 1 and manifest.lead]
+
+
+def resume_here(handle: Handle, tier: Tier) -> list[ResumedJob]:
+    """What lies on this disk in full, whoever left it: for one process that ends what no job goes on with."""
+    tier.folder.enter(lambda: sweep(tier))
+    by_txn = groupby(find_manifests(tier.folder), key=lambda manifest: manifest.txn)
+    found = [list(manifests) for _, manifests in by_txn]
+    return [_resumed(handle, tier, all_ranks) for all_ranks in found if all_ranks[0].lead and len(all_ranks) == all_ranks[0].ranks]
+
+
+def _resumed(handle: Handle, tier: Tier, manifests: Sequence[Manifest]) -> ResumedJob:
+    first = manifests[0]
+    assert first.lead is not None
+    record = decode_record(first.lead.record, record_name(first.txn))
+    names = frozenset(name for manifest in manifests for name in manifest.names)
+    handle.chain(first.ref).add(Link(first.txn, record.root(), {}, names, None))
+    put = StagedPut(handle, tier, manifests)
+    put.announce_soon()
+    return ResumedJob(put, first.ref, first.step, 0)
 
 
 def resume_ranks(handle: Handle, tier: Tier, group: "ProcessGroup", timeout_seconds: float) -> list[ResumedJob]:
@@ -90,7 +104,8 @@ def resume_ranks(handle: Handle, tier: Tier, group: "ProcessGroup", timeout_seco
             others = [here[Ulid(txn), rank] for rank, finder in owners if finder != own.rank and (txn, rank) in here]
             info = handle.engine.log.view().staged(txn)
             if verdict == RESUME and info is not None:
-                handle.chain(info.ref).add_found(Ulid(txn), info.root, [name for each in mine for name in each.names])
+                names = frozenset(name for each in mine for name in each.names)
+                handle.chain(info.ref).add(Link(Ulid(txn), info.root, {}, names, None))
                 put = StagedRanks(
                     handle,
                     handle.groups.publishing(group),

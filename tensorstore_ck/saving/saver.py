@@ -234,12 +234,13 @@ class Saver:
 
     def _wait_for_memory(self, item: Item) -> None:
         began = time.monotonic()
+        item.waited_for = item.waited_for or len(self._items())
         self._changed.wait()
         item.waited_seconds += time.monotonic() - began
 
     def _tell_of_stall(self, item: Item) -> None:
         if item.waited_seconds:
-            self._emit(item.course, "stalled", stall_seconds=item.waited_seconds, queue_depth=len(self._items()))
+            self._emit(item.course, "stalled", stall_seconds=item.waited_seconds, queue_depth=item.waited_for)
 
     def _drop_before(self, number: int) -> None:
         """Another rank's put of that number waits, and is given up; here it may be under way already."""
@@ -269,7 +270,8 @@ class Saver:
 
     def _first_untold(self) -> Item | None:
         with self._changed:
-            return next((item for item in self._untold if not item.course.is_told), None)
+            self._untold = [item for item in self._untold if not item.course.is_told]
+            return self._untold[0] if self._untold else None
 
     def _take_error(self, item: Item) -> BaseException:
         """The error of a put, which is raised now."""
@@ -323,11 +325,18 @@ class Saver:
         self._emit(item.course, "staged", write_seconds=progress.stage_seconds["write"], new_bytes=progress.stage_bytes["write"])
         item.course.reach(Stage.STAGED)
         if item.is_beside:
-            self._copies.put(item)
+            self._hand_over(item, self._copies, self._copy)
 
     def _copy(self, item: Item) -> None:
         item.job.replicate(item.course)
-        self._uploads.put(item)
+        self._hand_over(item, self._uploads, self._publish)
+
+    @staticmethod
+    def _hand_over(item: Item, lane: Lane[Item], work: Callable[[Item], None]) -> None:
+        try:
+            lane.put(item)
+        except RuntimeError:  # no more threads, as while the interpreter ends
+            work(item)
 
     def _publish(self, item: Item) -> None:
         try:

@@ -4,5 +4,5 @@ chain.py      what one handle has staged on a ref, and not published yet
 manifest.py   what lies beside the staged objects, so that another process can go on
 stage.py      the first step, of one process or of many ranks
 publish.py    the second
-resume.py     goes on with what a process left
+listing.py    what is staged, on a disk and by the log
 """

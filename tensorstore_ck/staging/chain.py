@@ -1,4 +1,8 @@
-"""What one store handle has staged on a ref and not published yet, oldest first: the next put builds on it. Thread-safe."""
+"""What one store handle has staged on a ref and not published yet, oldest first: the next put builds on it. Thread-safe.
+
+Whoever stages borrows what is there, before it looks where the ref is: so what is published meanwhile is in one of the two; and what is
+given up meanwhile keeps its files.
+"""
 
 import threading
 from collections.abc import Iterable, Mapping
@@ -12,7 +16,9 @@ from tensorstore_ck.staging.manifest import Accepts
 from tensorstore_ck.writer import Anything, Expected
 
 
-class _Link(NamedTuple):
+class Link(NamedTuple):
+    """A staged put."""
+
     txn: Ulid
     root: Digest
     added: Mapping[Digest, Location]
@@ -22,68 +28,86 @@ class _Link(NamedTuple):
     """Where it may find the ref; None if an earlier process staged it."""
 
 
+class Links:
+    """Staged puts, oldest first."""
+
+    def __init__(self, links: Iterable[Link]) -> None:
+        self._links = tuple(links)
+
+    @property
+    def txns(self) -> list[Ulid]:
+        """Their transactions."""
+        return [link.txn for link in self._links]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The objects that they name."""
+        return frozenset().union(*(link.names for link in self._links))
+
+    def accepts(self, expect: Expected, parent: Digest | None) -> Accepts:
+        """Where the ref may be when the next one is published: each of these may be published by then, or given up.
+
+        What an earlier process staged is accepted only where the next one goes on from it: `parent`.
+        """
+        if isinstance(expect, Anything):
+            return expect
+        roots = [link.root for link in self._links]
+        found = [roots[: at + 1] for at, link in enumerate(self._links) if link.root == parent and link.accepts is None]
+        own = [root for link in self._links if link.accepts is not None for root in (*link.accepts, link.root)]
+        return tuple(dict.fromkeys([expect, *own, *(found[-1] if found else [])]))
+
+    def location(self, block: Digest) -> Location | None:
+        """Where a block of any of them lies."""
+        return next((link.added[block] for link in self._links if block in link.added), None)
+
+
 class StagedChain:
     """The staged puts of one ref."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._links: list[_Link] = []
+        self._links: list[Link] = []
+        self._borrowed: list[Links] = []
 
-    def add(self, txn: Ulid, root: Digest, added: Mapping[Digest, Location], names: frozenset[str], accepts: Accepts) -> None:
-        """This handle has staged another one."""
+    def add(self, link: Link) -> None:
+        """Another one was staged, or found."""
         with self._lock:
-            self._links.append(_Link(txn, root, added, names, () if isinstance(accepts, Anything) else accepts))
-
-    def add_found(self, txn: Ulid, root: Digest, names: Iterable[str]) -> None:
-        """An earlier process has staged it."""
-        with self._lock:
-            self._links.append(_Link(txn, root, {}, frozenset(names), None))
+            self._links.append(link)
 
     def remove(self, txn: Ulid) -> None:
         """It is published, or given up."""
         with self._lock:
             self._links = [link for link in self._links if link.txn != txn]
 
-    def accepts(self, expect: Expected, parent: Digest | None) -> Accepts:
-        """Where the ref may be when the next one is published: those before it may each be published by then, or given up.
-
-        What an earlier process staged is accepted only where this one goes on from it: `parent`.
-        """
-        if isinstance(expect, Anything):
-            return expect
+    def borrow(self) -> Links:
+        """What the next one builds on, until it gives it back."""
         with self._lock:
-            roots = [link.root for link in self._links]
-            found = [roots[: at + 1] for at, link in enumerate(self._links) if link.root == parent and link.accepts is None]
-            own = [root for link in self._links if link.accepts is not None for root in (*link.accepts, link.root)]
-        return tuple(dict.fromkeys([expect, *own, *(found[-1] if found else [])]))
+            self._borrowed.append(Links(self._links))
+            return self._borrowed[-1]
 
-    def txns(self) -> list[Ulid]:
-        """Their transactions."""
+    def give_back(self, links: Links) -> None:
+        """The next one is staged itself, or never will be; idempotent."""
         with self._lock:
-            return [link.txn for link in self._links]
-
-    def location(self, block: Digest) -> Location | None:
-        """Where a block of any of them lies."""
-        with self._lock:
-            return next((link.added[block] for link in self._links if block in link.added), None)
+            self._borrowed = [each for each in self._borrowed if each is not links]
 
     def needed(self, but: Ulid) -> frozenset[str]:
-        """The objects that the others name."""
+        """The objects that the others name, or may come to name."""
         with self._lock:
-            return frozenset().union(*(link.names for link in self._links if link.txn != but))
+            others = Links(link for link in self._links if link.txn != but)
+            return others.names.union(*(links.names for links in self._borrowed))
 
 
 class ChainedBlocks:
     """Where blocks lie already: among what is staged on this host, else as `known` says; and which staged packs that relies on."""
 
-    def __init__(self, chain: StagedChain, known: Known) -> None:
-        self._chain = chain
+    def __init__(self, links: Links, known: Known) -> None:
+        self._links = links
         self._known = known
         self.packs: set[str] = set()
 
     def __call__(self, block: Digest) -> Location | None:
         """Where a block lies, if it may be relied on. Called under its caller's lock."""
-        found = self._chain.location(block)
+        found = self._links.location(block)
         if found is None:
             return self._known(block)
         self.packs.add(pack_name(found.pack))

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import MissingObjectError, SnapshotAbortedError
-from tensorstore_ck.ids import Ulid
+from tensorstore_ck.ids import Ulid, ulid_text
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.ranks.publish import condemned_of_ranks
 from tensorstore_ck.record import decode_record, record_name
-from tensorstore_ck.staging.manifest import Lead, Manifest
+from tensorstore_ck.staging.manifest import Lead, Manifest, read_manifests
 from tensorstore_ck.staging.stage import check_accepted, owner_of, pin_for
 from tensorstore_ck.tiers import Tier
 
@@ -76,6 +76,21 @@ def clean_up(tier: Tier, manifest: Manifest, *, published: bool, needed: Iterabl
         kept = set(needed)
         tier.uploader.drop(name for name in manifest.names if name not in kept and _is_unsent(tier, name))
     tier.folder.delete_manifest(manifest.key)
+
+
+def drop(engine: Engine, tier: Tier | None, txn: Ulid) -> SnapshotInfo | None:
+    """Gives a staged snapshot up, and frees what this disk has of it; unless it was published, which is returned."""
+    published = give_up(engine, txn)
+    if tier is not None:
+        manifests, damaged = read_manifests(tier.folder)
+        needed = {name for manifest in manifests if manifest.txn != txn for name in manifest.names}
+        for manifest in manifests:
+            if manifest.txn == txn:
+                clean_up(tier, manifest, published=published is not None, needed=needed)
+        for key in damaged:
+            if key.startswith(ulid_text(txn)):
+                tier.folder.delete_manifest(key)
+    return published
 
 
 def _is_unsent(tier: Tier, name: str) -> bool:

@@ -31,7 +31,7 @@ from tensorstore_ck.ranks.group import Group
 from tensorstore_ck.ranks.publish import checked_parts, record_of
 from tensorstore_ck.ranks.put import Done, Prepared, RankPut
 from tensorstore_ck.record import Record, decode_record, record_name
-from tensorstore_ck.staging.chain import ChainedBlocks, StagedChain
+from tensorstore_ck.staging.chain import ChainedBlocks, Link, Links, StagedChain
 from tensorstore_ck.staging.manifest import Accepts, Lead, Manifest, manifest_key
 from tensorstore_ck.tiers import StagingWrites, Tier
 from tensorstore_ck.writer import Anything, PutRequest, check_expected
@@ -101,9 +101,10 @@ def announce(engine: Engine, lead: Lead, txn: Ulid, ref: str) -> None:
 class Stager:
     """What one process stages of one put."""
 
-    def __init__(self, engine: Engine, tier: Tier, chain: StagedChain) -> None:
+    def __init__(self, engine: Engine, tier: Tier, links: Links) -> None:
+        """`links` are what it builds on."""
         self._tier = tier
-        self._chain = chain
+        self._links = links
         self._writes = StagingWrites(tier.folder, engine.backend)
         self._known: list[ChainedBlocks] = []
         self.engine = replace(engine, backend=cast(Backend, self._writes))
@@ -112,7 +113,7 @@ class Stager:
     def known(self, base: SnapshotInfo | None, rank: int, ranks: int) -> Known:
         """Which blocks need not be written."""
         there = KnownBlocks(self.engine, base.root, rank, ranks, elsewhere=False) if base is not None else lambda block: None
-        self._known.append(ChainedBlocks(self._chain, there))
+        self._known.append(ChainedBlocks(self._links, there))
         return self._known[-1]
 
     @property
@@ -140,36 +141,44 @@ class Stager:
         """Deletes what was written."""
         self._tier.folder.unsent.delete(self.written)
 
-    def link(self, info: SnapshotInfo, written: Sequence[WrittenPart], accepts: Accepts) -> None:
-        """The next put builds on this one."""
+    def link(self, info: SnapshotInfo, written: Sequence[WrittenPart], accepts: Accepts) -> Link:
+        """For the next put, which builds on this one."""
         added = {block: place for part in written for block, place in part.added.items()}
-        self._chain.add(info.ulid, info.root, added, frozenset(self.names), accepts)
+        return Link(info.ulid, info.root, added, frozenset(self.names), () if isinstance(accepts, Anything) else accepts)
 
 
 def stage_alone(
-    engine: Engine, tier: Tier, captured: Captured, request: PutRequest, *, chain: StagedChain, meter: Meter, offline: bool = False
+    engine: Engine, tier: Tier, captured: Captured, ask: Callable[[], tuple[PutRequest, bool]], *, chain: StagedChain, meter: Meter
 ) -> Staged:
-    """The first step of one process. With `offline` the store is not asked for anything, and nothing of it relied on.
+    """The first step of one process.
 
-    Nor is it where the log cannot be told in time of what is relied on.
+    `ask` says what is put, and whether the store does not answer: then it is not asked for anything, and nothing of it relied on. Nor
+    where the log cannot be told in time of what is relied on.
 
     Raises:
         ConflictError: the ref is not where it may be.
         StoreError: it cannot be written; nothing of it stays.
     """
-    txn = engine.new_id()
-    if not offline:
-        with suppress(BackendUnavailableError, UndecidedError, SnapshotExpiredError):
-            return _stage_alone(engine, tier, captured, request, txn, chain=chain, meter=meter, offline=False)
-    # Under the same transaction: the log may still come to say that it was staged.
-    return _stage_alone(engine, tier, captured, request, txn, chain=chain, meter=meter, offline=True)
+    txn, links = engine.new_id(), chain.borrow()
+    try:
+        request, offline = ask()
+        staged: tuple[Staged, Link] | None = None
+        if not offline:
+            with suppress(BackendUnavailableError, UndecidedError, SnapshotExpiredError):
+                staged = _stage_alone(engine, tier, captured, request, txn, links=links, meter=meter, offline=False)
+        if staged is None:  # under the same transaction: the log may still come to say that it was staged
+            staged = _stage_alone(engine, tier, captured, request, txn, links=links, meter=meter, offline=True)
+        chain.add(staged[1])
+        return staged[0]
+    finally:
+        chain.give_back(links)
 
 
 def _stage_alone(
-    engine: Engine, tier: Tier, captured: Captured, request: PutRequest, txn: Ulid, *, chain: StagedChain, meter: Meter, offline: bool
-) -> Staged:
-    stager = Stager(engine, tier, chain)
-    view, accepts = engine.log.view(), chain.accepts(request.expect, request.parent)
+    engine: Engine, tier: Tier, captured: Captured, request: PutRequest, txn: Ulid, *, links: Links, meter: Meter, offline: bool
+) -> tuple[Staged, Link]:
+    stager = Stager(engine, tier, links)
+    view, accepts = engine.log.view(), links.accepts(request.expect, request.parent)
     check_accepted(view, request.ref, accepts)
     head, base = view.head(), None if offline else base_of(view, request)
     anchor = head.n if head else 0
@@ -179,7 +188,7 @@ def _stage_alone(
         parts = [checked_parts(stager.engine, [written], anchor, sync=not offline)]
         record = record_of(engine, request, parts, logical_bytes=captured.logical_bytes)
         stager.engine.backend.put(record_name(txn), record.encode())
-        lead = Lead(record.encode(), parts, accepts, base.ulid if base is not None else None, chain.txns(), None)
+        lead = Lead(record.encode(), parts, accepts, base.ulid if base is not None else None, links.txns, None)
         manifest = Manifest(txn, request.ref, request.step, 0, 1, stager.names, stager.size_bytes(), lead)
         stager.keep(manifest)
     except BaseException:
@@ -194,8 +203,7 @@ def _stage_alone(
             raise
     info = staged_info(txn, record)
     engine.keep_part(written.ulid, written.part)
-    stager.link(info, [written], accepts)
-    return Staged(info, manifest)
+    return Staged(info, manifest), stager.link(info, [written], accepts)
 
 
 class StagedRankPut(RankPut):
@@ -221,8 +229,9 @@ class StagedRankPut(RankPut):
         self._store_engine = engine
         self._tier = tier
         self._chain = chain
+        self._links = chain.borrow()
         self._stop = stop
-        self._stager = Stager(engine, tier, chain)
+        self._stager = Stager(engine, tier, self._links)
         self._base: SnapshotInfo | None = None
         self._manifest: Manifest
         self._accepts: Accepts = ()
@@ -230,7 +239,7 @@ class StagedRankPut(RankPut):
     def hello(self) -> Body:
         """See `RankPut`. Where the ref may be is rank 0's to say: others may not know yet what has become of the puts before."""
         record = super().hello()
-        self._accepts = self._chain.accepts(self._request.expect, self._request.parent)
+        self._accepts = self._links.accepts(self._request.expect, self._request.parent)
         if self._group.rank == 0:
             check_accepted(self._store_engine.log.view(), self._request.ref, self._accepts)
         return record | {"expect": None}
@@ -259,11 +268,13 @@ class StagedRankPut(RankPut):
         info = self.published(outcome)
         for written in self._written:
             self._store_engine.keep_part(written.ulid, written.part)
-        self._stager.link(info, self._written, self._accepts)
+        self._chain.add(self._stager.link(info, self._written, self._accepts))
+        self._chain.give_back(self._links)
         return Staged(info, self._manifest)
 
     def give_up(self) -> None:
         """Deletes what was written."""
+        self._chain.give_back(self._links)
         self._tier.folder.delete_manifest(manifest_key(self._txn, self._group.rank))
         self._tier.uploader.drop(self._stager.written)
 
@@ -275,7 +286,7 @@ class StagedRankPut(RankPut):
         sealed, parts = record.encode(), [done.parts for done in dones]
         engine.backend.put(record_name(self._txn), sealed)
         base = self._base.ulid if self._base is not None else None
-        lead = Lead(sealed, parts, self._accepts, base, self._chain.txns(), self._mark(drifted))
+        lead = Lead(sealed, parts, self._accepts, base, self._links.txns, self._mark(drifted))
         self._manifest = self._manifest._replace(lead=lead)
         self._stager.keep(self._manifest)
         announce(engine, lead, self._txn, request.ref)

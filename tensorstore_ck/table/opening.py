@@ -21,7 +21,7 @@ import platformdirs
 from tensorstore_ck.table.memory import MemoryTable
 from tensorstore_ck.table.protocol import CacheWarning, Table
 
-_NETWORK_FILESYSTEM: Final = re.compile(
+NETWORK_FILESYSTEM: Final = re.compile(
     r"nfs\d*|lustre|ceph|cifs|smb\w*|fuse(\..*|blk)?|9p|virtiofs|gpfs|beegfs\w*|afs|ocfs2|gfs2|pvfs2|orangefs|glusterfs|panfs|wekafs"
 )
 _UNUSED_SECONDS: Final = 30 * 24 * 3600
@@ -96,7 +96,7 @@ def _private_folder(base: Path, name: str) -> Path:
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError(f"{folder} can be written by others; chmod go-w it")
     kind = filesystem_of(base / name)
-    if _NETWORK_FILESYSTEM.fullmatch(kind):
+    if NETWORK_FILESYSTEM.fullmatch(kind):
         raise OSError(f"it is on a {kind} filesystem, where LMDB is not safe")
     return base / name
 

@@ -26,7 +26,7 @@ from tensorstore_ck.backend.oserrors import os_errors
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MissingObjectError, NoSpaceError
 from tensorstore_ck.room import require_writable_folder
 from tensorstore_ck.sizes import human_bytes
-from tensorstore_ck.table.opening import _NETWORK_FILESYSTEM, filesystem_of
+from tensorstore_ck.table.opening import NETWORK_FILESYSTEM, filesystem_of
 from tensorstore_ck.tiers.copies import Copies, FileUse, files_below
 from tensorstore_ck.tiers.journal import JournalEntry, UploadJournal
 from tensorstore_ck.tiers.lease import Lease
@@ -63,7 +63,7 @@ class StagingFolder:
             NoSpaceError: the disk cannot give it its capacity.
         """
         kind = filesystem_of(Path(self.path))
-        if _NETWORK_FILESYSTEM.fullmatch(kind):
+        if NETWORK_FILESYSTEM.fullmatch(kind):
             raise InvalidOptionError(
                 f"the staging folder {self.path} is on a {kind} filesystem, and must be on a disk of this host: name another one",
                 object_id=self.path,
@@ -95,6 +95,11 @@ class StagingFolder:
         """The objects that are not published, and those whose upload was begun, other than `named`."""
         found = {info.name for info in self.unsent.list("")} | set(self.journal.names())
         return sorted(found - set(named))
+
+    def drop_temporaries(self) -> None:
+        """Deletes what interrupted writes left. Nobody else may use the folder."""
+        for info in self._root.list_uploads():
+            self._root.abort_upload(info.name)
 
     # --- room ---
 

@@ -107,8 +107,8 @@ class Invariant:
             fold(entry, batch)
         view = RefTable(table)
         condemned, swept = _lists(before, entry)
-        puts = {Ulid(op.fields["snapshot"]) for op in entry.ops if op.name == "put"}
-        published = frozenset(ulid for ulid in puts if view.outcome(ulid) is not None and view.snapshot(ulid) is not None)
+        puts = {Ulid(op.fields["snapshot"]): op.fields["txn"] for op in entry.ops if op.name == "put"}
+        published = frozenset(ulid for ulid, txn in puts.items() if view.outcome(txn) is not None and view.snapshot(ulid) is not None)
         reached = frozenset(info.ulid for info in roots(view))
         names = {op.name for op in entry.ops}
         lost = before.roots - reached

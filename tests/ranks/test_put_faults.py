@@ -45,6 +45,8 @@ from tests.ranks.worlds import (
 )
 
 MAX_CALLS = 200
+LEADER_AND_FOLLOWER = (0, RANKS - 1)
+"""All but rank 0 do the same."""
 SLACK = 10.0
 
 
@@ -66,7 +68,7 @@ def test_without_faults_everything_is_visible() -> None:
 # --- ranks that cannot --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("failing", range(RANKS))
+@pytest.mark.parametrize("failing", LEADER_AND_FOLLOWER)
 @pytest.mark.parametrize(
     "error", [NoSpaceError("the disk is full"), PermissionDeniedError("403: the credentials have expired")], ids=["space", "credentials"]
 )
@@ -94,7 +96,7 @@ def test_rank_0_cannot_write_the_record() -> None:
 
 
 @pytest.mark.parametrize("mode", ["die-before", "tear", "die-after"])
-@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("rank", LEADER_AND_FOLLOWER)
 def test_a_death_at_every_call_to_the_backend(rank: int, mode: str) -> None:
     """Nothing is visible, or what rank 0 has published: then the others say so. They go on as a new group, and gc frees the rest."""
     struck: set[str] = set()
@@ -127,7 +129,7 @@ def test_a_death_at_every_call_to_the_backend(rank: int, mode: str) -> None:
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("mode", ["unavailable", "lost-reply", "unknown-lands-later"])
-@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("rank", LEADER_AND_FOLLOWER)
 def test_a_fault_at_every_call_to_the_backend(rank: int, mode: str, persistent: bool) -> None:
     """A rank without a backend may be unable to find out; it says so, and whoever can says what the log says."""
     struck: set[str] = set()
@@ -163,7 +165,7 @@ def require_agreement_or_doubt(rank: PutRank, world: World) -> None:
 
 
 @pytest.mark.parametrize("kind", ["die", "stall", "error"])
-@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("rank", LEADER_AND_FOLLOWER)
 def test_a_fault_at_every_step(rank: int, kind: str) -> None:
     """Steps are before and after each call to the channel or the backend; a rank that stalls comes back when all others have ended."""
     for step in range(3 * MAX_CALLS):
@@ -206,7 +208,7 @@ def restart(world: World, ranks: int) -> list[PutRank]:
 # --- beside others ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("rank", LEADER_AND_FOLLOWER)
 def test_gc_at_every_call_frees_what_the_put_relies_on(rank: int) -> None:
     """The parent is forgotten, and freed at once, while the ranks write: the put is right, or starts anew, or is aborted."""
     outcomes = set()

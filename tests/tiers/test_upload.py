@@ -221,11 +221,14 @@ def test_a_complete_object_that_the_store_lost_is_sent_again(tmp_path: Path, mak
 
 
 @pytest.mark.parametrize("make", [PieceStore, MemoryBackend])
-def test_a_damaged_journal_costs_an_upload(tmp_path: Path, make: type[MemoryBackend]) -> None:
+@pytest.mark.parametrize("damaged", [b"", b'{"name": 1}', b'{"name": "other", "token": "", "is_complete": true}', b"x" * 100_000])
+def test_a_damaged_journal_costs_an_upload(tmp_path: Path, make: type[MemoryBackend], damaged: bytes) -> None:
     folder, store = staging(tmp_path, OBJECTS), make()
     uploader(folder, store).upload(OBJECTS)
     for journal in journals(folder):
-        (Path(folder.path) / journal).write_bytes(b'{"name": 1}')
+        (Path(folder.path) / journal).write_bytes(damaged)
+    store.delete([PACK])
+    store.put(PACK, b"torn")
     uploader(folder, store).upload(OBJECTS)
     assert held(store) == OBJECTS
 

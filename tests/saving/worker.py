@@ -1,0 +1,358 @@
+"""Run by the tests of processes: a nursery that forks one process for each scene, which then ends as an interpreter does.
+
+A nursery, because importing torch takes longer than most of these processes live. What a scene found out it says in a file, a line each,
+in one write, which SIGKILL cannot tear.
+"""
+
+import faulthandler
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import tensorstore_ck as tsck
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.errors import BackendUnavailableError
+from tensorstore_ck.saving import exiting
+from tests.crash.faulty import Faults, FaultyBackend
+from tests.saving.places import MIB, put_beside, state_of
+
+DEADLINE_SECONDS: Final = 12.0
+"""Of a scene, for a machine that has other things to do."""
+
+
+def watch() -> None:
+    """A process that hangs says where."""
+    faulthandler.dump_traceback_later(DEADLINE_SECONDS / 2)
+
+
+def watch_child() -> None:
+    """The watch of `faulthandler` does not survive a fork, and would wait for itself."""
+    timer = threading.Timer(DEADLINE_SECONDS / 4, lambda: (faulthandler.dump_traceback(), os._exit(99)))
+    timer.daemon = True
+    timer.start()
+
+
+def say(folder: str, **said: object) -> None:
+    fd = os.open(f"{folder}/said", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(fd, json.dumps(said).encode() + b"\n")
+    os.close(fd)
+
+
+def heard(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "said"
+    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+
+class Trap(Faults):
+    """Does something before or after the n-th call of a kind."""
+
+    def __init__(self, prefix: str, number: int, do: Callable[[], object], *, after: bool = False) -> None:
+        super().__init__()
+        self._prefix = prefix
+        self._left = number
+        self._do = do
+        self._after = after
+
+    def call(self, what: str, effect: Callable[[], Any], tear: Callable[[], object] | None = None, *, create: bool = False) -> Any:
+        is_here = what.startswith(self._prefix)
+        self._left -= is_here
+        strikes = is_here and self._left == 0
+        if strikes and not self._after:
+            self._do()
+        result = effect()
+        if strikes and self._after:
+            self._do()
+        return result
+
+
+def open_store(folder: str, trap: Faults | None = None, **options: Any) -> tsck.Store:
+    store = tsck.open(f"{folder}/store", create=True, cache_dir=f"{folder}/cache", **options)
+    if trap is not None:
+        backend: Backend = FaultyBackend(store.engine.backend, trap, atomic_put=False)
+        store.engine.backend = store.engine.log._backend = backend
+    return store
+
+
+def tell_end(folder: str, pending: tsck.PendingSnapshot) -> None:
+    pending.published.on_settled(lambda it: say(folder, published=it.step) if it.snapshot is not None else say(folder, lost=it.step))
+
+
+# --- scenes: how a process ends -----------------------------------------------------------------------------------------
+
+
+def in_flight(folder: str, how: str) -> None:
+    """Three puts, of which none is stored before the interpreter has begun to end."""
+    ends = threading.Event()
+
+    def hold() -> None:
+        assert ends.wait(DEADLINE_SECONDS)
+        if how == "fails":
+            raise BackendUnavailableError("injected")
+        if how == "hangs":
+            time.sleep(3600)
+
+    if how == "hangs":
+        exiting.EXIT_SECONDS = 0.2  # type: ignore[misc]
+        assert exiting.Saver.drain.__kwdefaults__ is not None
+        exiting.Saver.drain.__kwdefaults__["give_up_seconds"] = 0.2
+    store = open_store(folder, Trap("put parts/", 1, hold))
+    for step in (1, 2, 3):
+        tell_end(folder, put_beside(store, step))
+    threading._register_atexit(ends.set)  # type: ignore[attr-defined]
+    if how == "raises":
+        raise ZeroDivisionError("the training failed")
+    if how == "exits":
+        sys.exit(3)
+
+
+def killed(folder: str, prefix: str, number: int, after: bool) -> None:
+    """Puts without end, until it is killed at a call of the backend."""
+    trap = Trap(prefix, number, lambda: os.kill(os.getpid(), signal.SIGKILL), after=after)
+    store = open_store(folder, trap, host_memory_bytes=6 * MIB)
+    step = store.checkout("job")["step"] if "job" in store.branches() else 0
+    while True:
+        step += 1
+        tell_end(folder, put_beside(store, step))
+
+
+# --- scenes: preemption -------------------------------------------------------------------------------------------------
+
+
+def preempted(folder: str, deadline_seconds: float) -> None:
+    """A loop that asks, puts once more, and leaves."""
+    store = open_store(folder)
+    preemption = store.on_preemption(signal.SIGTERM, deadline_seconds=deadline_seconds)
+    step = 0
+    while not preemption.requested:
+        step += 1
+        put_beside(store, step, on_full="skip")
+        say(folder, ready=step)
+        time.sleep(0.01)
+    assert 0 < preemption.seconds_left <= deadline_seconds
+    put_beside(store, step + 1)
+    report = preemption.finish()
+    say(folder, last=step + 1, safe=report.safe and report.safe.step, dropped=len(report.dropped) + len(report.under_way))
+    store.close()
+
+
+def preempted_unawares(folder: str, deadline_seconds: float, hangs: bool) -> None:
+    """A loop that never asks."""
+    store = open_store(folder, Trap("put parts/", 3, lambda: time.sleep(3600)) if hangs else None)
+    store.on_preemption(signal.SIGTERM, deadline_seconds=deadline_seconds)
+    for step in (1, 2):
+        put_beside(store, step).wait()
+    put_beside(store, 3)
+    say(folder, ready=3)
+    while True:
+        time.sleep(0.01)
+
+
+# --- scenes: forks ------------------------------------------------------------------------------------------------------
+
+
+def forked(folder: str, at: str) -> None:
+    """A put is in the middle of something when the process forks; the child uses what it has inherited."""
+    reached, goes = threading.Event(), threading.Event()
+    store = open_store(folder, Trap(at, 5 if at == "append" else 2, lambda: (reached.set(), goes.wait(DEADLINE_SECONDS))))
+    put_beside(store, 1).wait()
+    pending = put_beside(store, 2)
+    assert reached.wait(DEADLINE_SECONDS)
+    pid = os.fork()
+    if pid == 0:
+        child(folder, store, pending)
+        return  # and ends as an interpreter does, with the hooks that it has inherited
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    goes.set()
+    say(folder, child=code, parent=pending.wait(DEADLINE_SECONDS).step, next=put_beside(store, 3).wait(DEADLINE_SECONDS).step)
+
+
+def child(folder: str, store: tsck.Store, pending: tsck.PendingSnapshot) -> None:
+    watch_child()
+    try:
+        pending.wait(1.0)
+    except tsck.StoreError as exc:
+        say(folder, waited=type(exc).__name__, message=str(exc))
+    said = {"pending": len(store.pending()), "restored": store.checkout("job@1")["step"], "steps": [found.step for found in store.log("job")]}
+    beside = put_beside(store, 10, ref="child").wait(DEADLINE_SECONDS)
+    waited_for = store.put_snapshot(state_of(11), ref="child", step=11)
+    store.close()
+    say(folder, **said, put=[beside.step, waited_for.step])
+
+
+class Reading(Dataset[int]):
+    """Its workers are forked while puts are in flight; each looks at the store."""
+
+    def __init__(self, store: tsck.Store) -> None:
+        self._store = store
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> int:
+        return index if index % 6 else index + 0 * len(self._store.branches())
+
+
+def loading(folder: str) -> None:
+    store = open_store(folder, host_memory_bytes=8 * MIB)
+    pendings, total = [], 0
+    for epoch in range(3):
+        for number, batch in enumerate(DataLoader(Reading(store), batch_size=4, num_workers=2)):
+            pendings.append(put_beside(store, 10 * epoch + number))
+            total += int(batch.sum())
+    say(folder, steps=[pending.wait(DEADLINE_SECONDS).step for pending in pendings], total=total)
+    store.close()
+
+
+# --- scenes: what is used ------------------------------------------------------------------------------------------------
+
+
+def resident_bytes(field: str = "VmRSS") -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+
+def peak_over(action: Callable[[], object]) -> int:
+    """How much more memory was resident at once during `action`."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_bytes()
+    action()
+    return resident_bytes("VmHWM") - before
+
+
+def memory(folder: str) -> None:
+    """The peak of puts under a budget of one copy; and of one that follows a smaller one that failed and is still held."""
+    size = 48 * MIB
+    with open_store(folder, host_memory_bytes=size, no_sync=True) as store:
+        state = {"w": torch.ones(size // 4)}
+
+        def train() -> None:
+            for step in range(4):
+                state["w"].add_(1)
+                store.put_snapshot_async(state, ref="job", step=step)
+            store.drain()
+
+        say(folder, peak=peak_over(train), budget=size)
+    trap = Trap("put parts/", 1, lambda: (_ for _ in ()).throw(BackendUnavailableError("injected")))
+    with open_store(folder, trap, host_memory_bytes=2 * size, no_sync=True) as store:
+        larger = {"w": torch.ones(size // 2)}
+
+        def fail() -> None:
+            failed = store.put_snapshot_async(state, ref="again")
+            store.drain()
+            try:
+                failed.wait()
+            except BackendUnavailableError:
+                store.put_snapshot_async(larger, ref="again").wait()
+
+        say(folder, peak=peak_over(fail), budget=2 * size)
+
+
+def many(folder: str, puts: int) -> None:
+    """Threads, descriptors and resident bytes, after a tenth of the puts and after all."""
+    store = open_store(folder, host_memory_bytes=8 * MIB, no_sync=True)
+    state = {"w": torch.zeros(3000), "b": [bytearray(100)]}
+    pendings = []
+    for step in range(puts):
+        state["w"].fill_(step)
+        pending = store.put_snapshot_async(state, ref="job", step=step)
+        if step % 100 in (3, 4):
+            pending.cancel()
+        pendings.append(pending)
+        if step in (puts // 10, puts - 1):
+            store.drain()
+            while threading.active_count() > 1:
+                time.sleep(0.01)
+            say(folder, threads=threading.active_count(), fds=len(os.listdir("/proc/self/fd")), resident=resident_bytes())
+    say(folder, published=sum(pending.snapshot is not None for pending in pendings), cpu=resource.getrusage(resource.RUSAGE_SELF).ru_utime)
+    store.close()
+
+
+SCENES: Final[dict[str, Callable[..., None]]] = {
+    scene.__name__: scene for scene in (in_flight, killed, preempted, preempted_unawares, forked, loading, memory, many)
+}
+
+
+# --- the nursery ----------------------------------------------------------------------------------------------------------
+
+
+class Nursery:
+    """The other end: what a test holds. A context manager."""
+
+    def __enter__(self) -> "Nursery":
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), *sys.path]))}
+        command = [sys.executable, "-m", "tests.saving.worker"]
+        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate(timeout=DEADLINE_SECONDS)
+
+    def begin(self, scene: Callable[..., None], folder: Path, *args: object) -> int:
+        """The process id; what it writes to stderr is in ``folder/stderr``."""
+        folder.mkdir(exist_ok=True)
+        return int(self._ask(scene.__name__, str(folder), *args))
+
+    def await_end(self, pid: int) -> int:
+        """Its exit code, or minus the signal that ended it."""
+        code = self._ask("wait", pid)
+        assert code is not None, "the process does not end"
+        return int(code)
+
+    def run(self, scene: Callable[..., None], folder: Path, *args: object) -> int:
+        return self.await_end(self.begin(scene, folder, *args))
+
+    def _ask(self, *request: object) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+def serve() -> tuple[str, list[Any]] | None:
+    """Answers requests; in a forked child, which scene it is to play."""
+    for line in iter(sys.stdin.readline, ""):
+        name, *args = json.loads(line)
+        if name == "wait":
+            print(json.dumps(exit_code(args[0])), flush=True)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            null, log = os.open(os.devnull, os.O_RDWR), os.open(f"{args[0]}/stderr", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            for fd, place in ((null, 0), (null, 1), (log, 2)):
+                os.dup2(fd, place)
+            return name, args
+        print(json.dumps(pid), flush=True)
+    return None
+
+
+def exit_code(pid: int) -> int | None:
+    """None: it did not end, and was killed."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    asked = serve()
+    if asked is not None:
+        watch()
+        SCENES[asked[0]](*asked[1])
