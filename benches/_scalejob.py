@@ -19,7 +19,7 @@ from tensorstore_ck.opening import init_store, make_engine
 from tensorstore_ck.pack import pack_name
 from tensorstore_ck.part import part_name
 from tensorstore_ck.ranks.publish import RankParts
-from tensorstore_ck.ranks.put import Prepared, RankStates, Done, RankPut
+from tensorstore_ck.ranks.put import Done, Prepared, RankPut, RankStates
 from tensorstore_ck.reader import SnapshotReader
 from tensorstore_ck.record import encode_metadata
 from tensorstore_ck.table import MemoryTable

@@ -23,7 +23,7 @@ from tensorstore_ck.opening import init_store, make_engine
 from tensorstore_ck.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values, part_name
 from tensorstore_ck.ranks import Channel, Group, KeyValue
 from tensorstore_ck.ranks.publish import RankParts
-from tensorstore_ck.ranks.put import Prepared, RankStates, Done, RankPut, put_ranks
+from tensorstore_ck.ranks.put import Done, Prepared, RankPut, RankStates, put_ranks
 from tensorstore_ck.ranks.replicas import Digests
 from tensorstore_ck.record import encode_metadata
 from tensorstore_ck.sharding import Mesh, Shard

@@ -1,7 +1,7 @@
 """Uploads from a staging disk to SeaweedFS on loopback: `python -m benches.staging --folder /tmp/bench`.
 
-speed: from "staged" to "published", beside s3fs's own transfer of the same packs. They take turns, with the files not in the page cache
-(a put goes round it); the first round does not count. Each round changes the whole state first.
+speed: from "staged" to "published", beside s3fs's own transfer of the same packs. They take turns in an order that
+changes, with the files not in the page cache (a put goes round it). Each round has a server of its own, which a first put warms up.
 rate: an upload, and a put without staging, held to a third of that speed.
 memory: the kernel's high-water mark of an upload, beyond what the process held when all was staged, by number of requests at a time.
 
@@ -41,6 +41,7 @@ REQUESTS = (1, 4, 8)
 TSCK = "tsck, staged to published"
 ALL = "s3fs put, all packs at once"
 EACH = "s3fs put_file, one by one"
+TINY = {"tiny": torch.zeros(1 << 16)}
 
 
 class Upload(NamedTuple):
@@ -50,6 +51,17 @@ class Upload(NamedTuple):
     size_bytes: int
     extra_bytes: int
     """Beyond what the process held when all was staged."""
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[S3Server]:
+    """A new server: what was deleted on an old one still takes room. All is gone at the end."""
+    folder.mkdir()
+    try:
+        with seaweedfs(folder) as server:
+            yield server
+    finally:
+        shutil.rmtree(folder)
 
 
 @contextmanager
@@ -96,20 +108,11 @@ def put_directly(store: tsck.Store, state: State) -> Upload:
 
 
 class Packs:
-    """Files that an earlier put staged, for s3fs."""
+    """The files that a put staged, of which the disk keeps copies, for s3fs."""
 
     def __init__(self, server: S3Server, folder: Path) -> None:
         self._files = s3fs.S3FileSystem(**server.storage_options, use_listings_cache=False, skip_instance_cache=True)
-        self._folder = folder / "packs"
-        self._stage = folder / "stage"
-
-    def take(self) -> None:
-        """Those of the last put: since the disk keeps them as copies, it is enough to link them."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir()
-        for path in self._stage.glob("*/copies/packs/*/*"):
-            os.link(path, self._folder / path.name)
-            path.unlink()
+        self._paths = [str(path) for path in (folder / "stage").glob("*/copies/packs/*/*") if path.stat().st_size > MIB]
 
     def one_by_one(self) -> Upload:
         return self._send(lambda paths, keys: [self._files.put_file(path, key) for path, key in zip(paths, keys, strict=True)])
@@ -118,8 +121,7 @@ class Packs:
         return self._send(self._files.put)
 
     def _send(self, send: Callable[[list[str], list[str]], object]) -> Upload:
-        place = f"{BUCKET}/{uuid.uuid4()}"
-        paths = [str(path) for path in self._folder.iterdir()]
+        place, paths = f"{BUCKET}/{uuid.uuid4()}", self._paths
         drop_pages(paths)
         reset_high_water()
         before, began = high_water_bytes(), time.perf_counter()
@@ -140,25 +142,23 @@ def drop_pages(paths: list[str]) -> None:
 # --- parts --------------------------------------------------------------------------------------------------------------
 
 
-def bench_speed(server: S3Server, state: State, folder: Path, rounds: int, requests: int) -> float:
+def bench_speed(state: State, folder: Path, rounds: int, requests: int) -> float:
     """Prints how fast uploads are beside s3fs; returns tsck's bytes a second."""
     speeds: dict[str, list[float]] = {}
-    with opened(server, folder, requests=requests) as store, watch_others() as others:
-        put(store, state)
-        packs = Packs(server, folder)
-        packs.take()
-        turns: dict[str, Callable[[], Upload]] = {TSCK: lambda: put(store, state), ALL: packs.all_at_once, EACH: packs.one_by_one}
-        for number in range(rounds + 1):
-            names = list(turns)
-            random.Random(number).shuffle(names)
-            for name in names:
-                upload = turns[name]()
-                if number:
+    with watch_others() as others:
+        for number in range(rounds):
+            with served(folder) as server, opened(server, folder, requests=requests) as store:
+                put(store, state)
+                packs = Packs(server, folder)
+                turns: dict[str, Callable[[], Upload]] = {TSCK: lambda: put(store, state), ALL: packs.all_at_once, EACH: packs.one_by_one}
+                names = list(turns)
+                random.Random(number).shuffle(names)
+                for name in names:
+                    upload = turns[name]()
                     speeds.setdefault(name, []).append(upload.size_bytes / upload.seconds)
-            packs.take()
     print(f"{requests} requests at a time, median (least-most) of {rounds} rounds; {others}")
     print("| upload | MB/s | tsck / it |\n|---|---|---|")
-    for name in turns:
+    for name in (TSCK, ALL, EACH):
         middle = statistics.median(speeds[name])
         ratio = statistics.median(ours / theirs for ours, theirs in zip(speeds[TSCK], speeds[name], strict=True))
         must = "" if name == TSCK else f"{ratio:.2f} (must be >= 0.9)"
@@ -166,30 +166,29 @@ def bench_speed(server: S3Server, state: State, folder: Path, rounds: int, reque
     return statistics.median(speeds[TSCK])
 
 
-def bench_rate(server: S3Server, state: State, folder: Path, speed: float) -> None:
+def bench_rate(state: State, folder: Path, speed: float) -> None:
     """Prints how well a third of a speed is held."""
     rate = speed / 3
     print(f"\nheld to {rate / 1e6:.1f} MB/s\n| what | MB/s | of the limit |\n|---|---|---|")
     for name, is_staged in (("upload from the staging disk", True), ("put without staging", False)):
-        with opened(server, folder, rate=rate, is_staged=is_staged) as store:
-            for _ in range(2):  # the first warms up
-                time.sleep(BURST_SECONDS)  # saves are far apart: what the limit lets pass at once is there
-                held = put(store, state) if is_staged else put_directly(store, state)
+        with served(folder) as server, opened(server, folder, rate=rate, is_staged=is_staged) as store:
+            store.put_snapshot(TINY, ref="warm-up")
+            time.sleep(BURST_SECONDS)  # saves are far apart: what the limit lets pass at once is there
+            held = put(store, state) if is_staged else put_directly(store, state)
         reached = held.size_bytes / held.seconds
         print(f"| {name} | {reached / 1e6:.1f} | {reached / rate:.3f} (must be 0.95 to 1.05) |", flush=True)
 
 
-def bench_memory(server: S3Server, folder: Path, gib: float) -> None:
+def bench_memory(folder: Path, gib: float) -> None:
     """Prints what requests side by side cost."""
     print("\n| upload | memory beyond what was held before | for each request |\n|---|---|---|")
     for requests in (*REQUESTS, 0):
-        command = [sys.executable, "-m", "benches.staging", "--folder", str(folder / "child"), "--gib", str(gib), "--child"]
-        command += [json.dumps((server.port, requests))]
-        (folder / "child").mkdir()
-        extra = int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
-        shutil.rmtree(folder / "child")
+        with served(folder) as server:
+            command = [sys.executable, "-m", "benches.staging", "--folder", str(folder), "--gib", str(gib), "--child"]
+            command += [json.dumps((server.port, requests))]
+            extra = int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
         each = f"{extra / requests / MIB:.1f} MiB (must be <= 16)" if requests else ""
-        name = f"tsck, max_parallel_requests={requests}" if requests else "s3fs put, all packs at once"
+        name = f"tsck, max_parallel_requests={requests}" if requests else ALL
         print(f"| {name} | {extra / MIB:.0f} MiB | {each} |", flush=True)
 
 
@@ -197,11 +196,10 @@ def answer_parent(port: int, requests: int, folder: Path, gib: float) -> None:
     """Prints the memory that one upload took, by s3fs if there are no requests."""
     server, state = S3Server(port), new_state(gib)
     with opened(server, folder, requests=requests or 4) as store:
-        put(store, {"tiny": torch.zeros(1 << 20)})  # loads what an upload needs
+        store.put_snapshot(TINY, ref="warm-up")  # loads what an upload needs
         upload = put(store, state)
         if not requests:
             packs = Packs(server, folder)
-            packs.take()
             packs.all_at_once()
             upload = packs.all_at_once()
     print(upload.extra_bytes)
@@ -228,23 +226,20 @@ def main() -> None:
         return
     if args.quick:
         args.gib, args.rounds = 0.25, 2
-    shutil.rmtree(args.folder, ignore_errors=True)
-    args.folder.mkdir(parents=True)
+    folder = args.folder / "staging"
+    shutil.rmtree(folder, ignore_errors=True)
+    args.folder.mkdir(parents=True, exist_ok=True)
     state = new_state(args.gib)
     print(f"{args.gib:.2f} GiB in 64 fp32 tensors, SeaweedFS on loopback\n", flush=True)
-    try:
-        with seaweedfs(args.folder) as server:
-            speed = args.speed * 1e6 if args.speed else 0.0
-            if "speed" in args.part or ("rate" in args.part and not speed):
-                measured = bench_speed(server, state, args.folder, args.rounds, args.requests)
-                speed = speed or measured
-            if "rate" in args.part:
-                bench_rate(server, state, args.folder, speed)
-            del state
-            if "memory" in args.part:
-                bench_memory(server, args.folder, args.gib)
-    finally:
-        shutil.rmtree(args.folder, ignore_errors=True)
+    speed = args.speed * 1e6 if args.speed else 0.0
+    if "speed" in args.part or ("rate" in args.part and not speed):
+        measured = bench_speed(state, folder, args.rounds, args.requests)
+        speed = speed or measured
+    if "rate" in args.part:
+        bench_rate(state, folder, speed)
+    if "memory" in args.part:
+        del state
+        bench_memory(folder, args.gib)
 
 
 if __name__ == "__main__":

@@ -155,6 +155,8 @@ def require_live(engine: Engine, info: SnapshotInfo, trouble: Exception) -> RefT
     engine.log.sync()
     view = engine.log.view()
     if view.staged(info.ulid) is not None:
+        if not isinstance(trouble, MissingObjectError):
+            return view
         raise MissingObjectError(
             f"snapshot {info.root.hex()[:16]} (step {info.step}) is staged, and something of it is not on this host: {trouble}. Restore on "
             "the hosts that staged it, or wait until it is published",

@@ -61,6 +61,10 @@ class Seen:
         """Whether this handle has put or restored there."""
         return ref in self._refs
 
+    def current(self, ref: str) -> Digest | None:
+        """What the state in memory is, if this handle has put or restored there."""
+        return self._refs[ref].current if ref in self._refs else None
+
     def drop(self, ref: str) -> None:
         """This handle forgot the ref: its next put there begins it anew."""
         self._refs.pop(ref, None)
@@ -72,7 +76,9 @@ class Seen:
     def expected(self, view: RefTable, ref: str, expect: object) -> Expected:
         """Where a put to `ref` must find it."""
         if isinstance(expect, LastSeen):
-            seen = self._refs.get(ref)
+            seen, branch = self._refs.get(ref), view.branch(ref)
+            if seen is not None and branch is not None and branch.root == seen.current:
+                return branch.root  # what was restored while it was staged is published by now
             return seen.head if seen else None
         if expect is None or isinstance(expect, Anything):
             return expect

@@ -12,7 +12,20 @@ from typing import Any, Final, NoReturn
 import click
 
 import tensorstore_ck
-from tensorstore_ck.cli import checking, copying, exporting, history, importing, keeping, maintenance, refs, transfer, usage, verifying
+from tensorstore_ck.cli import (
+    checking,
+    copying,
+    exporting,
+    history,
+    importing,
+    keeping,
+    maintenance,
+    refs,
+    staging,
+    transfer,
+    usage,
+    verifying,
+)
 from tensorstore_ck.cli.output import emit, printable
 from tensorstore_ck.errors import StoreError
 
@@ -109,6 +122,7 @@ for _command in (
     keeping.forget,
     keeping.undo,
     keeping.gc,
+    staging.staging,
     copying.copy,
     checking.fsck,
     verifying.verify_resume,

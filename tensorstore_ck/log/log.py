@@ -6,7 +6,6 @@ whatever happens to the cache costs time only. Knows nothing of packs, parts or 
 
 import itertools
 import random
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.ops import Op
 from tensorstore_ck.log.reftable import RefTable
 from tensorstore_ck.log.rows import Head
+from tensorstore_ck.parallel import ProcessLock
 from tensorstore_ck.table import Batch, MemoryTable, Table, TableDamagedError
 
 Build = Callable[[RefTable], Sequence[Op]]
@@ -87,7 +87,7 @@ class Log:
         self._shared = shared
         self._sleep = sleep
         self._jitter = jitter
-        self._lock = threading.RLock()
+        self._lock = ProcessLock()
         self._verified: Head | None = None
         self._durable_n = 0
         self._undecided: UndecidedError | None = None

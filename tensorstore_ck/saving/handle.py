@@ -48,7 +48,7 @@ class Handle:
 
     def chain(self, ref: str) -> StagedChain:
         """What was staged on a ref."""
-        return self.chains.setdefault(ref, StagedChain())
+        return self.chains.setdefault(ref, StagedChain(lambda: self.seen.current(ref)))
 
     def published(self, ref: str, txn: Ulid, root: Digest) -> None:
         """A staged put of this handle is on its ref."""

@@ -8,13 +8,12 @@ for a job that has the missing hosts.
 import logging
 from collections.abc import Sequence
 from functools import partial
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import Body, take
 from tensorstore_ck.ids import Ulid, ulid_text
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.ranks import Duties
 from tensorstore_ck.record import decode_record, record_name
 from tensorstore_ck.saving.course import Course
@@ -71,9 +70,10 @@ def resume_alone(handle: Handle, tier: Tier) -> list[ResumedJob]:
 def resume_here(handle: Handle, tier: Tier) -> list[ResumedJob]:
     """What lies on this disk in full, whoever left it: for one process that ends what no job goes on with."""
     tier.folder.enter(lambda: sweep(tier))
-    by_txn = groupby(find_manifests(tier.folder), key=lambda manifest: manifest.txn)
-    found = [list(manifests) for _, manifests in by_txn]
-    return [_resumed(handle, tier, all_ranks) for all_ranks in found if all_ranks[0].lead and len(all_ranks) == all_ranks[0].ranks]
+    found: dict[Ulid, list[Manifest]] = {}
+    for manifest in find_manifests(tier.folder):
+        found.setdefault(manifest.txn, []).append(manifest)
+    return [_resumed(handle, tier, each) for each in found.values() if each[0].lead and len(each) == each[0].ranks]
 
 
 def _resumed(handle: Handle, tier: Tier, manifests: Sequence[Manifest]) -> ResumedJob:
@@ -95,7 +95,10 @@ def resume_ranks(handle: Handle, tier: Tier, group: "ProcessGroup", timeout_seco
     jobs: list[ResumedJob] = []
 
     def compare(hellos: list[Body]) -> Body:
-        return {"found": [_verdict(handle.engine, txn, finders) for txn, finders in sorted(_finders(hellos).items())]}
+        handle.engine.log.sync()
+        view = handle.engine.log.view()
+        verdicts = [_verdict(handle.engine, view, txn, finders) for txn, finders in _finders(hellos).items()]
+        return {"found": [verdict for _, verdict in sorted(verdicts, key=lambda each: each[0])]}
 
     def work(go: Body) -> Body:
         handle.engine.log.sync()
@@ -148,15 +151,15 @@ def _finders(hellos: Sequence[Body]) -> dict[bytes, _Finders]:
     return found
 
 
-def _verdict(engine: Engine, txn: bytes, found: _Finders) -> list[Any]:
-    """What becomes of it: as the log says, where nothing is missing."""
-    engine.log.sync()
-    view, owners = engine.log.view(), [[rank, finder] for rank, finder in sorted(found.owners.items())]
+def _verdict(engine: Engine, view: RefTable, txn: bytes, found: _Finders) -> tuple[int, list[Any]]:
+    """What becomes of it: as the log says, where nothing is missing. And the log entry that said so first, for their order."""
+    owners = [[rank, finder] for rank, finder in sorted(found.owners.items())]
     if view.snapshot(txn) is not None:
-        return [txn, PUBLISHED, owners]
-    if view.staged(txn) is None:  # its ranks were stopped before all had staged
+        return 0, [txn, PUBLISHED, owners]
+    staged = view.staged(txn)
+    if staged is None:  # its ranks were stopped before all had staged
         give_up(engine, Ulid(txn))
-        return [txn, LOST, owners]
+        return 0, [txn, LOST, owners]
     missing = sorted(set(range(found.ranks)) - found.owners.keys())
     if missing:
         _logger.warning(
@@ -165,4 +168,4 @@ def _verdict(engine: Engine, txn: bytes, found: _Finders) -> list[Any]:
             ulid_text(Ulid(txn)),
             ", ".join(map(str, missing[:16])),
         )
-    return [txn, WAIT if missing else RESUME, owners]
+    return staged.n, [txn, WAIT if missing else RESUME, owners]

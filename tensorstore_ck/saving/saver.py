@@ -314,10 +314,10 @@ class Saver:
         try:
             info = item.job.run(item.course)
         except BaseException as exc:  # noqa: BLE001 - told to whoever waits, or to the next put
-            item.release()
+            self._let_go(item)
             self._fail(item, exc)
             return
-        item.release()
+        self._let_go(item)
         if info is not None:
             self._succeed(item, info)
             return

@@ -5,7 +5,7 @@ given up meanwhile keeps its files.
 """
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from tensorstore_ck.ids import Digest, Ulid
@@ -31,8 +31,10 @@ class Link(NamedTuple):
 class Links:
     """Staged puts, oldest first."""
 
-    def __init__(self, links: Iterable[Link]) -> None:
+    def __init__(self, links: Iterable[Link], restored: Digest | None = None) -> None:
+        """`restored`: what this process last restored or staged on the ref, if it did."""
         self._links = tuple(links)
+        self._restored = restored
 
     @property
     def txns(self) -> list[Ulid]:
@@ -44,15 +46,15 @@ class Links:
         """The objects that they name."""
         return frozenset().union(*(link.names for link in self._links))
 
-    def accepts(self, expect: Expected, parent: Digest | None) -> Accepts:
+    def accepts(self, expect: Expected) -> Accepts:
         """Where the ref may be when the next one is published: each of these may be published by then, or given up.
 
-        What an earlier process staged is accepted only where the next one goes on from it: `parent`.
+        What an earlier process staged is accepted only if this one has restored it.
         """
         if isinstance(expect, Anything):
             return expect
         roots = [link.root for link in self._links]
-        found = [roots[: at + 1] for at, link in enumerate(self._links) if link.root == parent and link.accepts is None]
+        found = [roots[: at + 1] for at, link in enumerate(self._links) if link.root == self._restored and link.accepts is None]
         own = [root for link in self._links if link.accepts is not None for root in (*link.accepts, link.root)]
         return tuple(dict.fromkeys([expect, *own, *(found[-1] if found else [])]))
 
@@ -64,7 +66,9 @@ class Links:
 class StagedChain:
     """The staged puts of one ref."""
 
-    def __init__(self) -> None:
+    def __init__(self, restored: Callable[[], Digest | None] = lambda: None) -> None:
+        """`restored`: see `Links`."""
+        self._restored = restored
         self._lock = threading.Lock()
         self._links: list[Link] = []
         self._borrowed: list[Links] = []
@@ -82,7 +86,7 @@ class StagedChain:
     def borrow(self) -> Links:
         """What the next one builds on, until it gives it back."""
         with self._lock:
-            self._borrowed.append(Links(self._links))
+            self._borrowed.append(Links(self._links, self._restored()))
             return self._borrowed[-1]
 
     def give_back(self, links: Links) -> None:

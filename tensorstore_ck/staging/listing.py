@@ -42,11 +42,8 @@ class StagedPut:
     """Since 1970, when it was staged."""
     problems: tuple[str, ...]
     """Why it cannot be published from this disk."""
-
-    @property
-    def is_here(self) -> bool:
-        """Whether anything of it is on this disk."""
-        return bool(self.here) or self.ref is None
+    is_here: bool
+    """Whether anything of it is on this disk, be it a damaged manifest."""
 
 
 def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedPut]:
@@ -63,8 +60,8 @@ def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedPut]
         for key, error in damaged.items():
             txn = parse_ulid(key.partition("-")[0])
             if txn is not None:
-                known = puts.get(txn) or StagedPut(ulid_text(txn), None, None, None, _state(view, txn), None, (), 0, 0, 0, ())
-                puts[txn] = replace(known, problems=(*known.problems, str(error)))
+                known = puts.get(txn) or StagedPut(ulid_text(txn), None, None, None, _state(view, txn), None, (), 0, 0, 0, (), is_here=True)
+                puts[txn] = replace(known, problems=(*known.problems, str(error)), is_here=True)
     return sorted(puts.values(), key=lambda put: (put.time_ns, put.txn))
 
 
@@ -79,7 +76,18 @@ def _state(view: RefTable, txn: Ulid) -> State:
 def _of_log(info: SnapshotInfo) -> StagedPut:
     problem = "nothing of it is on this disk: the hosts that staged it can publish it"
     return StagedPut(
-        ulid_text(info.ulid), info.ref, info.step, info.root.hex(), "staged", None, (), info.new_bytes, 0, info.time_ns, (problem,)
+        ulid_text(info.ulid),
+        info.ref,
+        info.step,
+        info.root.hex(),
+        "staged",
+        None,
+        (),
+        info.new_bytes,
+        0,
+        info.time_ns,
+        (problem,),
+        is_here=False,
     )
 
 
@@ -102,6 +110,7 @@ def _of_disk(engine: Engine, folder: StagingFolder, view: RefTable, manifests: S
         sum(each[1] for each in sent.values() if each is not None),
         info.time_ns if info is not None else record.time_ns if record is not None else 0,
         tuple(_problems(here, first.ranks, sent, has_lead=lead is not None)),
+        is_here=True,
     )
 
 

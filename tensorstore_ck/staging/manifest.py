@@ -10,6 +10,7 @@ from tensorstore_ck.envelope import Body, pack_body, take, take_count, unpack_bo
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, StoreError
 from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, derived_hash, ulid_text
 from tensorstore_ck.ranks.publish import RankParts
+from tensorstore_ck.record import decode_record
 from tensorstore_ck.tiers import StagingFolder
 from tensorstore_ck.writer import ANY, Anything
 
@@ -119,7 +120,8 @@ def read_manifests(folder: StagingFolder) -> tuple[list[Manifest], dict[str, Sto
             continue  # published or given up meanwhile
         except StoreError as exc:
             damaged[key] = exc
-    return sorted(found, key=lambda manifest: (manifest.txn, manifest.rank)), damaged
+    times = {manifest.txn: decode_record(manifest.lead.record, manifest.key).time_ns for manifest in found if manifest.lead is not None}
+    return sorted(found, key=lambda manifest: (times.get(manifest.txn, 0), manifest.txn, manifest.rank)), damaged
 
 
 def encode_lead(lead: Lead) -> Body:

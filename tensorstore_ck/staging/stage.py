@@ -178,7 +178,7 @@ def _stage_alone(
     engine: Engine, tier: Tier, captured: Captured, request: PutRequest, txn: Ulid, *, links: Links, meter: Meter, offline: bool
 ) -> tuple[Staged, Link]:
     stager = Stager(engine, tier, links)
-    view, accepts = engine.log.view(), links.accepts(request.expect, request.parent)
+    view, accepts = engine.log.view(), links.accepts(request.expect)
     check_accepted(view, request.ref, accepts)
     head, base = view.head(), None if offline else base_of(view, request)
     anchor = head.n if head else 0
@@ -239,7 +239,7 @@ class StagedRankPut(RankPut):
     def hello(self) -> Body:
         """See `RankPut`. Where the ref may be is rank 0's to say: others may not know yet what has become of the puts before."""
         record = super().hello()
-        self._accepts = self._links.accepts(self._request.expect, self._request.parent)
+        self._accepts = self._links.accepts(self._request.expect)
         if self._group.rank == 0:
             check_accepted(self._store_engine.log.view(), self._request.ref, self._accepts)
         return record | {"expect": None}

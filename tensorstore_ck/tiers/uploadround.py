@@ -86,10 +86,13 @@ class UploadRound:
         self._patience.check()
         try:
             file = self._folder.open_unsent(name)
-        except MissingObjectError:
+        except MissingObjectError as exc:
             size = self._stored_bytes(name)
             if size is None:
-                raise
+                raise MissingObjectError(
+                    f"the staged {name} is neither on the staging disk nor in the store: it was deleted, or the disk was exchanged",
+                    object_id=name,
+                ) from exc
             self._tell(size)  # it was published meanwhile
             return None
         self._open.append(file)

@@ -98,15 +98,15 @@ def side(
     damage: tuple[int, int] | None = None,
     capacity_bytes: int = CAPACITY_BYTES,
     piece_bytes: int = PIECE_BYTES,
-    timeout_seconds: float = TIMEOUT_SECONDS,
+    answer_seconds: float = TIMEOUT_SECONDS,
 ) -> Side:
     """This process's; `hosts` are the numbers of the ranks' hosts, `damage` is what `DamagingGroup` takes."""
     for host in hosts:
         os.makedirs(folder_at(base, host).path, exist_ok=True)
     keys = [host_of_folder(folder_at(base, host).path) for host in hosts]
-    link = connect(group or GROUPS[len(hosts)], keys, copies, base, timeout_seconds=timeout_seconds)
-    if damage is not None:
-        link = Link(DamagingGroup(link.gloo, *damage), link.ranks, link.rank, timeout_seconds)
+    link = connect(group or GROUPS[len(hosts)], keys, copies, base, timeout_seconds=TIMEOUT_SECONDS)
+    gloo = link.gloo if damage is None else DamagingGroup(link.gloo, *damage)
+    link = Link(gloo, link.ranks, link.rank, answer_seconds)
     folder = folder_at(base, hosts[link.rank], capacity_bytes)
     return Side(link.rank, folder, Replicator(link, folder, keys, copies, piece_bytes=piece_bytes))
 

@@ -195,7 +195,7 @@ def test_an_offer_that_no_rank_makes_is_refused(pool: Pool, tmp_path: Path) -> N
 
 def _late(base: str) -> list[str]:
     """Rank 0 comes to one exchange, rank 1 to none of it."""
-    own = side(base, (0, 1), 1, timeout_seconds=0.3)
+    own = side(base, (0, 1), 1, answer_seconds=0.3)
     if own.rank == 0:
         with pytest.raises(BackendUnavailableError, match=r"rank 1 does not answer: .*Timed out") as caught:
             own.exchange(1, own.stage())
@@ -244,7 +244,7 @@ def test_a_rank_that_cannot_be_understood_ends_it(pool: Pool, tmp_path: Path) ->
 def _alone(base: str) -> None:
     if dist.get_rank() == 0:
         with pytest.raises(BackendUnavailableError, match=r"rank 0 could not connect .*, \[0, 1\]: .*; what is staged gets no copies"):
-            side(base, (0, 1), 1, timeout_seconds=0.3)
+            connect(GROUPS[2], [b"a", b"b"], 1, base, timeout_seconds=0.3)
 
 
 def test_a_rank_that_does_not_connect_is_said(pool: Pool, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """A store in memory whose backend a test stops, lets go and breaks; and what is put there."""
 
-import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.events import Event
 from tensorstore_ck.opening import init_store, make_engine
+from tensorstore_ck.saving import PendingSnapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.table import MemoryTable
 from tests.crash.faulty import Faults, FaultyBackend
@@ -41,7 +41,7 @@ class Stop:
 
 
 class Gate(Faults):
-    """Every call of a backend goes through it, by what it does: ``open packs/..``, ``append``, ``close``, ``put parts/..``, ``create log/..``."""
+    """Every call of a backend goes through it, by what it does: ``open packs/..``, ``append``, ``close``, ``put parts/..`` and so on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def spoil(state: dict[str, Any]) -> None:
     state["step"] = -1
 
 
-def put_beside(store: Store, step: int, *, size_bytes: int = SIZE, ref: str = "job", **options: Any) -> Any:
+def put_beside(store: Store, step: int, *, size_bytes: int = SIZE, ref: str = "job", **options: Any) -> PendingSnapshot:
     """Puts the state of a step, and spoils it at once."""
     state = state_of(step, size_bytes)
     pending = store.put_snapshot_async(state, ref=ref, step=step, **options)
@@ -161,6 +161,3 @@ def check(store: Store, step: int, *, size_bytes: int = SIZE, ref: str = "job") 
     found, expected = store.checkout(f"{ref}@{step}"), state_of(step, size_bytes)
     assert found["step"] == step
     assert torch.equal(found["w"], expected["w"]), f"step {step} is torn"
-
-
-__all__ = ["MIB", "SECONDS", "Gate", "Scene", "Stop", "check", "copy", "put_beside", "scene", "spoil", "state_of"]

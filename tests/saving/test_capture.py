@@ -22,7 +22,7 @@ from tests.state.fake import assert_same
 from tests.state.samples import DTYPES, states, tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # deepcopy
-Losses = namedtuple("Losses", "train valid")  # noqa: PYI024
+Losses = namedtuple("Losses", "train valid")
 
 
 @contextmanager
@@ -52,14 +52,15 @@ def ruin(value: Any) -> None:
             ruin(item)
     elif isinstance(value, dict):
         ruin(list(value.values()))
-        vars(value).clear() if isinstance(value, OrderedDict) else None
+    if isinstance(value, OrderedDict):
+        vars(value).clear()
     if isinstance(value, list | dict | set):
         value.clear()
     if isinstance(value, list):
         value.append("ruined")
 
 
-def every_kind() -> dict[str, Any]:
+def every_kind() -> dict[Any, Any]:
     base = torch.arange(10_000, dtype=torch.float32)
     numbers = np.arange(6000, dtype=np.float64).reshape(60, 100)
     moments: OrderedDict[str, Any] = OrderedDict(first=torch.randn(40, 50), second=torch.randn(40, 50))
@@ -148,7 +149,7 @@ def test_any_state(shared: Scene, state: Any) -> None:
 
 
 def test_one_state_that_is_trained_on_with_six_snapshots_in_flight() -> None:
-    model = {"w": torch.zeros(300, 300), "views": torch.zeros(5000)[::2], "losses": [], "rng": bytearray(8), "step": 0}
+    model: dict[str, Any] = {"w": torch.zeros(300, 300), "views": torch.zeros(5000)[::2], "losses": [], "rng": bytearray(8), "step": 0}
     expected, pendings = [], []
     with scene() as place:
         with held(place):

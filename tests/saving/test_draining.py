@@ -1,6 +1,9 @@
 """The end of a job in order: what can be durable in time, what is given up, and which snapshot is safe."""
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,7 +11,7 @@ from typing import Any
 import pytest
 
 import tensorstore_ck as tsck
-from tensorstore_ck.errors import BackendUnavailableError, SnapshotDroppedError
+from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, SnapshotDroppedError
 from tensorstore_ck.saving import DrainReport, saver
 from tests.saving.places import SECONDS, Scene, Stop, check, put_beside, scene, state_of
 
@@ -191,3 +194,85 @@ def test_close_waits_for_what_is_under_way() -> None:
         assert [pending.wait(0).step for pending in puts] == [1, 2]
         assert place.allocated_bytes == 0
         place.store.close()
+
+
+# --- preemption; see test_processes for processes that end by it ----------------------------------------------------------
+
+
+@pytest.fixture
+def former() -> Iterator[list[int]]:
+    """Signals that a handler of the user's own got, which was there before."""
+    got: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, _: got.append(number))
+    yield got
+    signal.signal(signal.SIGUSR2, before)
+
+
+def signal_myself() -> None:
+    os.kill(os.getpid(), signal.SIGUSR2)
+    time.sleep(0)
+
+
+def test_the_signal_takes_its_former_course_at_the_deadline(former: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    with scene() as place:
+        put_beside(place.store, 1).wait()
+        stop = place.gate.stop("put parts/")
+        put_beside(place.store, 2)
+        preemption = place.store.on_preemption(signal.SIGUSR2, deadline_seconds=0.2)
+        assert (preemption.requested, preemption.seconds_left) == (False, 0.2)
+        signal_myself()
+        assert preemption.requested
+        assert not former
+        signal_myself()  # again: it is known
+        deadline = time.monotonic() + SECONDS
+        while not former:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        assert former == [signal.SIGUSR2]
+        assert preemption.seconds_left == 0
+        (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("preempted")]
+        assert ") is safe; given up: job@2" in line
+        signal_myself()
+        assert former == [signal.SIGUSR2] * 2
+        stop.let_go()
+
+
+def test_a_job_that_has_finished_is_left_to_end_itself(former: list[int]) -> None:
+    with scene() as place:
+        preemption = place.store.on_preemption(signal.SIGUSR2, deadline_seconds=SECONDS)
+        signal_myself()
+        put_beside(place.store, 1)
+        report = preemption.finish()
+        assert report.safe is not None
+        assert report.safe.step == 1
+        assert not former
+        signal_myself()  # whoever sends it again does not want to wait any longer
+        assert former == [signal.SIGUSR2]
+
+
+def test_a_preemption_that_is_called_off(former: list[int]) -> None:
+    with scene() as place:
+        preemption = place.store.on_preemption(signal.SIGUSR2, deadline_seconds=SECONDS)
+        preemption.cancel()
+        signal_myself()
+        assert former == [signal.SIGUSR2]
+        assert not preemption.requested
+
+
+def test_where_and_how_a_preemption_can_be_asked_for() -> None:
+    with scene() as place:
+        for seconds in (0, -1):
+            with pytest.raises(InvalidOptionError, match="deadline_seconds must be more than 0"):
+                place.store.on_preemption(signal.SIGUSR2, deadline_seconds=seconds)
+        errors: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                place.store.on_preemption(signal.SIGUSR2, deadline_seconds=1)
+            except InvalidOptionError as exc:
+                errors.append(exc)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        assert "main thread" in str(errors[0])

@@ -1,4 +1,4 @@
-"""An error is told once: by the next wait, or else by the next put, or else when the store is closed. It never kills what comes after it."""
+"""An error is told once: by the next wait, or else by the next put, or else by close. It never kills what comes after it."""
 
 import threading
 from collections.abc import Callable

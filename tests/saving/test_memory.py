@@ -11,6 +11,8 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, SnapshotDroppedError
+from tensorstore_ck.saving.alone import AloneJob
+from tensorstore_ck.saving.job import Turn
 from tensorstore_ck.saving.saver import Saver
 from tests.saving.places import MIB, SECONDS, Scene, Stop, check, put_beside, scene
 
@@ -199,6 +201,27 @@ def test_a_callback_of_a_stall_may_ask_what_is_under_way(waits: threading.Event)
         assert answers == [True]
 
 
+def test_memory_is_free_before_anybody_is_told(waits: threading.Event) -> None:
+    """Who waits for it does not wait for the callbacks of the put that had it."""
+    with scene(host_memory_bytes=COPY) as place:
+        holds, goes = threading.Event(), threading.Event()
+
+        def hold(_: object) -> None:
+            holds.set()
+            goes.wait(SECONDS)
+
+        stop = place.gate.stop("put parts/")
+        first = put_beside(place.store, 1, size_bytes=COPY)
+        first.published.on_settled(hold)
+        put = Put(place.store, 2)
+        assert waits.wait(SECONDS)
+        stop.let_go()
+        assert holds.wait(SECONDS)
+        assert put.returned().captured.reached()
+        goes.set()
+        assert put.returned().wait(SECONDS).step == 2
+
+
 @pytest.mark.parametrize("on_full", ["block", "skip", "replace"])
 def test_the_limit_is_never_passed(on_full: Any) -> None:
     limit, most = 3 * COPY, 0
@@ -216,7 +239,7 @@ def test_the_limit_is_never_passed(on_full: Any) -> None:
         look(None)
         assert place.in_use_bytes == 0
         assert COPY <= most <= limit
-        published = [pending.step for pending in pendings if pending.snapshot is not None]
+        published = [step for step, pending in enumerate(pendings) if pending.snapshot is not None]
         assert place.steps() == published
         assert published == list(range(len(sizes))) or on_full != "block"
         for step in published:
@@ -270,6 +293,22 @@ def test_a_capture_that_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyPa
             assert not place.store.pending()
         put_beside(place.store, 2, size_bytes=COPY).wait()
         assert place.steps() == [2]
+
+
+def test_a_put_that_is_interrupted_once_it_has_memory_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the other ranks cannot be told, or by Ctrl-C."""
+    with scene(host_memory_bytes=COPY) as place:
+        with monkeypatch.context() as patch:
+
+            def agree(self: AloneJob, decide: Callable[[], Turn]) -> Turn:
+                assert decide().goes
+                raise KeyboardInterrupt
+
+            patch.setattr(AloneJob, "agree", agree)
+            with pytest.raises(KeyboardInterrupt):
+                put_beside(place.store, 1, size_bytes=COPY)
+        assert place.in_use_bytes == 0
+        put_beside(place.store, 2, size_bytes=COPY).wait(SECONDS)
 
 
 def test_the_memory_of_a_cancelled_put_that_waits_is_taken() -> None:

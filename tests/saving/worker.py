@@ -14,31 +14,37 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.distributed
 from torch.utils.data import DataLoader, Dataset
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.errors import BackendUnavailableError
+from tensorstore_ck.ranks import Group
 from tensorstore_ck.saving import exiting
+from tensorstore_ck.saving.saver import Saver
 from tests.crash.faulty import Faults, FaultyBackend
 from tests.saving.places import MIB, put_beside, state_of
 
-DEADLINE_SECONDS: Final = 12.0
+dist: Any = torch.distributed
+"""Its annotations lack most of what we use."""
+DEADLINE_SECONDS: Final = 40.0
 """Of a scene, for a machine that has other things to do."""
 
 
-def watch() -> None:
-    """A process that hangs says where."""
-    faulthandler.dump_traceback_later(DEADLINE_SECONDS / 2)
+def watch(seconds: float) -> None:
+    """A process that hangs says where, and ends. A thread of Python's own: that of `faulthandler` does not survive a fork."""
 
+    def end() -> None:
+        faulthandler.dump_traceback()
+        os._exit(99)
 
-def watch_child() -> None:
-    """The watch of `faulthandler` does not survive a fork, and would wait for itself."""
-    timer = threading.Timer(DEADLINE_SECONDS / 4, lambda: (faulthandler.dump_traceback(), os._exit(99)))
+    timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
 
@@ -76,8 +82,8 @@ class Trap(Faults):
         return result
 
 
-def open_store(folder: str, trap: Faults | None = None, **options: Any) -> tsck.Store:
-    store = tsck.open(f"{folder}/store", create=True, cache_dir=f"{folder}/cache", **options)
+def open_store(folder: str, trap: Faults | None = None, *, cache: str = "cache", **options: Any) -> tsck.Store:
+    store = tsck.open(f"{folder}/store", create=True, cache_dir=f"{folder}/{cache}", **options)
     if trap is not None:
         backend: Backend = FaultyBackend(store.engine.backend, trap, atomic_put=False)
         store.engine.backend = store.engine.log._backend = backend
@@ -103,9 +109,9 @@ def in_flight(folder: str, how: str) -> None:
             time.sleep(3600)
 
     if how == "hangs":
-        exiting.EXIT_SECONDS = 0.2  # type: ignore[misc]
-        assert exiting.Saver.drain.__kwdefaults__ is not None
-        exiting.Saver.drain.__kwdefaults__["give_up_seconds"] = 0.2
+        vars(exiting)["EXIT_SECONDS"] = 0.2
+        assert Saver.drain.__kwdefaults__ is not None
+        Saver.drain.__kwdefaults__["give_up_seconds"] = 0.2
     store = open_store(folder, Trap("put parts/", 1, hold))
     for step in (1, 2, 3):
         tell_end(folder, put_beside(store, step))
@@ -164,7 +170,12 @@ def preempted_unawares(folder: str, deadline_seconds: float, hangs: bool) -> Non
 def forked(folder: str, at: str) -> None:
     """A put is in the middle of something when the process forks; the child uses what it has inherited."""
     reached, goes = threading.Event(), threading.Event()
-    store = open_store(folder, Trap(at, 5 if at == "append" else 2, lambda: (reached.set(), goes.wait(DEADLINE_SECONDS))))
+
+    def hold() -> None:
+        reached.set()
+        goes.wait(DEADLINE_SECONDS)
+
+    store = open_store(folder, Trap(at, 5 if at == "append" else 2, hold))
     put_beside(store, 1).wait()
     pending = put_beside(store, 2)
     assert reached.wait(DEADLINE_SECONDS)
@@ -178,12 +189,16 @@ def forked(folder: str, at: str) -> None:
 
 
 def child(folder: str, store: tsck.Store, pending: tsck.PendingSnapshot) -> None:
-    watch_child()
+    watch(DEADLINE_SECONDS / 4)
     try:
         pending.wait(1.0)
     except tsck.StoreError as exc:
         say(folder, waited=type(exc).__name__, message=str(exc))
-    said = {"pending": len(store.pending()), "restored": store.checkout("job@1")["step"], "steps": [found.step for found in store.log("job")]}
+    said = {
+        "pending": len(store.pending()),
+        "restored": store.checkout("job@1")["step"],
+        "steps": [found.step for found in store.log("job")],
+    }
     beside = put_beside(store, 10, ref="child").wait(DEADLINE_SECONDS)
     waited_for = store.put_snapshot(state_of(11), ref="child", step=11)
     store.close()
@@ -212,6 +227,34 @@ def loading(folder: str) -> None:
             total += int(batch.sum())
     say(folder, steps=[pending.wait(DEADLINE_SECONDS).step for pending in pendings], total=total)
     store.close()
+
+
+# --- scenes: ranks ------------------------------------------------------------------------------------------------------
+
+
+def one_of_ranks(folder: str, rank: int, ranks: int, victim: int, port: int) -> None:
+    """One of them is killed in its second put, with a third in flight; the others learn of it, and go on as a new group."""
+    assert Group.begin.__kwdefaults__ is not None
+    Group.begin.__kwdefaults__["grace"] = 1.0
+    server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=DEADLINE_SECONDS))
+    dist.init_process_group("gloo", store=dist.PrefixStore("first", server), rank=rank, world_size=ranks)
+    trap = Trap("put parts/", 2, lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank == victim else None
+    store = open_store(folder, trap, cache=f"cache-{rank}")
+    put_beside(store, 1, group=dist.group.WORLD).wait()
+    pendings = [put_beside(store, step, group=dist.group.WORLD, timeout_seconds=1.5) for step in (2, 3)]
+    said: dict[str, Any] = {}
+    for pending in pendings:
+        try:
+            pending.wait(DEADLINE_SECONDS / 2)
+        except tsck.StoreError as exc:
+            said[str(pending.step)] = [type(exc).__name__, str(exc)]
+    dist.destroy_process_group()
+    left = [each for each in range(ranks) if each != victim]
+    dist.init_process_group("gloo", store=dist.PrefixStore("second", server), rank=left.index(rank), world_size=len(left))
+    said["root"] = put_beside(store, 4, group=dist.group.WORLD).wait(DEADLINE_SECONDS / 2).root
+    store.close()
+    say(folder, rank=rank, **said)
+    os._exit(0)  # gloo's threads wait for who is gone
 
 
 # --- scenes: what is used ------------------------------------------------------------------------------------------------
@@ -260,8 +303,8 @@ def memory(folder: str) -> None:
 
 def many(folder: str, puts: int) -> None:
     """Threads, descriptors and resident bytes, after a tenth of the puts and after all."""
-    store = open_store(folder, host_memory_bytes=8 * MIB, no_sync=True)
-    state = {"w": torch.zeros(3000), "b": [bytearray(100)]}
+    store, threads = open_store(folder, host_memory_bytes=8 * MIB, no_sync=True), threading.active_count()
+    state: dict[str, Any] = {"w": torch.zeros(3000), "b": [bytearray(100)]}
     pendings = []
     for step in range(puts):
         state["w"].fill_(step)
@@ -271,15 +314,15 @@ def many(folder: str, puts: int) -> None:
         pendings.append(pending)
         if step in (puts // 10, puts - 1):
             store.drain()
-            while threading.active_count() > 1:
+            while threading.active_count() > threads:
                 time.sleep(0.01)
-            say(folder, threads=threading.active_count(), fds=len(os.listdir("/proc/self/fd")), resident=resident_bytes())
+            say(folder, fds=len(os.listdir("/proc/self/fd")), resident=resident_bytes())
     say(folder, published=sum(pending.snapshot is not None for pending in pendings), cpu=resource.getrusage(resource.RUSAGE_SELF).ru_utime)
     store.close()
 
 
 SCENES: Final[dict[str, Callable[..., None]]] = {
-    scene.__name__: scene for scene in (in_flight, killed, preempted, preempted_unawares, forked, loading, memory, many)
+    scene.__name__: scene for scene in (in_flight, killed, preempted, preempted_unawares, forked, loading, one_of_ranks, memory, many)
 }
 
 
@@ -354,5 +397,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     asked = serve()
     if asked is not None:
-        watch()
+        watch(DEADLINE_SECONDS / 2)
         SCENES[asked[0]](*asked[1])

@@ -3,6 +3,8 @@
 import contextlib
 import os
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, cast
@@ -15,6 +17,7 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.resumable import Upload
 from tensorstore_ck.backend.s3upload import Destination
+from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.events import Event
 from tensorstore_ck.opening import init_store, make_engine, read_config
 from tensorstore_ck.saving import PendingSnapshot
@@ -30,6 +33,8 @@ from tests.tiers.places import PieceStore
 SECONDS: Final = 30.0
 """After which a test is told that what it waits for does not come."""
 KIB: Final = 1 << 10
+NAP_SECONDS: Final = 0.002
+"""Between tries."""
 PIECE_BYTES: Final = 64 * KIB
 FROZEN_BYTES: Final = 100 * KIB
 MOVING_BYTES: Final = 150 * KIB
@@ -73,6 +78,27 @@ class Life(Faults):
         return effect()
 
 
+UPLOADS: Final = ("put_object", "create_multipart_upload", "upload_part")
+
+
+class Server(Faults):
+    """Answers no call that begins with one of `refused`, until it is told otherwise; `seen` has what it did."""
+
+    def __init__(self, *refused: str) -> None:
+        super().__init__()
+        self.refused: tuple[str, ...] = refused
+        self.seen: list[str] = []
+
+    def call(self, what: str, effect: Callable[[], Any], tear: Callable[[], object] | None = None, *, create: bool = False) -> Any:
+        if what.startswith(self.refused):
+            raise BackendUnavailableError(f"injected: {what}")
+        self.seen.append(what)
+        return effect()
+
+    def refuse(self, *refused: str) -> None:
+        self.refused = refused
+
+
 class FaultyOs:
     """The module `os`, whose changes of a disk fail and die as `faults` say."""
 
@@ -82,7 +108,10 @@ class FaultyOs:
         found = getattr(os, name)
         if self.faults is None or name not in _CHANGING:
             return found
-        return lambda *args, **kwargs: cast(Faults, self.faults).call(f"{name} {_tail(args[0])}", lambda: found(*args, **kwargs))
+        return lambda *args, **kwargs: self._strike(f"{name} {_tail(args[0])}", lambda: found(*args, **kwargs))
+
+    def _strike(self, what: str, effect: Callable[[], Any]) -> Any:
+        return effect() if self.faults is None else self.faults.call(what, effect)
 
 
 def _tail(path: object) -> str:
@@ -96,7 +125,7 @@ DISK: Final = FaultyOs()
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small pieces, no waiting, and a disk that can fail."""
     monkeypatch.setattr(s3writer, "PIECE_BYTES", PIECE_BYTES)
-    monkeypatch.setattr(random, "uniform", lambda *_: 0.0)
+    monkeypatch.setattr(random, "uniform", lambda *_: NAP_SECONDS)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # nothing here loses its power
     monkeypatch.setattr(folder_module, "os", DISK)
     monkeypatch.setattr(copies_module, "os", DISK)
@@ -132,7 +161,7 @@ class Process:
         DISK.faults = disk_faults
         engine = make_engine(backend, config, MemoryTable(), sleep=lambda _: None)
         tiered = TieredBackend(folder, backend)
-        uploader = Uploader(folder, backend, max_parallel_requests=1, sleep=lambda _: None)
+        uploader = Uploader(folder, backend, max_parallel_requests=1, sleep=lambda _: time.sleep(NAP_SECONDS))
         engine.backend, engine.tier = tiered, Tier(folder, uploader, tiered, Staging(path))
         self.folder = folder
         self.events: list[Event] = []
@@ -170,6 +199,27 @@ def _noise(seed: int, size_bytes: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(random.Random(seed).randbytes(size_bytes)), dtype=torch.uint8)
 
 
+def leave_staged(server: PieceStore, path: Path, *steps: int, **options: Any) -> None:
+    """A job that published step 0, staged these, and ended."""
+    refusing = Server()
+    with process(server, path, store_faults=refusing) as job:
+        job.put(0).wait(SECONDS)
+        refusing.refuse(*UPLOADS)
+        for step in steps:
+            job.put(step, **options).staged.wait(SECONDS)
+        assert [pending.step for pending in job.store.drain(0).staged] == list(steps)
+
+
+def half_uploaded(job: Process, connection: Server, step: int) -> PendingSnapshot:
+    """Small objects are in the store, the pack is not."""
+    reached = threading.Event()
+    job.store.on_event(lambda event: reached.set() if event.fields.get("what") == "an upload" else None)
+    connection.refuse("upload_part")
+    pending = job.put(step)
+    assert reached.wait(SECONDS)
+    return pending
+
+
 def ended(pending: PendingSnapshot) -> BaseException | None:
     """Waits for the end: the error, if it was one."""
     try:
@@ -205,5 +255,11 @@ def require_all_well(server: PieceStore, path: Path, steps: list[int | None]) ->
         assert [info.step for _, info in view.all_staged()] == []
         report = other.store.fsck(read_data=True)
         assert report.ok, report.findings
-    folder = StagingFolder(path, read_config(cast(Backend, server)).uuid, CAPACITY_BYTES)  # type: ignore[union-attr]
-    assert leftovers(folder) == []
+    assert leftovers(folder_of(server, path)) == []
+
+
+def folder_of(server: PieceStore, path: Path) -> StagingFolder:
+    """What a process with that disk has there."""
+    config = read_config(cast(Backend, server))
+    assert config is not None
+    return StagingFolder(path, config.uuid, CAPACITY_BYTES)

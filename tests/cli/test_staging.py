@@ -1,0 +1,172 @@
+"""staging: what is durable on this host's disk is shown, resumed and dropped, as a user runs it."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorstore_ck as tsck_package
+from tests.cli.conftest import Tsck
+
+DISK = ("--staging", "stage")
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"frozen": torch.arange(50_000), "moving": torch.full((50_000,), step), "step": step}
+
+
+def stage(folder: Path, *steps: int, published: bool = True) -> None:
+    """A job that published step 0, and ended when later ones were staged."""
+    staging = tsck_package.Staging(folder / "stage", stagger_seconds=3600)
+    if published:
+        with tsck_package.open(folder / "ck", cache_dir=folder / "cache") as store:
+            store.put_snapshot(state_of(0), ref="job", step=0)
+    store = tsck_package.open(folder / "ck", cache_dir=folder / "cache", staging=staging)
+    if published:
+        store.checkout("job")
+    for step in steps:
+        store.put_snapshot_async(state_of(step), ref="job", step=step)
+    for pending in store.pending():
+        pending.staged.wait(30)
+    assert [pending.step for pending in store.drain(0).staged] == list(steps)
+    store.close()
+
+
+@pytest.fixture
+def staged(tsck: Tsck, tmp_path: Path) -> Tsck:
+    """`tsck` on a store whose branch job has step 0; steps 1 and 2 are staged."""
+    assert tsck("init", "ck").code == 0
+    stage(tmp_path, 1, 2)
+    return tsck
+
+
+def steps(tsck: Tsck) -> list[int]:
+    return [snapshot["step"] for snapshot in tsck("log", "job", "--json").json]
+
+
+def files(tmp_path: Path) -> list[str]:
+    """What is on the disk of puts that are over, copies apart."""
+    found = [path for path in (tmp_path / "stage").rglob("*") if path.is_file()]
+    return [path.name for path in found if "copies" not in path.parts and path.name != "users"]
+
+
+def test_what_is_staged_is_shown(staged: Tsck) -> None:
+    shown = staged("staging", *DISK)
+    assert shown.code == 0
+    title, first, second = shown.out.splitlines()
+    assert title.split() == ["TXN", "REF", "STEP", "ROOT", "RANKS", "HERE", "SIZE", "SENT", "AGE", "LOG", "SAYS"]
+    assert first.split()[1:3] == ["job", "1"]
+    assert second.split()[1:3] == ["job", "2"]
+    assert first.split()[4] == "1/1"
+    assert first.split()[-1] == "staged"
+    one, two = staged("staging", *DISK, "--json").json
+    assert (one["step"], two["step"], one["sent_bytes"], one["problems"]) == (1, 2, 0, [])
+    assert one["size_bytes"] > 50_000 * 8 / 100
+    assert len(one["root"]) == 64
+    assert steps(staged) == [0], "looking changes nothing"
+
+
+def test_resume_publishes(staged: Tsck, tmp_path: Path) -> None:
+    done = staged("staging", "resume", *DISK)
+    assert done.code == 0, done
+    assert done.out.count("published job at") == 2
+    assert steps(staged) == [2, 1, 0]
+    assert files(tmp_path) == []
+    assert "nothing is staged" in staged("staging", "resume", *DISK).out
+    assert "nothing is staged" in staged("staging", *DISK).out
+    assert "no pins" in staged("pin").out
+    assert staged("fsck", "--read-data").code == 0
+
+
+def test_drop_gives_up_one(staged: Tsck, tmp_path: Path) -> None:
+    one, two = staged("staging", *DISK, "--json").json
+    refused = staged("staging", "drop", one["txn"], *DISK)
+    assert (refused.code, "--yes" in refused.err) == (2, True)
+    assert staged("staging", "drop", one["txn"], *DISK, "--yes").out == f"dropped job@1 ({one['txn']})\n"
+    assert [put["txn"] for put in staged("staging", *DISK, "--json").json] == [two["txn"]]
+    assert staged("staging", "resume", *DISK, "--json").json["failed"] == []
+    assert steps(staged) == [2, 0], "what it shared with the dropped one was kept for it"
+    assert files(tmp_path) == []
+    assert "no pins" in staged("pin").out
+    assert staged("fsck", "--read-data").code == 0
+
+
+def test_drop_all(staged: Tsck, tmp_path: Path) -> None:
+    assert staged("staging", "drop", "--all", "--yes", *DISK, "--json").json["published"] == []
+    assert files(tmp_path) == []
+    assert steps(staged) == [0]
+    assert "no pins" in staged("pin").out
+    assert "nothing is staged" in staged("staging").out
+    assert "nothing is staged" in staged("staging", "drop", "--all", "--yes", *DISK).out
+
+
+def test_what_the_log_knows_of_other_hosts(staged: Tsck, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "stage")
+    one, _ = staged("staging", "--json").json
+    assert one["here"] == []
+    assert "the hosts that staged it" in one["problems"][0]
+    (tmp_path / "stage").mkdir()
+    assert "nothing is staged" in staged("staging", "drop", "--all", "--yes", *DISK).out, "another host may have it"
+    left = staged("staging", "resume", *DISK)
+    assert left.code == 0
+    assert "cannot be published from here" in left.out
+    assert staged("staging", "drop", one["txn"], "--yes").code == 0
+    assert len(staged("staging", "--json").json) == 1
+    assert "the store has no pins" not in staged("pin").out
+
+
+def test_a_ref_that_moved_meanwhile(staged: Tsck, tmp_path: Path) -> None:
+    with tsck_package.open(tmp_path / "ck", cache_dir=tmp_path / "cache") as store:
+        store.put_snapshot(state_of(7), ref="job", step=7, expect=tsck_package.ANY)
+    failed = staged("staging", "resume", *DISK)
+    assert failed.code == 11, failed
+    assert failed.out.count("another process moved it") == 2
+    assert steps(staged) == [7, 0]
+    assert files(tmp_path) == []
+    assert "no pins" in staged("pin").out
+
+
+def test_damage_is_shown_and_dropped(staged: Tsck, tmp_path: Path) -> None:
+    manifest, *_ = sorted((tmp_path / "stage").glob("*/staged/*"))
+    manifest.write_bytes(manifest.read_bytes()[:-1] + b"x")
+    (pack, *_) = sorted((tmp_path / "stage").glob("*/unsent/packs/*/*"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    pack.unlink()
+    first, second = staged("staging", *DISK, "--json").json
+    assert "does not match its hash" in first["problems"][-1]
+    assert second["problems"] == [f"neither on this disk nor in the store: packs/{pack.parent.name}/{pack.name}"]
+    resumed = staged("staging", "resume", *DISK, "--json")
+    assert resumed.code == 42
+    assert resumed.json["failed"][0]["put"] == "job@2"
+    assert steps(staged) == [0]
+    assert staged("staging", "drop", "--all", "--yes", *DISK).code == 0
+    assert files(tmp_path) == []
+    assert "no pins" in staged("pin").out
+
+
+def test_published_before_it_was_cleaned_up(staged: Tsck, tmp_path: Path) -> None:
+    shutil.copytree(tmp_path / "stage", tmp_path / "before")
+    staged("staging", "resume", *DISK)
+    before = ("--staging", "before")
+    assert {put["state"] for put in staged("staging", *before, "--json").json} == {"published"}
+    dropped = staged("staging", "drop", "--all", "--yes", *before)
+    assert dropped.out.count("was published already") == 2
+    assert steps(staged) == [2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("drop",), 2, "Drop what?"),
+        (("drop", "--all"), 2, "Which disk?"),
+        (("resume",), 2, "Which disk?"),
+        (("list", "--all"), 2, "are for drop"),
+        (("drop", "01K6AZ8Q9S3M6V7J0T2N5R8W1X", "--yes"), 25, "nothing is staged as"),
+        (("list", "--staging", "nowhere"), 22, "no folder nowhere"),
+    ],
+)
+def test_what_cannot_be_done(tsck: Tsck, arguments: tuple[str, ...], code: int, message: str) -> None:
+    tsck("init", "ck")
+    result = tsck("staging", *arguments)
+    assert (result.code, message in result.err) == (code, True), result
