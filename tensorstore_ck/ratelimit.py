@@ -8,7 +8,7 @@ from typing import Final
 
 from tensorstore_ck.errors import InvalidOptionError
 
-BURST_SECONDS: Final = 1.0
+BURST_SECONDS: Final = 0.25
 """What was not used is kept for so long."""
 
 

@@ -80,6 +80,15 @@ class Names:
         taken[name] = 1
         return name
 
+    def names(self, paths: Sequence[str]) -> Sequence[str]:
+        """`name` of each, in order: of many at once, where none of them needs a change."""
+        found = dict.fromkeys(paths, 1)
+        is_new = len(found) == len(paths) and self._taken.keys().isdisjoint(found.keys())
+        if not is_new or max(map(len, paths), default=0) > MAX_NAME_BYTES // 8 or not all(map(str.isascii, paths)):
+            return [self.name(path) for path in paths]
+        self._taken.update(found)
+        return paths
+
 
 def parse(layout: Layout, value_count: int, object_id: str = "the layout") -> Tree:
     """The checked tree of `layout`, whose part has `value_count` values.

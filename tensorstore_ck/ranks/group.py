@@ -27,6 +27,7 @@ _Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[KeyValue], Any] | None] 
 
 ROOT: Final = "tsck/"
 _TIME_BYTES: Final = 6
+_NUMBER_BYTES: Final = 4
 _END_SECONDS: Final = 1.0
 RENEW_SECONDS: Final = 10.0
 """What connecting anew may take: to a server that is gone, torch tries it for as long as the store's own timeout."""
@@ -199,8 +200,9 @@ class Group:
 
 
 def attempt_id(nonce: Ulid, n: int) -> Ulid:
-    """The ULID of the n-th attempt of a group: the nonce's time, then what nobody else draws."""
-    return Ulid(nonce[:_TIME_BYTES] + derived_hash("attempt of a group", nonce, n.to_bytes(8, "big"))[: ULID_BYTES - _TIME_BYTES])
+    """The ULID of the n-th attempt of a group: the nonce's time and the number, so that they sort; then what nobody else draws."""
+    drawn = derived_hash("attempt of a group", nonce, n.to_bytes(8, "big"))
+    return Ulid(nonce[:_TIME_BYTES] + n.to_bytes(_NUMBER_BYTES, "big") + drawn[: ULID_BYTES - _TIME_BYTES - _NUMBER_BYTES])
 
 
 def open_group(group: "torch.distributed.ProcessGroup", scope: str) -> Group:

@@ -20,6 +20,7 @@ class AloneJob:
     """See `Job`."""
 
     rank = 0
+    patience_seconds = None
 
     def __init__(self, handle: Handle, number: int, asked: Asked, state: object, frozen: Sequence[str]) -> None:
         """Takes the state apart.
@@ -32,20 +33,12 @@ class AloneJob:
         self._handle = handle
         self._asked = asked
         self._captured = handle.frozen.mark(capture(state), frozen)
+        self.needed_bytes = copied_bytes(self._captured, self._captured.frozen)
+        self.frozen_bytes = frozen_bytes(self._captured)
         self._staged: StagedPut | None = None
 
     def prepare(self) -> None:
         """The state was taken apart already."""
-
-    @property
-    def needed_bytes(self) -> int:
-        """Of the memory to capture into."""
-        return copied_bytes(self._captured, self._captured.frozen)
-
-    @property
-    def frozen_bytes(self) -> int:
-        """That need not be captured."""
-        return frozen_bytes(self._captured)
 
     def agree(self, decide: Callable[[], Turn]) -> Turn:
         """Nobody else is asked."""

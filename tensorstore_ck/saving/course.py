@@ -75,7 +75,7 @@ class Course:
         with self._changed:
             self.error, self._ended = error, True
             self._on_drop = _nothing
-            self.is_told = isinstance(error, SnapshotDroppedError)  # the user asked for it
+            self.is_told |= isinstance(error, SnapshotDroppedError)  # the user asked for it
         self._tell()
 
     def drop(self, reason: str) -> bool:

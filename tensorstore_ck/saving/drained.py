@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from tensorstore_ck.errors import ConflictError, DamageError, SnapshotAbortedError
 from tensorstore_ck.saving.course import Course, Stage
 from tensorstore_ck.saving.pending import PendingSnapshot
 from tensorstore_ck.snapshot import Snapshot
@@ -27,8 +28,8 @@ class DrainReport:
     def of(cls, courses: Sequence[Course], safe: Snapshot | None) -> Self:
         """What has come of these."""
         unpublished = [course for course in courses if course.snapshot is None]
-        on_disk = [course for course in unpublished if course.has_reached(Stage.STAGED)]
-        others = [course for course in unpublished if not course.has_reached(Stage.STAGED)]
+        on_disk = [course for course in unpublished if _is_on_disk(course)]
+        others = [course for course in unpublished if course not in on_disk]
         return cls(
             tuple(course.snapshot for course in courses if course.snapshot is not None),
             tuple(map(PendingSnapshot, on_disk)),
@@ -43,6 +44,12 @@ class DrainReport:
             if those:
                 said += f"; {what}: " + ", ".join(map(_address, those))
         return said
+
+
+def _is_on_disk(course: Course) -> bool:
+    """What can never be published any more, or was cancelled, is not kept."""
+    gone = isinstance(course.error, ConflictError | SnapshotAbortedError | DamageError) and course.dropped != "abandoned"
+    return course.has_reached(Stage.STAGED) and not gone
 
 
 def _address(of: Snapshot | PendingSnapshot) -> str:

@@ -1,6 +1,7 @@
 """What happens to puts under way when the process ends without having closed its store."""
 
 import logging
+import os
 import threading
 import weakref
 from typing import Final
@@ -12,11 +13,11 @@ _logger: Final = logging.getLogger("tensorstore_ck")
 
 def finish_at_exit(saver: Saver) -> None:
     """Has the interpreter wait for the puts of `saver` before it ends; what is not published then is said."""
-    found = weakref.ref(saver)
+    found, pid = weakref.ref(saver), os.getpid()
 
     def finish() -> None:
         saver = found()
-        if saver is None:
+        if saver is None or os.getpid() != pid:  # a forked child's end is not the puts' business, nor are its locks
             return
         saver.leave_resumed()
         report = saver.drain(EXIT_SECONDS)

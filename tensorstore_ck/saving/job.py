@@ -54,6 +54,10 @@ class Job(UploadJob, Protocol):
     def frozen_bytes(self) -> int:
         """That need not be captured."""
 
+    @property
+    def patience_seconds(self) -> float | None:
+        """How long it may wait for memory; None: for ever."""
+
     def replicate(self, course: Course) -> None:
         """Has what was staged kept on other hosts as well, where that is wanted; never fails."""
 

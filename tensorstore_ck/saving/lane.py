@@ -11,11 +11,14 @@ Item = TypeVar("Item")
 class Lane(Generic[Item]):
     """A queue and its thread. Everything is done under `changed`, which is notified at each change, but the work itself."""
 
-    def __init__(self, name: str, changed: threading.Condition, work: Callable[[Item], object]) -> None:
-        """`work` raises nothing."""
+    def __init__(
+        self, name: str, changed: threading.Condition, work: Callable[[Item], object], broken: Callable[[Item, BaseException], object]
+    ) -> None:
+        """`broken` is told what `work` raised, which it should not."""
         self._name = name
         self._changed = changed
         self._work = work
+        self._broken = broken
         self._waiting: deque[Item] = deque()
         self._working: Item | None = None
         self._thread: threading.Thread | None = None
@@ -62,7 +65,10 @@ class Lane(Generic[Item]):
                     self._thread = None
                     return
                 item = self._working = self._waiting.popleft()
-            self._work(item)
+            try:
+                self._work(item)
+            except BaseException as exc:  # noqa: BLE001 - the thread goes on, or all later work would wait for ever
+                self._broken(item, exc)
             with self._changed:
                 self._working = None
                 self._changed.notify_all()

@@ -34,6 +34,7 @@ class Preemption:
         if deadline_seconds <= 0:
             raise InvalidOptionError(f"deadline_seconds must be more than 0, not {deadline_seconds}", object_id="deadline_seconds")
         self._saver = saver
+        self._pid = os.getpid()
         self._signal_number = signal_number
         self._deadline_seconds = deadline_seconds
         self._deadline = 0.0
@@ -61,7 +62,10 @@ class Preemption:
     def cancel(self) -> None:
         """Gives the signal back its former course, on the main thread."""
         self._finished.set()
-        signal.signal(self._signal_number, self._former)
+        self._restore()
+
+    def _restore(self) -> None:
+        signal.signal(self._signal_number, signal.SIG_DFL if self._former is None else self._former)  # None: C had set it
 
     @property
     def _margin_seconds(self) -> float:
@@ -69,7 +73,10 @@ class Preemption:
         return min(GIVE_UP_SECONDS, self._deadline_seconds / 4)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._requested.is_set():
+        if os.getpid() != self._pid:  # a helper process, which was forked and is not the job
+            self._restore()
+            os.kill(os.getpid(), number)
+        elif not self._requested.is_set():
             self._deadline = time.monotonic() + self._deadline_seconds
             self._requested.set()
             # A thread, since the main one may be in the middle of anything, such as a put that holds locks.

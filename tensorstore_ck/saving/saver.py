@@ -6,6 +6,7 @@ is captured, for many ranks by rank 0 alone (`Job.agree`), so that ranks never d
 is told: by a wait, or by the next put. The thread lives only while there is work. Knows no torch and no store.
 """
 
+import logging
 import os
 import threading
 import time
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal, NoReturn, cast
 
-from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotDroppedError, StoreError
+from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotDroppedError, StoreError, WaitTimeoutError
 from tensorstore_ck.events import Event, Kind, Observers
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.saving.course import Course, Stage
@@ -31,8 +32,12 @@ if TYPE_CHECKING:
 OnFull = Literal["block", "skip", "replace"]
 """What a put does when no memory is left to capture into: wait for it; do not take place; or take that of the oldest queued put."""
 
+_logger: Final = logging.getLogger("tensorstore_ck")
+
 GIVE_UP_SECONDS: Final = 10.0
 """How long a put that was told to give up is waited for."""
+RAISE_SECONDS: Final = 30.0
+"""How long a rank waits to meet the error that rank 0 has met."""
 EXIT_SECONDS: Final = 600.0
 """How long a process that ends waits for its puts."""
 
@@ -49,9 +54,9 @@ class Saver:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._changed = threading.Condition()
-        self._stores: Lane[Item] = Lane("tsck-save", self._changed, self._store)
-        self._copies: Lane[Item] = Lane("tsck-copy", self._changed, self._copy)
-        self._uploads: Lane[Item] = Lane("tsck-publish", self._changed, self._publish)
+        self._stores: Lane[Item] = Lane("tsck-save", self._changed, self._store, self._broken)
+        self._copies: Lane[Item] = Lane("tsck-copy", self._changed, self._copy, self._broken)
+        self._uploads: Lane[Item] = Lane("tsck-publish", self._changed, self._publish, self._broken)
         self._memory = CaptureMemory(self._open_arena)
         self._untold: list[Item] = []
         self._safe: Snapshot | None = None
@@ -72,6 +77,7 @@ class Saver:
         if on_full not in ("block", "skip", "replace"):
             raise InvalidOptionError(f"on_full must be 'block', 'skip' or 'replace', not {on_full!r}", object_id="on_full")
         self._enter()
+        self._require_no_lane()
         called = time.monotonic()
         job = make()
         item = Item(job, called, is_beside=True)
@@ -118,6 +124,7 @@ class Saver:
     def run(self, make: Callable[[], Job]) -> Snapshot:
         """Puts in the caller's thread, after those under way; nothing is copied."""
         self._enter()
+        self._require_no_lane()
         self.settle()
         called = time.monotonic()
         item = Item(make(), called, is_beside=False)
@@ -233,10 +240,16 @@ class Saver:
         return self._memory.try_take(item.job.needed_bytes, f"the put of {item.course}")
 
     def _wait_for_memory(self, item: Item) -> None:
-        began = time.monotonic()
+        began, patience = time.monotonic(), item.job.patience_seconds
         item.waited_for = item.waited_for or len(self._items())
-        self._changed.wait()
+        self._changed.wait(None if patience is None else max(0.0, patience - item.waited_seconds))
         item.waited_seconds += time.monotonic() - began
+        if patience is not None and item.waited_seconds >= patience:
+            raise WaitTimeoutError(
+                f"no memory came free for the put of {item.course} in {patience:g} s: the other ranks would not wait longer; put less often, "
+                "raise host_memory_bytes, or pass on_full='skip'",
+                object_id=item.job.ref,
+            )
 
     def _tell_of_stall(self, item: Item) -> None:
         if item.waited_seconds:
@@ -285,7 +298,7 @@ class Saver:
     def _raise_error_of(self, number: int, job: Job) -> NoReturn:
         """Raises what rank 0 raises: the error of an earlier put, which this rank may not have met yet."""
         with self._changed:
-            self._changed.wait_for(lambda: not any(each.job.number == number for each in self._items()))
+            self._changed.wait_for(lambda: not any(each.job.number == number for each in self._items()), RAISE_SECONDS)
             item = next((each for each in self._untold if each.job.number == number), None)
         if item is not None:
             raise self._take_error(item)
@@ -305,6 +318,12 @@ class Saver:
     def _is_done(self) -> bool:
         """Whether nothing is under way but what was given up."""
         return all(item.course.dropped == "abandoned" for item in self._items())
+
+    def _require_no_lane(self) -> None:
+        if self._is_on_a_lane():
+            raise InvalidOptionError(
+                "a callback of a put cannot put: it would wait for itself; hand it to another thread", object_id="callback"
+            )
 
     def _is_on_a_lane(self) -> bool:
         return self._stores.is_mine() or self._copies.is_mine() or self._uploads.is_mine()
@@ -327,9 +346,17 @@ class Saver:
         if item.is_beside:
             self._hand_over(item, self._copies, self._copy)
 
+    @staticmethod
+    def _broken(item: Item, exc: BaseException) -> None:
+        _logger.error("what is done after the put of %s failed", item.course, exc_info=exc)
+        if not item.course.has_ended:
+            item.course.fail(exc)
+
     def _copy(self, item: Item) -> None:
-        item.job.replicate(item.course)
-        self._hand_over(item, self._uploads, self._publish)
+        try:
+            item.job.replicate(item.course)
+        finally:
+            self._hand_over(item, self._uploads, self._publish)
 
     @staticmethod
     def _hand_over(item: Item, lane: Lane[Item], work: Callable[[Item], None]) -> None:

@@ -72,7 +72,9 @@ class StagedPut:
             self._give_up(course)
             raise
         except StoreError as exc:
-            exc.add_note("(it stays on the staging disk: the next process that opens the store with it goes on)")
+            exc.add_note(
+                "(it stays on the staging disk; a process that opens the store with it goes on, unless a later put was published meanwhile)"
+            )
             raise
         info = engine.log.view().snapshot(txn)
         assert info is not None

@@ -1,15 +1,22 @@
 """The second step of a put of many ranks: each uploads what it has, and rank 0 publishes for all.
 
-What a rank has are the manifests of its own staging, or, after a crash, any that it found on its disk. It is tried again, in attempts of
-the ranks' publishing threads, as long as ranks or the store do not answer in time: nothing is sent twice. The log is the judge of each
-attempt: one that was given up never publishes; and of the staged snapshot: published, or given up.
+What a rank has are the manifests of its own staging, or, after a crash, any that it found on its disk. Uploads need no agreement; then the
+ranks' publishing threads meet, again and again if ranks or the store do not answer in time. The log is the judge of each attempt: one that
+was given up never publishes; and of the staged snapshot: published, or given up.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from tensorstore_ck.envelope import Body, take
-from tensorstore_ck.errors import ConflictError, CorruptObjectError, SnapshotAbortedError, SnapshotDroppedError, SnapshotExpiredError
+from tensorstore_ck.errors import (
+    ConflictError,
+    CorruptObjectError,
+    RetryableError,
+    SnapshotAbortedError,
+    SnapshotDroppedError,
+    SnapshotExpiredError,
+)
 from tensorstore_ck.ids import Ulid
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.ranks import Duties, Group
@@ -53,28 +60,40 @@ class StagedRanks:
         Raises:
             SnapshotAbortedError: it was given up; or ranks did not come, again and again, and it stays on the disks for the next job.
         """
-        for attempt in range(TRIES):
-            try:
-                outcome = self._try(course)
-            except SnapshotAbortedError as exc:
-                if course.dropped == "abandoned" or attempt + 1 == TRIES:
-                    raise
-                self._handle.retried(course, "publishing what was staged", exc, 0.0)
-                continue
-            return self._end(outcome)
+        if not course.dropped:
+            for manifest in self._manifests:
+                self._handle.upload(course, self._tier, manifest, lambda: _check_abandoned(course))
+        for tries_left in reversed(range(TRIES)):
+            outcome = self._try(course, is_last=not tries_left)
+            if outcome is not None:
+                return self._end(outcome, course)
         raise AssertionError("unreachable")
 
-    def _try(self, course: Course) -> Body:
-        """One attempt: what has become of the staged snapshot."""
-        engine, txn = self._handle.engine, self._txn
+    def _try(self, course: Course, *, is_last: bool) -> Body | None:
+        """One attempt: what has become of the staged snapshot; None if it is to be tried again, which then holds for all ranks.
+
+        Whatever happens to an attempt, its outcome is what the log says, so nobody goes on to another one before the log has answered.
+        """
         title = f"publishing what was staged for {self._ref!r}"
         attempt = self._group.begin(title, object_id=self._ref, timeout=self._timeout_seconds)
+        try:
+            return attempt.run(self._duties(course, attempt.txn))
+        except RetryableError as exc:
+            if course.dropped == "abandoned":
+                raise
+            outcome = self._handle.patiently(course, "the log entry of what was staged", lambda: self._settle(attempt.txn))
+            if outcome is None and is_last:
+                raise
+            if outcome is None:
+                self._handle.retried(course, "publishing what was staged", exc, 0.0)
+            return outcome
 
+    def _duties(self, course: Course, txn: Ulid) -> Duties:
         def hello() -> Body:
             if course.dropped == "abandoned":
                 course.check()
             lead = next((each.lead for each in self._manifests if each.lead is not None), None)
-            return {"txn": txn, "cancelled": course.dropped, "lead": None if lead is None else encode_lead(lead)}
+            return {"txn": self._txn, "cancelled": course.dropped, "lead": None if lead is None else encode_lead(lead)}
 
         def compare(hellos: list[Body]) -> Body | str:
             if len({take(hello, "txn", bytes) for hello in hellos}) > 1:
@@ -85,12 +104,6 @@ class StagedRanks:
             self._lead = decode_lead(said)
             return {"cancelled": next((reason for hello in hellos if (reason := take(hello, "cancelled", str))), "")}
 
-        def work(go: Body) -> Body:
-            cancelled = take(go, "cancelled", str)
-            for manifest in self._manifests if not cancelled else ():
-                self._handle.upload(course, self._tier, manifest, lambda: _check_abandoned(course))
-            return {"cancelled": cancelled}
-
         def commit(dones: list[Body]) -> Body:
             assert self._lead is not None
             cancelled = take(dones[0], "cancelled", str)
@@ -98,19 +111,21 @@ class StagedRanks:
                 return self._lost(f"it was {cancelled}")
             try:
                 with course.meter.timed("commit"):
-                    publish(engine, self._lead, txn, attempt.txn, self._ref)
+                    publish(self._handle.engine, self._lead, self._txn, txn, self._ref)
             except (ConflictError, SnapshotExpiredError) as exc:
                 return self._lost(str(exc))
-            return self._state(engine.log.view()) or {}
+            return {}
 
-        def settle(reason: str) -> Body | None:
-            def build(view: RefTable) -> list[Op]:
-                return [] if view.outcome(attempt.txn) is not None or self._state(view) is not None else [Op.abort(attempt.txn)]
+        return Duties(hello, lambda go: {"cancelled": take(go, "cancelled", str)}, lambda _: self._settle(txn), compare, commit)
 
-            engine.log.append(build)
-            return self._state(engine.log.view())
+    def _settle(self, txn: Ulid) -> Body | None:
+        """Gives an attempt up, unless it was decided: what has become of the staged snapshot."""
 
-        return attempt.run(Duties(hello, work, settle, compare, commit))
+        def build(view: RefTable) -> list[Op]:
+            return [] if view.outcome(txn) is not None or self._state(view) is not None else [Op.abort(txn)]
+
+        self._handle.engine.log.append(build)
+        return self._state(self._handle.engine.log.view())
 
     def _lost(self, reason: str) -> Body:
         published = give_up(self._handle.engine, self._txn)
@@ -122,7 +137,7 @@ class StagedRanks:
             return {}
         return {"lost": "the log says that it was given up"} if view.outcome(self._txn) is not None else None
 
-    def _end(self, outcome: Body) -> SnapshotInfo:
+    def _end(self, outcome: Body, course: Course) -> SnapshotInfo:
         chain = self._handle.chain(self._ref)
         if "lost" in outcome:
             chain.remove(self._txn)
@@ -130,7 +145,7 @@ class StagedRanks:
                 clean_up(self._tier, manifest, published=False, needed=chain.needed(self._txn))
             self._on_end()
             raise SnapshotAbortedError(f"the put to {self._ref!r} was staged, but not published: {outcome['lost']}", object_id=self._ref)
-        self._handle.engine.log.sync()
+        self._handle.patiently(course, "the log", self._handle.engine.log.sync)
         info = self._handle.engine.log.view().snapshot(self._txn)
         if info is None:
             raise CorruptObjectError(f"this rank does not see the snapshot that was published for {self._ref!r}", object_id=self._ref)

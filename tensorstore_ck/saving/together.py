@@ -61,11 +61,12 @@ class GroupJob:
         self._state = state
         self._rank_state = rank_state
         self._globs = frozen
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds = self.patience_seconds = timeout_seconds
         self._own, self._checked = handle.groups.of(group)
         self.rank = self._own.rank
         self._attempt = begin_put(self._own, ref, timeout_seconds)
         self.number = self._attempt.n
+        self.needed_bytes = self.frozen_bytes = 0
         self._asked: Asked | None = None
         self._states: RankStates | None = None
         self._staged: StagedRanks | None = None
@@ -80,19 +81,11 @@ class GroupJob:
         """
         try:
             self._take_apart()
+            self.needed_bytes = sum(copied_bytes(each, each.frozen) for each in self._captured())
+            self.frozen_bytes = sum(map(frozen_bytes, self._captured()))
         except BaseException as exc:
             self.refuse(exc)
             raise
-
-    @property
-    def needed_bytes(self) -> int:
-        """Of the memory to capture into."""
-        return sum(copied_bytes(each, each.frozen) for each in self._captured())
-
-    @property
-    def frozen_bytes(self) -> int:
-        """That need not be captured."""
-        return sum(map(frozen_bytes, self._captured()))
 
     def agree(self, decide: Callable[[], Turn]) -> Turn:
         """What rank 0 decides."""
@@ -202,7 +195,7 @@ class GroupJob:
     def _take_apart(self) -> tuple[Asked, RankStates]:
         if self._asked is None or self._states is None:
             self._asked = self._ask()
-            shared = self._handle.frozen.mark(capture(self._state, describer_of(self._group)), self._globs)
+            shared = self._handle.frozen.mark(capture(self._state, describer_of(self._group)), self._globs, self._own.nonce)
             self._states = RankStates(shared, None if self._rank_state is None else capture(self._rank_state))
             self._state = self._rank_state = None
         return self._asked, self._states

@@ -112,9 +112,11 @@ class Slot:
 
     def release(self) -> None:
         """Gives the memory back for other captures: nobody may read what was copied into it any more. Idempotent."""
-        for arrival in self.arrivals:
-            arrival.wait()
-        self.arena.take_back(self)
+        try:
+            for arrival in self.arrivals:
+                arrival.wait()
+        finally:
+            self.arena.take_back(self)
 
 
 def _new_pages(size_bytes: int, *, pinned: bool) -> Array:

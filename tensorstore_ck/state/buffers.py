@@ -6,7 +6,6 @@ order of the layout, each at a multiple of `ALIGN_BYTES`. When to copy, and who 
 
 import ctypes
 from collections.abc import Collection, Sequence
-from math import prod
 from typing import Final, overload
 
 import numpy as np
@@ -17,6 +16,7 @@ from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.layout import ByteSource, Captured
 from tensorstore_ck.parallel import for_each
 from tensorstore_ck.state.arena import Arena, Slot
+from tensorstore_ck.state.columns import Sources
 from tensorstore_ck.state.devicecopy import Arrival, DeviceCopy, is_on_device
 from tensorstore_ck.state.memory import Array, CopySource, MemorySource, address_of
 from tensorstore_ck.state.shares import Chain
@@ -37,6 +37,20 @@ _memmove = ctypes.CDLL(None).memmove
 _memmove_with_gil = ctypes.PyDLL(None).memmove
 for _function in (_memmove, _memmove_with_gil):
     _function.argtypes, _function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
+
+
+def place_of(source: ByteSource) -> tuple[object, ...]:
+    """Names the memory that a source reads, as long as the source lives."""
+    if isinstance(source, Chain):
+        return tuple(place for part in source.sources for place in place_of(part))
+    if isinstance(source, MemorySource):
+        return source.address, source.size_bytes
+    if isinstance(source, CopySource):
+        found = source.tensor
+        if isinstance(found, torch.Tensor):
+            return found.data_ptr(), tuple(found.shape), found.stride(), found.dtype
+        return address_of(found), found.shape, found.strides, found.dtype
+    return (id(source),)
 
 
 def copied_bytes(captured: Captured, skip: Collection[int] = ()) -> int:
@@ -65,7 +79,7 @@ def copy_captured(captured: Captured, slot: Slot, *, skip: Collection[int] = (),
     if memory is None or places[-1] > slot.size_bytes:
         what = "was released" if memory is None else f"has {slot.size_bytes}"
         raise InvalidOptionError(f"a capture needs {places[-1]} bytes of a slot, and this one {what}: take one of copied_bytes()")
-    addresses = np.array([source.address if isinstance(source, MemorySource) else 0 for source in captured.sources], np.int64)
+    addresses = Sources.of(captured.sources).addresses
     rest = _Rest(memory)
     arriving = [
         number
@@ -86,10 +100,7 @@ def copy_captured(captured: Captured, slot: Slot, *, skip: Collection[int] = (),
 
 def _sizes(captured: Captured, skip: Collection[int]) -> Numbers:
     """How much of each tensor is copied."""
-    sizes = np.array([prod(shape) * item_bytes for _, _, item_bytes, shape in captured.layout.tensors], np.int64)
-    for number, spread in enumerate(captured.layout.spreads):
-        if spread is not None:
-            sizes[number] = captured.sources[number].size_bytes
+    sizes = Sources.of(captured.sources).sizes.copy()
     sizes[list(skip)] = 0
     return sizes
 

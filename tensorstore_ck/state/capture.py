@@ -14,11 +14,12 @@ import torch
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.layout import MAX_ITEM_BYTES, ByteSource, Captured, Explicit, Layout, Node, Sharding, SharedStorage, Spread, TensorSpec
 from tensorstore_ck.sharding import Box, Mesh
+from tensorstore_ck.state.columns import TENSORS, Columns, Form, Specs, flags_of
 from tensorstore_ck.state.extents import area_of, extent_of, span_of
 from tensorstore_ck.state.memory import Array, CopySource, MemorySource, address_of
 from tensorstore_ck.state.sharded import Boxes, Describer, FlatShard
 from tensorstore_ck.state.shares import share_of, source_of
-from tensorstore_ck.state.sharing import Area, Extra, Place, find_sharing, find_suspects
+from tensorstore_ck.state.sharing import Extra, Place, find_sharing, find_suspects
 from tensorstore_ck.state.types import DTYPE_NAMES, FACTORIES, encode_torch, namedtuple_name, registered_class
 from tensorstore_ck.tree import ATTRIBUTES, PARAMETER, REQUIRES_GRAD, ROOT, Names
 from tensorstore_ck.values import MAX_NESTING, encode, key_text, numpy_dtype_name, packed, split_large
@@ -58,16 +59,8 @@ class Walk:
         self._names = Names()
         self._refuse = refuse
         self._root: list[Node] = [None]
-        # Tensors and arrays, by number, as columns: 20,000 small objects would cost more than the walk, in garbage collection.
-        self._number_of: dict[int, int] = {}
-        """id of a tensor or array -> its number: one object comes back as one object."""
-        self._objects: list[torch.Tensor | Array] = []
-        """Keeps them alive, too: an id is only good that long."""
-        self._specs: list[TensorSpec] = []
-        self._flags: list[int] = []
-        self._sources: list[ByteSource] = []
-        self._areas: list[Area] = []
-        # Where a tensor's number stands in for its node until sharing is known.
+        self._columns = Columns()
+        # Where tensors hang, should it turn out that some are views.
         self._hole_nodes: list[list[Any]] = []
         self._hole_positions: list[int] = []
 
@@ -77,64 +70,66 @@ class Walk:
 
     def finish(self) -> Captured:
         """Settles which tensors share memory."""
-        suspects = find_suspects(self._areas)
-        sharing = find_sharing({leaf: extent_of(self._objects[leaf]) for leaf in suspects})
-        specs, sources = self._specs, self._sources
-        own: Sequence[int] = range(len(specs))
+        columns = self._columns
+        suspects = find_suspects(columns.areas)
+        sharing = find_sharing({leaf: extent_of(columns.objects[leaf]) for leaf in suspects})
+        names, forms, sources = columns.names, columns.forms, columns.sources()
+        own: Sequence[int] = range(len(names))
         number_of: Sequence[int] | dict[int, int] = own
         if sharing.views:
             own = [leaf for leaf in own if leaf not in sharing.views]
-            number_of = {leaf: number for number, leaf in enumerate(own)}
-            specs, sources = [specs[leaf] for leaf in own], [sources[leaf] for leaf in own]
-            for position, extra in enumerate(sharing.extras):
-                number_of[-1 - position] = len(specs)
-                name = self._names.name(f"{self._specs[extra.first].name}.__storage__")
-                specs.append(TensorSpec(name, "uint8", 1, (extra.stop - extra.start,)))
-                sources.append(_source_of_extra(extra, self._objects[extra.first]))
+            names = [names[leaf] for leaf in own] + [self._names.name(f"{names[extra.first]}.__storage__") for extra in sharing.extras]
+            forms = [forms[leaf] for leaf in own] + [_form_of(extra) for extra in sharing.extras]
+            sources = sources.pick(own, [_source_of(extra, columns.objects[extra.first]) for extra in sharing.extras])
             own += [-1 - position for position in range(len(sharing.extras))]
+            number_of = {leaf: number for number, leaf in enumerate(own)}
         storages = []
         for storage in sharing.storages:
             for base, _ in storage.places:
                 self._check_addressable(base)
             members = sorted((number_of[base], offset) for base, offset in storage.places)
             storages.append(SharedStorage(storage.size_bytes, tuple(m for m, _ in members), tuple(offset for _, offset in members)))
-        for nodes, position in zip(self._hole_nodes, self._hole_positions, strict=True):
-            leaf = nodes[position]
-            flags = self._flags[leaf]
-            if leaf in sharing.views:
-                nodes[position] = self._view_node(leaf, sharing.views[leaf], number_of)
-            else:
-                nodes[position] = ["t", number_of[leaf], flags] if flags else number_of[leaf]
+        if sharing.views:
+            for nodes, position in zip(self._hole_nodes, self._hole_positions, strict=True):
+                node = nodes[position]
+                leaf = node if type(node) is int else node[1]
+                place = sharing.views.get(leaf)
+                nodes[position] = self._view_node(leaf, place, number_of) if place else self._node(leaf, number_of[leaf])
         spreads = [self._spreads.get(leaf) for leaf in own] if self._spreads else ()
         explicit = [Explicit(number_of[leaf], boxes) for leaf, boxes in self._explicit.items()]
-        layout = Layout(specs, self._root[0], storages, list(self._meshes), spreads)
+        layout = Layout(Specs(names, forms), self._root[0], storages, list(self._meshes), spreads)
         return Captured(layout, self._values, self._blobs, sources, explicit)
+
+    def _node(self, leaf: int, number: int) -> Node:
+        flags = self._columns.flags.get(leaf)
+        return ["t", number, flags] if flags else number
 
     def _view_node(self, leaf: int, place: Place, number_of: Sequence[int] | dict[int, int]) -> Node:
         self._check_addressable(leaf)
-        spec, found = self._specs[leaf], self._objects[leaf]
+        form, found = self._columns.forms[leaf], self._columns.objects[leaf]
         strides = found.stride() if isinstance(found, torch.Tensor) else tuple(step // found.itemsize for step in found.strides)
-        return ["w", number_of[place.base], spec.dtype, list(spec.shape), list(strides), place.offset_bytes, self._flags[leaf]]
+        flags = self._columns.flags.get(leaf, 0)
+        return ["w", number_of[place.base], form.dtype, list(form.shape), list(strides), place.offset_bytes, flags]
 
     def _check_addressable(self, leaf: int) -> None:
         """What shares memory must be reachable by strides when it comes back."""
         if leaf < 0:
             return
-        found = self._objects[leaf]
+        found = self._columns.objects[leaf]
         if isinstance(found, torch.Tensor):
             is_addressable = not (found.is_conj() or found.is_neg() or found.data_ptr() % found.itemsize)
         else:
             is_addressable = not any(step % found.itemsize for step in found.strides)
         if not is_addressable:
             what = "it shares memory with another tensor in a way that strides cannot tell"
-            self._fail(self._specs[leaf].name, what, "store a copy of it (.clone() or .copy())")
+            self._fail(self._columns.names[leaf], what, "store a copy of it (.clone() or .copy())")
 
     # --- containers ---------------------------------------------------------------------------------------------------
 
     def _visit(self, value: Any, path: str, nodes: list[Any], position: int, depth: int) -> None:
         """Puts the node of `value` into ``nodes[position]``. `path` ends with a dot, or is empty."""
         kind = type(value)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
+        if kind in TENSORS:
             self._visit_tensor(value, path, nodes, position)
         elif kind is Boxes or (self._describer is not None and (kind is FlatShard or isinstance(value, torch.Tensor))):
             self._visit_spread(value, path, nodes, position)
@@ -192,13 +187,22 @@ class Walk:
             is_plain = set(map(type, value)) <= {str} and all(map(str.isascii, value))
             keys = list(value) if is_plain else [self._key(key, path) for key in value]
             nodes[position] = self._dict_node(value, path, keys, children)
-        for number, (key, child) in enumerate(zip(keys, items, strict=True)):
-            self._visit(child, f"{path}{key if type(key) is str else key_text(key)}.", children, number, depth + 1)
+        paths = [path + (key if type(key) is str else key_text(key)) for key in keys]
+        self._visit_children(list(items), paths, children, depth + 1)
         if kind is OrderedDict and (attributes := vars(value)):
             if set(attributes) != {"_metadata"}:
                 self._fail(path[:-1], f"its OrderedDict has attributes {sorted(attributes)}", "move them into the dict")
                 return
             self._visit(attributes["_metadata"], f"{path}{ATTRIBUTES}.", nodes[position], 3, depth + 1)
+
+    def _visit_children(self, items: Sequence[Any], paths: Sequence[str], nodes: list[Any], depth: int) -> None:
+        position = 0
+        while position < len(items):
+            if type(items[position]) in TENSORS:
+                position = self._visit_run(items, paths, nodes, position)
+            if position < len(items):
+                self._visit(items[position], f"{paths[position]}.", nodes, position, depth)
+            position += 1
 
     def _dict_node(self, value: Any, path: str, keys: list[Any], children: list[Any]) -> list[Any]:
         kind = type(value)
@@ -228,34 +232,41 @@ class Walk:
 
     # --- tensors ------------------------------------------------------------------------------------------------------
 
+    def _visit_run(self, items: Sequence[Any], paths: Sequence[str], nodes: list[Any], start: int) -> int:
+        """Ordinary tensors, many at once; tells where they end."""
+        columns, first = self._columns, len(self._columns.objects)
+        stop = columns.add_run(items, start)
+        columns.names += self._names.names(paths[start:stop])
+        numbers = range(first, len(columns.objects))
+        nodes[start:stop] = map(self._node, numbers, numbers) if columns.flags else numbers
+        self._hole_nodes += [nodes] * len(numbers)
+        self._hole_positions += range(start, stop)
+        return stop
+
     def _visit_tensor(self, tensor: torch.Tensor, path: str, nodes: list[Any], position: int) -> None:
         name = self._names.name(path[:-1] if path else ROOT)
-        number = self._number_of.get(id(tensor))
+        number = self._columns.number_of.get(id(tensor))
         if number is None:
             try:
-                number = self._add_tensor(tensor, name)
+                spec = TensorSpec(name, require_dense(tensor, name), tensor.itemsize, tuple(tensor.shape))
+                number = self._columns.add(tensor, spec, source_of(tensor), area_of(tensor), flags_of(tensor))
             except UnsupportedValueError as exc:
                 self._refused(exc)
                 return
             except (RuntimeError, NotImplementedError) as exc:
                 self._fail(name, f"torch cannot reach its memory ({exc})", "store a plain tensor with the same values")
                 return
-        nodes[position] = number
+        self._place(number, nodes, position)
+
+    def _place(self, number: int, nodes: list[Any], position: int) -> None:
+        nodes[position] = self._node(number, number)
         self._hole_nodes.append(nodes)
         self._hole_positions.append(position)
-
-    def _add_tensor(self, tensor: torch.Tensor, name: str) -> int:
-        dtype = require_dense(tensor, name)
-        source = source_of(tensor)
-        flags = REQUIRES_GRAD if tensor.requires_grad else 0
-        if type(tensor) is torch.nn.Parameter:
-            flags |= PARAMETER
-        return self._add(tensor, TensorSpec(name, dtype, tensor.itemsize, tuple(tensor.shape)), flags, source, area_of(tensor))
 
     def _visit_spread(self, value: Any, path: str, nodes: list[Any], position: int) -> None:
         """A tensor of which this rank holds a share."""
         name = self._names.name(path[:-1] if path else ROOT)
-        number = self._number_of.get(id(value))
+        number = self._columns.number_of.get(id(value))
         if number is None:
             try:
                 share = share_of(self._describer, value, name)
@@ -268,19 +279,17 @@ class Walk:
             flags = REQUIRES_GRAD if share.requires_grad else 0
             flags |= PARAMETER if share.is_parameter else 0
             spec = TensorSpec(name, DTYPE_NAMES[share.dtype], share.dtype.itemsize, share.shape)
-            number = self._add(value, spec, flags, share.source(), None)
+            number = self._columns.add(value, spec, share.source(), None, flags)
             if share.mesh is not None:
                 self._spreads[number] = Sharding(self._meshes.setdefault(share.mesh, len(self._meshes)), share.placements)
             else:
                 self._spreads[number] = "flat" if share.is_flat else "boxes"
                 self._explicit[number] = tuple(piece.box for piece in share.pieces)
-        nodes[position] = number
-        self._hole_nodes.append(nodes)
-        self._hole_positions.append(position)
+        self._place(number, nodes, position)
 
     def _visit_array(self, array: Array, path: str, nodes: list[Any], position: int) -> None:
         name = self._names.name(path[:-1] if path else ROOT)
-        number = self._number_of.get(id(array))
+        number = self._columns.number_of.get(id(array))
         if number is None:
             dtype = numpy_dtype_name(array.dtype)
             if dtype is None or not 0 < array.itemsize <= MAX_ITEM_BYTES:
@@ -288,19 +297,8 @@ class Walk:
                 self._fail(name, f"its numpy dtype {array.dtype} has no stored form", advice)
                 return
             source = MemorySource(address_of(array), array, array.nbytes) if array.flags.c_contiguous else CopySource(array)
-            number = self._add(array, TensorSpec(name, f"np:{dtype}", array.itemsize, array.shape), 0, source, area_of(array))
-        nodes[position] = number
-        self._hole_nodes.append(nodes)
-        self._hole_positions.append(position)
-
-    def _add(self, found: torch.Tensor | Array, spec: TensorSpec, flags: int, source: ByteSource, area: Area) -> int:
-        number = self._number_of[id(found)] = len(self._objects)
-        self._objects.append(found)
-        self._specs.append(spec)
-        self._flags.append(flags)
-        self._sources.append(source)
-        self._areas.append(area)
-        return number
+            number = self._columns.add(array, TensorSpec(name, f"np:{dtype}", array.itemsize, array.shape), source, area_of(array))
+        self._place(number, nodes, position)
 
     # --- refusals -----------------------------------------------------------------------------------------------------
 
@@ -331,12 +329,18 @@ def require_dense(tensor: torch.Tensor, name: str) -> str:
     return dtype
 
 
-def _source_of_extra(extra: Extra, first: torch.Tensor | Array) -> ByteSource:
+def _form_of(extra: Extra) -> Form:
+    size = extra.stop - extra.start
+    return Form("uint8", 1, (size,), size)
+
+
+def _source_of(extra: Extra, first: torch.Tensor | Array) -> ByteSource:
+    size = extra.stop - extra.start
     if isinstance(first, np.ndarray) or first.is_cpu:
-        return MemorySource(extra.start, first, extra.stop - extra.start)
+        return MemorySource(extra.start, first, size)
     storage = first.untyped_storage()
     plain = torch.empty(0, dtype=torch.uint8, device=first.device)
-    return CopySource(plain.set_(storage, extra.start - storage.data_ptr(), (extra.stop - extra.start,), (1,)))
+    return CopySource(plain.set_(storage, extra.start - storage.data_ptr(), (size,), (1,)))
 
 
 def advice_for(value: object) -> tuple[str, str] | None:

@@ -15,7 +15,7 @@ from tensorstore_ck.layout import ByteTarget, Content
 from tensorstore_ck.state.extents import area_of, extent_of
 from tensorstore_ck.state.fresh import Form, FreshTensors, view_of
 from tensorstore_ck.state.memory import MemoryTarget, bits_of, target_of
-from tensorstore_ck.state.sharing import Extent, find_suspects, overlapping
+from tensorstore_ck.state.sharing import Areas, Extent, find_suspects, overlapping
 from tensorstore_ck.tree import Leaf
 
 
@@ -33,7 +33,7 @@ def find_conflicts(fills: list[Fill]) -> dict[str, str]:
     conflicts: dict[str, str] = {}
     by_device: defaultdict[object, list[tuple[int, int, int]]] = defaultdict(list)
     extents: dict[int, Extent] = {}
-    for number in find_suspects([area_of(fill.target) for fill in fills]):
+    for number in find_suspects(Areas(area_of(fill.target) for fill in fills)):
         extent = extents[number] = extent_of(fills[number].target)
         by_device[extent.device].append((extent.start, extent.stop, number))
     for intervals in by_device.values():

@@ -6,13 +6,20 @@ else of an extra tensor of plain bytes. So every byte is stored once, and comes 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 ALIGNMENT_BYTES: Final = 16
 """Every allocator's alignment. Positions in a storage keep their address modulo it, so that views stay addressable."""
 MAX_GAP_BYTES: Final = 4096
 """Unused bytes between two tensors of a storage are kept up to here: two rows of a large buffer must not bring it along."""
+
+
+Numbers = npt.NDArray[np.intp]
+Addresses = npt.NDArray[np.uint64]
 
 
 class Extent(NamedTuple):
@@ -37,6 +44,30 @@ class Extent(NamedTuple):
 
 Area = tuple[object, int, int, bool] | None
 """What `find_suspects` needs of a leaf: device, start and stop of its allocation, and `Extent.repeats`; None without bytes."""
+
+
+class Areas:
+    """Those of all leaves, as columns."""
+
+    def __init__(self, areas: Iterable[Area] = ()) -> None:
+        self.starts: list[int] = []
+        self.stops: list[int] = []
+        """As `starts` without bytes."""
+        self.devices: dict[int, object] = {}
+        """Leaf -> device, where there is one."""
+        self.repeating: list[int] = []
+        for area in areas:
+            self.append(area)
+
+    def append(self, area: Area) -> None:
+        """Adds the next leaf's."""
+        device, start, stop, repeats = area or (None, 0, 0, False)
+        if device is not None:
+            self.devices[len(self.starts)] = device
+        if repeats:
+            self.repeating.append(len(self.starts))
+        self.starts.append(start)
+        self.stops.append(stop)
 
 
 class Extra(NamedTuple):
@@ -77,20 +108,26 @@ class _Cluster(NamedTuple):
     size_bytes: int
 
 
-def find_suspects(areas: Sequence[Area]) -> list[int]:
+def find_suspects(areas: Areas) -> list[int]:
     """The leaves whose allocation overlaps another's, or whose elements repeat: few or none, in most states."""
-    suspects: set[int] = set()
-    reach: dict[object, tuple[int, int]] = {}
-    for leaf in sorted((leaf for leaf, area in enumerate(areas) if area is not None), key=lambda leaf: areas[leaf][1]):  # type: ignore[index]
-        device, start, stop, repeats = areas[leaf]  # type: ignore[misc]
-        furthest, other = reach.get(device, (-1, -1))
-        if start < furthest:
-            suspects.update((leaf, other))
-        elif repeats:
-            suspects.add(leaf)
-        if stop > furthest:
-            reach[device] = stop, leaf
+    starts, stops = np.array(areas.starts, np.uint64), np.array(areas.stops, np.uint64)
+    leaves_on: defaultdict[object, list[int]] = defaultdict(list)
+    for leaf, device in areas.devices.items():
+        leaves_on[device].append(leaf)
+    has_bytes = starts < stops
+    suspects = set(areas.repeating)
+    for leaves in (np.delete(np.arange(len(starts)), list(areas.devices)), *map(np.array, leaves_on.values())):
+        suspects.update(_touching(leaves[has_bytes[leaves]], starts, stops))
     return sorted(suspects)
+
+
+def _touching(leaves: Numbers, starts: Addresses, stops: Addresses) -> list[int]:
+    """Those of `leaves` that overlap with another one's allocation, in one address space."""
+    leaves = leaves[np.argsort(starts[leaves], kind="stable")]
+    reach = np.maximum.accumulate(stops[leaves])
+    before = np.flatnonzero(starts[leaves][1:] < reach[:-1])
+    furthest = np.searchsorted(reach, reach[before])
+    return [*leaves[before + 1].tolist(), *leaves[furthest].tolist()]
 
 
 def find_sharing(extents: dict[int, Extent]) -> Sharing:

@@ -3,6 +3,7 @@
 Like `capture`, but for tensors and arrays, which become values, too: there are few of them, and they are small.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -50,6 +51,9 @@ class _ValueWalk(Walk):
 
     def subtree(self) -> Subtree:
         return Subtree(self._root[0], self._values, self._blobs)
+
+    def _visit_run(self, items: Sequence[Any], paths: Sequence[str], nodes: list[Any], start: int) -> int:
+        return start
 
     def _visit_tensor(self, tensor: torch.Tensor, path: str, nodes: list[Any], position: int) -> None:
         try:

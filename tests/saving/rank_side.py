@@ -37,6 +37,7 @@ class Side:
         self.stops: list[Stop] = []
         self.events: list[Event] = []
         self.store.on_event(self.events.append)
+        self.frozen: Any = None
         self.held, self.holds = threading.Event(), threading.Event()
 
 
@@ -147,6 +148,21 @@ def put(step: int, odd: int | None = None, **options: Any) -> Ending:
         spoil(state, own)
 
 
+def keep(step: int, changes: bool) -> Ending:
+    """Puts a state that has the large tensor of step 1, frozen; where it `changes`, on rank 1."""
+    side, rank = SIDES[-1], dist.get_rank()
+    state, options = state_of(step, rank, side.ranks), {"group": GROUPS[side.ranks], "timeout_seconds": TIMEOUT_SECONDS}
+    side.frozen = side.frozen if side.frozen is not None else state_of(1, rank, side.ranks)["model"]["w"]
+    state["model"]["w"] = side.frozen
+    if changes and rank == 1:
+        side.frozen.to_local()[0] += 1
+
+    def do() -> None:
+        side.puts[step] = side.store.put_snapshot_async(state, ref="job", step=step, frozen=["model.w"], **options)
+
+    return ending(do)
+
+
 def put_now(step: int) -> Ending:
     """Puts, and waits."""
     side = SIDES[-1]
@@ -190,9 +206,10 @@ def restore(address: str) -> tuple[bool, int]:
     return same and torch.equal(found["same"], expected["same"]) and own["seen"] == bytearray([rank] * 100), int(own["rng"][0])
 
 
-def told(kind: str) -> list[tuple[int | None, Any]]:
-    """The steps of the events of a kind, each with its reason or error."""
-    return [(event.step, event.fields.get("reason") or event.fields.get("error")) for event in SIDES[-1].events if event.kind == kind]
+def told(kind: str, field: str = "") -> list[tuple[int | None, Any]]:
+    """The steps of the events of a kind, each with a field: its reason or error."""
+    events = [event for event in SIDES[-1].events if event.kind == kind]
+    return [(event.step, event.fields[field or ("reason" if kind == "dropped" else "error")]) for event in events]
 
 
 def memory() -> tuple[int, int]:

@@ -16,12 +16,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import tensorstore_ck as tsck
+from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.state.memory import memory_at
 from tests.saving.places import MIB, Scene, check, put_beside, scene, spoil, state_of
 from tests.state.fake import assert_same
 from tests.state.samples import DTYPES, states, tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # deepcopy
+EVERYTHING = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1)
 Losses = namedtuple("Losses", "train valid")
 
 
@@ -200,6 +202,22 @@ def test_puts_beside_and_puts_that_are_waited_for_keep_their_order() -> None:
             snapshots.insert(-1, pending.wait())
         assert place.steps() == list(range(8))
         require_chain(place, snapshots)
+
+
+def test_what_gc_frees_meanwhile_is_written_again_from_the_capture() -> None:
+    with scene() as place:
+        put_beside(place.store, 1).wait()
+        stop = place.gate.stop("put snapshots/")
+        pending = put_beside(place.store, 2)
+        stop.await_reached()
+        with place.other() as other:
+            for _ in range(2):
+                other.gc(EVERYTHING)
+        stop.let_go()
+        pending.wait()
+        check(place.store, 1)
+        check(place.store, 2)
+        assert place.store.fsck(read_data=True).ok
 
 
 def test_many_refs_in_flight() -> None:

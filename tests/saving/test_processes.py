@@ -141,6 +141,11 @@ def test_a_backend_that_hangs_does_not_keep_it_beyond_the_deadline(nursery: Nurs
     assert ") is safe; given up: job@3" in stderr(tmp_path)
 
 
+def test_a_helper_process_is_ended_by_the_signal_at_once(nursery: Nursery, tmp_path: Path) -> None:
+    assert nursery.run(worker.preempted_child, tmp_path) == 0, stderr(tmp_path)
+    assert heard(tmp_path) == [{"helper": -signal.SIGTERM, "requested": False}]
+
+
 # --- forks --------------------------------------------------------------------------------------------------------------
 
 

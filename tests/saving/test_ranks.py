@@ -111,6 +111,24 @@ def test_memory_that_nobody_sized_is_shared_by_the_ranks_of_the_host(begin: Call
         assert default_limit_bytes(3) / 2 < limit < 2 * default_limit_bytes(3)
 
 
+def test_frozen_tensors_of_many_ranks(begin: Callable[..., Ask], tmp_path: Path) -> None:
+    """A state that fits only because of them; and a change on one rank is told on all."""
+    ask = begin(4, 4)
+    for step in range(1, 12):
+        ask(rank_side.keep, step, step == 11)
+    endings = ask(rank_side.wait, 11)
+    assert kinds(endings) == ["SnapshotAbortedError"] * 2
+    assert all("model.w was put as frozen, but has changed" in text for _, text in endings), endings
+    hashed = ask(rank_side.told, "published", "hashed_bytes")
+    for rank in (0, 1):
+        assert [step for step, size in hashed[rank] if size > 100_000] == [1]
+    with tsck.open(tmp_path / "store", cache_dir=tmp_path / "look") as store:
+        assert [snapshot.step for snapshot in reversed(store.log("job"))] == list(range(1, 11))
+        found = store.checkout("job@10")
+        assert torch.equal(found["model"]["w"], full_tensors(1)["w"])
+        assert torch.equal(found["same"], torch.full((900,), 10.0))
+
+
 # --- memory is used up --------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ in one write, which SIGKILL cannot tear.
 
 import faulthandler
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -162,6 +163,19 @@ def preempted_unawares(folder: str, deadline_seconds: float, hangs: bool) -> Non
     say(folder, ready=3)
     while True:
         time.sleep(0.01)
+
+
+def preempted_child(folder: str) -> None:
+    """A helper process of the job has inherited the handler, and is not the job."""
+    store = open_store(folder)
+    preemption = store.on_preemption(signal.SIGTERM, deadline_seconds=DEADLINE_SECONDS)
+    helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(DEADLINE_SECONDS,))
+    helper.start()
+    helper.terminate()
+    helper.join(DEADLINE_SECONDS / 4)
+    say(folder, helper=helper.exitcode, requested=preemption.requested)
+    if helper.exitcode is None:
+        helper.kill()
 
 
 # --- scenes: forks ------------------------------------------------------------------------------------------------------
@@ -322,7 +336,8 @@ def many(folder: str, puts: int) -> None:
 
 
 SCENES: Final[dict[str, Callable[..., None]]] = {
-    scene.__name__: scene for scene in (in_flight, killed, preempted, preempted_unawares, forked, loading, one_of_ranks, memory, many)
+    scene.__name__: scene
+    for scene in (in_flight, killed, preempted, preempted_unawares, preempted_child, forked, loading, one_of_ranks, memory, many)
 }
 
 

@@ -131,7 +131,7 @@ def fail_once(folder: str, ranks: int, disks: tuple[str, ...], failing: int) -> 
 
 def die_before_the_log_knows(folder: str, ranks: int, disks: tuple[str, ...]) -> None:
     """All ranks end when all have staged, and rank 0 has not yet said so in the log."""
-    from tensorstore_ck.staging import stage  # noqa: PLC0415 - patched for a while
+    from tensorstore_ck.staging import stage
 
     class EndedError(BaseException):
         pass
@@ -140,7 +140,7 @@ def die_before_the_log_knows(folder: str, ranks: int, disks: tuple[str, ...]) ->
         raise EndedError
 
     real = stage.announce, stage.StagedRankPut.give_up, stage.StagedRankPut.settle
-    stage.announce = die
+    stage.announce = die  # type: ignore[assignment]
     stage.StagedRankPut.give_up = lambda self: None  # type: ignore[method-assign]
     stage.StagedRankPut.settle = lambda self, reason: None  # type: ignore[method-assign]
     try:

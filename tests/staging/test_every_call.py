@@ -5,7 +5,9 @@ with that disk. Nothing stays in the folder, nothing is pinned.
 """
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,15 @@ from tests.staging.places import check, ended, process, require_all_well
 from tests.tiers.places import PieceStore
 
 pytestmark = pytest.mark.usefixtures("quick")
+
+
+class Full(Faults):
+    """Counts what takes room alone."""
+
+    def call(self, what: str, effect: Callable[[], Any], tear: Callable[[], object] | None = None, *, create: bool = False) -> Any:
+        if what.split(maxsplit=1)[0] in ("open", "append", "close", "put", "replace", "rename", "makedirs"):
+            return super().call(what, effect, tear, create=create)
+        return effect()
 
 
 class Acknowledged:
@@ -74,13 +85,13 @@ def test_every_call_of_the_store(tmp_path: Path, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["tear", "no-space"])
 def test_every_call_of_the_disk(tmp_path: Path, mode: str) -> None:
     struck = enumerate_calls(tmp_path, "disk_faults", mode)
-    assert {"open", "append", "close", "put", "replace", "rename", "delete"} <= struck
+    assert {"open", "append", "close", "put", "replace", "rename"} <= struck
 
 
 def enumerate_calls(path: Path, which: str, mode: str) -> set[str]:
     struck = set()
     for at in range(1, 1000):
-        faults = Faults(mode, at)
+        faults = (Full if mode == "no-space" else Faults)(mode, at)
         told = run_once(PieceStore(), path / str(at) / "stage", which, faults)
         if not faults.struck:
             assert told.published == {1, 2}

@@ -72,6 +72,7 @@ def test_an_unseen_ref_is_not_taken_for_what_was_left_there(tmp_path: Path) -> N
     leave_staged(server, path, 1)
     with process(server, path) as job:
         assert isinstance(ended(job.put(0)), ConflictError)
+        job.store.finish_staged("job")
     require_all_well(server, path, [0, 1])
 
 
@@ -149,6 +150,8 @@ def test_what_was_condemned_meanwhile_is_rescued(tmp_path: Path) -> None:
         assert list(other.view.objects())
         connection.refuse()
         assert ended(pending) is None
+        assert not list(other.view.objects())
+        other.store.gc(EVERYTHING)
     require_all_well(server, path, [0, 1])
 
 

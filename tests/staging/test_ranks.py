@@ -1,11 +1,14 @@
 """Staged puts of many ranks, by real processes: found again by the same ranks, fewer or more, as far as their disks are there."""
 
+import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.cli import main
 from tests.ranks.pool import Pool, make_store
 from tests.staging import jobs
 
@@ -92,3 +95,29 @@ def test_ranks_that_die_before_the_log_knows(pool: Pool, folder: Path) -> None:
     for step, steps, _ in pool.run(jobs.resume, str(folder), 2, OWN, ranks=2):
         assert (step, steps) == (0, [0])
     require_clean(folder, [0], *OWN[:2])
+
+
+def test_one_process_publishes_what_lies_on_its_disk_in_full(pool: Pool, folder: Path) -> None:
+    pool.run(jobs.leave_staged, str(folder), 2, SHARED, (1, 2), ranks=2)
+    (shown, listed) = (tsck_staging(folder, *more) for more in ((), ("--json",)))
+    assert [line.split()[4] for line in shown.splitlines()[1:]] == ["2/2", "2/2"]
+    assert [put["problems"] for put in json.loads(listed)] == [[], []]
+    assert tsck_staging(folder, "resume").count("published job at") == 2
+    require_clean(folder, [0, 1, 2], "disk")
+
+
+def test_one_process_cannot_publish_what_lies_on_several_disks(pool: Pool, folder: Path) -> None:
+    pool.run(jobs.leave_staged, str(folder), 2, OWN, (1,), ranks=2)
+    assert "what rank 1 staged is not on this disk" in tsck_staging(folder, "resume", disk="disk-0")
+    assert "what rank 0 staged is not on this disk" in tsck_staging(folder, disk="disk-1")
+    tsck_staging(folder, "drop", "--all", "--yes", disk="disk-1")
+    for step, steps, _ in pool.run(jobs.resume, str(folder), 2, OWN, ranks=2):
+        assert (step, steps) == (0, [0])
+    require_clean(folder, [0], *OWN[:2])
+
+
+def tsck_staging(folder: Path, *arguments: str, disk: str = "disk") -> str:
+    options = ["-s", str(folder / "store"), "--cache-dir", str(folder / "cache-cli"), "--staging", str(folder / disk)]
+    result = CliRunner().invoke(main, ["staging", *arguments, *options], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout

@@ -1,5 +1,6 @@
 """Restores beside a staging disk: of what is staged, here and elsewhere; and what they leave on the disk for the next one."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,7 @@ def test_what_is_staged_is_restored_before_it_is_published(tmp_path: Path) -> No
         connection.refuse()
         assert ended(pending) is None
         log = job.store.log("job")
-        assert [(snapshot.step, snapshot.parent) for snapshot in log[:-1]] == [
-            (after.step, before.root) for after, before in zip(log, log[1:], strict=False)
-        ]
+        assert [(snapshot.step, snapshot.parent) for snapshot in log[:-1]] == [(after.step, before.root) for after, before in pairwise(log)]
         check(job.store, 3, "job^staged")
     require_all_well(server, path, [0, 1, 2, 3])
 

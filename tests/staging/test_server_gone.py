@@ -118,8 +118,12 @@ def test_a_reader_may_open_a_store_with_leftovers(tmp_path: Path, monkeypatch: p
     def refuse(*_: object, **__: object) -> None:
         raise PermissionDeniedError("you may only read")
 
-    server = PieceStore()
-    leave_staged(server, tmp_path / "stage", 1)
+    server, connection = PieceStore(), Server()
+    with process(server, tmp_path / "stage", store_faults=connection) as job:
+        job.put(0).wait(SECONDS)
+        connection.refuse(*ALL)  # so the log does not know yet
+        job.put(1).staged.wait(SECONDS)
+        job.store.drain(0)
     with monkeypatch.context() as patch:
         patch.setattr("tests.staging.places.Client.create", refuse)
         patch.setattr("tests.staging.places.Client.call", refuse)
