@@ -72,7 +72,11 @@ def resolve(view: RefTable, address: str) -> Resolved:
 def _staged(view: RefTable, name: str) -> Resolved:
     validate_ref_name(name)
     branch = view.branch(name)
-    found = max((info for _, info in view.all_staged() if info.ref == name), key=lambda info: info.n, default=None)
+    found, line = None, {branch.root if branch is not None else None}
+    for info in sorted((info for _, info in view.all_staged() if info.ref == name), key=lambda info: info.n):
+        if info.parent in line:  # else the branch has gone on without it
+            found = info
+            line.add(info.root)
     if found is None:
         return resolve(view, name)
     return Resolved(found, name, branch.root if branch is not None else None)

@@ -92,7 +92,7 @@ LEVELS: Final[Mapping[Kind, int]] = {
     "failed": logging.ERROR,
     "dropped": logging.WARNING,
     "stalled": logging.WARNING,
-    "retried": logging.INFO,
+    "retried": logging.WARNING,
 }
 _REASONS: Final[Mapping[str, str]] = {
     "skipped": "no memory was free for it",

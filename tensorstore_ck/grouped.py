@@ -45,7 +45,7 @@ class Groups:
         self._publishing: weakref.WeakKeyDictionary[ProcessGroup, Group] = weakref.WeakKeyDictionary()
         self._told: weakref.WeakKeyDictionary[ProcessGroup, dict[str, list[bytes]]] = weakref.WeakKeyDictionary()
 
-    def tell_all(self, group: "ProcessGroup", title: str, value: bytes, *, timeout_seconds: float) -> list[bytes]:
+    def tell_all(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> list[bytes]:
         """What each rank of a group says, a few bytes; the ranks ask each other once for each `title`."""
         told = self._told.setdefault(group, {})
         if title not in told:
@@ -59,13 +59,13 @@ class Groups:
                 values.append(take(go, "values", list))
                 return {}
 
-            attempt.run(Duties(lambda: {"value": value}, work, None, compare, lambda _: {}))
+            attempt.run(Duties(lambda: {"value": value()}, work, None, compare, lambda _: {}))
             told[title] = values[0]
         return told[title]
 
     def local_ranks(self, group: "ProcessGroup", *, timeout_seconds: float) -> int:
         """How many ranks of a group are on this host, this one among them."""
-        hosts = self.tell_all(group, "the count of the ranks of each host", host_key(), timeout_seconds=timeout_seconds)
+        hosts = self.tell_all(group, "the count of the ranks of each host", host_key, timeout_seconds=timeout_seconds)
         return hosts.count(hosts[group.rank()])
 
     def restore(

@@ -99,6 +99,8 @@ class SavingStore(ManagedStore):
         def ask() -> Asked:
             return asked(self._engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect)
 
+        if group is not None:
+            self._saver.require_no_lane()
         return self._saver.run(
             lambda: self._job(ask, state, rank_state, ref=ref, step=step, group=group, frozen=frozen, timeout_seconds=timeout_seconds)
         )
@@ -147,11 +149,15 @@ class SavingStore(ManagedStore):
         def ask() -> Asked:
             return asked(self._engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect)
 
+        from tensorstore_ck.saving.alone import AloneJob  # noqa: PLC0415 - loads torch
+
         def make() -> "AloneJob | GroupJob":
             if group is not None:  # also where host_memory_bytes is given: other ranks may not have it, and all must ask
                 self._local_ranks = self._groups.local_ranks(group, timeout_seconds=timeout_seconds)
             job = self._job(ask, state, rank_state, ref=ref, step=step, group=group, frozen=frozen, timeout_seconds=timeout_seconds)
             job.prepare()
+            if isinstance(job, AloneJob) and not self._saver.pending():
+                job.check_known()
             return job
 
         return self._saver.submit(make, on_full)
@@ -205,9 +211,9 @@ class SavingStore(ManagedStore):
         if group is not None and self._engine.tier is not None and group not in self._resumed_groups:
             for job in resume_ranks(self._handle, self._engine.tier, group, timeout_seconds):
                 self._saver.resume(job)
-            self._resumed_groups.add(group)
             if self._engine.tier.options.replicate_to_peers:
                 connect_peers(self._handle, self._engine.tier, group, timeout_seconds)
+            self._resumed_groups.add(group)
 
     def _job(
         self,
@@ -241,4 +247,4 @@ class SavingStore(ManagedStore):
         if self._engine.tier is None:
             finish_at_exit(self._saver)
         limit_bytes = self._host_memory_bytes or default_limit_bytes(self._local_ranks)
-        return Arena(limit_bytes, pinned=torch.cuda.is_initialized())
+        return Arena(limit_bytes, pinned=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

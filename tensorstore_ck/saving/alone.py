@@ -40,6 +40,15 @@ class AloneJob:
     def prepare(self) -> None:
         """The state was taken apart already."""
 
+    def check_known(self) -> None:
+        """Refuses what cannot be published by what this host knows of the log, if nothing is under way on this handle.
+
+        Raises:
+            ConflictError: the ref is not where it must be.
+        """
+        view = self._handle.engine.log.view()
+        check_expected(view, self.ref, self._handle.seen.expected(view, self.ref, self._asked.expect))
+
     def agree(self, decide: Callable[[], Turn]) -> Turn:
         """Nobody else is asked."""
         return decide()

@@ -96,6 +96,8 @@ class Handle:
             try:
                 return action()
             except (BackendUnavailableError, UndecidedError) as exc:
+                if isinstance(exc, UndecidedError) and self.engine.single_writer:
+                    raise  # where creates are not exclusive, nobody may go on before a person has looked
                 delay = min(LONGEST_PAUSE_SECONDS, 0.5 * 2 ** min(attempt, 8)) * random.uniform(0.5, 1)  # noqa: S311 - jitter
                 self.retried(course, what, exc, delay)
                 course.pause(delay)

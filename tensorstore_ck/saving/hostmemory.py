@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -10,6 +11,7 @@ SHARE: Final = 0.75
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _MEMINFO: Final = Path("/proc/meminfo")
+_MEMBERSHIP: Final = Path("/proc/self/cgroup")
 
 
 def default_limit_bytes(local_ranks: int, *, cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:
@@ -17,16 +19,28 @@ def default_limit_bytes(local_ranks: int, *, cgroup: Path = _CGROUP, meminfo: Pa
     return int(free_bytes(cgroup=cgroup, meminfo=meminfo) * SHARE) // max(local_ranks, 1)
 
 
-def free_bytes(*, cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:
+def free_bytes(*, cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO, membership: Path = _MEMBERSHIP) -> int:
     """Bytes that can be allocated before the host swaps or the container is killed; what the page cache holds counts as free."""
     found = [_available(meminfo)]
-    for limit, used, stat, cache in (
-        ("memory.max", "memory.current", "memory.stat", "file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_cache"),
-    ):
+    for folder, limit, used, stat, cache in _groups(cgroup, membership):
         with contextlib.suppress(OSError, ValueError):  # another version of cgroups, or no limit ("max")
-            found.append(_number(cgroup / limit) - _number(cgroup / used) + _field(cgroup / stat, cache))
+            found.append(_number(folder / limit) - _number(folder / used) + _field(folder / stat, cache))
     return max(0, min(found))
+
+
+def _groups(cgroup: Path, membership: Path) -> Iterator[tuple[Path, str, str, str, str]]:
+    """The folders of the process' own group and of all above it, each of which may have a limit."""
+    v2 = ("memory.max", "memory.current", "memory.stat", "file")
+    v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_cache")
+    yield cgroup, *v2
+    yield cgroup / "memory", *v1
+    with contextlib.suppress(OSError):
+        for line in membership.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            top, names = (cgroup, v2) if not controllers else (cgroup / "memory", v1)
+            if not controllers or "memory" in controllers.split(","):
+                own = top / path.strip("/")
+                yield from ((folder, *names) for folder in (own, *own.parents) if top in folder.parents)
 
 
 def _available(meminfo: Path) -> int:

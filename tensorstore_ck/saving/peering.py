@@ -11,8 +11,8 @@ from tensorstore_ck.tiers import Tier
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-PEER_SECONDS: Final = 60.0
-"""How long a rank may take to send or take a piece."""
+PEER_SECONDS: Final = 600.0
+"""How long a rank may take to come, or to send or take a piece."""
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 
@@ -22,7 +22,7 @@ def connect_peers(handle: Handle, tier: Tier, group: "ProcessGroup", timeout_sec
     from tensorstore_ck.peers import Replicator, connect, host_of_folder  # noqa: PLC0415 - loads torch
 
     title = "the search for the hosts of each rank's staging disk"
-    hosts = handle.groups.tell_all(group, title, host_of_folder(tier.folder.path), timeout_seconds=timeout_seconds)
+    hosts = handle.groups.tell_all(group, title, lambda: host_of_folder(tier.folder.path), timeout_seconds=timeout_seconds)
     copies = tier.options.replicate_to_peers
     name = f"{handle.engine.config.uuid}/{ulid_text(handle.groups.of(group)[0].nonce)}"
     try:

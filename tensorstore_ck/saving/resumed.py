@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _logger: Final = logging.getLogger("tensorstore_ck")
+STALE_SECONDS: Final = 86_400
+"""After so long nobody is at it any more to stage a snapshot; giving it up is safe at any time."""
 RESUME, PUBLISHED, LOST, WAIT = "resume", "published", "lost", "wait"
 
 
@@ -91,8 +93,13 @@ def resume_ranks(handle: Handle, tier: Tier, group: "ProcessGroup", timeout_seco
     """What groups of ranks have left; all ranks of `group` call it."""
     own, _ = handle.groups.of(group)
     title = "the search for what was staged before"
-    here = {(manifest.txn, manifest.rank): manifest for manifest in find_manifests(tier.folder) if manifest.ranks > 1}
+    here: dict[tuple[bytes, int], Manifest] = {}
     jobs: list[ResumedJob] = []
+
+    def hello() -> Body:
+        """Looks at the disk here, so that a disk that fails is told to all."""
+        here.update(((manifest.txn, manifest.rank), manifest) for manifest in find_manifests(tier.folder) if manifest.ranks > 1)
+        return {"found": [[*key, here[key].ranks] for key in sorted(here)]}
 
     def compare(hellos: list[Body]) -> Body:
         handle.engine.log.sync()
@@ -103,8 +110,8 @@ def resume_ranks(handle: Handle, tier: Tier, group: "ProcessGroup", timeout_seco
     def work(go: Body) -> Body:
         handle.engine.log.sync()
         for txn, verdict, owners in take(go, "found", list):
-            mine = [here[Ulid(txn), rank] for rank, finder in owners if finder == own.rank]
-            others = [here[Ulid(txn), rank] for rank, finder in owners if finder != own.rank and (txn, rank) in here]
+            mine = [here[txn, rank] for rank, finder in owners if finder == own.rank]
+            others = [here[txn, rank] for rank, finder in owners if finder != own.rank and (txn, rank) in here]
             info = handle.engine.log.view().staged(txn)
             if verdict == RESUME and info is not None:
                 names = frozenset(name for each in mine for name in each.names)
@@ -125,7 +132,7 @@ def resume_ranks(handle: Handle, tier: Tier, group: "ProcessGroup", timeout_seco
         return {}
 
     attempt = own.begin(title, object_id=title, timeout=timeout_seconds)
-    attempt.run(Duties(lambda: {"found": [[*key, here[key].ranks] for key in sorted(here)]}, work, None, compare, lambda _: {}))
+    attempt.run(Duties(hello, work, None, compare, lambda _: {}))
     return jobs
 
 
@@ -157,9 +164,11 @@ def _verdict(engine: Engine, view: RefTable, txn: bytes, found: _Finders) -> tup
     if view.snapshot(txn) is not None:
         return 0, [txn, PUBLISHED, owners]
     staged = view.staged(txn)
-    if staged is None:  # its ranks were stopped before all had staged
-        give_up(engine, Ulid(txn))
-        return 0, [txn, LOST, owners]
+    if staged is None:  # its ranks were stopped before all had staged; or another job is at it, beside this one
+        is_old = engine.clock() - int.from_bytes(txn[:6], "big") * 1_000_000 > STALE_SECONDS * 1_000_000_000
+        if is_old:
+            give_up(engine, Ulid(txn))
+        return 0, [txn, LOST if is_old else WAIT, owners]
     missing = sorted(set(range(found.ranks)) - found.owners.keys())
     if missing:
         _logger.warning(

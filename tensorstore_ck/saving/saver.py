@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal, NoReturn, cast
 
-from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotDroppedError, StoreError, WaitTimeoutError
+from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotDroppedError, StoreError
 from tensorstore_ck.events import Event, Kind, Observers
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.saving.course import Course, Stage
@@ -57,7 +57,7 @@ class Saver:
         self._stores: Lane[Item] = Lane("tsck-save", self._changed, self._store, self._broken)
         self._copies: Lane[Item] = Lane("tsck-copy", self._changed, self._copy, self._broken)
         self._uploads: Lane[Item] = Lane("tsck-publish", self._changed, self._publish, self._broken)
-        self._memory = CaptureMemory(self._open_arena)
+        self._memory = CaptureMemory(self._open_arena, self._changed)
         self._untold: list[Item] = []
         self._safe: Snapshot | None = None
 
@@ -77,7 +77,7 @@ class Saver:
         if on_full not in ("block", "skip", "replace"):
             raise InvalidOptionError(f"on_full must be 'block', 'skip' or 'replace', not {on_full!r}", object_id="on_full")
         self._enter()
-        self._require_no_lane()
+        self.require_no_lane()
         called = time.monotonic()
         job = make()
         item = Item(job, called, is_beside=True)
@@ -124,7 +124,6 @@ class Saver:
     def run(self, make: Callable[[], Job]) -> Snapshot:
         """Puts in the caller's thread, after those under way; nothing is copied."""
         self._enter()
-        self._require_no_lane()
         self.settle()
         called = time.monotonic()
         item = Item(make(), called, is_beside=False)
@@ -159,6 +158,18 @@ class Saver:
         if not self._is_on_a_lane():
             with self._changed:
                 self._changed.wait_for(self._is_idle if uploads else self._stores.is_idle)
+
+    def require_no_lane(self) -> None:
+        """Refuses what would wait for itself.
+
+        Raises:
+            InvalidOptionError: it is called in a callback of a put.
+        """
+        if self._is_on_a_lane():
+            raise InvalidOptionError(
+                "a callback of a put cannot put beside the training, or with group=: it might wait for itself; do that in another thread",
+                object_id="put",
+            )
 
     def wait_for_upload(self) -> bool:
         """Waits until one more staged put has ended; False if there is none."""
@@ -201,7 +212,9 @@ class Saver:
         """
         self._enter()
         self.leave_resumed()
-        self.drain()
+        report = self.drain(EXIT_SECONDS)
+        if report.staged or report.under_way:
+            _logger.error("the store is closed with puts under way: %s", report)
         self._memory.close()
         errors = [self._take_error(item) for item in self._untold if not item.course.is_told]
         if errors:
@@ -217,7 +230,7 @@ class Saver:
             if untold is not None:
                 return Turn(goes=False, failed=untold.job.number)
             drops: list[int] = []
-            while (slot := self._try_take(item)) is None:
+            while (slot := self._memory.try_take(item)) is None:
                 queued = next((each for each in self._stores.waiting() if not each.course.dropped), None)
                 if on_full == "skip":
                     return Turn(goes=False)
@@ -225,31 +238,16 @@ class Saver:
                     queued.course.drop("replaced")
                     drops.append(queued.job.number)
                 else:
-                    self._wait_for_memory(item)
+                    self._memory.wait(item, len(self._items()))
             item.slot = slot
             return Turn(True, tuple(drops))
 
     def _take(self, item: Item) -> "Slot":
         """Memory for a put of which another rank said that it takes place."""
         with self._changed:
-            while (slot := self._try_take(item)) is None:
-                self._wait_for_memory(item)
+            while (slot := self._memory.try_take(item)) is None:
+                self._memory.wait(item, len(self._items()))
             return slot
-
-    def _try_take(self, item: Item) -> "Slot | None":
-        return self._memory.try_take(item.job.needed_bytes, f"the put of {item.course}")
-
-    def _wait_for_memory(self, item: Item) -> None:
-        began, patience = time.monotonic(), item.job.patience_seconds
-        item.waited_for = item.waited_for or len(self._items())
-        self._changed.wait(None if patience is None else max(0.0, patience - item.waited_seconds))
-        item.waited_seconds += time.monotonic() - began
-        if patience is not None and item.waited_seconds >= patience:
-            raise WaitTimeoutError(
-                f"no memory came free for the put of {item.course} in {patience:g} s: the other ranks would not wait longer; put less often, "
-                "raise host_memory_bytes, or pass on_full='skip'",
-                object_id=item.job.ref,
-            )
 
     def _tell_of_stall(self, item: Item) -> None:
         if item.waited_seconds:
@@ -318,12 +316,6 @@ class Saver:
     def _is_done(self) -> bool:
         """Whether nothing is under way but what was given up."""
         return all(item.course.dropped == "abandoned" for item in self._items())
-
-    def _require_no_lane(self) -> None:
-        if self._is_on_a_lane():
-            raise InvalidOptionError(
-                "a callback of a put cannot put: it would wait for itself; hand it to another thread", object_id="callback"
-            )
 
     def _is_on_a_lane(self) -> bool:
         return self._stores.is_mine() or self._copies.is_mine() or self._uploads.is_mine()

@@ -16,6 +16,7 @@ from tensorstore_ck.errors import (
     SnapshotAbortedError,
     SnapshotDroppedError,
     SnapshotExpiredError,
+    StoreError,
 )
 from tensorstore_ck.ids import Ulid
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
@@ -60,16 +61,24 @@ class StagedRanks:
         Raises:
             SnapshotAbortedError: it was given up; or ranks did not come, again and again, and it stays on the disks for the next job.
         """
-        if not course.dropped:
-            for manifest in self._manifests:
-                self._handle.upload(course, self._tier, manifest, lambda: _check_abandoned(course))
         for tries_left in reversed(range(TRIES)):
-            outcome = self._try(course, is_last=not tries_left)
+            outcome = self._try(course, self._upload(course), is_last=not tries_left)
             if outcome is not None:
                 return self._end(outcome, course)
         raise AssertionError("unreachable")
 
-    def _try(self, course: Course, *, is_last: bool) -> Body | None:
+    def _upload(self, course: Course) -> StoreError | None:
+        """Brings what this rank has into the store; why it cannot, which the others are told: else they would wait for it."""
+        try:
+            for manifest in self._manifests if not course.dropped else ():
+                self._handle.upload(course, self._tier, manifest, lambda: _check_abandoned(course))
+        except StoreError as exc:
+            if course.dropped == "abandoned":
+                raise
+            return None if course.dropped else exc
+        return None
+
+    def _try(self, course: Course, problem: StoreError | None, *, is_last: bool) -> Body | None:
         """One attempt: what has become of the staged snapshot; None if it is to be tried again, which then holds for all ranks.
 
         Whatever happens to an attempt, its outcome is what the log says, so nobody goes on to another one before the log has answered.
@@ -77,7 +86,7 @@ class StagedRanks:
         title = f"publishing what was staged for {self._ref!r}"
         attempt = self._group.begin(title, object_id=self._ref, timeout=self._timeout_seconds)
         try:
-            return attempt.run(self._duties(course, attempt.txn))
+            return attempt.run(self._duties(course, attempt.txn, problem))
         except RetryableError as exc:
             if course.dropped == "abandoned":
                 raise
@@ -88,8 +97,10 @@ class StagedRanks:
                 self._handle.retried(course, "publishing what was staged", exc, 0.0)
             return outcome
 
-    def _duties(self, course: Course, txn: Ulid) -> Duties:
+    def _duties(self, course: Course, txn: Ulid, problem: StoreError | None) -> Duties:
         def hello() -> Body:
+            if problem is not None:
+                raise problem
             if course.dropped == "abandoned":
                 course.check()
             lead = next((each.lead for each in self._manifests if each.lead is not None), None)

@@ -70,7 +70,7 @@ def wait_for(condition: Any) -> bool:
 
 
 def run(folder: Path, phase: str) -> list[int | None]:
-    listener = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     port = listener.port
     del listener
     context = multiprocessing.get_context("spawn")

@@ -13,7 +13,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, SnapshotDroppedError
 from tensorstore_ck.saving.alone import AloneJob
 from tensorstore_ck.saving.job import Turn
-from tensorstore_ck.saving.saver import Saver
+from tensorstore_ck.saving.memory import CaptureMemory
 from tests.saving.places import MIB, SECONDS, Scene, Stop, check, put_beside, scene
 
 COPY = 2 * MIB
@@ -51,13 +51,13 @@ class Put(threading.Thread):
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when a put begins to wait for memory: the lock is held from there until it waits, so no change is missed."""
-    event, plain = threading.Event(), Saver._wait_for_memory
+    event, plain = threading.Event(), CaptureMemory.wait
 
-    def wait(self: Saver, item: Any) -> None:
+    def wait(self: CaptureMemory, item: Any, under_way: int) -> None:
         event.set()
-        plain(self, item)
+        plain(self, item, under_way)
 
-    monkeypatch.setattr(Saver, "_wait_for_memory", wait)
+    monkeypatch.setattr(CaptureMemory, "wait", wait)
     return event
 
 
