@@ -13,22 +13,6 @@ def cpu_threads() -> int:
     return min(len(os.sched_getaffinity(0)), 16)
 
 
-class ProcessLock:
-    """A reentrant lock. A forked child has a new one: the old one may be held by a thread that is not there."""
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        if self._pid != os.getpid():
-            self._pid, self._lock = os.getpid(), threading.RLock()
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
 def for_each(tasks: Iterable[Task], work: Callable[[Task], None], threads: int, *, failed: threading.Event | None = None) -> None:
     """Calls `work` on each task, from up to `threads` threads, and returns when all are done.
 

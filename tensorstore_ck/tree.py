@@ -84,7 +84,7 @@ class Names:
         """`name` of each, in order: of many at once, where none of them needs a change."""
         found = dict.fromkeys(paths, 1)
         is_new = len(found) == len(paths) and self._taken.keys().isdisjoint(found.keys())
-        if not is_new or max(map(len, paths), default=0) > MAX_NAME_BYTES // 8 or not all(map(str.isascii, paths)):
+        if not is_new or max(map(len, paths), default=0) > MAX_NAME_BYTES - 32 or not all(map(str.isascii, paths)):
             return [self.name(path) for path in paths]
         self._taken.update(found)
         return paths

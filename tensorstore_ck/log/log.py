@@ -16,6 +16,7 @@ from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, DamageError, FormatVersionError, StoreError, UndecidedError
 from tensorstore_ck.ids import Clock, IdSource, Ulid
+from tensorstore_ck.locks import ProcessLock
 from tensorstore_ck.log import checkpoint
 from tensorstore_ck.log.chain import Chain
 from tensorstore_ck.log.checkpoint import Checkpoint, Tail
@@ -24,7 +25,6 @@ from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.ops import Op
 from tensorstore_ck.log.reftable import RefTable
 from tensorstore_ck.log.rows import Head
-from tensorstore_ck.parallel import ProcessLock
 from tensorstore_ck.table import Batch, MemoryTable, Table, TableDamagedError
 
 Build = Callable[[RefTable], Sequence[Op]]

@@ -1,5 +1,6 @@
 """A put in the queue, and the times that its events tell."""
 
+import traceback
 from typing import TYPE_CHECKING
 
 from tensorstore_ck.saving.course import Course
@@ -15,6 +16,7 @@ class Item:
 
     def __init__(self, job: Job, called: float, *, is_beside: bool) -> None:
         self.job = job
+        self.number = job.number
         self.course = Course(job.ref, job.step, job.rank)
         self.slot: Slot | None = None
         self.is_beside = is_beside
@@ -36,6 +38,13 @@ class Item:
         """Gives its memory back."""
         if self.slot is not None:
             self.slot.release()
+
+    def forget_state(self, error: BaseException | None = None) -> None:
+        """It is over: what is held of it, the frames of its `error` among that, holds the state no longer."""
+        del self.job
+        while error is not None:
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__
 
     def sizes(self, snapshot: Snapshot) -> dict[str, int | float]:
         """What an event says of what was published."""

@@ -39,7 +39,7 @@ class CaptureMemory:
         if needed > limit:
             raise NoSpaceError(
                 f"the put of {item.course} needs {human_bytes(needed)} of host memory to capture into, and host_memory_bytes is "
-                f"{human_bytes(limit)}: raise it in tsck.open, name what does not change in frozen=, or use put_snapshot: that copies nothing",
+                f"{human_bytes(limit)}: raise it, name what does not change in frozen=, or use put_snapshot, which copies nothing",
                 object_id="host_memory_bytes",
             )
         return self.arena.take(needed)

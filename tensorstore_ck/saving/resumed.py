@@ -166,9 +166,10 @@ def _verdict(engine: Engine, view: RefTable, txn: bytes, found: _Finders) -> tup
     staged = view.staged(txn)
     if staged is None:  # its ranks were stopped before all had staged; or another job is at it, beside this one
         is_old = engine.clock() - int.from_bytes(txn[:6], "big") * 1_000_000 > STALE_SECONDS * 1_000_000_000
-        if is_old:
+        is_over = view.outcome(txn) is not None or is_old
+        if is_over:
             give_up(engine, Ulid(txn))
-        return 0, [txn, LOST if is_old else WAIT, owners]
+        return 0, [txn, LOST if is_over else WAIT, owners]
     missing = sorted(set(range(found.ranks)) - found.owners.keys())
     if missing:
         _logger.warning(

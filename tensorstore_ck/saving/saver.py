@@ -10,7 +10,6 @@ import logging
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal, NoReturn, cast
 
@@ -228,7 +227,7 @@ class Saver:
         with self._changed:
             untold = self._first_untold()
             if untold is not None:
-                return Turn(goes=False, failed=untold.job.number)
+                return Turn(goes=False, failed=untold.number)
             drops: list[int] = []
             while (slot := self._memory.try_take(item)) is None:
                 queued = next((each for each in self._stores.waiting() if not each.course.dropped), None)
@@ -236,7 +235,7 @@ class Saver:
                     return Turn(goes=False)
                 if on_full == "replace" and queued is not None:
                     queued.course.drop("replaced")
-                    drops.append(queued.job.number)
+                    drops.append(queued.number)
                 else:
                     self._memory.wait(item, len(self._items()))
             item.slot = slot
@@ -256,7 +255,7 @@ class Saver:
     def _drop_before(self, number: int) -> None:
         """Another rank's put of that number waits, and is given up; here it may be under way already."""
         for item in self._stores.items():
-            if item.job.number == number:
+            if item.number == number:
                 item.course.drop("replaced")
 
     def _let_go(self, item: Item) -> None:
@@ -273,7 +272,7 @@ class Saver:
     def _end_dropped(self, item: Item, reason: str) -> None:
         item.course.drop(reason)
         item.course.is_ending = True
-        error = SnapshotDroppedError(f"the put of {item.course} was {reason}: host_memory_bytes is used up", object_id=item.job.ref)
+        error = SnapshotDroppedError(f"the put of {item.course} was {reason}: host_memory_bytes is used up", object_id=item.course.ref)
         item.course.fail(error)
         self._emit(item.course, "dropped", reason=reason, **self._in_use())
 
@@ -296,8 +295,8 @@ class Saver:
     def _raise_error_of(self, number: int, job: Job) -> NoReturn:
         """Raises what rank 0 raises: the error of an earlier put, which this rank may not have met yet."""
         with self._changed:
-            self._changed.wait_for(lambda: not any(each.job.number == number for each in self._items()), RAISE_SECONDS)
-            item = next((each for each in self._untold if each.job.number == number), None)
+            self._changed.wait_for(lambda: not any(each.number == number for each in self._items()), RAISE_SECONDS)
+            item = next((each for each in self._untold if each.number == number), None)
         if item is not None:
             raise self._take_error(item)
         raise SnapshotAbortedError(
@@ -366,13 +365,14 @@ class Saver:
     def _succeed(self, item: Item, info: SnapshotInfo) -> None:
         snapshot = self._safe = Snapshot.from_info(info)
         item.course.is_ending = True
+        item.forget_state()
         self._emit(item.course, "published", root=snapshot.root, snapshot=snapshot.id, **self._totals(item), **item.sizes(snapshot))
         item.course.succeed(snapshot)
 
     def _fail(self, item: Item, exc: BaseException) -> None:
         course = item.course
         course.is_ending = True
-        traceback.clear_frames(exc.__traceback__)  # they hold the captured state
+        item.forget_state(exc)
         if course.dropped and isinstance(exc, SnapshotAbortedError):
             self._emit(course, "dropped", reason=course.dropped, **self._in_use())
             exc = exc if isinstance(exc, SnapshotDroppedError) else SnapshotDroppedError(str(exc), object_id=exc.object_id)

@@ -105,11 +105,9 @@ class Sources(Sequence[ByteSource]):
         if number in self._made:
             return self._made[number]
         owner = self._owners[number]
-        return (
-            CopySource(owner)
-            if isinstance(owner, torch.Tensor)
-            else MemorySource(int(self.addresses[number]), owner, int(self.sizes[number]))
-        )
+        if isinstance(owner, torch.Tensor):
+            return self._made.setdefault(number, CopySource(owner))
+        return MemorySource(int(self.addresses[number]), owner, int(self.sizes[number]))
 
     def __len__(self) -> int:
         return len(self.sizes)

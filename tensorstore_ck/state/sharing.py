@@ -125,9 +125,9 @@ def _touching(leaves: Numbers, starts: Addresses, stops: Addresses) -> list[int]
     """Those of `leaves` that overlap with another one's allocation, in one address space."""
     leaves = leaves[np.argsort(starts[leaves], kind="stable")]
     reach = np.maximum.accumulate(stops[leaves])
+    # A leaf that begins within an earlier one touches it, and so does whatever begins between the two.
     before = np.flatnonzero(starts[leaves][1:] < reach[:-1])
-    furthest = np.searchsorted(reach, reach[before])
-    return [*leaves[before + 1].tolist(), *leaves[furthest].tolist()]
+    return [*leaves[before].tolist(), *leaves[before + 1].tolist()]
 
 
 def find_sharing(extents: dict[int, Extent]) -> Sharing:

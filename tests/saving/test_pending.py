@@ -1,5 +1,6 @@
 """What users hold of a put under way: its milestones, its progress, and giving it up in each phase."""
 
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import BackendUnavailableError, SnapshotDroppedError, WaitTimeoutError
+from tensorstore_ck.saving.alone import AloneJob
 from tests.saving.places import MIB, SECONDS, Scene, check, put_beside, scene
 
 IN_WORK = ["get log/", "open packs/", "append", "close", "put parts/"]
@@ -234,6 +236,32 @@ def test_a_callback_sees_the_end() -> None:
         stop.let_go()
         place.store.drain()
         assert seen == [(pending.snapshot, pending.snapshot, True)]
+
+
+def test_what_is_held_of_a_put_does_not_hold_its_state() -> None:
+    """Nor do the tracebacks of errors that were told: what a loop collects costs no memory."""
+    with scene() as place:
+        before = jobs()
+        stop = place.gate.stop("put parts/")
+        puts = [put_beside(place.store, step) for step in (1, 2, 3, 4)]
+        stop.await_reached()
+        puts[1].cancel()
+        assert jobs() == before + 4
+        place.gate.fail("put snapshots/", BackendUnavailableError("injected"))
+        stop.let_go()
+        place.store._saver.settle()
+        with pytest.raises(BackendUnavailableError):
+            puts[0].wait()
+        put_beside(place.store, 5).wait()
+        place.store._saver.settle()
+        assert [pending.done() for pending in puts] == [True] * 4
+        assert jobs() <= before
+
+
+def jobs() -> int:
+    """What holds states."""
+    gc.collect()
+    return sum(type(found) is AloneJob for found in gc.get_objects())
 
 
 # --- progress and what is under way -----------------------------------------------------------------------------------

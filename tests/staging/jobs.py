@@ -9,11 +9,13 @@ import torch.distributed as dist
 
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import PermissionDeniedError, StoreError
+from tensorstore_ck.saving import resumed
 from tensorstore_ck.tiers import Uploader
 from tests.ranks.pool import GROUPS
 
 SECONDS: Final = 20.0
 ELEMENTS: Final = 40_000
+DAY_SECONDS: Final = 86_400
 
 
 class Job:
@@ -77,9 +79,12 @@ def restore_both(folder: str, ranks: int, disks: tuple[str, ...], step: int) -> 
         return staged, published, job.put(step).wait(SECONDS).step, job.steps()
 
 
-def resume(folder: str, ranks: int, disks: tuple[str, ...]) -> tuple[int, list[int | None], str]:
+def resume(
+    folder: str, ranks: int, disks: tuple[str, ...], stale_seconds: int = resumed.STALE_SECONDS
+) -> tuple[int, list[int | None], str]:
     """What is published when what was left has been gone on with, and what was logged."""
     told: list[str] = []
+    resumed.STALE_SECONDS = stale_seconds  # type: ignore[misc]
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("tensorstore_ck")
@@ -89,6 +94,7 @@ def resume(folder: str, ranks: int, disks: tuple[str, ...]) -> tuple[int, list[i
             return job.restore("job"), job.steps(), "\n".join(told)
     finally:
         logger.removeHandler(handler)
+        resumed.STALE_SECONDS = DAY_SECONDS  # type: ignore[misc]
 
 
 def cancel(folder: str, ranks: int, disks: tuple[str, ...], canceller: int) -> tuple[str, int | None]:

@@ -176,6 +176,13 @@ class Process:
     def put(self, step: int, ref: str = "job", **options: Any) -> PendingSnapshot:
         return self.store.put_snapshot_async(state_of(step), ref=ref, step=step, **options)
 
+    def error_of_put(self, step: int) -> BaseException | None:
+        """Puts and waits; the error, be it told at once or later."""
+        try:
+            return ended(self.put(step))
+        except Exception as exc:  # noqa: BLE001 - tests look at it
+            return exc
+
     def told(self, kind: str) -> list[Event]:
         return [event for event in self.events if event.kind == kind]
 

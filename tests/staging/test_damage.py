@@ -133,7 +133,7 @@ def test_no_room_at_all(tmp_path: Path) -> None:
         assert "raise the capacity" in str(error)
         assert leftovers(job.folder) == []
     with process(server, path) as job:
-        assert ended(job.put(0)) is None
+        assert job.error_of_put(0) is None
     require_all_well(server, path, [0])
 
 
@@ -156,5 +156,5 @@ def test_the_folder_is_deleted(tmp_path: Path, when: str) -> None:
             assert "neither on the staging disk nor in the store" in str(error)
         else:
             assert error is None, "what is open is not lost"
-        assert ended(job.put(2)) is None
+        assert job.error_of_put(2) is None
     require_all_well(server, path, [0, 2] if when == "staged" else [0, 1, 2])

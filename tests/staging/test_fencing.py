@@ -42,8 +42,7 @@ def test_a_zombie_learns_what_became_of_its_put(tmp_path: Path) -> None:
             successor.put(2).wait(SECONDS)
         connection.refuse()
         assert pending.wait(SECONDS).step == 1
-        error = ended(zombie.put(7))
-        assert isinstance(error, ConflictError)
+        assert isinstance(zombie.error_of_put(7), ConflictError)
     require_all_well(server, path, [0, 1, 2])
 
 
@@ -62,7 +61,7 @@ def test_the_ref_moved_meanwhile(tmp_path: Path) -> None:
         assert "another process moved it" in str(error)
         assert leftovers(job.folder) == []
         check(job.store, 9, "job")
-        assert ended(job.put(10)) is None
+        assert job.error_of_put(10) is None
     require_all_well(server, path, [0, 9, 10])
 
 
@@ -71,7 +70,7 @@ def test_an_unseen_ref_is_not_taken_for_what_was_left_there(tmp_path: Path) -> N
     server, path = PieceStore(), tmp_path / "stage"
     leave_staged(server, path, 1)
     with process(server, path) as job:
-        assert isinstance(ended(job.put(0)), ConflictError)
+        assert isinstance(job.error_of_put(0), ConflictError)
         job.store.finish_staged("job")
     require_all_well(server, path, [0, 1])
 
@@ -87,7 +86,7 @@ def test_one_of_a_chain_is_cancelled(tmp_path: Path, which: int) -> None:
         connection.refuse()
         errors = [ended(pending) for pending in pendings]
         assert [type(error) for error in errors] == [SnapshotDroppedError if step == which else type(None) for step in range(3)]
-        assert ended(job.put(3)) is None
+        assert job.error_of_put(3) is None
     require_all_well(server, path, [step for step in range(4) if step != which])
 
 
@@ -165,5 +164,5 @@ def test_what_was_freed_meanwhile_is_told(tmp_path: Path) -> None:
         error = ended(pending)
         assert "gc freed" in str(error)
         assert leftovers(job.folder) == []
-        assert ended(job.put(2)) is None
+        assert job.error_of_put(2) is None
     require_all_well(server, path, [0, 2])

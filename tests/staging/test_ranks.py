@@ -91,9 +91,10 @@ def test_a_rank_that_fails_during_its_upload(pool: Pool, folder: Path, failing: 
 def test_ranks_that_die_before_the_log_knows(pool: Pool, folder: Path) -> None:
     pool.run(jobs.leave_staged, str(folder), 2, OWN, (), ranks=2)
     pool.ask(jobs.die_before_the_log_knows, str(folder), 2, OWN, ranks=2)
-    assert list((folder / "disk-0").glob("*/staged/*"))
-    for step, steps, _ in pool.run(jobs.resume, str(folder), 2, OWN, ranks=2):
-        assert (step, steps) == (0, [0])
+    for stale_seconds in (jobs.DAY_SECONDS, 0):
+        assert list((folder / "disk-0").glob("*/staged/*")), "somebody may still be at it"
+        for step, steps, _ in pool.run(jobs.resume, str(folder), 2, OWN, stale_seconds, ranks=2):
+            assert (step, steps) == (0, [0])
     require_clean(folder, [0], *OWN[:2])
 
 

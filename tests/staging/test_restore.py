@@ -38,7 +38,7 @@ def test_published_while_its_state_is_trained_on(tmp_path: Path) -> None:
         check(job.store, 2, "job^staged")
         connection.refuse()
         job.store.drain()
-        assert ended(job.put(3)) is None
+        assert job.error_of_put(3) is None
     require_all_well(server, path, [0, 1, 2, 3])
 
 

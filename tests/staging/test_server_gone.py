@@ -28,7 +28,7 @@ def test_staging_goes_on_and_all_is_published_in_order(tmp_path: Path) -> None:
         assert [each.parent for each in roots[1:]] == [each.root for each in roots[:-1]]
         assert {"injected: " in str(event.fields["error"]) for event in job.told("retried")} == {True}
         assert [event.step for event in job.told("published")] == [0, 1, 2, 3]
-        assert ended(job.put(4)) is None, "what was learned meanwhile is right"
+        assert job.error_of_put(4) is None, "what was learned meanwhile is right"
     require_all_well(server, tmp_path / "stage", [0, 1, 2, 3, 4])
 
 
@@ -64,7 +64,7 @@ def test_drain_says_what_is_staged_and_the_next_process_publishes_it(tmp_path: P
         assert "staged on this host: job@1, job@2" in str(report)
     with process(server, tmp_path / "stage") as job:
         check(job.store, 2, "job")
-        assert ended(job.put(3)) is None
+        assert job.error_of_put(3) is None
     require_all_well(server, tmp_path / "stage", [0, 1, 2, 3])
 
 

@@ -89,6 +89,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("sparse csr", lambda: torch.eye(2).to_sparse_csr(), r"torch\.sparse_csr; store \.to_dense\(\)"),
     ("quantized", quantized, r"\.dequantize\(\)"),
     ("nested", lambda: torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged), r"\.values\(\)"),
+    ("nested strided", lambda: torch.nested.nested_tensor([torch.ones(1)], layout=torch.strided), r"\.values\(\)"),
+    ("mkldnn", lambda: torch.ones(2).to_mkldnn(), r"torch\._mkldnn; store \.to_dense\(\)"),
     ("meta", lambda: torch.ones(2, device="meta"), "materialize it"),
     ("fake", fake, "FakeTensorMode"),
     ("tensor subclass", lambda: torch.ones(2).as_subclass(MyTensor), "tensor subclass"),

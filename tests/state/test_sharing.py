@@ -20,6 +20,13 @@ def test_one_object_comes_back_as_one_object() -> None:
     assert back["c"] is back["b"][1]
 
 
+def test_objects_that_hang_in_several_containers_stay_apart() -> None:
+    first, second = torch.ones(1), torch.ones(2)
+    back = round_trip({"a": [first], "b": [second, torch.ones(3), first], "c": (second, first)})
+    assert back["a"][0] is back["b"][2] is back["c"][1]
+    assert back["c"][0] is back["b"][0]
+
+
 def test_tied_weights_stay_tied() -> None:
     embedding, head = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)
     head.weight = embedding.weight

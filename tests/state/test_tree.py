@@ -73,6 +73,12 @@ def test_names_are_unique_short_and_encodable(texts: list[str]) -> None:
     assert all(len(name.encode()) <= MAX_NAME_BYTES for name in given_out)
 
 
+@given(st.lists(st.text("aé\ud800", max_size=2) | st.just("x" * 1000) | st.text(min_size=400, max_size=1100)), st.integers(0, 9))
+def test_names_of_many_are_those_of_each(texts: list[str], split: int) -> None:
+    one, many = Names(), Names()
+    assert [*many.names(texts[:split]), *many.names(texts[split:])] == [one.name(text) for text in texts]
+
+
 def test_many_equal_names_are_cheap() -> None:
     names = Names()
     assert [names.name("x") for _ in range(50_000)][-1] == "x#50000"
