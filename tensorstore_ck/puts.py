@@ -156,7 +156,7 @@ class SavingStore(ManagedStore):
                 self._local_ranks = self._groups.local_ranks(group, timeout_seconds=timeout_seconds)
             job = self._job(ask, state, rank_state, ref=ref, step=step, group=group, frozen=frozen, timeout_seconds=timeout_seconds)
             job.prepare()
-            if isinstance(job, AloneJob) and not self._saver.pending():
+            if isinstance(job, AloneJob) and self._saver.is_quiet():
                 job.check_known()
             return job
 

@@ -143,6 +143,10 @@ class Saver:
         self._enter()
         return [PendingSnapshot(item.course) for item in self._items()]
 
+    def is_quiet(self) -> bool:
+        """Whether nothing is under way, and nobody has to be told of an error."""
+        return not self._items() and self._first_untold() is None
+
     def resume(self, job: UploadJob) -> None:
         """Goes on with what an earlier process staged."""
         self._enter()

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, UnsupportedValueError
+from tensorstore_ck.state.memory import new_tensor
 from tensorstore_ck.tree import PARAMETER, REQUIRES_GRAD
 from tensorstore_ck.values import numpy_dtype
 
@@ -167,7 +168,11 @@ def _decode_tensor(dtype: str, shape: list[int], flags: int, data: bytes) -> tor
     if prod(shape) * kind.itemsize != len(data):
         raise ValueError("a tensor's value has another size than its bytes")
     try:
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kind).reshape(shape) if data else torch.empty(shape, dtype=kind)
+        tensor = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kind).reshape(shape)
+            if data
+            else new_tensor(shape, kind, torch.device("cpu"))
+        )
         requires_grad = bool(flags & REQUIRES_GRAD)
         return torch.nn.Parameter(tensor, requires_grad) if flags & PARAMETER else tensor.requires_grad_(requires_grad)
     except RuntimeError as exc:

@@ -56,6 +56,8 @@ class Machine(RuleBasedStateMachine):
         self.untold: list[Put] = []
         self.injected = 0
         self.is_fenced = False
+        self.is_known = False
+        """Whether this handle has seen that it is."""
 
     def open(self) -> None:
         self.place = Scene(self.inner, host_memory_bytes=COPIES * COPY)
@@ -69,7 +71,7 @@ class Machine(RuleBasedStateMachine):
         elif put.dropped:
             put.outcome = put.dropped
         elif self.is_fenced:
-            put.outcome = "another process moved it"
+            put.outcome, self.is_known = "another process moved it", True
         elif self.injected:
             self.injected -= 1
             put.outcome = "at the record"
@@ -120,6 +122,10 @@ class Machine(RuleBasedStateMachine):
             is_full = False
         if self.expect_untold(lambda: put_beside(self.place.store, step, size_bytes=SIZE, on_full=on_full)):
             return multiple()
+        if self.is_known:  # refused at once, which tells the caller
+            with pytest.raises(ConflictError):
+                put_beside(self.place.store, step, size_bytes=SIZE, on_full=on_full)
+            return multiple()
         if is_full and on_full == "replace":
             waiting[0].dropped = "replaced"
         put = Put(step, put_beside(self.place.store, step, size_bytes=SIZE, on_full=on_full))
@@ -155,6 +161,7 @@ class Machine(RuleBasedStateMachine):
         if self.is_fenced:
             with pytest.raises(ConflictError):
                 put()
+            self.is_known = True
         elif self.injected:
             self.injected -= 1
             with pytest.raises(BackendUnavailableError, match="at the record"):
@@ -218,7 +225,7 @@ class Machine(RuleBasedStateMachine):
         self.let_go()
         if self.published:
             assert self.place.store.checkout("job")["step"] == self.published[-1]
-            self.is_fenced = False
+            self.is_fenced = self.is_known = False
 
     @rule()
     def drain_in_time(self) -> None:
@@ -243,7 +250,7 @@ class Machine(RuleBasedStateMachine):
         self.open()
         for _ in range(self.injected):
             self.place.gate.fail("put snapshots/", BackendUnavailableError("at the record"))
-        self.is_fenced = bool(self.published)
+        self.is_fenced, self.is_known = bool(self.published), False
 
     def close(self) -> None:
         untold, self.untold = self.untold, []
