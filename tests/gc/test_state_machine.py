@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 Command = tuple[Any, ...]
 """A method of the machine, and its arguments."""
 STEPS_A_RUN = 50
-CI_STEPS = 20_000
+CI_STEPS = 12_000
 MODES = ("die-before", "die-after", "tear", "lost-reply", "unknown", "unknown-lands-later", "unavailable")
 GONE = (NotFoundError, SnapshotExpiredError)
 

@@ -26,7 +26,7 @@ from tests.power.blocklog import Record, read_log
 
 DISK_BYTES = 96 << 20
 SECTOR_BYTES = 4096
-STATES = 150
+STATES = 100
 STEPS = 6
 ROOT = Path(__file__).parents[2]
 

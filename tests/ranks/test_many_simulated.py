@@ -27,7 +27,7 @@ def outcomes(group: list[Rank], attempt: int) -> set[bool]:
     return {ending.put is not None for ending in known if ending.put is not None or isinstance(ending.error, SnapshotAbortedError)}
 
 
-@pytest.mark.parametrize(("ranks", "faults", "seed"), [*((1024, seed, seed) for seed in range(4)), (4096, 4, 9)])
+@pytest.mark.parametrize(("ranks", "faults", "seed"), [*((1024, seed, seed) for seed in range(2)), (4096, 4, 9)])
 def test_random_deaths_stalls_errors_delays_and_duplicates(ranks: int, faults: int, seed: int) -> None:
     simulation = random_simulation(seed, ranks, faults=faults, stall=0.3 * (1 + seed % 3), max_delay=0.005)
     group = simulate(simulation, ranks, timeout=TIMEOUT, grace=GRACE, attempts=2 if ranks == 1024 else 1)

@@ -233,6 +233,28 @@ def test_a_job_that_was_given_up_for_dead() -> None:
         assert place.steps() == [1, 2, 3]
 
 
+def test_a_ref_that_is_known_to_be_elsewhere_is_refused_at_once_but_earlier_errors_come_first() -> None:
+    with scene() as place:
+        put_beside(place.store, 1).wait()
+        with place.other() as successor:
+            successor.checkout("job")
+            successor.put_snapshot(state_of(2), ref="job", step=2)
+        with pytest.raises(ConflictError):
+            put_beside(place.store, 10).wait()
+        with pytest.raises(ConflictError):
+            put_beside(place.store, 11)
+        place.gate.fail("put parts/", NoSpaceError("injected"))
+        put_beside(place.store, 12, expect=tsck.ANY)
+        settle(place)
+        with pytest.raises(NoSpaceError, match="injected"):
+            put_beside(place.store, 13)
+        with pytest.raises(ConflictError):
+            put_beside(place.store, 14)
+        assert place.steps() == [1, 2]
+        put_beside(place.store, 15, expect=tsck.ANY).wait()
+        require_silence(place, 16)
+
+
 def test_a_job_that_loses_its_ref_between_capture_and_commit() -> None:
     with scene() as place:
         put_beside(place.store, 1).wait()

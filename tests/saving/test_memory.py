@@ -158,6 +158,21 @@ def test_what_was_replaced_is_told_to_its_callbacks() -> None:
         assert told.wait(SECONDS)
 
 
+def test_what_was_dropped_as_it_was_asked_for_is_no_error_of_the_next_put() -> None:
+    """Though nobody waited for it."""
+    with stalled_backend(3) as (place, stop, _):
+        for step in (2, 3):
+            put_beside(place.store, step, size_bytes=COPY)
+        put_beside(place.store, 4, size_bytes=COPY, on_full="replace")
+        put_beside(place.store, 5, size_bytes=COPY, on_full="skip")
+        assert place.store.pending()[2].cancel()
+        stop.let_go()
+        place.store.drain()
+        put_beside(place.store, 6).wait()
+        assert place.steps() == [1, 4, 6]
+        place.store.close()
+
+
 # --- block ------------------------------------------------------------------------------------------------------------
 
 

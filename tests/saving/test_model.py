@@ -299,6 +299,6 @@ def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 Machine.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+    max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
 )
 TestMachine = Machine.TestCase

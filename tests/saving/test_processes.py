@@ -13,8 +13,8 @@ import torch.distributed
 
 import tensorstore_ck as tsck
 from tests.saving import worker
+from tests.saving.nursery import DEADLINE_SECONDS, Nursery, heard
 from tests.saving.places import MIB, check, put_beside
-from tests.saving.worker import DEADLINE_SECONDS, Nursery, heard
 
 dist: Any = torch.distributed
 pytestmark = pytest.mark.timeout(3 * DEADLINE_SECONDS)

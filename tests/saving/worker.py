@@ -1,16 +1,8 @@
-"""Run by the tests of processes: a nursery that forks one process for each scene, which then ends as an interpreter does.
+"""Run by the tests of processes, in a process that `nursery` has started: what one process does, until it ends or is ended."""
 
-A nursery, because importing torch takes longer than most of these processes live. What a scene found out it says in a file, a line each,
-in one write, which SIGKILL cannot tear.
-"""
-
-import faulthandler
-import json
 import multiprocessing
 import os
-import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -30,35 +22,11 @@ from tensorstore_ck.ranks import Group
 from tensorstore_ck.saving import exiting
 from tensorstore_ck.saving.saver import Saver
 from tests.crash.faulty import Faults, FaultyBackend
+from tests.saving.nursery import DEADLINE_SECONDS, say, serve, watch
 from tests.saving.places import MIB, put_beside, state_of
 
 dist: Any = torch.distributed
 """Its annotations lack most of what we use."""
-DEADLINE_SECONDS: Final = 40.0
-"""Of a scene, for a machine that has other things to do."""
-
-
-def watch(seconds: float) -> None:
-    """A process that hangs says where, and ends. A thread of Python's own: that of `faulthandler` does not survive a fork."""
-
-    def end() -> None:
-        faulthandler.dump_traceback()
-        os._exit(99)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-
-
-def say(folder: str, **said: object) -> None:
-    fd = os.open(f"{folder}/said", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(fd, json.dumps(said).encode() + b"\n")
-    os.close(fd)
-
-
-def heard(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "said"
-    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
 class Trap(Faults):
@@ -169,8 +137,16 @@ def preempted_child(folder: str) -> None:
     """A helper process of the job has inherited the handler, and is not the job."""
     store = open_store(folder)
     preemption = store.on_preemption(signal.SIGTERM, deadline_seconds=DEADLINE_SECONDS)
-    helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(DEADLINE_SECONDS,))
+    context = multiprocessing.get_context("fork")
+    is_up = context.Event()  # before that, Python would lose the signal
+
+    def help_out() -> None:
+        is_up.set()
+        time.sleep(DEADLINE_SECONDS)
+
+    helper = context.Process(target=help_out)
     helper.start()
+    assert is_up.wait(DEADLINE_SECONDS / 4)
     helper.terminate()
     helper.join(DEADLINE_SECONDS / 4)
     say(folder, helper=helper.exitcode, requested=preemption.requested)
@@ -331,7 +307,7 @@ def many(folder: str, puts: int) -> None:
             while threading.active_count() > threads:
                 time.sleep(0.01)
             say(folder, fds=len(os.listdir("/proc/self/fd")), resident=resident_bytes())
-    say(folder, published=sum(pending.snapshot is not None for pending in pendings), cpu=resource.getrusage(resource.RUSAGE_SELF).ru_utime)
+    say(folder, published=sum(pending.snapshot is not None for pending in pendings))
     store.close()
 
 
@@ -339,73 +315,6 @@ SCENES: Final[dict[str, Callable[..., None]]] = {
     scene.__name__: scene
     for scene in (in_flight, killed, preempted, preempted_unawares, preempted_child, forked, loading, one_of_ranks, memory, many)
 }
-
-
-# --- the nursery ----------------------------------------------------------------------------------------------------------
-
-
-class Nursery:
-    """The other end: what a test holds. A context manager."""
-
-    def __enter__(self) -> "Nursery":
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), *sys.path]))}
-        command = [sys.executable, "-m", "tests.saving.worker"]
-        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.communicate(timeout=DEADLINE_SECONDS)
-
-    def begin(self, scene: Callable[..., None], folder: Path, *args: object) -> int:
-        """The process id; what it writes to stderr is in ``folder/stderr``."""
-        folder.mkdir(exist_ok=True)
-        return int(self._ask(scene.__name__, str(folder), *args))
-
-    def await_end(self, pid: int) -> int:
-        """Its exit code, or minus the signal that ended it."""
-        code = self._ask("wait", pid)
-        assert code is not None, "the process does not end"
-        return int(code)
-
-    def run(self, scene: Callable[..., None], folder: Path, *args: object) -> int:
-        return self.await_end(self.begin(scene, folder, *args))
-
-    def _ask(self, *request: object) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-
-def serve() -> tuple[str, list[Any]] | None:
-    """Answers requests; in a forked child, which scene it is to play."""
-    for line in iter(sys.stdin.readline, ""):
-        name, *args = json.loads(line)
-        if name == "wait":
-            print(json.dumps(exit_code(args[0])), flush=True)
-            continue
-        pid = os.fork()
-        if pid == 0:
-            null, log = os.open(os.devnull, os.O_RDWR), os.open(f"{args[0]}/stderr", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            for fd, place in ((null, 0), (null, 1), (log, 2)):
-                os.dup2(fd, place)
-            return name, args
-        print(json.dumps(pid), flush=True)
-    return None
-
-
-def exit_code(pid: int) -> int | None:
-    """None: it did not end, and was killed."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return None
 
 
 if __name__ == "__main__":
