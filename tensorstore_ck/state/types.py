@@ -171,7 +171,7 @@ def _decode_tensor(dtype: str, shape: list[int], flags: int, data: bytes) -> tor
         tensor = (
             torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kind).reshape(shape)
             if data
-            else new_tensor(shape, kind, torch.device("cpu"))
+            else new_tensor(tuple(shape), kind, torch.device("cpu"))
         )
         requires_grad = bool(flags & REQUIRES_GRAD)
         return torch.nn.Parameter(tensor, requires_grad) if flags & PARAMETER else tensor.requires_grad_(requires_grad)

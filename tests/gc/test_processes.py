@@ -30,7 +30,7 @@ from tensorstore_ck.pack import ENTRY_DTYPE, HEADER, TRAILER
 from tests.gc.worker import GAVE_UP, WRITERS, Job, Nursery, digest, heard
 from tests.servers import S3Server
 
-MINUTES = float(os.environ.get("GC_MINUTES", "1"))
+MINUTES = float(os.environ.get("GC_MINUTES", "0.5"))
 MAX_WAIT_SECONDS = 120
 ENOUGH = 5
 """Snapshots that each writer must have forgotten before the end."""
