@@ -23,7 +23,8 @@ class Preemption:
 
     From the signal on there is time until the deadline: for the puts under way, and for a loop that asks `requested` to put once more, to
     `finish`, and to leave. Shortly before the deadline what is still under way is given up, what is safe is logged, and the signal takes
-    its former course: by default it ends the process.
+    its former course: by default it ends the process. Python handles signals between two steps of the main thread: while that hangs in a
+    collective, nothing is seen of the signal.
     """
 
     def __init__(self, saver: "Saver", signal_number: int, *, deadline_seconds: float) -> None:

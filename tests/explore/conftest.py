@@ -1,14 +1,14 @@
-"""How many random schedules: 5,000 in all unless `--explore=1000000` says otherwise (name this folder on the command line then)."""
+"""How many random schedules: 3,000 in all unless `--explore=1000000` says otherwise (name this folder on the command line then)."""
 
 import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--explore", type=int, default=5000, help="random schedules in all")
+    parser.addoption("--explore", type=int, default=3000, help="random schedules in all")
 
 
 @pytest.fixture
 def random_schedules(pytestconfig: pytest.Config) -> int:
     """How many random schedules are drawn in all, over all tests that draw some."""
-    count: int = pytestconfig.getoption("explore", 5000)
+    count: int = pytestconfig.getoption("explore", 3000)
     return count

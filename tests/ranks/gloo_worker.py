@@ -30,12 +30,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import tensorstore_ck as tsck
-import tensorstore_ck.state
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.log import Log
 from tensorstore_ck.packwriter import PackWriter
 from tensorstore_ck.ranks import Channel, Group
 from tensorstore_ck.ranks.put import RankPut
+from tensorstore_ck.saving import together
 
 dist: Any = torch.distributed
 """Its annotations lack most of what we use."""
@@ -47,7 +47,7 @@ BUSY_FACTOR: Final = 4
 
 POINTS: Final[dict[str, tuple[Any, str, str, str]]] = {
     "before hello": (Channel, "put", "hello/", "before"),
-    "in capture": (tensorstore_ck.state, "capture", "", "before"),
+    "in capture": (together, "capture", "", "before"),
     "after hello": (Channel, "put", "hello/", "after"),
     "before go": (Channel, "put", "go", "before"),
     "after go": (Channel, "put", "go", "after"),
