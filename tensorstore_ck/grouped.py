@@ -15,7 +15,7 @@ from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.hostreads import HostReads, host_key
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.ranks import Duties, Group, open_group
+from tensorstore_ck.ranks import Duties, Group, open_group, second_nonce
 from tensorstore_ck.ranks.wording import disagreements
 
 if TYPE_CHECKING:
@@ -144,10 +144,17 @@ class Groups:
         attempt = group.begin(title, object_id=title, timeout=timeout)
         attempt.run(Duties(lambda: {"bits": bits}, do, None, compare, lambda _: {}))
 
+    def close(self) -> None:
+        """Ends the threads that talk to the groups' stores; a put or restore after that begins new ones."""
+        for group in (*(own for own, _ in self._groups.values()), *self._publishing.values()):
+            group.close()
+        for known in (self._groups, self._publishing, self._told):
+            known.clear()
+
     def publishing(self, group: "ProcessGroup") -> Group:
-        """The same ranks, for what their publishing threads do together, in an order of its own."""
+        """The same ranks, for what their publishing threads do together, in an order of its own; only after an attempt of `of`."""
         if group not in self._publishing:
-            self._publishing[group] = open_group(group, f"{self._engine.config.uuid}/publish")
+            self._publishing[group] = open_group(group, f"{self._engine.config.uuid}/publish", second_nonce(self.of(group)[0].nonce))
         return self._publishing[group]
 
     def of(self, group: "ProcessGroup") -> tuple[Group, dict[bytes, int]]:

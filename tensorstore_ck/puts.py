@@ -195,6 +195,7 @@ class SavingStore(ManagedStore):
         try:
             self._saver.close()
         finally:
+            self._groups.close()
             super().close()
 
     def _is_staged(self, address: str) -> bool:

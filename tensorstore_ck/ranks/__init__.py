@@ -6,7 +6,7 @@ an end. `Group` counts the attempts of a process group, `Attempt` is one of them
 
 from tensorstore_ck.ranks.attempt import GRACE_SECONDS, Attempt, Duties
 from tensorstore_ck.ranks.channel import Channel, ChannelError, KeyValue, Runner
-from tensorstore_ck.ranks.group import Group, StoreThread, open_group
+from tensorstore_ck.ranks.group import Group, StoreThread, open_group, second_nonce
 from tensorstore_ck.ranks.wording import disagreements, named_ranks
 
 __all__ = [
@@ -22,4 +22,5 @@ __all__ = [
     "disagreements",
     "named_ranks",
     "open_group",
+    "second_nonce",
 ]

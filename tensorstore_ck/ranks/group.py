@@ -34,7 +34,7 @@ RENEW_SECONDS: Final = 10.0
 
 
 class StoreThread:
-    """Runs calls on a clone of a store, one after the other, on a thread of its own; ends when it is dropped. A `Runner`."""
+    """Runs calls on a clone of a store, one after the other, on a thread of its own, until it is closed or dropped. A `Runner`."""
 
     def __init__(self, store: Any) -> None:
         calls: _Calls = queue.SimpleQueue()
@@ -43,7 +43,8 @@ class StoreThread:
         # A daemon: a call that hangs must not keep the process from ending.
         thread = threading.Thread(target=_serve, args=(store, calls, self._is_broken), name="tsck-group", daemon=True)
         thread.start()
-        weakref.finalize(self, _end, calls, thread)
+        self.close = weakref.finalize(self, _end, calls, thread)
+        """Ends the thread; later calls find no answer. Idempotent."""
 
     def __call__(self, action: Callable[[KeyValue], T], seconds: float) -> T:
         """See `Runner`."""
@@ -102,19 +103,23 @@ class Group:
         rank: int,
         ranks: int,
         scope: str,
+        nonce: Ulid | None = None,
         renew: Callable[[], object] = lambda: None,
+        close: Callable[[], object] = lambda: None,
         new_id: IdSource = new_ulid,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         """`scope` keeps apart groups that share a store but not their attempts, such as those of two tensorstore_ck stores.
 
-        `renew` mends a runner whose connection broke in an earlier attempt; see `StoreThread.renew`.
+        `renew` mends a runner whose connection broke in an earlier attempt, and `close` ends it: see `StoreThread`. Without a `nonce`
+        that all ranks know, the first attempt draws one.
         """
         self.rank = rank
         self.ranks = ranks
         self._run = run
         self._renew = renew
+        self.close = close
         self._scope = f"{ROOT}{scope}/"
         self._new_id = new_id
         self._clock = clock
@@ -122,12 +127,22 @@ class Group:
         self._ledger = Ledger()
         self._generation = 1
         self._token = new_id()
-        self._nonce: Ulid | None = None
+        self._nonce = nonce
         self._misfit = ""
         self._lock = threading.Lock()
 
-    def begin(self, title: str, *, object_id: str, timeout: float, grace: float = GRACE_SECONDS) -> Attempt:
+    def begin(
+        self,
+        title: str,
+        *,
+        object_id: str,
+        timeout: float,
+        grace: float = GRACE_SECONDS,
+        sleep: Callable[[float], object] | None = None,
+    ) -> Attempt:
         """The next attempt of the group, which the caller then runs. Waits for rank 0 when it is the first one.
+
+        What `sleep` raises between two looks at the channel ends this rank's part in the attempt.
 
         Raises:
             SnapshotAbortedError: rank 0 did not begin it.
@@ -143,7 +158,7 @@ class Group:
                 object_id=object_id,
             ) from exc
         return Attempt(
-            self._channel(f"{ulid_text(nonce)}/{n}/"),
+            self._channel(f"{ulid_text(nonce)}/{n}/", sleep),
             self._ledger,
             n=n,
             txn=attempt_id(nonce, n),
@@ -162,8 +177,8 @@ class Group:
         assert self._nonce is not None
         return self._nonce
 
-    def _channel(self, prefix: str) -> Channel:
-        return Channel(self._run, self._scope + prefix, ranks=self.ranks, clock=self._clock, sleep=self._sleep)
+    def _channel(self, prefix: str, sleep: Callable[[float], object] | None = None) -> Channel:
+        return Channel(self._run, self._scope + prefix, ranks=self.ranks, clock=self._clock, sleep=sleep or self._sleep)
 
     def _agreed_nonce(self, deadline: float) -> Ulid:
         """What rank 0 drew for this group.
@@ -199,13 +214,18 @@ class Group:
         return nonce
 
 
+def second_nonce(nonce: Ulid) -> Ulid:
+    """For a second group of the same ranks, which all of them know without asking: one may begin an attempt that another never does."""
+    return Ulid(nonce[:_TIME_BYTES] + derived_hash("second group of the same ranks", nonce)[: ULID_BYTES - _TIME_BYTES])
+
+
 def attempt_id(nonce: Ulid, n: int) -> Ulid:
     """The ULID of the n-th attempt of a group: the nonce's time and the number, so that they sort; then what nobody else draws."""
     drawn = derived_hash("attempt of a group", nonce, n.to_bytes(8, "big"))
     return Ulid(nonce[:_TIME_BYTES] + n.to_bytes(_NUMBER_BYTES, "big") + drawn[: ULID_BYTES - _TIME_BYTES - _NUMBER_BYTES])
 
 
-def open_group(group: "torch.distributed.ProcessGroup", scope: str) -> Group:
+def open_group(group: "torch.distributed.ProcessGroup", scope: str, nonce: Ulid | None = None) -> Group:
     """This rank's place in a process group; whoever owns it keeps it, one per process group object."""
     thread = StoreThread(group.get_group_store())
-    return Group(thread, rank=group.rank(), ranks=group.size(), scope=scope, renew=thread.renew)
+    return Group(thread, rank=group.rank(), ranks=group.size(), scope=scope, nonce=nonce, renew=thread.renew, close=thread.close)

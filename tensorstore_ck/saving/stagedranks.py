@@ -5,6 +5,7 @@ ranks' publishing threads meet, again and again if ranks or the store do not ans
 was given up never publishes; and of the staged snapshot: published, or given up.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -84,7 +85,12 @@ class StagedRanks:
         Whatever happens to an attempt, its outcome is what the log says, so nobody goes on to another one before the log has answered.
         """
         title = f"publishing what was staged for {self._ref!r}"
-        attempt = self._group.begin(title, object_id=self._ref, timeout=self._timeout_seconds)
+
+        def sleep(seconds: float) -> None:
+            time.sleep(seconds)
+            _check_abandoned(course)
+
+        attempt = self._group.begin(title, object_id=self._ref, timeout=self._timeout_seconds, sleep=sleep)
         try:
             return attempt.run(self._duties(course, attempt.txn, problem))
         except RetryableError as exc:

@@ -1,6 +1,7 @@
 """What the ranks of a job do, in processes of their own: each call is a job from its start to its end, with a store handle of its own."""
 
 import logging
+import threading
 from contextlib import suppress
 from typing import Any, Final
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import PermissionDeniedError, StoreError
+from tensorstore_ck.ranks import Group
 from tensorstore_ck.saving import resumed
 from tensorstore_ck.tiers import Uploader
 from tests.ranks.pool import GROUPS
@@ -27,6 +29,7 @@ class Job:
         self.ranks = ranks
         self.group = GROUPS[ranks]
         staging = tsck.Staging(f"{folder}/{disks[self.rank]}", stagger_seconds=stagger_seconds)
+        self._threads = set(threading.enumerate())
         self.store = tsck.open(f"{folder}/store", cache_dir=f"{folder}/cache-{self.rank}", staging=staging)
 
     def __enter__(self) -> "Job":
@@ -35,6 +38,7 @@ class Job:
     def __exit__(self, *_: object) -> None:
         self.store.drain(0)
         self.store.close()
+        assert [thread for thread in threading.enumerate() if thread.name == "tsck-group" and thread not in self._threads] == []
 
     def put(self, step: int) -> tsck.PendingSnapshot:
         start, stop = (ELEMENTS * each // self.ranks for each in (self.rank, self.rank + 1))
@@ -71,12 +75,38 @@ def leave_staged(folder: str, ranks: int, disks: tuple[str, ...], steps: tuple[i
         return [pending.step for pending in job.store.drain(0).staged]
 
 
+def leave_while_one_publishes(folder: str, ranks: int, disks: tuple[str, ...], eager: int) -> tuple[int | None, list[tsck.PendingSnapshot]]:
+    """All end when one rank waits for the others to publish what they staged: which step that is, and what is still under way then."""
+    real, begun = Group.begin, threading.Event()
+
+    def begin(self: Group, title: str, **options: Any) -> Any:
+        if title.startswith("publishing"):
+            begun.set()
+        return real(self, title, **options)
+
+    Group.begin = begin  # type: ignore[method-assign]
+    try:
+        with Job(folder, ranks, disks, stagger_seconds=0 if dist.get_rank() == eager else 3600) as job:
+            job.restore("job")
+            job.put(1).staged.wait(SECONDS)
+            if job.rank == eager:
+                assert begun.wait(SECONDS)
+            (left,) = job.store.drain(0).staged
+            return left.step, job.store.pending()
+    finally:
+        Group.begin = real  # type: ignore[method-assign]
+
+
 def restore_both(folder: str, ranks: int, disks: tuple[str, ...], step: int) -> tuple[int, int, int | None, list[int | None]]:
     """What is staged, restored before it is published; then what is published, and a put on top."""
     with Job(folder, ranks, disks, stagger_seconds=1.0) as job:
+        kinds: list[str] = []
+        job.store.on_event(lambda event: kinds.append(event.kind))
         staged = job.restore("job^staged")
         published = job.restore("job")
-        return staged, published, job.put(step).wait(SECONDS).step, job.steps()
+        put = job.put(step).wait(SECONDS).step
+        assert "retried" not in kinds
+        return staged, published, put, job.steps()
 
 
 def resume(

@@ -1,7 +1,6 @@
 """Staged puts of many ranks, by real processes: found again by the same ranks, fewer or more, as far as their disks are there."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,6 @@ from tests.staging import jobs
 
 OWN = ("disk-0", "disk-1", "disk-2")
 SHARED = ("disk", "disk", "disk")
-
-pytestmark = pytest.mark.skipif(
-    "PYTEST_XDIST_WORKER" in os.environ,
-    reason="hangs after or beside other ranks' tests, which is not explained yet: run it alone, pytest tests/staging/test_ranks.py",
-)
 
 
 @pytest.fixture
@@ -45,6 +39,15 @@ def test_the_same_ranks_go_on(pool: Pool, folder: Path) -> None:
     found = pool.run(jobs.restore_both, str(folder), 2, OWN, 3, ranks=2)
     assert found == [(2, 2, 3, [0, 1, 2, 3])] * 2
     require_clean(folder, [0, 1, 2, 3], "disk-0", "disk-1")
+
+
+@pytest.mark.parametrize("eager", [0, 1])
+def test_ranks_that_end_when_some_have_begun_to_publish(pool: Pool, folder: Path, eager: int) -> None:
+    pool.run(jobs.leave_staged, str(folder), 2, OWN, (), ranks=2)
+    assert pool.run(jobs.leave_while_one_publishes, str(folder), 2, OWN, eager, ranks=2) == [(1, [])] * 2
+    found = pool.run(jobs.restore_both, str(folder), 2, OWN, 2, ranks=2)
+    assert found == [(1, 1, 2, [0, 1, 2])] * 2
+    require_clean(folder, [0, 1, 2], "disk-0", "disk-1")
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
