@@ -23,6 +23,7 @@ from tensorstore_ck.saving.job import Job, Turn, UploadJob
 from tensorstore_ck.saving.lane import Lane
 from tensorstore_ck.saving.memory import CaptureMemory
 from tensorstore_ck.saving.pending import PendingSnapshot
+from tensorstore_ck.saving.untold import Untold, take_error
 from tensorstore_ck.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Saver:
         self._copies: Lane[Item] = Lane("tsck-copy", self._changed, self._copy, self._broken)
         self._uploads: Lane[Item] = Lane("tsck-publish", self._changed, self._publish, self._broken)
         self._memory = CaptureMemory(self._open_arena, self._changed)
-        self._untold: list[Item] = []
+        self._untold = Untold()
         self._safe: Snapshot | None = None
 
     def _enter(self) -> None:
@@ -128,7 +129,7 @@ class Saver:
         item = Item(make(), called, is_beside=False)
         untold = self._first_untold()
         if untold is not None:
-            error = self._take_error(untold)
+            error = take_error(untold)
             item.job.refuse(error)
             raise error
         self._store(item)
@@ -219,17 +220,16 @@ class Saver:
         if report.staged or report.under_way:
             _logger.error("the store is closed with puts under way: %s", report)
         self._memory.close()
-        errors = [self._take_error(item) for item in self._untold if not item.course.is_told]
-        if errors:
-            for other in errors[1:]:
-                errors[0].add_note(f"and another put failed: {other}")
-            raise errors[0]
+        with self._changed:
+            error = self._untold.take_all()
+        if error is not None:
+            raise error
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def _decide(self, item: Item, on_full: OnFull) -> Turn:
         with self._changed:
-            untold = self._first_untold()
+            untold = self._untold.first()
             if untold is not None:
                 return Turn(goes=False, failed=untold.number)
             drops: list[int] = []
@@ -284,25 +284,15 @@ class Saver:
 
     def _first_untold(self) -> Item | None:
         with self._changed:
-            self._untold = [item for item in self._untold if not item.course.is_told]
-            return self._untold[0] if self._untold else None
-
-    def _take_error(self, item: Item) -> BaseException:
-        """The error of a put, which is raised now."""
-        error = item.course.error
-        assert error is not None
-        if not item.course.is_told:
-            item.course.is_told = True
-            error.add_note(f"(of the earlier put of {item.course}, which nobody waited for)")
-        return error
+            return self._untold.first()
 
     def _raise_error_of(self, number: int, job: Job) -> NoReturn:
         """Raises what rank 0 raises: the error of an earlier put, which this rank may not have met yet."""
         with self._changed:
             self._changed.wait_for(lambda: not any(each.number == number for each in self._items()), RAISE_SECONDS)
-            item = next((each for each in self._untold if each.number == number), None)
+            item = self._untold.numbered(number)
         if item is not None:
-            raise self._take_error(item)
+            raise take_error(item)
         raise SnapshotAbortedError(
             f"the put to {job.ref!r} did not take place: rank 0 raised what an earlier one failed with; try again", object_id=job.ref
         )
@@ -385,9 +375,8 @@ class Saver:
             self._emit(course, "failed", error=str(exc), error_kind=kind, is_waited_for=int(not item.is_beside), **self._totals(item))
         course.fail(exc)
         with self._changed:
-            self._untold = [each for each in self._untold if not each.course.is_told]
             if not course.is_told and item.is_beside:
-                self._untold.append(item)
+                self._untold.add(item)
 
     # --- events -------------------------------------------------------------------------------------------------------
 
