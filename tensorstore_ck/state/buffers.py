@@ -5,8 +5,8 @@ order of the layout, each at a multiple of `ALIGN_BYTES`. When to copy, and who 
 """
 
 import ctypes
-from collections.abc import Collection, Sequence
-from typing import Final, overload
+from collections.abc import Collection
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.layout import ByteSource, Captured
 from tensorstore_ck.parallel import for_each
 from tensorstore_ck.state.arena import Arena, Slot
-from tensorstore_ck.state.columns import Sources
+from tensorstore_ck.state.columns import LazySources, Sources
 from tensorstore_ck.state.devicecopy import Arrival, DeviceCopy, is_on_device
 from tensorstore_ck.state.memory import Array, CopySource, MemorySource, address_of
 from tensorstore_ck.state.shares import Chain
@@ -110,8 +110,8 @@ def _places(sizes: Numbers) -> Numbers:
     return np.concatenate(([0], np.cumsum(-(-sizes // ALIGN_BYTES) * ALIGN_BYTES)))
 
 
-class _Copies(Sequence[ByteSource]):
-    """Sources over a slot, each made when it is asked for: 20,000 objects would cost as much as what they hold."""
+class _Copies(LazySources):
+    """Sources over a slot."""
 
     def __init__(self, slot: Slot, places: Numbers, sizes: Numbers, others: dict[int, ByteSource]) -> None:
         self._slot = slot
@@ -122,14 +122,8 @@ class _Copies(Sequence[ByteSource]):
         self.arrivals: dict[int, Arrival] = {}
         """Of those that may still be under way from a device."""
 
-    @overload
-    def __getitem__(self, number: int) -> ByteSource: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[ByteSource]: ...
-    def __getitem__(self, number: int | slice) -> ByteSource | list[ByteSource]:
-        if isinstance(number, slice):
-            return [self[each] for each in range(len(self))[number]]
-        number = range(len(self))[number]
+    def at(self, number: int) -> ByteSource:
+        """See `LazySources`."""
         if number in self._others:
             return self._others[number]
         memory = self._slot.memory

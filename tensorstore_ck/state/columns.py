@@ -5,6 +5,7 @@ would cost more than the questions, in garbage collection. What must be describe
 whoever asks for it. Knows no tree.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, Final, NamedTuple, overload
@@ -63,7 +64,23 @@ class Specs(Sequence[TensorSpec]):
         return self._made
 
 
-class Sources(Sequence[ByteSource]):
+class LazySources(Sequence[ByteSource]):
+    """Sources of which each is made when it is asked for: 20,000 objects would cost as much as what they hold."""
+
+    @abstractmethod
+    def at(self, number: int) -> ByteSource:
+        """The source of that number, which is in range."""
+
+    @overload
+    def __getitem__(self, number: int) -> ByteSource: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[ByteSource]: ...
+    def __getitem__(self, number: int | slice) -> ByteSource | list[ByteSource]:
+        there = range(len(self))[number]
+        return self.at(there) if isinstance(there, int) else [self.at(each) for each in there]
+
+
+class Sources(LazySources):
     """The bytes of tensors."""
 
     def __init__(self, addresses: Numbers, sizes: Numbers, owners: Sequence[object], made: dict[int, ByteSource]) -> None:
@@ -94,14 +111,8 @@ class Sources(Sequence[ByteSource]):
             made | dict(enumerate(more, len(places))),
         )
 
-    @overload
-    def __getitem__(self, number: int) -> ByteSource: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[ByteSource]: ...
-    def __getitem__(self, number: int | slice) -> ByteSource | list[ByteSource]:
-        if isinstance(number, slice):
-            return [self[each] for each in range(len(self))[number]]
-        number = range(len(self))[number]
+    def at(self, number: int) -> ByteSource:
+        """See `LazySources`."""
         if number in self._made:
             return self._made[number]
         owner = self._owners[number]

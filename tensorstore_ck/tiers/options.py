@@ -2,15 +2,11 @@
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.room import MinFree
 from tensorstore_ck.tiers.folder import StagingFolder
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
