@@ -11,15 +11,16 @@ import numpy as np
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.closure import Entries
-from tensorstore_ck.codec import Codec, decode
+from tensorstore_ck.codec import BASED, Codec, StoredBlock, decode
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import object_hash
 from tensorstore_ck.errors import CorruptObjectError, DamageError
-from tensorstore_ck.ids import Digest, Ulid
+from tensorstore_ck.ids import Digest, Ulid, block_id
+from tensorstore_ck.index import Base
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable
 from tensorstore_ck.moved import MOVED_DTYPE, Moved
-from tensorstore_ck.pack import HEADER, TRAILER, Footer, decode_footer, footer_bytes, pack_name
-from tensorstore_ck.packwriter import PackWriter
+from tensorstore_ck.pack import HEADER, TRAILER, Footer, decode_footer, footer_bytes, pack_name, stored_check
+from tensorstore_ck.packwriter import EncodedBlock, PackWriter
 from tensorstore_ck.parallel import cpu_threads, for_each
 
 RUN_BYTES: Final = 8 << 20
@@ -98,7 +99,7 @@ def compact(
     engine: Engine,
     packs: Sequence[SparsePack],
     progress: Callable[[int], None] = lambda size: None,
-    read: Callable[[Ulid, Footer, list[int]], list[memoryview]] | None = None,
+    read: Callable[[Ulid, Footer, list[int]], list[StoredBlock]] | None = None,
 ) -> Compacted:
     """Copies the given entries of each pack.
 
@@ -106,7 +107,7 @@ def compact(
         engine: The store.
         packs: What to copy.
         progress: Called with each number of bytes copied.
-        read: Reads raw blocks, given neighbouring entries; by default from the pack itself.
+        read: Reads verified blocks, given neighbouring entries; by default from the pack itself.
     """
     writer = PackWriter(
         engine.backend, engine.new_id, lambda _: None, open_packs=min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
@@ -115,7 +116,7 @@ def compact(
     lock = threading.Lock()
     buffers = threading.local()
 
-    def from_pack(pack: Ulid, footer: Footer, run: list[int]) -> list[memoryview]:
+    def from_pack(pack: Ulid, footer: Footer, run: list[int]) -> list[StoredBlock]:
         rows = footer.entries[[run[0], run[-1]]]
         size_bytes = int(rows["offset"][1]) + int(rows["stored"][1]) - int(rows["offset"][0])
         if len(getattr(buffers, "memory", b"")) < size_bytes:
@@ -134,14 +135,8 @@ def compact(
             with lock:
                 problems[source.pack] = str(exc)
             return
-        is_encoded = source.footer.entries["codec"][entries] != Codec.RAW
-        for compress in (False, True):
-            chosen = np.flatnonzero(is_encoded == compress).tolist()
-            added = writer.add([blocks[at] for at in chosen], compress=compress) if chosen else []
-            if added != [_block_id(source.footer, entries[at]) for at in chosen]:
-                with lock:
-                    problems[source.pack] = f"{pack_name(source.pack)} holds a block that does not match its id"
-                return
+        found = zip(entries, blocks, strict=True)
+        writer.add_encoded([_encoded(source.footer, entry, block) for entry, block in found])
         progress(int(source.footer.entries["stored"][entries].sum(dtype=np.int64)))
 
     try:
@@ -154,22 +149,32 @@ def compact(
     return Compacted(moves, writer.new_bytes + sum(move.size_bytes for move in moves), list(problems.values()))
 
 
-def read_blocks(backend: Backend, pack: Ulid, footer: Footer, entries: list[int], memory: memoryview) -> list[memoryview]:
-    """The raw bytes of neighbouring entries of a pack, in `memory` as far as they are stored raw; whether they match their ids is the
-    caller's to check.
+def read_blocks(backend: Backend, pack: Ulid, footer: Footer, entries: list[int], memory: memoryview) -> list[StoredBlock]:
+    """Neighbouring entries of a pack, in `memory` as they are stored.
+
+    Those that cannot be decoded without others are compared with their checks, all others with their ids.
 
     Raises:
-        DamageError: the pack is cut short, or a block cannot be decoded.
+        DamageError: the pack is cut short, or holds a block that is not what it was.
     """
     name = pack_name(pack)
     rows = footer.entries[entries]
     start = int(rows["offset"][0])
     backend.read_into(name, start, memory)
     blocks = []
-    for row in rows:
-        at = int(row["offset"]) - start
-        blocks.append(decode(int(row["codec"]), memory[at : at + int(row["stored"])], int(row["raw"]), name))
+    for block, offset, check, stored, raw_bytes, codec, _, _ in rows.tolist():
+        data = memory[offset - start : offset - start + stored]
+        sound = stored_check(data) == check if codec in BASED else block_id(decode(codec, data, raw_bytes, name)) == block
+        if not sound:
+            raise CorruptObjectError(f"{name} holds a block that does not match its id", object_id=name)
+        blocks.append(StoredBlock(Codec(codec), data, raw_bytes))
     return blocks
+
+
+def _encoded(footer: Footer, entry: int, block: StoredBlock) -> EncodedBlock:
+    """As it goes into another pack, which may be without the bases that it had."""
+    bases = tuple(Base(base, None) for base in footer.bases_of(entry)) if block.codec in BASED else ()
+    return EncodedBlock(_block_id(footer, entry), block.codec, (block.stored,), block.raw_bytes, bases)
 
 
 def _runs(sources: Sequence[SparsePack]) -> Iterator[tuple[SparsePack, list[int]]]:

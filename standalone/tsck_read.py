@@ -5,7 +5,7 @@
     python tsck_read.py STORE ADDRESS OUT.safetensors    its tensors; all that is no tensor goes to OUT.json
 
 STORE is a folder. ADDRESS is a branch, a tag, ref@step, ref~n (n before it), or the first 8 or more digits of a root.
-Needs Python 3.11, numpy and blake3; and lz4, where a block is compressed.
+Needs Python 3.11, numpy and blake3; and lz4 or zstandard, where a block is compressed with it.
 
 This file stands alone, so that data outlives the project that wrote it: it shares no code with tensorstore_ck, follows its FORMAT.md,
 and never writes to the store. Every hash on the way is checked: store.json, the chain of the log, record, root, parts, layouts and
@@ -412,24 +412,26 @@ class Part:
 
     def block(self, row, what):
         """The verified bytes of a block."""
-        number, entry, offset, stored, raw, base, codec, _ = self.extents[row].item()
-        if base != -1 or max(stored, raw) > MAX_BLOCK_BYTES:
-            raise ReadError(f"{self.name}: a block of {what} is delta-coded, or too large")
-        pack, offset, stored, codec = self.place(self.packs[number], entry, offset, stored, codec)
-        name = name_of("packs", pack)
-        data = self.store.read(name, min(stored, MAX_BLOCK_BYTES), offset)
-        if codec == 1:
-            import lz4.block  # noqa: PLC0415 - needed only here
-
-            try:
-                data = lz4.block.decompress(data, uncompressed_size=raw)
-            except lz4.block.LZ4BlockError:
-                data = b""
-        elif codec != 0:
-            raise ReadError(f"{name}: codec {codec} is not in format version 1")
-        if len(data) != raw or blake3(data).digest() != self.ids[32 * row : 32 * row + 32]:
+        name, offset, data = self.decoded(row, what)
+        if blake3(data).digest() != self.ids[32 * row : 32 * row + 32]:
             raise ReadError(f"{name} is damaged: the block at offset {offset}, of {what}, does not match its id")
         return data
+
+    def decoded(self, row, what):
+        """The pack of a block, its offset there, and its bytes; those of what it is encoded against are read first."""
+        number, entry, offset, stored, raw, base, codec, flags = self.extents[row].item()
+        pack, offset, stored, codec = self.place(self.packs[number], entry, offset, stored, codec)
+        name = name_of("packs", pack)
+        count = {3: 1, 4: flags}.get(codec, 0)
+        if max(stored, raw) > MAX_BLOCK_BYTES or (count and not row < base <= len(self.extents) - count):
+            raise ReadError(f"{self.name}: a block of {what} is too large, or without its bases")
+        data = self.store.read(name, stored, offset)
+        bases = [self.decoded(each, what)[2] for each in range(base, base + count)]
+        try:
+            found = decode(codec, data, raw, bases)
+        except (ValueError, IndexError, struct.error) as exc:
+            raise ReadError(f"{name} is damaged: the block at offset {offset}, of {what}, does not match its id: {exc}") from exc
+        return name, offset, found
 
     def place(self, pack, *row):
         """Where an entry (entry, offset, stored, codec) of a pack is now: follows relocations, the newest that lists it first."""
@@ -460,6 +462,95 @@ def read_moved(store, moved, seal, pack):
     with well_formed(name):
         targets, rows = split(body["targets"]), np.frombuffer(body["rows"], MOVED).tolist()
         return {entry: (targets[target], to, offset, stored, codec) for entry, target, to, stored, offset, codec, _, _ in rows}
+
+
+# --- codecs -------------------------------------------------------------------------------------------------------------
+
+
+def decode(codec, data, raw, bases):
+    """The bytes of a block, as many as it must have."""
+    if codec == 1:
+        import lz4.block  # noqa: PLC0415 - needed only here
+
+        try:
+            data = lz4.block.decompress(data, uncompressed_size=raw)
+        except lz4.block.LZ4BlockError as exc:
+            raise ValueError("LZ4 does not take it") from exc
+    elif codec == 2:
+        data = planes(data, raw)
+    elif codec == 3:
+        data = delta(data, raw, bases[0])
+    elif codec == 4:
+        data = cast(data, b"".join(bases))
+    elif codec == 5:
+        data = unzstd(data, raw)
+    elif codec != 0:
+        raise ReadError(f"codec {codec} is not in format version 1")
+    if len(data) != raw:
+        raise ValueError(f"it has {len(data)} bytes, not {raw}")
+    return data
+
+
+def unzstd(data, size):
+    """One frame that declares its size."""
+    import zstandard  # noqa: PLC0415 - needed only here
+
+    try:
+        if zstandard.frame_content_size(data) != size:
+            raise ValueError("a frame has another size")
+        return zstandard.ZstdDecompressor().decompress(data, max_output_size=size)
+    except zstandard.ZstdError as exc:
+        raise ValueError("zstd does not take it") from exc
+
+
+def planes(data, raw):
+    """The bytes of elements that were stored by significance."""
+    item, flags, groups, _ = data[:4]
+    elements, at, shift = raw // item, 4 + 8 * groups, 8 * item
+    words = np.zeros(elements, f"<u{item}")
+    for group in range(groups):
+        width, how, size = struct.unpack_from("<BBxxI", data, 4 + 8 * group)
+        part, at, shift = data[at : at + size], at + size, shift - 8 * width
+        if how == 1:
+            part = unzstd(part, elements * width)
+        elif how == 2:
+            part *= elements
+        words |= np.frombuffer(part, f"<u{width}", elements).astype(words.dtype) << shift
+    if at != len(data) or shift:
+        raise ValueError("its planes do not fit")
+    if flags & 1:
+        words = (words >> 1) | (words << (8 * item - 1))
+    return words.tobytes()
+
+
+def delta(data, raw, base):
+    """The bytes of elements that were stored as what they differ by from those of another block."""
+    form, is_float, item, changed, first = struct.unpack_from("<BBBxII", data)
+    bits, rest = 8 * item, data[12:]
+    words = np.frombuffer(base, f"<u{item}").copy()
+
+    def ordered(values):
+        return np.where(values >> (bits - 1), values ^ values.dtype.type((1 << (bits - 1)) - 1), values) if is_float else values
+
+    if form == 2:
+        gaps = np.frombuffer(planes(rest[:first], 4 * changed), "<u4")
+        found, places = planes(rest[first:], item * changed), np.cumsum(gaps, dtype=np.int64) - 1
+    else:
+        found, places = planes(rest, raw), np.arange(len(words))
+        if form == 3:
+            places = np.argsort(((words << 1) >> (bits - 8)).astype("u1"), kind="stable")
+    found = np.frombuffer(found, words.dtype)
+    words[places] = ordered(ordered(words[places]) + ((found >> 1) ^ (0 - (found & 1))))
+    return words.tobytes()
+
+
+def cast(data, masters):
+    """16-bit floats that are what fp32 ones round to."""
+    if data[0] == 2:
+        return np.frombuffer(masters, "<f4").astype("<f2").tobytes()
+    words = np.frombuffer(masters, "<u4").astype("<u8")
+    rounded = (words + 0x7FFF + ((words >> 16) & 1)) >> 16
+    return np.where((words & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).astype("<u2").tobytes()
 
 
 # --- the tree: names of tensors, and values as JSON ---------------------------------------------------------------------

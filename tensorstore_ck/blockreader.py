@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Final, NamedTuple, Protocol
 
+from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.closure import Places, require_live, resolve
-from tensorstore_ck.codec import Codec, decode
+from tensorstore_ck.codec import BASED, Codec, decode
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.errors import CorruptObjectError, DamageError, FormatVersionError
+from tensorstore_ck.errors import CorruptObjectError, DamageError
+from tensorstore_ck.extents import chain_of, location_of
 from tensorstore_ck.ids import Ulid, block_id
+from tensorstore_ck.index import Location
 from tensorstore_ck.layout import ByteTarget
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.pack import pack_name
@@ -67,9 +70,7 @@ def wanted_blocks(source: OpenPart, rows: range, start: int, target: ByteTarget)
     wanted = []
     places = source.places
     for row, extent in zip(rows, places.extents[rows.start : rows.stop].tolist(), strict=True):
-        pack, _, offset, stored, raw, base, codec, _ = extent
-        if base != -1:
-            raise FormatVersionError(f"{source.name} holds delta-coded blocks: upgrade tensorstore_ck", object_id=source.name)
+        pack, _, offset, stored, raw, _, codec, _ = extent
         wanted.append(WantedBlock(source, row, places.packs[pack], offset, stored, raw, codec, start, target))
         start += raw
     return wanted
@@ -96,10 +97,13 @@ def read_blocks(engine: Engine, info: SnapshotInfo, wanted: Sequence[WantedBlock
             _read_at_places(engine, list(wanted))
         except DamageError as exc:
             view = require_live(engine, info, exc)
+            before = {id(block.source): block.source.places.packs for block in wanted}  # bases may have moved, too
             for source in {id(block.source): block.source for block in wanted}.values():
                 source.places = resolve(engine, view, source.part)
             moved = [_where_it_is_now(block) for block in wanted]
-            if all(now.pack == block.pack for now, block in zip(moved, wanted, strict=True)):
+            if all(now.pack == block.pack for now, block in zip(moved, wanted, strict=True)) and before == {
+                id(block.source): block.source.places.packs for block in moved
+            }:
                 raise
             wanted = moved
         else:
@@ -116,16 +120,19 @@ def _read_at_places(engine: Engine, wanted: list[WantedBlock]) -> None:
     local = engine.backend.is_local
     threads = cpu_threads() + DISK_QUEUE if local else REMOTE_THREADS
     wanted.sort(key=lambda block: (block.pack, block.offset))
-    runs = list(_merge(wanted, direct=local))
+    runs = list(_merge([block for block in wanted if block.codec not in BASED], direct=local))
+    runs += [[block] for block in wanted if block.codec in BASED]
     buffers = threading.local()
 
     def fetch(run: list[WantedBlock]) -> None:
+        read = _fetch_based if run[0].codec in BASED else _fetch
         try:
-            _fetch(engine, run, buffers)
+            read(engine, run, buffers)
         except CorruptObjectError:
-            if not engine.distrust(pack_name(run[0].pack)):
+            distrusted = [engine.distrust(pack_name(pack)) for pack in _packs_of(run[0])]
+            if not any(distrusted):
                 raise
-            _fetch(engine, run, buffers)
+            read(engine, run, buffers)
 
     for_each(runs, fetch, min(threads, len(runs)))
 
@@ -148,13 +155,48 @@ def _fetch(engine: Engine, run: list[WantedBlock], buffers: threading.local) -> 
     for _, same in groupby(run, key=lambda block: block.offset):
         blocks = list(same)
         at = blocks[0].offset - first.offset
-        raw = decode(blocks[0].codec, fetched[at : at + blocks[0].stored], blocks[0].raw, name)
+        whole = blocks[0].target.memory()
+        into = None if whole is None else whole[blocks[0].start : blocks[0].start + blocks[0].raw]
+        raw = decode(blocks[0].codec, fetched[at : at + blocks[0].stored], blocks[0].raw, name, into)
         _verify(blocks[0], raw, name)
         expected = blocks[0].source.part.block_id(blocks[0].row)
-        for block in blocks:
+        for block in blocks[raw is into :]:
             if block.raw != blocks[0].raw or block.source.part.block_id(block.row) != expected:
                 raise CorruptObjectError(f"{block.source.name}: two blocks claim one place in {name}", object_id=block.source.name)
             deliver(block.target, block.start, raw)
+
+
+def _fetch_based(engine: Engine, run: list[WantedBlock], _: threading.local) -> None:
+    """Reads a block that is encoded against others, and delivers it."""
+    (block,) = run
+    place = _location(block)
+    whole = block.target.memory()
+    into = None if whole is None else whole[block.start : block.start + block.raw]
+    raw = decode_at(engine.backend, place, into)
+    _verify(block, raw, pack_name(place.pack))
+    if raw is not into:
+        deliver(block.target, block.start, raw)
+
+
+def decode_at(backend: Backend, place: Location, into: memoryview | None = None) -> memoryview:
+    """The raw bytes of a block, `into` that place if possible; not compared with its id.
+
+    Raises:
+        DamageError: it, or one that it is encoded against, is missing or damaged.
+    """
+    name, stored = pack_name(place.pack), memoryview(bytearray(place.stored))
+    backend.read_into(name, place.offset, stored)
+    bases = [decode_at(backend, base.place) for base in place.bases if base.place is not None]
+    return decode(place.codec, stored, place.raw, name, into, bases=bases)
+
+
+def _location(block: WantedBlock) -> Location:
+    places = block.source.places
+    return location_of(block.source.part, places.packs, places.extents, block.row)
+
+
+def _packs_of(block: WantedBlock) -> set[Ulid]:
+    return {block.pack} if block.codec not in BASED else {place.pack for place in chain_of(_location(block))}
 
 
 def _verify(block: WantedBlock, raw: memoryview, name: str) -> None:

@@ -14,6 +14,7 @@ from typing import Final, Self, TypeVar
 
 from tensorstore_ck.backend.limited import limited_to
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.codec import CodecChoice
 from tensorstore_ck.config import StoreConfig
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES
 from tensorstore_ck.errors import CorruptObjectError, UnsafeBackendError
@@ -56,6 +57,8 @@ class Engine:
     """How fast the job may write to the store: this process's share of it."""
     min_free: MinFree = field(default_factory=MinFree)
     """What must stay free of the store's place."""
+    codecs: CodecChoice = field(default_factory=CodecChoice)
+    """How blocks are encoded."""
     _parts: "OrderedDict[Ulid, Part]" = field(default_factory=OrderedDict)
     _moved: "OrderedDict[Ulid, Moved]" = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)

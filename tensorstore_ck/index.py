@@ -18,6 +18,7 @@ _KEY: Final = b"b/"
 _PACK_KEY: Final = b"p/"
 """Pack -> its blocks, so that they can be dropped together."""
 _VALUE: Final = struct.Struct("<16sIQIIH")
+_FIELDS: Final = 6
 
 
 class Location(NamedTuple):
@@ -29,6 +30,22 @@ class Location(NamedTuple):
     stored: int
     raw: int
     codec: int
+    bases: tuple["Base", ...] = ()
+    """What it cannot be decoded without."""
+    age: int = 0
+    """How many snapshots lie between it and its base."""
+
+    def chain_bytes(self) -> int:
+        """The stored bytes of all that must be read, one after another, if each has one base."""
+        return self.stored + (self.bases[0].place.chain_bytes() if self.bases and self.bases[0].place else 0)
+
+
+class Base(NamedTuple):
+    """A block that another one is encoded against."""
+
+    block: Digest
+    place: Location | None
+    """Where it lies; None for a block that the same put writes."""
 
 
 class BlockIndex:
@@ -54,7 +71,8 @@ class BlockIndex:
         """
         by_pack: dict[Ulid, list[tuple[Digest, Location]]] = {}
         for block, location in blocks:
-            by_pack.setdefault(location.pack, []).append((block, location))
+            if not location.bases:
+                by_pack.setdefault(location.pack, []).append((block, location))
         with contextlib.suppress(TableDamagedError), self._table.batch() as batch:
             view = RefTable(batch)
             head = view.head()
@@ -65,7 +83,7 @@ class BlockIndex:
                 if state is not None and state.swept:
                     continue
                 for block, location in items:
-                    batch.put(_KEY + block, _VALUE.pack(*location))
+                    batch.put(_KEY + block, _VALUE.pack(*location[:_FIELDS]))
                 batch.put(_PACK_KEY + pack + items[0][0], b"".join(block for block, _ in items))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from tensorstore_ck.closure import Places, resolve
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import DamageError
+from tensorstore_ck.extents import chain_of, location_of
 from tensorstore_ck.ids import Digest, Ulid
 from tensorstore_ck.index import Location
 from tensorstore_ck.log import ObjectKey, RefTable
@@ -45,18 +46,25 @@ class KnownBlocks:
         """Where a block lies, if it may be relied on."""
         found = self._rows.get(block)
         if found is not None:
-            places = self._parts[found[0]][1]
-            pack, entry, offset, stored, raw, base, codec, _ = places.extents[found[1]].item()
-            location = Location(places.packs[pack], entry, offset, stored, raw, codec) if base == -1 else None
-            if location is not None and self._is_usable(location):
+            part, places = self._parts[found[0]]
+            location = location_of(part, places.packs, places.extents, found[1])
+            if self._is_usable(location):
                 return location
-        location = self._engine.index.get(block) if self._elsewhere else None
-        return location if location is not None and self._is_usable(location) else None
+        elsewhere = self._engine.index.get(block) if self._elsewhere else None
+        return elsewhere if elsewhere is not None and self._is_usable(elsewhere) else None
+
+    @property
+    def parts(self) -> "list[tuple[Part, Places]]":
+        """The parent's that were looked at, and where their blocks are."""
+        return self._parts
 
     def _is_usable(self, location: Location) -> bool:
-        if location.pack not in self._usable_bytes:
-            self._usable_bytes[location.pack] = self._bytes_of(location.pack)
-        return location.offset + location.stored <= self._usable_bytes[location.pack]
+        for place in chain_of(location):
+            if place.pack not in self._usable_bytes:
+                self._usable_bytes[place.pack] = self._bytes_of(place.pack)
+            if place.offset + place.stored > self._usable_bytes[place.pack]:
+                return False
+        return True
 
     def _bytes_of(self, pack: Ulid) -> int:
         """The pack's size; 0 if it goes, is gone (a lost pack must not be relied on by every later snapshot), or was moved from."""

@@ -10,6 +10,7 @@ from typing import Any
 from tensorstore_ck.backend import open_backend, probe_create
 from tensorstore_ck.backend.limited import limited
 from tensorstore_ck.backend.protocol import Backend, Created
+from tensorstore_ck.codec import CodecChoice, CodecOption, DeltaOption
 from tensorstore_ck.config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
 from tensorstore_ck.engine import Engine, current_actor
 from tensorstore_ck.errors import (
@@ -40,9 +41,12 @@ def open_engine(
     staging: str | os.PathLike[str] | Staging | None = None,
     min_free: str | int = 0,
     max_bytes_per_second: float | None = None,
+    codec: CodecOption = "auto",
+    delta: DeltaOption = None,
 ) -> Engine:
     """The engine of the store at `url`; with `create`, makes the store if there is none."""
     kept = MinFree.parse(min_free)
+    CodecChoice(codec, delta)  # before anything is opened
     limit = None if max_bytes_per_second is None else RateLimit(max_bytes_per_second)
     backend = open_backend(url, storage_options, no_sync=no_sync)
     try:
@@ -59,6 +63,7 @@ def open_engine(
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
         engine = make_engine(backend, config, table, single_writer=single_writer_unsafe)
         engine.limit, engine.min_free = limit, kept
+        engine.codecs = CodecChoice(codec, delta, is_local=backend.is_local)
         guard = kept if kept != MinFree() else None
         if folder is None or options is None:
             engine.backend = limited(backend, writes=limit, min_free=guard)

@@ -13,13 +13,16 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tensorstore_ck.backend.protocol import Buffer
 from tensorstore_ck.errors import CorruptObjectError, FormatVersionError
-from tensorstore_ck.ids import Ulid, derived_hash, ulid_text
+from tensorstore_ck.ids import Digest, Ulid, derived_hash, ulid_text
 
 PACK_LIMIT_BYTES: Final = 1 << 30
 MAX_BLOCK_BYTES: Final = 64 << 20
 MAX_ENTRIES: Final = 1 << 22
 """256 MiB of footer: what a reader may have to hold. Raw blocks of tensors average more than 2 KiB, so a full pack has far fewer."""
+MAX_BASES: Final = 64
+"""Of one block."""
 PACK_MAGIC: Final = b"TSCKPACK"
 FOOTER_MAGIC: Final = b"TSCKFOOT"
 PACK_VERSION: Final = 1
@@ -44,13 +47,20 @@ BASE_DTYPE: Final = np.dtype([("entry", "<u4"), ("pad", "<u4"), ("id", "V32")])
 Entries = npt.NDArray[np.void]
 
 
+NO_BASES: Final[Entries] = np.zeros(0, BASE_DTYPE)
+
+
 class Footer(NamedTuple):
     """What a pack's footer says."""
 
     entries: Entries
     """One row of `ENTRY_DTYPE` per block, by offset."""
     bases: Entries
-    """One row of `BASE_DTYPE` per delta-coded block."""
+    """Rows of `BASE_DTYPE`, by entry: one for each base of a block that has some, in the order in which the codec wants them."""
+
+    def bases_of(self, entry: int) -> list[Digest]:
+        """The bases of an entry."""
+        return [Digest(block.tobytes()) for block in self.bases["id"][self.bases["entry"] == entry]] if len(self.bases) else []
 
 
 def pack_name(pack: Ulid) -> str:
@@ -64,16 +74,16 @@ def encode_header() -> bytes:
     return HEADER.pack(PACK_MAGIC, PACK_VERSION, 0, bytes(16), bytes(24))
 
 
-def stored_check(stored: bytes | bytearray | memoryview) -> int:
+def stored_check(*pieces: Buffer) -> int:
     """Eight bytes of the hash of an encoded block, so that it can be checked without its delta base."""
-    return int.from_bytes(derived_hash("stored block", memoryview(stored))[:8], "little")
+    return int.from_bytes(derived_hash("stored block", *(memoryview(piece) for piece in pieces))[:8], "little")
 
 
-def encode_footer(header: bytes, entries: Entries) -> bytes:
+def encode_footer(header: bytes, entries: Entries, bases: Entries = NO_BASES) -> bytes:
     """Entry table, base table and trailer."""
-    table = entries.tobytes()
-    counts = struct.pack("<QQ", len(entries), 0)
-    return table + TRAILER.pack(len(entries), 0, derived_hash("pack footer", header, table, counts), FOOTER_MAGIC)
+    table = entries.tobytes() + bases.tobytes()
+    counts = struct.pack("<QQ", len(entries), len(bases))
+    return table + TRAILER.pack(len(entries), len(bases), derived_hash("pack footer", header, table, counts), FOOTER_MAGIC)
 
 
 def footer_bytes(trailer: bytes | memoryview, pack_bytes: int, name: str) -> int:
@@ -82,7 +92,7 @@ def footer_bytes(trailer: bytes | memoryview, pack_bytes: int, name: str) -> int
         raise CorruptObjectError(f"{name} is cut short: it has no trailer", object_id=name)
     count, bases, _, magic = TRAILER.unpack(trailer)
     size: int = count * ENTRY_DTYPE.itemsize + bases * BASE_DTYPE.itemsize + TRAILER.size
-    if magic != FOOTER_MAGIC or count > MAX_ENTRIES or bases > count or size + HEADER.size > pack_bytes:
+    if magic != FOOTER_MAGIC or count > MAX_ENTRIES or bases > MAX_BASES * count or size + HEADER.size > pack_bytes:
         raise CorruptObjectError(f"{name} has no valid trailer: it was damaged or cut short", object_id=name)
     return size
 
@@ -115,6 +125,6 @@ def decode_footer(header: bytes | memoryview, footer: bytes | memoryview, pack_b
     if count and int(entries["raw"].max()) > MAX_BLOCK_BYTES:
         raise CorruptObjectError(f"{name}: a block is larger than {MAX_BLOCK_BYTES} bytes", object_id=name)
     base_rows = np.frombuffer(footer, BASE_DTYPE, bases, count * ENTRY_DTYPE.itemsize)
-    if bases and int(base_rows["entry"].max()) >= count:
-        raise CorruptObjectError(f"{name}: a delta base belongs to no entry", object_id=name)
+    if bases and (int(base_rows["entry"].max()) >= count or np.any(np.diff(base_rows["entry"].astype(np.int64)) < 0)):
+        raise CorruptObjectError(f"{name}: a delta base belongs to no entry, or they are not in order", object_id=name)
     return Footer(entries, base_rows)

@@ -11,16 +11,36 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tensorstore_ck.backend.protocol import Backend, Buffer, ObjectWriter
-from tensorstore_ck.codec import Codec, encode_lz4
+from tensorstore_ck.codec import Codec, Encoded
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.ids import Digest, IdSource, Ulid, block_id
-from tensorstore_ck.index import Location
+from tensorstore_ck.index import Base, Location
 from tensorstore_ck.metering import Meter
-from tensorstore_ck.pack import ENTRY_DTYPE, HEADER, PACK_LIMIT_BYTES, decode_footer, encode_footer, encode_header, pack_name, stored_check
+from tensorstore_ck.pack import (
+    BASE_DTYPE,
+    ENTRY_DTYPE,
+    HEADER,
+    PACK_LIMIT_BYTES,
+    decode_footer,
+    encode_footer,
+    encode_header,
+    pack_name,
+    stored_check,
+)
 from tensorstore_ck.parallel import for_each
 
 SHARED_PACK_BYTES: Final = 64 << 20
 """A second pack is begun beside one of this size, not beside a smaller one."""
+
+
+class Encoding(NamedTuple):
+    """What becomes of a block."""
+
+    encoded: Encoded
+    bases: tuple[Base, ...] = ()
+    """The blocks that it is encoded against."""
+    age: int = 0
+    """See `Location`."""
 
 
 class EncodedBlock(NamedTuple):
@@ -28,8 +48,16 @@ class EncodedBlock(NamedTuple):
 
     id: Digest
     codec: Codec
-    stored: Buffer
+    pieces: tuple[Buffer, ...]
+    """Of the stored bytes."""
     raw_bytes: int
+    bases: tuple[Base, ...] = ()
+    age: int = 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """What it takes in a pack."""
+        return sum(memoryview(piece).nbytes for piece in self.pieces)
 
 
 class _OpenPack:
@@ -43,6 +71,8 @@ class _OpenPack:
         self.full = False
         self.rows: list[tuple[bytes, int, int, int, int, int, int, int]] = []
         """Rows of `ENTRY_DTYPE`, in any order until the pack is sealed."""
+        self.based: dict[bytes, EncodedBlock] = {}
+        """Those that have bases, without their bytes."""
 
 
 class PackWriter:
@@ -78,19 +108,20 @@ class PackWriter:
         """Blocks of sealed packs."""
         self.new_bytes = 0
 
-    def add(self, run: Sequence[Buffer], *, compress: bool = False) -> list[Digest]:
-        """Stores the blocks of `run` that are not there yet; returns all their ids. The buffers may be reused afterwards."""
+    def add(self, run: Sequence[Buffer], encode: Callable[[int], Encoding] | None = None) -> list[Digest]:
+        """Stores the blocks of `run` that are not there yet; returns all their ids. The buffers may be reused afterwards.
+
+        `encode` is asked for the stored bytes of those, by their number in the run; without it they are stored as they are.
+        """
         with self._meter.timed("hash", sum(map(len, run))):
             ids = [block_id(raw) for raw in run]
         with self._lock:
-            fresh = [(block, raw) for block, raw in zip(ids, run, strict=True) if self._claim(block)]
+            fresh = [number for number, block in enumerate(ids) if self._claim(block)]
         if fresh:
-            blocks = []
-            with self._meter.timed("encode", sum(len(raw) for _, raw in fresh)):
-                for block, raw in fresh:
-                    codec, stored = encode_lz4(raw) if compress else (Codec.RAW, raw)
-                    blocks.append(EncodedBlock(block, codec, stored, len(raw)))
-            self._append(blocks)
+            with self._meter.timed("encode", sum(len(run[number]) for number in fresh)):
+                encoded = [encode(number) if encode else Encoding(Encoded(Codec.RAW, (run[number],))) for number in fresh]
+            made = zip(fresh, encoded, strict=True)
+            self._append([EncodedBlock(ids[number], *each.encoded, len(run[number]), each.bases, each.age) for number, each in made])
         return ids
 
     def rely_on(self, ids: Sequence[Digest]) -> bool:
@@ -136,8 +167,9 @@ class PackWriter:
         return location is None
 
     def _append(self, blocks: list[EncodedBlock]) -> None:
-        size = sum(len(block.stored) for block in blocks)
-        checks = [0 if block.codec == Codec.RAW else stored_check(block.stored) for block in blocks]
+        sizes = [block.stored_bytes for block in blocks]
+        size = sum(sizes)
+        checks = [0 if block.codec == Codec.RAW else stored_check(*block.pieces) for block in blocks]
         with self._lock:
             pack = self._pack_to_append_to()
             pack.reserved_bytes += size
@@ -146,11 +178,13 @@ class PackWriter:
                 pack.full = True
                 self._open.remove(pack)
         with self._meter.timed("write", size):
-            offset = pack.writer.append([block.stored for block in blocks])
+            offset = pack.writer.append([piece for block in blocks for piece in block.pieces])
         with self._lock:
-            for block, check in zip(blocks, checks, strict=True):
-                pack.rows.append((block.id, offset, check, len(block.stored), block.raw_bytes, block.codec, 0, 0))
-                offset += len(block.stored)
+            for block, check, stored in zip(blocks, checks, sizes, strict=True):
+                pack.rows.append((block.id, offset, check, stored, block.raw_bytes, block.codec, 0, 0))
+                offset += stored
+                if block.bases:
+                    pack.based[block.id] = block._replace(pieces=())
             pack.appending -= 1
             last = pack.full and not pack.appending
         if last:
@@ -176,7 +210,10 @@ class PackWriter:
         pack.rows.sort(key=lambda row: row[1])
         entries = np.array(pack.rows, ENTRY_DTYPE)
         header, data_bytes = encode_header(), HEADER.size + int(entries["stored"].sum(dtype=np.int64))
-        footer = encode_footer(header, entries)
+        bases = [
+            (number, 0, base.block) for number, row in enumerate(pack.rows) if row[0] in pack.based for base in pack.based[row[0]].bases
+        ]
+        footer = encode_footer(header, entries, np.array(bases, BASE_DTYPE))
         decode_footer(header, footer, data_bytes + len(footer), pack_name(pack.ulid))
         if pack.writer.append([footer]) != data_bytes:
             raise CorruptObjectError(f"{pack_name(pack.ulid)}: its footer does not follow its blocks", object_id=pack_name(pack.ulid))
@@ -185,4 +222,6 @@ class PackWriter:
             self._unsealed.remove(pack)
             self.new_bytes += data_bytes + len(footer)
             for number, (block, offset, _, stored, raw, codec, _, _) in enumerate(pack.rows):
-                self.added[Digest(block)] = Location(pack.ulid, number, offset, stored, raw, codec)
+                based = pack.based.get(block)
+                more = (based.bases, based.age) if based is not None else ()
+                self.added[Digest(block)] = Location(pack.ulid, number, offset, stored, raw, codec, *more)

@@ -4,23 +4,28 @@ Knows neither refs nor the log, and no torch: it takes a state that was taken ap
 """
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final, NamedTuple
+from functools import partial
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
 from tensorstore_ck.backend.protocol import Buffer
+from tensorstore_ck.basing import Earlier, Likeness, Masters, TensorBlock, earlier_part
 from tensorstore_ck.chunker import cut_opaque
+from tensorstore_ck.closure import Places
+from tensorstore_ck.codec import Coding, Encoder, elements_of
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import FrozenChangedError
+from tensorstore_ck.extents import extents_of
 from tensorstore_ck.ids import ZERO_DIGEST, Digest, Ulid
-from tensorstore_ck.index import Location
+from tensorstore_ck.index import Base, Location
 from tensorstore_ck.layout import Captured, layout_id
 from tensorstore_ck.metering import Meter
-from tensorstore_ck.packwriter import PackWriter
+from tensorstore_ck.packwriter import Encoding, PackWriter
 from tensorstore_ck.parallel import cpu_threads, for_each
-from tensorstore_ck.part import BLOB_DTYPE, EXTENT_DTYPE, Extents, Part, encode_values, part_name
+from tensorstore_ck.part import BLOB_DTYPE, Extents, Part, encode_values, part_name
 from tensorstore_ck.split import Region, Share, encode_regions, regions, shares
 
 RUN_BYTES: Final = 4 << 20
@@ -30,8 +35,15 @@ MAX_OPEN_PACKS: Final = 4
 """On local files, packs written side by side: one thread at a time gets into a file."""
 
 
-Known = Callable[[Digest], Location | None]
-"""Where a block lies already, if it may be relied on."""
+class Known(Protocol):
+    """What is in the store already."""
+
+    @property
+    def parts(self) -> Sequence[tuple[Part, Places]]:
+        """Of the snapshot before, those that are most like the one to write, and where their blocks are."""
+
+    def __call__(self, block: Digest, /) -> Location | None:
+        """Where a block lies already, if it may be relied on."""
 
 
 class Seat(NamedTuple):
@@ -59,17 +71,6 @@ class WrittenPart(NamedTuple):
     """Of its packs and of itself."""
 
 
-class _Block(NamedTuple):
-    """A block to store."""
-
-    row: int
-    """Among the tensors' blocks."""
-    tensor: int
-    start: int
-    """Where it begins in the tensor's source."""
-    stop: int
-
-
 class BlobBlocks(NamedTuple):
     """What a rank has stored of the layout and the large values."""
 
@@ -95,6 +96,7 @@ def write_part(
     *,
     anchor: int,
     seat: Seat = ALONE,
+    coding: Coding,
     meter: Meter | None = None,
     apart: bool = False,
 ) -> WrittenPart:
@@ -106,17 +108,22 @@ def write_part(
         known: Which blocks need not be written.
         anchor: The log entry that `known` goes by.
         seat: Which part it is.
+        coding: How blocks are encoded.
         meter: Is told how it goes; what it raises gives the work up.
         apart: Whether the layout and large values get packs of their own, which are small.
     """
+    tensors_id = layout_id(captured.layout.encode())
+    likeness = Likeness(tensors_id, seat.rank, seat.world_size, seat.layout_of, encode_regions(captured.explicit))
+    earlier = earlier_part(engine, known.parts, likeness, coding.anchor_every)
+    write = partial(write_tensors, captured, seat=seat, block_bytes=engine.config.block_bytes, coding=coding, earlier=earlier)
     with open_packs(engine, known, meter) as first:
-        blobs = write_blobs(captured, first, seat)
+        blobs = write_blobs(captured, first, seat, coding)
         if not apart:
-            tensors = write_tensors(captured, first, seat, engine.config.block_bytes)
+            tensors = write(first)
     packs = [first]
     if apart:
         with open_packs(engine, known, meter) as second:
-            tensors = write_tensors(captured, second, seat, engine.config.block_bytes)
+            tensors = write(second)
         packs.append(second)
     return store_part(engine, captured, blobs, tensors, packs, anchor=anchor, seat=seat)
 
@@ -134,8 +141,9 @@ def open_packs(engine: Engine, known: Known, meter: Meter | None = None) -> Iter
         raise
 
 
-def write_blobs(captured: Captured, packs: PackWriter, seat: Seat) -> BlobBlocks:
+def write_blobs(captured: Captured, packs: PackWriter, seat: Seat, coding: Coding) -> BlobBlocks:
     """Stores the layout and the large values, if this rank is the one that does."""
+    encoder = Encoder(coding.mode)
     encoded_layout = captured.layout.encode()
     is_first = seat.rank == seat.alike[0]
     ids: list[Digest] = []
@@ -145,25 +153,28 @@ def write_blobs(captured: Captured, packs: PackWriter, seat: Seat) -> BlobBlocks
         lengths = cut_opaque(blob)
         ends = np.cumsum(lengths).tolist()
         view = memoryview(blob)
-        ids += packs.add([view[end - length : end] for end, length in zip(ends, lengths, strict=True)], compress=True)
+        run = [view[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+        ids += packs.add(run, lambda number, run=run: Encoding(encoder.opaque(run[number])))  # type: ignore[misc]
         blobs[number] = (len(lengths), 0, len(blob))
     return BlobBlocks(blobs, ids)
 
 
-def write_tensors(captured: Captured, packs: PackWriter, seat: Seat, block_bytes: int) -> TensorBlocks:
-    """Stores this rank's share of the tensors.
+def write_tensors(
+    captured: Captured, packs: PackWriter, *, seat: Seat, block_bytes: int, coding: Coding, earlier: Earlier | None = None
+) -> TensorBlocks:
+    """Stores this rank's share of the tensors; `earlier` has their blocks in the snapshot before.
 
     Raises:
         FrozenChangedError: a tensor that was said to be frozen has other bytes than when it was last read.
     """
     inline: list[bytes] = []
-    blocks: list[_Block] = []
+    blocks: list[TensorBlock] = []
     for tensor, start, share in places_of(captured, seat, block_bytes):
         if share.is_inline:
             inline.append(bytes(captured.sources[tensor].read(start, start + share.lengths[0])))
             continue
         for length in share.lengths:
-            blocks.append(_Block(len(blocks), tensor, start, start + length))
+            blocks.append(TensorBlock(len(blocks), tensor, start, start + length))
             start += length
     ids = [ZERO_DIGEST] * len(blocks)
     frozen = _rows_of_frozen(captured, blocks)
@@ -174,16 +185,33 @@ def write_tensors(captured: Captured, packs: PackWriter, seat: Seat, block_bytes
             for row, block in zip(frozen.pop(tensor), said.ids, strict=True):
                 ids[row] = block
 
-    def store(run: list[_Block]) -> None:
+    def store(run: list[TensorBlock]) -> None:
         buffers: list[Buffer] = []
         for block in run:
             data = captured.sources[block.tensor].read(block.start, block.stop)
             # A frozen tensor lies in its owner's memory: should it change all the same, no block may have other bytes than its id says.
             buffers.append(bytes(data) if block.tensor in captured.frozen else data)
-        for block, found in zip(run, packs.add(buffers), strict=True):
+        encoder = Encoder(coding.mode)
+
+        def encode(number: int) -> Encoding:
+            block, raw = run[number], buffers[number]
+            spec = captured.layout.tensors[block.tensor]
+            elements = elements_of(spec.dtype, spec.item_bytes)
+            bases = masters.blocks(block) if block.tensor in masters.of else []
+            if bases and (cast := encoder.cast(raw, [masters.read(base) for base in bases], spec.dtype)) is not None:
+                return Encoding(cast, tuple(Base(ids[base.row], None) for base in bases), len(bases))
+            candidate = earlier.candidate(block.row, len(raw)) if earlier is not None else None
+            if candidate is not None and (delta := encoder.delta(raw, candidate.raw, elements)) is not None:
+                return Encoding(delta, (candidate.base,), candidate.age)
+            return Encoding(encoder.numbers(raw, elements))
+
+        for block, found in zip(run, packs.add(buffers, encode), strict=True):
             ids[block.row] = found
 
-    for_each(_runs(block for block in blocks if ids[block.row] is ZERO_DIGEST), store, cpu_threads() + 1)
+    masters = Masters(captured, blocks if coding.mode != "raw" else ())
+    for later in (False, True):  # weights after their masters
+        unread = (block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in masters.of) == later)
+        for_each(_runs(unread), store, cpu_threads() + 1)
     for tensor, rows in frozen.items():
         _note_frozen(captured, tensor, [ids[row] for row in rows])
     return TensorBlocks(ids, b"".join(inline))
@@ -215,15 +243,7 @@ def store_part(
 ) -> WrittenPart:
     """Writes the part that names these blocks, which lie where the closed `packs` say."""
     ids = [*blobs.ids, *tensors.ids]
-    places = ChainMap(*(known for writer in packs for known in (writer.added, writer.found)))
-    pack_numbers: dict[Ulid, int] = {}
-    extents = np.zeros(len(ids), EXTENT_DTYPE)
-    rows = []
-    for block in ids:
-        place = places[block]
-        number = pack_numbers.setdefault(place.pack, len(pack_numbers))
-        rows.append((number, place.entry, place.offset, place.stored, place.raw, -1, place.codec, 0))
-    extents[:] = rows
+    extents = extents_of(ids, ChainMap(*(known for writer in packs for known in (writer.added, writer.found))))
     part = Part(
         layout_id(captured.layout.encode()),
         seat.rank,
@@ -232,9 +252,9 @@ def store_part(
         b"".join(ids),
         encode_values(captured.values if seat.rank == seat.alike[0] else ()),
         tensors.inline,
-        list(pack_numbers),
-        extents,
-        b"",
+        extents.packs,
+        extents.rows,
+        extents.base_ids,
         anchor,
         seat.layout_of,
         encode_regions(captured.explicit),
@@ -256,7 +276,7 @@ def source_offsets(captured: Captured, held: Sequence[Region]) -> list[int]:
     return bases
 
 
-def _rows_of_frozen(captured: Captured, blocks: Sequence[_Block]) -> dict[int, list[int]]:
+def _rows_of_frozen(captured: Captured, blocks: Sequence[TensorBlock]) -> dict[int, list[int]]:
     rows: dict[int, list[int]] = {}
     if captured.frozen:
         for block in blocks:
@@ -277,9 +297,9 @@ def _note_frozen(captured: Captured, tensor: int, ids: list[Digest]) -> None:
     said.ids, said.unread = ids, 0
 
 
-def _runs(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
+def _runs(blocks: Iterable[TensorBlock]) -> Iterator[list[TensorBlock]]:
     """The blocks in order, in runs that one thread handles at a time, of up to `RUN_BYTES`."""
-    run: list[_Block] = []
+    run: list[TensorBlock] = []
     run_bytes = 0
     for block in blocks:
         size = block.stop - block.start

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tensorstore_ck.address import is_staged_address, resolve
+from tensorstore_ck.codec import CodecName, DeltaOption
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.events import Callback, log_event
@@ -69,6 +70,8 @@ class SavingStore(ManagedStore):
         group: "ProcessGroup | None" = None,
         rank_state: object = None,
         frozen: Sequence[str] = (),
+        codec: CodecName | None = None,
+        delta: DeltaOption = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Snapshot:
         """Stores `state` and moves branch `ref` to it. Durable and published when it returns; else it raises and nothing is visible.
@@ -88,6 +91,8 @@ class SavingStore(ManagedStore):
             rank_state: With `group`: what is this rank's alone, such as random number generators.
             frozen: Globs over names such as ``model.base.*``, of tensors that do not change while this store is open: they are read at
                 the first put and each tenth one after it, where a change is a `FrozenChangedError`.
+            codec: How to encode, for this put: see `open`.
+            delta: Likewise.
             timeout_seconds: With `group`: when to give up on ranks that do not come.
 
         Raises:
@@ -97,7 +102,7 @@ class SavingStore(ManagedStore):
         """
 
         def ask() -> Asked:
-            return asked(self._engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect)
+            return asked(self._engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect, codec=codec, delta=delta)
 
         if group is not None:
             self._saver.require_no_lane()
@@ -117,6 +122,8 @@ class SavingStore(ManagedStore):
         group: "ProcessGroup | None" = None,
         rank_state: object = None,
         frozen: Sequence[str] = (),
+        codec: CodecName | None = None,
+        delta: DeltaOption = None,
         on_full: OnFull = "block",
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> PendingSnapshot:
@@ -135,6 +142,8 @@ class SavingStore(ManagedStore):
             group: Likewise.
             rank_state: Likewise.
             frozen: Likewise; these tensors are not copied either.
+            codec: Likewise.
+            delta: Likewise.
             on_full: What to do when the buffers of earlier puts leave no room: ``block`` until there is; ``skip`` this put; or
                 ``replace``: give up the oldest put that waits for its turn. With `group`, rank 0 decides for all. What was dropped
                 is told by the returned object, a warning in the log, and an event.
@@ -147,7 +156,7 @@ class SavingStore(ManagedStore):
         """
 
         def ask() -> Asked:
-            return asked(self._engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect)
+            return asked(self._engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect, codec=codec, delta=delta)
 
         from tensorstore_ck.saving.alone import AloneJob  # noqa: PLC0415 - loads torch
 

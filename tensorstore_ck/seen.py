@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from tensorstore_ck.address import resolve
+from tensorstore_ck.codec import CodecName, DeltaOption, require_delta, require_name
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.ids import Digest
@@ -95,13 +96,17 @@ class Seen:
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, object] | None = None,
         expect: object = LAST_SEEN,
+        codec: object = None,
+        delta: object = None,
     ) -> PutRequest:
         """A put to `ref` as of now, checked as far as it can be before its state is known.
 
         Raises:
             InvalidOptionError, InvalidNameError: an argument is not what it must be.
         """
-        return self.as_of_now(engine, asked(engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect))
+        return self.as_of_now(
+            engine, asked(engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect, codec=codec, delta=delta)
+        )
 
     def as_of_now(self, engine: Engine, asked: "Asked", *, sync: bool = True) -> PutRequest:
         """A put as of now; asks the log, or goes by what is known of it."""
@@ -109,7 +114,8 @@ class Seen:
             engine.log.sync()
         view = engine.log.view()
         parent, expected = self.parent(view, asked.ref), self.expected(view, asked.ref, asked.expect)
-        return PutRequest(asked.ref, asked.step, parent, expected, asked.metadata, asked.metrics)
+        coding = engine.codecs.coding(asked.ref, asked.codec, asked.delta)
+        return PutRequest(asked.ref, asked.step, parent, expected, asked.metadata, asked.metrics, coding)
 
     def parent(self, view: RefTable, ref: str) -> Digest | None:
         """What a new snapshot continues: what this handle last put or restored on the ref; for others, the ref's head."""
@@ -127,6 +133,8 @@ class Asked(NamedTuple):
     expect: object
     metadata: bytes
     metrics: dict[str, float]
+    codec: CodecName | None
+    delta: DeltaOption
 
 
 def asked(
@@ -137,6 +145,8 @@ def asked(
     metrics: Mapping[str, float] | None = None,
     metadata: Mapping[str, object] | None = None,
     expect: object = LAST_SEEN,
+    codec: object = None,
+    delta: object = None,
 ) -> Asked:
     """Checks what a put says.
 
@@ -153,4 +163,6 @@ def asked(
     if not (expect is None or isinstance(expect, LastSeen | Anything | Snapshot | str)):
         raise InvalidOptionError(f"expect must be a root, tsck.ANY or None, not {type(expect).__name__}", object_id="expect")
     engine.require_writable()
-    return Asked(ref, number, expect, packed_metadata, checked_metrics)
+    return Asked(
+        ref, number, expect, packed_metadata, checked_metrics, None if codec is None else require_name(codec), require_delta(delta)
+    )

@@ -98,6 +98,18 @@ def pinned_with_root(view: RefTable, info: SnapshotInfo, owner: str) -> list[Uli
 
 
 @dataclass(frozen=True, slots=True)
+class GroupCost:
+    """What the tensors take whose names begin alike, up to the first dot."""
+
+    name: str
+    raw_bytes: int
+    stored_bytes: int
+    """Of their distinct blocks; what these are encoded against is not among it."""
+    codecs: Mapping[str, int]
+    """Codec -> raw bytes of the distinct blocks that it encodes."""
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotDetails:
     """A snapshot with what its record and layout say."""
 
@@ -115,3 +127,4 @@ class SnapshotDetails:
     placements: Mapping[str, str]
     """Tensor -> how the ranks that put it held it, short: ``R,S(0) on 2x4`` (replicated along the first dim of a 2x4 mesh, and dim 0
     sharded along the second), ``boxes`` or ``flat``. Tensors that each of them held whole are left out."""
+    groups: tuple[GroupCost, ...] = ()

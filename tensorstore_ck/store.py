@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensorstore_ck.address import Resolved
 from tensorstore_ck.blockreader import read_blocks
+from tensorstore_ck.codec import CodecOption, DeltaOption
 from tensorstore_ck.errors import MismatchError, NotFoundError
 from tensorstore_ck.grouped import TIMEOUT_SECONDS, Reading
 from tensorstore_ck.layout import Content
@@ -207,6 +208,8 @@ def open_store(
     staging: str | os.PathLike[str] | Staging | None = None,
     min_free: str | int = 0,
     max_bytes_per_second: float | None = None,
+    codec: CodecOption = "auto",
+    delta: DeltaOption = None,
 ) -> Store:
     """Opens the store at a path or URL (``file://``, ``s3://bucket/prefix``, ``memory://``, any fsspec URL).
 
@@ -223,6 +226,11 @@ def open_store(
         staging: A disk of this host, where puts are durable first and restores find what they read before: a path, or `Staging`.
         min_free: What must stay free where the store is: ``"5%"``, ``"50GB"`` or bytes; checked here, at each put and while it writes.
         max_bytes_per_second: How fast a job may write to the store: its ranks share it evenly.
+        codec: How blocks are encoded, always without loss: ``"raw"`` not at all; ``"fast"`` at about a gigabyte a second and core;
+            ``"small"`` as small as they get; ``"auto"`` takes one of these by how fast the store takes bytes. Or a dict of globs over
+            refs, of which the first that fits counts: ``{"runs/*": "small"}``.
+        delta: Whether blocks may be stored as differences to those of the snapshot before, which must then be read: by default with
+            ``"small"``. A number says after how many snapshots a block that changes all over is stored in full again, else 8.
 
     Raises:
         NotAStoreError: nothing there, and `create` is false.
@@ -241,6 +249,8 @@ def open_store(
             staging=staging,
             min_free=min_free,
             max_bytes_per_second=max_bytes_per_second,
+            codec=codec,
+            delta=delta,
         ),
         host_memory_bytes=host_memory_bytes,
     )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from tensorstore_ck.closure import condemned_among, resolve
+from tensorstore_ck.codec import Coding
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import ConflictError, InvalidOptionError, MissingObjectError, SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.ids import Digest, Ulid
@@ -46,6 +47,7 @@ class PutRequest(NamedTuple):
     expect: Expected
     metadata: bytes
     metrics: dict[str, float]
+    coding: Coding = Coding("raw")
 
 
 def put(engine: Engine, captured: Captured, request: PutRequest, meter: Meter | None = None) -> SnapshotInfo:
@@ -73,7 +75,7 @@ def _try_put(engine: Engine, captured: Captured, request: PutRequest, meter: Met
     head = engine.log.view().head()
     known = KnownBlocks(engine, request.parent)
     seat = ALONE._replace(layout_of=b"") if captured.explicit else ALONE  # the part id covers regions only together with it
-    written = write_part(engine, captured, known, anchor=head.n if head else 0, seat=seat, meter=meter)
+    written = write_part(engine, captured, known, anchor=head.n if head else 0, seat=seat, coding=request.coding, meter=meter)
     with (meter or Meter()).timed("commit"):
         return _publish(engine, written, captured, request)
 

@@ -29,7 +29,7 @@ def open_store(backend: Backend) -> Store:
 def test_show() -> None:
     store = open_store(MemoryBackend())
     state = {"w": torch.zeros(3, 1000), "n": {"lr": 0.5, "name": "x" * 300, "big": b"y" * 100_000}, "list": [1, None, torch.ones(2)]}
-    snapshot = store.put_snapshot(state, ref="runs/a", step=3, metadata={"commit": "abc"}, metrics={"loss": 1.5})
+    snapshot = store.put_snapshot(state, ref="runs/a", step=3, metadata={"commit": "abc"}, metrics={"loss": 1.5}, codec="raw")
     details = store.show("runs/a")
     assert details.snapshot == snapshot
     assert details.metadata == {"commit": "abc"}

@@ -20,7 +20,7 @@ from tensorstore_ck.cli.output import (
 )
 from tensorstore_ck.inspection import SnapshotDiff
 from tensorstore_ck.sizes import human_bytes
-from tensorstore_ck.snapshot import SnapshotDetails
+from tensorstore_ck.snapshot import GroupCost, SnapshotDetails
 
 MAX_SHOWN: Final = 40
 """Tensors and values that `show` prints without ``--all``."""
@@ -74,6 +74,14 @@ def _details_lines(details: SnapshotDetails, limit: int | None) -> list[str]:
         shown = list(details.values.items())[:limit]
         lines += ["", counted(len(details.values), "value"), *indented(facts((printable(path), printable(value)) for path, value in shown))]
         lines += _rest(len(details.values) - len(shown))
+    if details.groups:
+        costs = [[printable(it.name), *_cost(it)] for it in details.groups[:limit]]
+        lines += [
+            "",
+            "what it takes",
+            *indented(table(["GROUP", "SIZE", "STORED", "RATIO", "CODECS"], costs, right={"SIZE", "STORED", "RATIO"})),
+        ]
+        lines += _rest(len(details.groups) - len(costs))
     if details.tensors:
         rows = [[printable(name), dtype, _shape(shape), human_bytes(size)] for name, dtype, shape, size in details.tensors[:limit]]
         head = ["NAME", "DTYPE", "SHAPE", "SIZE"]
@@ -83,6 +91,13 @@ def _details_lines(details: SnapshotDetails, limit: int | None) -> list[str]:
         lines += ["", counted(len(details.tensors), "tensor"), *indented(table(head, rows, right={"SIZE"}))]
         lines += _rest(len(details.tensors) - len(rows))
     return lines
+
+
+def _cost(group: GroupCost) -> list[str]:
+    total = sum(group.codecs.values())
+    codecs = ", ".join(f"{name} {size / total:.0%}" for name, size in sorted(group.codecs.items(), key=lambda each: -each[1]))
+    ratio = f"{group.stored_bytes / group.raw_bytes:.0%}" if group.raw_bytes else "-"
+    return [human_bytes(group.raw_bytes), human_bytes(group.stored_bytes), ratio, codecs]
 
 
 def _rest(count: int) -> list[str]:

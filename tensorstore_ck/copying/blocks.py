@@ -159,4 +159,4 @@ def _verified(name: str, run: Blocks, fetched: memoryview) -> Iterator[EncodedBl
                 "run `tsck fsck --read-data` on the source to see what it hits",
                 object_id=name,
             )
-        yield EncodedBlock(Digest(expected), Codec(codec), encoded, raw_bytes)
+        yield EncodedBlock(Digest(expected), Codec(codec), (encoded,), raw_bytes)

@@ -7,22 +7,24 @@ under the rules of any other put. Knows no refs: which operations publish the sn
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from tensorstore_ck.backend.protocol import Buffer
 from tensorstore_ck.closure import Places, require_live, resolve
+from tensorstore_ck.codec import BASED
 from tensorstore_ck.copying.blocks import BLOCK_DTYPE, Blocks, Copied, Pace, Piece, copy_piece, cut_pieces
+from tensorstore_ck.copying.decoded import copy_decoded
 from tensorstore_ck.copying.report import Progress
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.errors import DamageError, FormatVersionError, SnapshotAbortedError, SnapshotExpiredError
+from tensorstore_ck.errors import DamageError, SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.executor import Executor
+from tensorstore_ck.extents import extents_of
 from tensorstore_ck.ids import Digest, Ulid
 from tensorstore_ck.index import Location
 from tensorstore_ck.knownblocks import KnownBlocks
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
-from tensorstore_ck.part import EXTENT_DTYPE, Part, part_name
+from tensorstore_ck.part import Part, part_name
 from tensorstore_ck.record import Record, record_name
 from tensorstore_ck.writer import MAX_TRIES, commit_rescue
 
@@ -135,14 +137,10 @@ class SnapshotCopier:
 
     def _copy_part(self, info: SnapshotInfo, part: Part, known: Callable[[Digest], Location | None], anchor: int) -> Part:
         """The part as it is to be in the target; every block that it needs is durable there."""
-        if part.base_ids or np.any(part.extents["base"] != -1):
-            raise FormatVersionError(
-                f"snapshot {info.root.hex()[:16]} holds delta-coded blocks: upgrade tensorstore_ck to copy it", object_id=info.root.hex()
-            )
         ids = [part.block_id(row) for row in range(part.block_count)]
         located: dict[Digest, Location] = {}
         missing: dict[Digest, int] = {}
-        for row, (block, raw) in enumerate(zip(ids, part.extents["raw"].tolist(), strict=True)):
+        for row, (block, raw) in enumerate(zip(ids, part.extents["raw"][: len(ids)].tolist(), strict=True)):
             if block in located or block in missing:
                 continue
             place = known(block)
@@ -155,7 +153,13 @@ class SnapshotCopier:
         places = resolve(self._source, self._source.log.view(), part)
         while missing:
             try:
-                for copied in self._run(cut_pieces(places.packs, _rows(places, missing))):
+                based = {block: row for block, row in missing.items() if places.extents["codec"][row] in BASED}
+                plain = {block: row for block, row in missing.items() if block not in based}
+                for copied in self._run(cut_pieces(places.packs, _rows(places, plain))):
+                    self._note(copied, anchor)
+                    located.update(copied.locations)
+                if based:
+                    copied = copy_decoded(self._source, self._target, part, places, based, advance=self._meter.advance)
                     self._note(copied, anchor)
                     located.update(copied.locations)
             except DamageError as exc:
@@ -217,10 +221,5 @@ def _rows(places: Places, missing: dict[Digest, int]) -> Blocks:
 
 def _relocated(part: Part, ids: Sequence[Digest], located: dict[Digest, Location], anchor: int) -> Part:
     """The same logical section over the target's packs."""
-    numbers: dict[Ulid, int] = {}
-    rows: list[tuple[Any, ...]] = []
-    for block in ids:
-        place = located[block]
-        number = numbers.setdefault(place.pack, len(numbers))
-        rows.append((number, place.entry, place.offset, place.stored, place.raw, -1, place.codec, 0))
-    return part._replace(packs=list(numbers), extents=np.array(rows, EXTENT_DTYPE), base_ids=b"", anchor=anchor)
+    extents = extents_of(ids, located)
+    return part._replace(packs=extents.packs, extents=extents.rows, base_ids=extents.base_ids, anchor=anchor)

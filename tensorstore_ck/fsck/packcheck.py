@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.codec import decode
+from tensorstore_ck.codec import BASED, decode
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.fsck.findings import require_reachable
 from tensorstore_ck.gc.compact import read_footer
@@ -104,6 +104,8 @@ class Packs:
     def is_intact(self, pack: Ulid, row: tuple[Any, ...], block: bytes) -> bool:
         """Whether one block that an extent names can be read: for packs whose footer cannot be used."""
         _, _, offset, stored, raw, _, codec, _ = row
+        if codec in BASED:
+            return False  # nobody can tell without a footer
         key = (pack, offset, block)
         if key not in self._single:
             name, data = pack_name(pack), bytearray(stored)

@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from tensorstore_ck.closure import resolve
+from tensorstore_ck.codec import BASED
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES, object_hash, unseal
 from tensorstore_ck.errors import DamageError, MissingObjectError
@@ -29,7 +30,7 @@ from tensorstore_ck.index import Location
 from tensorstore_ck.log import ObjectKey, SnapshotInfo
 from tensorstore_ck.moved import MOVED_DTYPE, Moved
 from tensorstore_ck.pack import HEADER
-from tensorstore_ck.packwriter import PackWriter
+from tensorstore_ck.packwriter import EncodedBlock, PackWriter
 from tensorstore_ck.part import EXTENT_DTYPE, Part, decode_part, encode_values, part_name
 from tensorstore_ck.record import Record, decode_record, record_name
 
@@ -234,21 +235,25 @@ class Remaker:
     def _places(self, part: Part) -> Mapping[Digest, Location]:
         ids = list(dict.fromkeys(part.block_id(row) for row in range(part.block_count)))
         known = find_copies(self._packs, ids, unless={})
-        safe = {block: place for block, places in known.items() for place in places if place.pack in self._safe}
+        safe = {block: place for block, places in known.items() for place in places if place.pack in self._safe and _is_plain(place)}
         source = BlockSource(self._engine.backend, self._packs, self._other, [block for block in ids if block not in safe])
         writer = PackWriter(self._engine.backend, self._engine.new_id, lambda _: None)
         try:
             for block in ids:
                 if block not in safe:
-                    raw = source.get(block)
-                    if raw is None:
+                    found = source.get(block)
+                    if found is None:
                         raise MissingObjectError(f"block {block.hex()} is nowhere to be had", object_id=block.hex())
-                    writer.add([raw])
+                    writer.add_encoded([EncodedBlock(block, found.codec, (found.stored,), found.raw_bytes)])
             writer.close()
         except BaseException:
             writer.abort()
             raise
         return {block: _location(safe[block]) if block in safe else writer.location(block) for block in ids}
+
+
+def _is_plain(place: Place) -> bool:
+    return int(place.row[0]["codec"]) not in BASED
 
 
 def _location(place: Place) -> Location:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tensorstore_ck.closure import rescue
+from tensorstore_ck.codec import StoredBlock
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.fsck.blocks import BlockTables, Place
@@ -91,15 +92,15 @@ class _Blocks:
         for_each(entries, look, cpu_threads() if self._engine.backend.is_local else REMOTE_THREADS)
         return sorted(good)
 
-    def read(self, pack: Ulid, footer: Footer, entries: list[int]) -> list[memoryview]:
+    def read(self, pack: Ulid, footer: Footer, entries: list[int]) -> list[StoredBlock]:
         """What `compact` copies."""
         blocks = [self._get(pack, footer.entries, entry) for entry in entries]
         if any(block is None for block in blocks):
             raise CorruptObjectError(f"{pack_name(pack)}: a block cannot be read any more", object_id=pack_name(pack))
         return [block for block in blocks if block is not None]
 
-    def _get(self, pack: Ulid, table: Entries, entry: int) -> memoryview | None:
+    def _get(self, pack: Ulid, table: Entries, entry: int) -> StoredBlock | None:
         row = table[entry : entry + 1]
         block = Digest(row["id"][0].tobytes())
-        raw = read_block(self._engine.backend, Place(pack, entry, row), block)
-        return raw if raw is not None else self._source.get(block)
+        found = read_block(self._engine.backend, Place(pack, entry, row), block)
+        return found if found is not None else self._source.get(block)

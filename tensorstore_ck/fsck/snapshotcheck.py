@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorstore_ck.closure import Places, resolve
+from tensorstore_ck.codec import base_count
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.errors import CorruptObjectError, StoreError
@@ -218,7 +219,16 @@ def _extent_problems(packs: Packs, part: Part, places: Places, record: Record, r
         if wrong.any():
             hit = np.zeros(len(part.extents), np.bool_)
             hit[rows[wrong]] = True
+            _spread(places.extents, hit)
             yield _PartProblem(kind, name, message, hit, DamagedBlocks(pack, extents[wrong], ids[rows][wrong]))
+
+
+def _spread(extents: Extents, hit: npt.NDArray[np.bool_]) -> None:
+    """What hits a block hits those that are encoded against it, which come before it."""
+    for row in np.flatnonzero(extents["base"] != -1)[::-1].tolist():
+        first = int(extents["base"][row])
+        count = base_count(int(extents["codec"][row]), int(extents["flags"][row]))
+        hit[row] |= bool(hit[first : first + count].any())
 
 
 def _not_in_footer(footer: Footer, extents: Extents, ids: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.codec import decode
+from tensorstore_ck.codec import BASED, Codec, StoredBlock, decode
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import DamageError, StoreError
 from tensorstore_ck.fsck.blocks import Place, find_copies
@@ -17,7 +17,7 @@ from tensorstore_ck.fsck.findings import require_reachable
 from tensorstore_ck.fsck.packcheck import Listed, Packs
 from tensorstore_ck.ids import Digest, Ulid, block_id, parse_ulid
 from tensorstore_ck.log import FOLDERS, ObjectKey
-from tensorstore_ck.pack import pack_name
+from tensorstore_ck.pack import Footer, pack_name
 
 
 class Other(NamedTuple):
@@ -47,23 +47,49 @@ class BlockSource:
 
     def __init__(self, backend: Backend, packs: Packs, other: Other | None, wanted: Iterable[Digest]) -> None:
         """Looks for the `wanted` blocks."""
+        self._stores = [(backend, packs), *([(other.engine.backend, other.packs)] if other is not None else [])]
+        self._copies: list[dict[Digest, list[Place]]] = [{} for _ in self._stores]
         ids = set(wanted)
-        self._stores = [(backend, find_copies(packs, ids, unless={}))]
-        if other is not None:
-            self._stores.append((other.engine.backend, find_copies(other.packs, ids, unless={})))
+        while ids:  # then their bases
+            bases: set[Digest] = set()
+            for (_, there), copies in zip(self._stores, self._copies, strict=True):
+                found = find_copies(there, ids, unless={})
+                copies |= found
+                bases.update(base for places in found.values() for place in places for base in _bases_of(there, place))
+            ids = {base for base in bases if not any(base in copies for copies in self._copies)}
 
-    def get(self, block: Digest) -> memoryview | None:
-        """The raw bytes of a block, from the first copy that verifies."""
-        for backend, copies in self._stores:
+    def get(self, block: Digest) -> StoredBlock | None:
+        """A block, from the first copy that verifies; as it is where others are needed to decode it."""
+        for (backend, packs), copies in zip(self._stores, self._copies, strict=True):
             for place in copies.get(block, ()):
-                raw = read_block(backend, place, block)
-                if raw is not None:
-                    return raw
+                found = read_block(backend, place, block)
+                if found is None:
+                    found = self._from_bases(backend, packs, place, block)
+                if found is not None:
+                    return found
         return None
 
+    def _from_bases(self, backend: Backend, packs: Packs, place: Place, block: Digest) -> StoredBlock | None:
+        name, row = pack_name(place.pack), place.row[0]
+        bases = [self.get(base) for base in _bases_of(packs, place)]
+        try:
+            raws = [decode(base.codec, base.stored, base.raw_bytes, name) for base in bases if base is not None]
+            stored = memoryview(bytearray(int(row["stored"])))
+            backend.read_into(name, int(row["offset"]), stored)
+            raw = decode(int(row["codec"]), stored, int(row["raw"]), name, bases=raws)
+        except StoreError as exc:
+            require_reachable(backend, exc)
+            return None
+        return StoredBlock(Codec.RAW, raw, len(raw)) if block_id(raw) == block else None
 
-def read_block(backend: Backend, place: Place, block: Digest) -> memoryview | None:
-    """The raw bytes at a place, if they are that block."""
+
+def _bases_of(packs: Packs, place: Place) -> list[Digest]:
+    footer = packs.footer(place.pack) if int(place.row[0]["codec"]) in BASED else None
+    return footer.bases_of(place.entry) if isinstance(footer, Footer) else []
+
+
+def read_block(backend: Backend, place: Place, block: Digest) -> StoredBlock | None:
+    """What is at a place, if it is that block, and can be decoded without others."""
     name, row = pack_name(place.pack), place.row[0]
     stored = memoryview(bytearray(int(row["stored"])))
     try:
@@ -72,4 +98,4 @@ def read_block(backend: Backend, place: Place, block: Digest) -> memoryview | No
     except StoreError as exc:
         require_reachable(backend, exc)
         return None
-    return raw if block_id(raw) == block else None
+    return StoredBlock(Codec(int(row["codec"])), stored, len(raw)) if block_id(raw) == block else None

@@ -8,6 +8,7 @@ from tensorstore_ck.closure import resolve
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.ids import Ulid, ulid_text
 from tensorstore_ck.inspection.contents import OpenSnapshot, Tensor, form, shown
+from tensorstore_ck.inspection.costs import Costs
 from tensorstore_ck.layout import Sharding
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.parallel import cpu_threads, for_each
@@ -22,9 +23,11 @@ def describe(engine: Engine, info: SnapshotInfo) -> SnapshotDetails:
     opened = OpenSnapshot(engine, info)
     tensors: list[tuple[str, str, tuple[int, ...], int]] = []
     values: dict[str, Any] = {}
+    costs = Costs(engine)
     for contents in chain([opened.shared], map(opened.rank_state, range(opened.rank_states))):
         tensors += [(name, *form(tensor.spec)) for name, tensor in contents.tensors.items()]
         values |= {path: shown(value) for path, value in contents.values.items()}
+        costs.add(contents)
     spread = {name: _placement(tensor) for name, tensor in opened.shared.tensors.items()}
     return SnapshotDetails(
         Snapshot.from_info(info),
@@ -34,6 +37,7 @@ def describe(engine: Engine, info: SnapshotInfo) -> SnapshotDetails:
         values,
         *_stored(engine, opened),
         {name: placement for name, placement in spread.items() if placement},
+        costs.groups(),
     )
 
 

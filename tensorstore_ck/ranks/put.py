@@ -234,11 +234,14 @@ class RankPut:
         anchor = engine.log.sync().n
         known = self._known(rank)
         seat = self._seat = Seat(rank, ranks, alike(layout_of, rank, ranks), layout_of)
-        self._written = [write_part(engine, self._states.shared, known, anchor=anchor, seat=seat, meter=self._meter, apart=self.apart)]
+        coding, meter = self._request.coding, self._meter
+        self._written = [
+            write_part(engine, self._states.shared, known, anchor=anchor, seat=seat, coding=coding, meter=meter, apart=self.apart)
+        ]
         if own is not None:
             alone = Seat(ranks + rank, ranks, (ranks + rank,), None)
             known = self._known(ranks + rank)
-            self._written.append(write_part(engine, own, known, anchor=anchor, seat=alone, meter=self._meter))
+            self._written.append(write_part(engine, own, known, anchor=anchor, seat=alone, coding=coding, meter=meter))
         block_bytes = engine.config.block_bytes
         replicas = None if turn else digests_of(self._states.shared, seat, block_bytes)
         sightings = drift.sightings_of(self._states.shared, seat, self._written[0].part, block_bytes, turn) if turn else None

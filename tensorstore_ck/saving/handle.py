@@ -14,6 +14,7 @@ from tensorstore_ck.events import Event
 from tensorstore_ck.grouped import Groups
 from tensorstore_ck.ids import Digest, Ulid
 from tensorstore_ck.layout import Captured
+from tensorstore_ck.metering import Stage as MeterStage
 from tensorstore_ck.room import require_room
 from tensorstore_ck.saving.course import Course
 from tensorstore_ck.saving.frozen import FrozenTensors
@@ -56,6 +57,11 @@ class Handle:
             self.seen.note_published(ref, root)
         self.chain(ref).remove(txn)
 
+    def note_speed(self, course: Course, stage: MeterStage) -> None:
+        """How fast the store took what a put wrote, which the next ones go by."""
+        progress = course.meter.snapshot()
+        self.engine.codecs.note_written(progress.stage_bytes[stage], progress.stage_seconds[stage])
+
     def make_room(self, ref: str, needed_bytes: int) -> None:
         """Makes sure that a put has room: on the staging disk, if need be by waiting for uploads; else in the store.
 
@@ -89,6 +95,7 @@ class Handle:
                 on_bytes=lambda count: meter.count("upload", count),
                 on_retry=lambda exc, seconds: self.retried(course, "an upload", exc, seconds),
             )
+        self.note_speed(course, "upload")
 
     def patiently(self, course: Course, what: str, action: Callable[[], T]) -> T:
         """What `action` returns; while the backend does not answer it is done again, until the put is asked to give up."""

@@ -5,12 +5,15 @@ given up meanwhile keeps its files.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from tensorstore_ck.closure import Places
+from tensorstore_ck.extents import chain_of
 from tensorstore_ck.ids import Digest, Ulid
 from tensorstore_ck.index import Location
 from tensorstore_ck.pack import pack_name
+from tensorstore_ck.part import Part
 from tensorstore_ck.partwriter import Known
 from tensorstore_ck.staging.manifest import Accepts
 from tensorstore_ck.writer import Anything, Expected
@@ -104,15 +107,20 @@ class StagedChain:
 class ChainedBlocks:
     """Where blocks lie already: among what is staged on this host, else as `known` says; and which staged packs that relies on."""
 
-    def __init__(self, links: Links, known: Known) -> None:
+    def __init__(self, links: Links, known: Known | None) -> None:
         self._links = links
         self._known = known
         self.packs: set[str] = set()
+
+    @property
+    def parts(self) -> Sequence[tuple[Part, Places]]:
+        """See `Known`."""
+        return self._known.parts if self._known is not None else ()
 
     def __call__(self, block: Digest) -> Location | None:
         """Where a block lies, if it may be relied on. Called under its caller's lock."""
         found = self._links.location(block)
         if found is None:
-            return self._known(block)
-        self.packs.add(pack_name(found.pack))
+            return self._known(block) if self._known is not None else None
+        self.packs.update(pack_name(place.pack) for place in chain_of(found))
         return found

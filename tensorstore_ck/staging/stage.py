@@ -112,7 +112,7 @@ class Stager:
 
     def known(self, base: SnapshotInfo | None, rank: int, ranks: int) -> Known:
         """Which blocks need not be written."""
-        there = KnownBlocks(self.engine, base.root, rank, ranks, elsewhere=False) if base is not None else lambda block: None
+        there = KnownBlocks(self.engine, base.root, rank, ranks, elsewhere=False) if base is not None else None
         self._known.append(ChainedBlocks(self._links, there))
         return self._known[-1]
 
@@ -184,7 +184,9 @@ def _stage_alone(
     anchor = head.n if head else 0
     try:
         seat = ALONE._replace(layout_of=b"") if captured.explicit else ALONE
-        written = write_part(stager.engine, captured, stager.known(base, 0, 1), anchor=anchor, seat=seat, meter=meter)
+        written = write_part(
+            stager.engine, captured, stager.known(base, 0, 1), anchor=anchor, seat=seat, coding=request.coding, meter=meter
+        )
         parts = [checked_parts(stager.engine, [written], anchor, sync=not offline)]
         record = record_of(engine, request, parts, logical_bytes=captured.logical_bytes)
         stager.engine.backend.put(record_name(txn), record.encode())

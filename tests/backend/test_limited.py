@@ -265,7 +265,7 @@ def test_an_open_store_stays_as_fast_as_it_was(meters: list[Meter]) -> None:
 
 
 def test_repair_limits_both_stores(meters: list[Meter]) -> None:
-    store, other = reopen(build()), reopen(build())
+    store, other = reopen(build(codec="raw")), reopen(build(codec="raw"))
     (pack, *_) = [found for found in store.engine.backend.list("packs/") if found.size_bytes > 10_000]
     store.engine.backend.replace(pack.name, bytes(pack.size_bytes))
     report = run_repair(store.engine, FsckOptions(read_data=True, max_bytes_per_second=5e6), other=other.engine)

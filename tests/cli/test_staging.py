@@ -27,7 +27,7 @@ def stage(folder: Path, *steps: int, published: bool = True) -> None:
     if published:
         store.checkout("job")
     for step in steps:
-        store.put_snapshot_async(state_of(step), ref="job", step=step)
+        store.put_snapshot_async(state_of(step), ref="job", step=step, codec="raw")
     for pending in store.pending():
         pending.staged.wait(30)
     assert [pending.step for pending in store.drain(0).staged] == list(steps)

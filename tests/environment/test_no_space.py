@@ -28,7 +28,7 @@ def make_state(step: int) -> dict[str, torch.Tensor]:
 
 
 def test_no_space(small_disk: Path, tmp_path: Path) -> None:
-    with tsck.open(small_disk / "store", create=True, cache_dir=tmp_path / "cache") as store:
+    with tsck.open(small_disk / "store", create=True, cache_dir=tmp_path / "cache", codec="raw") as store:
         for step in range(1, 5):
             store.put_snapshot(make_state(step), ref="job", step=step)
         last = 4

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from tensorstore_ck import writer
+from tensorstore_ck.codec import Coding
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import MissingObjectError, SnapshotExpiredError
 from tensorstore_ck.ids import Ulid
@@ -46,7 +47,9 @@ def rank(name: str, number: int, labels: str, *, ranks: int = 2, table: MemoryTa
 def _write_part(engine: Engine, number: int, ranks: int, labels: str) -> tuple[Ulid, Part]:
     head = engine.log.view().head()
     seat = Seat(number, ranks, (number,), np.arange(ranks, dtype="<u2").tobytes())
-    written = write_part(engine, captured(labels.split()), KnownBlocks(engine, None), anchor=head.n if head else 0, seat=seat)
+    written = write_part(
+        engine, captured(labels.split()), KnownBlocks(engine, None), anchor=head.n if head else 0, seat=seat, coding=Coding("raw")
+    )
     return written.ulid, written.part
 
 

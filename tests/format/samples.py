@@ -12,6 +12,7 @@ import msgpack
 import numpy as np
 
 from tensorstore_ck import codec, values
+from tensorstore_ck.codec import general
 from tensorstore_ck.config import decode_config, new_config
 from tensorstore_ck.envelope import HEADER_BYTES, KINDS, MAGIC
 from tensorstore_ck.errors import CorruptObjectError
@@ -184,7 +185,7 @@ def pack_of(blocks: list[bytes], *, compress: bool = True) -> bytes:
     body = bytearray(header)
     entries = np.zeros(len(blocks), ENTRY_DTYPE)
     for number, raw in enumerate(blocks):
-        kind, stored = codec.encode_lz4(raw) if compress else (codec.Codec.RAW, raw)
+        kind, stored = general.encode_lz4(raw) if compress else (codec.Codec.RAW, raw)
         entries[number] = (block_id(raw), len(body), stored_check(stored) if kind else 0, len(stored), len(raw), kind, 0, 0)
         body += stored
     return bytes(body) + encode_footer(header, entries)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorstore_ck.codec import Codec, decode, encode_lz4
+from tensorstore_ck.codec import Codec, decode
+from tensorstore_ck.codec.general import encode_lz4
 from tensorstore_ck.errors import CorruptObjectError, FormatVersionError
 from tensorstore_ck.ids import block_id, derived_hash
 from tensorstore_ck.pack import (
@@ -201,7 +202,7 @@ def test_a_bomb_stays_within_the_size_that_was_declared(declared: int) -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("codec", [2, 3, 4, 255, 65535])
+@pytest.mark.parametrize("codec", [6, 255, 65535])
 def test_unknown_codecs_ask_for_a_newer_build(codec: int) -> None:
     with pytest.raises(FormatVersionError, match=f"codec {codec}"):
         decode(codec, memoryview(b"x"), 1, "a pack")

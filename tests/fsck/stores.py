@@ -6,6 +6,7 @@ import torch
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.codec import CodecName
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.opening import init_store, make_engine, read_config
 from tensorstore_ck.store import Store
@@ -32,16 +33,16 @@ def reopen(backend: Backend) -> Store:
     return Store(make_engine(backend, config, MemoryTable(), sleep=lambda _: None))
 
 
-def build(backend: Backend | None = None) -> Backend:
+def build(backend: Backend | None = None, *, codec: CodecName = "auto") -> Backend:
     """Snapshots 1 to 3 on runs/a, a branch from the first of them with snapshot 4, a tag, metrics and a mark that came later."""
     backend = backend or MemoryBackend()
     init_store(backend)
     store = reopen(backend)
     for number in (1, 2, 3):
-        store.put_snapshot(state(number), ref="runs/a", step=number, metrics={"loss": 1 / number})
+        store.put_snapshot(state(number), ref="runs/a", step=number, metrics={"loss": 1 / number}, codec=codec)
     store.branch("runs/b", "runs/a@1")
     store.checkout("runs/b")
-    store.put_snapshot(state(4), ref="runs/b", step=4)
+    store.put_snapshot(state(4), ref="runs/b", step=4, codec=codec)
     store.tag("paper", "runs/a@2")
     store.annotate("runs/a@3", {"accuracy": 0.5})
     store.mark("runs/a@3", reason="spike")

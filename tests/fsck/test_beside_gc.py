@@ -53,7 +53,7 @@ def objects() -> dict[str, bytes]:
     store = reopen(backend)
     for step in range(3):
         state = {"kept": torch.arange(3000.0), "own": torch.full((9000,), float(step)), "step": step}
-        store.put_snapshot(state, ref="runs/a", step=step)
+        store.put_snapshot(state, ref="runs/a", step=step, codec="raw")
     return {name: backend.get(name, max_bytes=1 << 30) for name in names(backend)}
 
 

@@ -60,7 +60,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Watched:
     store = Store(engine_of(backend))
     for step in range(PACKS):
         backend.clock.now += 10**7
-        store.put_snapshot({"weight": torch.full((20_000,), float(step))}, ref="runs/a", step=step)
+        store.put_snapshot({"weight": torch.full((20_000,), float(step))}, ref="runs/a", step=step, codec="raw")
     backend.read.clear()
     return backend
 
@@ -134,7 +134,7 @@ def test_time_is_looked_at_inside_a_pack(backend: Watched, monkeypatch: pytest.M
     monkeypatch.setattr(datacheck, "PIECE_BYTES", 1)
     monkeypatch.setattr(datacheck, "RUN_BYTES", 1)
     store = Store(engine_of(backend))
-    store.put_snapshot({str(n): torch.full((20_000,), float(n)) for n in range(10)}, ref="runs/big", step=1)
+    store.put_snapshot({str(n): torch.full((20_000,), float(n)) for n in range(10)}, ref="runs/big", step=1, codec="raw")
     engine = engine_of(backend)
     assert run_fsck(engine, FsckOptions(sample_fraction=0.2)).read_packs == 3
     report = run_fsck(engine, FsckOptions(max_seconds=5))  # two small packs, and three of the ten blocks of the large one

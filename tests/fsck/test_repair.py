@@ -433,14 +433,14 @@ def test_gc_of_another_host_while_a_part_is_made_anew() -> None:
 def test_a_put_writes_again_what_is_known_to_be_damaged() -> None:
     store = Store(make_engine(backend := backend_of({"store.json": OBJECTS["store.json"]}), CONFIG, MemoryTable(), sleep=lambda _: None))
     frozen = torch.arange(100_000, dtype=torch.int32)
-    store.put_snapshot({"frozen": frozen, "w": torch.ones(5000)}, ref="job", step=1)
+    store.put_snapshot({"frozen": frozen, "w": torch.ones(5000)}, ref="job", step=1, codec="raw")
     pack = next(name for name in names(backend) if name.startswith("packs"))
     at = read(backend, pack).index(frozen.numpy().tobytes()[:64])
     backend.replace(pack, flipped(read(backend, pack), at))
     assert not store.repair(read_data=True).ok
-    store.put_snapshot({"frozen": frozen, "w": torch.zeros(5000)}, ref="job", step=2)
+    store.put_snapshot({"frozen": frozen, "w": torch.zeros(5000)}, ref="job", step=2, codec="raw")
     assert torch.equal(store.checkout("job")["frozen"], frozen)
-    assert store.put_snapshot({"frozen": frozen, "w": torch.zeros(5000)}, ref="job", step=3).new_bytes < 10_000
+    assert store.put_snapshot({"frozen": frozen, "w": torch.zeros(5000)}, ref="job", step=3, codec="raw").new_bytes < 10_000
     report = store.repair(read_data=True)
     assert report.ok, "the good copy mends the older snapshot"
     assert torch.equal(store.checkout("job@1")["frozen"], frozen)

@@ -27,7 +27,7 @@ def make() -> tuple[MemoryBackend, Store]:
     backend = MemoryBackend()
     store = open_store(backend)
     for number, ref in ((0, "runs/a"), (1, "runs/a"), (2, "runs/b")):
-        store.put_snapshot({"common": COMMON, "own": OWN[number], "small": SMALL}, ref=ref, step=number)
+        store.put_snapshot({"common": COMMON, "own": OWN[number], "small": SMALL}, ref=ref, step=number, codec="raw")
     store.tag("best", "runs/a@1")
     return backend, store
 
@@ -126,9 +126,9 @@ def test_a_snapshot_in_many_histories_counts_once_per_ref() -> None:
 def test_hundreds_of_refs_that_share() -> None:
     """More sets of refs than a byte can number."""
     store = open_store(MemoryBackend())
-    first = store.put_snapshot({"common": COMMON}, ref="runs/0")
+    first = store.put_snapshot({"common": COMMON}, ref="runs/0", codec="raw")
     for number in range(1, 300):
-        store.put_snapshot({"common": COMMON, "own": torch.full((1100,), float(number))}, ref=f"runs/{number}")
+        store.put_snapshot({"common": COMMON, "own": torch.full((1100,), float(number))}, ref=f"runs/{number}", codec="raw")
     usage = store.usage()
     assert all(16_000 <= ref.shared_bytes < 17_000 for ref in usage.refs)
     assert usage.unique_bytes >= 16_000 + 299 * 4_400

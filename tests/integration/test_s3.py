@@ -77,9 +77,9 @@ def count(requests: list[Request], *methods: str, folder: str = "/") -> int:
 def test_end_to_end(open_store: Open) -> None:
     store = open_store()
     state: dict[str, Any] = {**tensors(0), "big": torch.arange(1_500_000), "step": 1, "rng": bytes(range(256)) * 300}
-    first_put = store.put_snapshot(state, ref="runs/a", step=1, metrics={"loss": 2.0}, metadata={"lr": 0.1})
+    first_put = store.put_snapshot(state, ref="runs/a", step=1, metrics={"loss": 2.0}, metadata={"lr": 0.1}, codec="raw")
     state["layer.3"] = state["layer.3"] * 2
-    second = store.put_snapshot({**state, "step": 2}, ref="runs/a", step=2)
+    second = store.put_snapshot({**state, "step": 2}, ref="runs/a", step=2, codec="raw")
     assert second.parent == first_put.root
     assert second.new_bytes < 1 * MIB < 16 * MIB < first_put.new_bytes
 

@@ -54,12 +54,12 @@ def grid_state(name: str) -> dict[str, Any]:
 
 def put_grid(folder: str, name: str) -> tuple[str, int]:
     ranks, _ = WAYS[name]
-    put = opened(folder, ranks, cache=0).put_snapshot(grid_state(name), ref="job", expect=tsck.ANY, group=GROUPS[ranks])
+    put = opened(folder, ranks, cache=0).put_snapshot(grid_state(name), ref="job", expect=tsck.ANY, group=GROUPS[ranks], codec="raw")
     return put.root, put.new_bytes
 
 
 def save_grid(folder: str, name: str) -> tuple[str, int]:
-    writer = Writer(f"{folder}/store", "job", cache_dir=f"{folder}/cache-0")
+    writer = Writer(f"{folder}/store", "job", cache_dir=f"{folder}/cache-0", codec="raw")
     dcp.save(grid_state(name), storage_writer=writer, process_group=GROUPS[WAYS[name][0]])
     return (writer.snapshot.root, writer.snapshot.new_bytes) if writer.snapshot else ("", 0)
 

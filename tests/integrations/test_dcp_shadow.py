@@ -25,7 +25,7 @@ def make_state() -> dict[str, Any]:
 
 
 def save(path: Path, theirs: FileSystemWriter, store: str = "store") -> ShadowReport:
-    writer = ShadowWriter(theirs, Writer(path / store, "r", step=7, cache_dir=path / "cache"))
+    writer = ShadowWriter(theirs, Writer(path / store, "r", step=7, cache_dir=path / "cache", codec="raw"))
     dcp.save(make_state(), storage_writer=writer, no_dist=True)
     assert writer.report is not None
     return writer.report

@@ -24,7 +24,7 @@ def full() -> dict[str, Any]:
 
 
 def put(folder: str) -> str:
-    store = tsck.open(f"{folder}/store", cache_dir=f"{folder}/cache-{dist.get_rank()}")
+    store = tsck.open(f"{folder}/store", cache_dir=f"{folder}/cache-{dist.get_rank()}", codec="raw")
     return store.put_snapshot({"model": full(), "step": 3}, ref="job", group=GROUPS[RANKS], timeout_seconds=TIMEOUT_SECONDS).root
 
 

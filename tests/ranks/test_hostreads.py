@@ -48,7 +48,7 @@ class Reads:
 def template() -> dict[str, bytes]:
     backend = MemoryBackend()
     with open_store(backend) as store:
-        store.put_snapshot({str(number): tensor(number) for number in range(TENSORS)}, ref="job")
+        store.put_snapshot({str(number): tensor(number) for number in range(TENSORS)}, ref="job", codec="raw")
     return contents(backend)
 
 

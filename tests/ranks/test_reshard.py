@@ -253,7 +253,8 @@ def put_on_the_grid(folder: str, ranks: int) -> int:
     rank = torch.distributed.get_rank()
     store = opened(folder, ranks, cache=0)
     state = {name: Mesh((ranks,), (Shard(0),)).share(tensor, rank, ranks) for name, tensor in full.items()}
-    return store.put_snapshot(state, ref="job", expect=tsck.ANY, group=GROUPS[ranks], timeout_seconds=TIMEOUT_SECONDS).new_bytes
+    put = store.put_snapshot(state, ref="job", expect=tsck.ANY, group=GROUPS[ranks], timeout_seconds=TIMEOUT_SECONDS, codec="raw")
+    return put.new_bytes
 
 
 # --- what is read -------------------------------------------------------------------------------------------------------

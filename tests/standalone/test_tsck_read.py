@@ -24,6 +24,7 @@ from tensorstore_ck.record import decode_record, record_name
 from tensorstore_ck.salvage import salvage
 from tensorstore_ck.sharding import Box, Mesh, Shard
 from tensorstore_ck.state.types import DTYPE_NAMES
+from tests.codec.training import put_steps
 from tests.gc.stores import AT_ONCE, contents
 from tests.gc.stores import open_store as open_over
 from tests.golden.content import golden_state
@@ -464,3 +465,14 @@ def test_no_store(tmp_path: Path) -> None:
     result = run_alone(tmp_path, "list")
     assert (result.returncode, result.stderr) == (1, "tsck_read: store.json cannot be read: No such file or directory\n")
     assert run_alone().returncode == 2
+
+
+def test_every_codec(tmp_path: Path) -> None:
+    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache", codec="small") as store:
+        steps = put_steps(store, 4)
+        blob = store.put_snapshot({"text": "a long value " * 10_000}, ref="text")
+    for snapshot, state in steps:
+        found = exported(tmp_path / "store", snapshot.root, tmp_path / "out.safetensors")
+        for name, tensor in {f"{key}.{name}": each for key in ("masters", "weights") for name, each in state[key].items()}.items():
+            assert found.tensors[name][2] == tensor.view(torch.uint8).numpy().tobytes(), name
+    assert "a long value" in json.dumps(exported(tmp_path / "store", blob.root, tmp_path / "text.safetensors").described)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from tensorstore_ck.codec import Coding
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.ids import Digest
@@ -236,16 +237,19 @@ class Writer(StorageWriter):
         parent = request.parent if request is not None else None if branch is None else branch.root
         return KnownBlocks(self._engine, parent, role.part, role.parts)
 
+    def _coding(self) -> Coding:
+        return self._engine.codecs.coding(self._saving.ref)
+
     def _begin(self, role: Role, captured: Captured) -> Begun:
-        anchor = self._engine.log.sync().n
+        anchor, block_bytes = self._engine.log.sync().n, self._engine.config.block_bytes
         with open_packs(self._engine, self._known(role)) as packs:
-            tensors = write_tensors(captured, packs, role.seat, block_bytes := self._engine.config.block_bytes)
+            tensors = write_tensors(captured, packs, seat=role.seat, block_bytes=block_bytes, coding=self._coding())
         return Begun(role, captured, packs, tensors, block_bytes, anchor)
 
     def _complete(self, begun: Begun, captured: Captured) -> tuple[WrittenPart, RankParts]:
         """Writes the part, with the values of `captured` if it is the one that has them."""
         with open_packs(self._engine, self._known(begun.role)) as packs:
-            blobs = write_blobs(captured, packs, begun.role.seat)
+            blobs = write_blobs(captured, packs, begun.role.seat, self._coding())
         packs_of_part, seat = [begun.packs, packs], begun.role.seat
         tensors = begun.tensors._replace(inline=inline_bytes(captured, seat, begun.block_bytes))
         written = store_part(self._engine, captured, blobs, tensors, packs_of_part, anchor=begun.anchor, seat=seat)

@@ -1,0 +1,176 @@
+"""Real states to measure codecs on: a GPT that is trained here, on text that is here, with fp32 masters, bf16 weights and Adam's moments.
+
+The text is Python's own library; a token is one of the most frequent pairs of bytes, so that every row of the embedding is in use.
+"""
+
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+VOCABULARY: Final = 2048
+WIDTH: Final = 320
+LAYERS: Final = 8
+HEADS: Final = 5
+CONTEXT: Final = 64
+BATCH: Final = 8
+WARM_UP: Final = 200
+"""Steps before the first snapshot."""
+
+State = dict[str, Any]
+
+
+def tokens(limit_bytes: int = 8 << 20) -> torch.Tensor:
+    text = b""
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        text += path.read_bytes()
+        if len(text) > limit_bytes:
+            break
+    pairs = [text[at : at + 2] for at in range(0, len(text) - 1, 2)]
+    number = {pair: index for index, (pair, _) in enumerate(Counter(pairs).most_common(VOCABULARY))}
+    return torch.tensor([number[pair] for pair in pairs if pair in number])
+
+
+class Block(nn.Module):
+    """Attention and a two-layer perceptron."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
+        y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+        return y
+
+
+class Gpt(nn.Module):
+    """Eleven million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        for name, weights in self.named_parameters():
+            if weights.dim() == 2:
+                nn.init.normal_(weights, std=0.02 / (2 * LAYERS) ** 0.5 if "out" in name or "down" in name else 0.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.norm(self.blocks(self.tokens(x) + self.places.weight)))
+        return logits
+
+
+def pretraining(steps_apart: int, snapshots: int, seed: int = 0) -> Iterator[State]:
+    """The states of a run, the first after its warm-up: always the same tensors, which the run changes further."""
+    torch.manual_seed(seed)
+    text, model = tokens(), Gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
+    names: dict[torch.Tensor, str] = {weights: name for name, weights in model.named_parameters()}
+    for step in range(WARM_UP + steps_apart * (snapshots - 1) + 1):
+        if step >= WARM_UP and (step - WARM_UP) % steps_apart == 0:
+            moments = {names[weights]: {key: state[key] for key in ("exp_avg", "exp_avg_sq")} for weights, state in optimizer.state.items()}
+            masters = {name: weights.detach() for weights, name in names.items()}
+            yield {
+                "weights": {name: each.bfloat16() for name, each in masters.items()},
+                "masters": masters,
+                "moments": moments,
+                "step": step,
+            }
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-4 * min(1, (step + 1) / WARM_UP)
+        starts = torch.randint(len(text) - CONTEXT - 1, (BATCH,)).tolist()
+        window = torch.stack([text[start : start + CONTEXT + 1] for start in starts])
+        loss = nn.functional.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def lora(snapshots: int = 6, rank: int = 8) -> Iterator[tuple[str, State]]:
+    """A frozen base in bf16, and small adapters with their moments."""
+    base = Gpt().bfloat16()
+    generator = torch.Generator().manual_seed(1)
+    wide = {name: weights for name, weights in base.named_parameters() if weights.dim() == 2 and "blocks" in name}
+    adapters = {name: torch.randn(rank, weights.shape[1], generator=generator) * 0.01 for name, weights in wide.items()}
+    moments = {name: torch.zeros_like(each) for name, each in adapters.items()}
+    for step in range(snapshots):
+        yield "lora", {"base": base.state_dict(), "adapters": adapters, "moments": moments, "step": step}
+        for name, each in adapters.items():
+            moments[name].mul_(0.9).add_(torch.randn(each.shape, generator=generator), alpha=1e-3)
+            each.sub_(moments[name], alpha=1e-2)
+
+
+def sparse_bf16(snapshots: int = 40, share: float = 0.005) -> Iterator[tuple[str, State]]:
+    """As reinforcement learning leaves bf16 weights: few elements change at each step, by one unit in the last place or two."""
+    generator = torch.Generator().manual_seed(2)
+    weights = {name: each.detach().bfloat16() for name, each in Gpt().named_parameters()}
+    for step in range(snapshots):
+        yield "rl", {"weights": weights, "step": step}
+        for each in weights.values():
+            bits = each.view(torch.int16).reshape(-1)
+            chosen = torch.rand(bits.shape, generator=generator) < share
+            bits[chosen] += torch.randint(-2, 3, (int(chosen.sum()),), generator=generator, dtype=torch.int16)
+
+
+def fork() -> Iterator[tuple[str, State]]:
+    """Two jobs that go on from one snapshot: the second one changes a tenth of the layers."""
+    state = next(pretraining(1, 1))
+    yield "job-a", state
+    for step in (1, 2):
+        state["step"] += step
+        for name, each in state["masters"].items():
+            if "blocks.3" in name:
+                each.add_(torch.randn(each.shape), alpha=1e-4)
+                state["weights"][name] = each.bfloat16()
+        yield "job-a" if step == 1 else "job-b", state
+
+
+def embedding(snapshots: int = 10, rows: int = 200_000, width: int = 64, share: float = 0.01) -> Iterator[tuple[str, State]]:
+    """A table in fp32, of which each snapshot has seen one row in a hundred, with its sparse moments."""
+    generator = torch.Generator().manual_seed(3)
+    table = torch.randn(rows, width, generator=generator) * 0.05
+    moment = torch.zeros(rows, width)
+    for step in range(snapshots):
+        yield "table", {"table": table, "moment": moment, "step": step}
+        seen = torch.randperm(rows, generator=generator)[: int(rows * share)]
+        moment[seen] = 0.9 * moment[seen] + 0.1 * torch.randn(len(seen), width, generator=generator)
+        table[seen] -= 0.01 * moment[seen]
+
+
+TRACES: dict[str, Callable[[], Iterator[tuple[str, State]]]] = {
+    "pre-training, 10 steps apart": lambda: (("gpt", state) for state in pretraining(10, 17)),
+    "pre-training, 50 steps apart": lambda: (("gpt", state) for state in pretraining(50, 9)),
+    "LoRA": lora,
+    "RL, 0.5 % of bf16": sparse_bf16,
+    "fork of a job": fork,
+    "embedding, 1 % of rows": embedding,
+}
+
+
+def flat(state: Any, prefix: str = "") -> dict[str, torch.Tensor]:
+    """All tensors of a state, by path, as bytes."""
+    if isinstance(state, torch.Tensor):
+        return {prefix: state.detach().contiguous().reshape(-1).view(torch.uint8)}
+    return (
+        {path: each for key, value in state.items() for path, each in flat(value, f"{prefix}.{key}").items()}
+        if isinstance(state, dict)
+        else {}
+    )
+
+
+def copy_of(state: Any) -> Any:
+    """A deep copy."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    return {key: copy_of(value) for key, value in state.items()} if isinstance(state, dict) else state

@@ -1,0 +1,111 @@
+"""What snapshots of real training cost, and how fast the codecs are: `python -m benches.codecs --folder DIR [--peers] [--only NAME ...]`.
+
+Every trace is made here (see `_traces`) and put step by step; each snapshot is restored and compared bit by bit. Peers get the same states,
+saved by torch.save: zstd, ZipNN and blosc2 on the bytes, restic and borg on the files. ZipNN and blosc2 must be installed for --peers, and
+restic and borg be at hand (Debian's packages). The curves are drawn where matplotlib is there.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tensorstore_ck as tsck
+from benches._codecpeers import PEERS, Peer
+from benches._traces import TRACES, State, copy_of, flat
+from tensorstore_ck.codec import Elements, Encoder, decode
+
+BLOCK_BYTES = 4 << 20
+
+
+def run_trace(name: str, folder: Path, peers: list[Peer]) -> dict[str, list[float]]:
+    """Who -> what each snapshot added, as a share of its raw size."""
+    shares: dict[str, list[float]] = {}
+    kept: list[tuple[str, State]] = []
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for peer in peers:
+        peer.begin(folder / peer.name)
+    with tsck.open(folder / "store", create=True, cache_dir=folder / "cache", codec="small") as store:
+        for ref, state in TRACES[name]():
+            snapshot = store.put_snapshot(state, ref=ref, step=state["step"])
+            shares.setdefault("tsck small", []).append(snapshot.new_bytes / snapshot.logical_bytes)
+            for peer in peers:
+                shares.setdefault(peer.name, []).append(peer.add(folder / peer.name, state, state["step"]) / snapshot.logical_bytes)
+            kept.append((snapshot.root, copy_of(state)))
+        for root, state in kept:
+            found, wanted = flat(store.checkout(root)), flat(state)
+            if found.keys() != wanted.keys() or any(not torch.equal(found[key], wanted[key]) for key in wanted):
+                raise SystemExit(f"{name}: a snapshot came back with other bytes")
+    shutil.rmtree(folder)
+    return shares
+
+
+def speeds() -> Iterator[tuple[str, float, float, float]]:
+    """(what, ratio, encode GB/s, decode GB/s) on one core, hashing not counted; the best of several passes."""
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    for dtype, elements in ((torch.bfloat16, Elements(2, True)), (torch.float32, Elements(4, True))):
+        count = BLOCK_BYTES // elements.item_bytes
+        tensors = [(torch.randn(count, generator=generator) * 0.02).to(dtype) for _ in range(16)]
+        blocks = [memoryview(tensor.view(torch.uint8).numpy()).cast("B") for tensor in tensors]  # type: ignore[arg-type]
+        encoder, place = Encoder("fast"), memoryview(bytearray(BLOCK_BYTES))
+        encoding, decoding = [], []
+        for _ in range(7):
+            began = time.perf_counter()
+            made = [encoder.numbers(block, elements) for block in blocks]
+            encoding.append(time.perf_counter() - began)
+            stored = [memoryview(b"".join(each.pieces)) for each in made]
+            began = time.perf_counter()
+            for each, data in zip(made, stored, strict=True):
+                decode(each.codec, data, BLOCK_BYTES, "a block", place)
+            decoding.append(time.perf_counter() - began)
+        raw = len(blocks) * BLOCK_BYTES
+        yield f"fast, {dtype}".replace("torch.", ""), sum(map(len, stored)) / raw, raw / min(encoding) / 1e9, raw / min(decoding) / 1e9
+
+
+def draw(results: dict[str, dict[str, list[float]]], path: Path) -> None:
+    """Stored bytes over snapshots, ours against theirs."""
+    from matplotlib import pyplot  # type: ignore[import-not-found,import-untyped,unused-ignore]  # noqa: PLC0415 - only here
+
+    figure, axes = pyplot.subplots(1, len(results), figsize=(5 * len(results), 4), squeeze=False)
+    for axis, (name, shares) in zip(axes[0], results.items(), strict=True):
+        for who, values in shares.items():
+            totals = [sum(values[: count + 1]) for count in range(len(values))]
+            axis.plot(range(1, len(totals) + 1), totals, label=who, linewidth=2.5 if who.startswith("tsck") else 1)
+        axis.set(title=name, xlabel="snapshots", ylabel="stored / raw size of one")
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--only", nargs="*", default=[*TRACES], choices=[*TRACES])
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    print("| codec, one core | ratio | encode GB/s | decode GB/s |\n|---|---|---|---|")
+    for what, ratio, encode, decoded in speeds():
+        print(f"| {what} | {ratio:.3f} | {encode:.2f} | {decoded:.2f} |")
+    torch.set_num_threads(2)
+    results: dict[str, Any] = {}
+    print("\n| trace | who | first | mean after the first | largest after the first |\n|---|---|---|---|---|")
+    for name in options.only:
+        results[name] = run_trace(name, options.folder / "trace", PEERS if options.peers else [])
+        for who, (first, *rest) in results[name].items():
+            print(f"| {name} | {who} | {first:.4f} | {statistics.mean(rest):.4f} | {max(rest):.4f} |", flush=True)
+    (options.folder / "codecs.json").write_text(json.dumps(results))
+    if options.plot:
+        draw(results, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""How a block's bytes are encoded in a pack. Pure: bytes in, bytes out; every codec is lossless.
+
+`general` knows what each codec number means, `encoder` which one to take; `planes` is for numbers, `words` and `entropy` are what it is
+made of.
+"""
+
+from tensorstore_ck.codec.cast import KINDS, cast_sample
+from tensorstore_ck.codec.choice import CodecChoice, CodecName, CodecOption, Coding, DeltaOption, require_delta, require_name
+from tensorstore_ck.codec.delta import HEAD_BYTES
+from tensorstore_ck.codec.encoder import Encoded, Encoder, Mode
+from tensorstore_ck.codec.general import BASED, Codec, StoredBlock, base_count, decode, elements_in
+from tensorstore_ck.codec.planes import Elements, elements_of
+
+__all__ = [
+    "BASED",
+    "HEAD_BYTES",
+    "KINDS",
+    "Codec",
+    "CodecChoice",
+    "CodecName",
+    "CodecOption",
+    "Coding",
+    "DeltaOption",
+    "Elements",
+    "Encoded",
+    "Encoder",
+    "Mode",
+    "StoredBlock",
+    "base_count",
+    "cast_sample",
+    "decode",
+    "elements_in",
+    "elements_of",
+    "require_delta",
+    "require_name",
+]

@@ -1,0 +1,111 @@
+"""Which mode a put takes: what the user says for it, its ref or the store; else by how fast the store takes bytes.
+
+Encoding is worth its time where that is less than what it saves in bytes: a fast disk gets cheap codecs or none, a slow bucket strong ones.
+"""
+
+import threading
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Final, Literal, NamedTuple, cast, get_args
+
+from tensorstore_ck.codec.encoder import Mode
+from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.parallel import cpu_threads
+
+CodecName = Literal["auto", "raw", "fast", "small"]
+CodecOption = CodecName | Mapping[str, CodecName]
+
+DeltaOption = bool | int | None
+
+ANCHOR_EVERY: Final = 8
+"""Differences over 50 steps cost about 3 % more than over 10, as measured in DESIGN.md."""
+MAX_ANCHOR_EVERY: Final = 1000
+RAW_FROM: Final = 1.5e9
+"""Bytes a second and core that a store must take to be given raw blocks."""
+LIGHT_FROM: Final = 5e8
+"""And to be given every other one encoded."""
+SMALL_TO: Final = 5e7
+"""At most this many for the strongest codecs."""
+TELLING_BYTES: Final = 16 << 20
+"""What is written in one go to say how fast the store is."""
+NEWEST_SHARE: Final = 0.5
+"""How much the newest put counts."""
+
+
+class Coding(NamedTuple):
+    """How the blocks of a put are encoded."""
+
+    mode: Mode
+    anchor_every: int = 0
+    """After how many snapshots a block that changes all over is stored in full again, and not as a difference; 0: always."""
+
+
+class CodecChoice:
+    """Of one store handle. Thread-safe."""
+
+    def __init__(self, option: CodecOption = "auto", delta: DeltaOption = None, *, is_local: bool = True) -> None:
+        """`option`: a name, or names by globs over refs, of which the first that fits counts. `delta`: see `require_delta`. `is_local`:
+        what is thought of the store before it was written to.
+
+        Raises:
+            InvalidOptionError: there is no such codec.
+        """
+        self._delta = require_delta(delta)
+        self._is_local = is_local
+        rules = option if isinstance(option, Mapping) else {"*": option}
+        self._rules = {str(glob): require_name(name) for glob, name in rules.items()}
+        self._bytes_per_second = 0.0
+        self._lock = threading.Lock()
+
+    def coding(self, ref: str, own: CodecName | None = None, delta: DeltaOption = None) -> Coding:
+        """For a put to `ref`; `own` and `delta` are what was said for this put alone."""
+        mode = self._mode(ref, own)
+        wanted = delta if delta is not None else self._delta
+        if wanted is None:
+            wanted = mode == "small"
+        return Coding(mode, 0 if mode == "raw" else ANCHOR_EVERY if wanted is True else int(wanted))
+
+    def _mode(self, ref: str, own: CodecName | None = None) -> Mode:
+        name = own if own is not None else self._name_of(ref)
+        if name != "auto":
+            return name
+        if not self._bytes_per_second:
+            return "light" if self._is_local else "fast"
+        rate = self._bytes_per_second / cpu_threads()
+        return "raw" if rate >= RAW_FROM else "light" if rate >= LIGHT_FROM else "fast" if rate > SMALL_TO else "small"
+
+    def _name_of(self, ref: str) -> CodecName:
+        for glob, name in self._rules.items():
+            if fnmatchcase(ref, glob):
+                return name
+        return "auto"
+
+    def note_written(self, size_bytes: int, seconds: float) -> None:
+        """What the store took, and in which time."""
+        if size_bytes < TELLING_BYTES or seconds <= 0:
+            return
+        with self._lock:
+            rate = size_bytes / seconds
+            self._bytes_per_second += (rate - self._bytes_per_second) * (NEWEST_SHARE if self._bytes_per_second else 1)
+
+
+def require_delta(delta: object) -> DeltaOption:
+    """What a user says of differences to earlier snapshots: on, off, after how many of them one in full comes; or nothing.
+
+    Raises:
+        InvalidOptionError: it is none of these.
+    """
+    if delta is None or isinstance(delta, bool) or (isinstance(delta, int) and 0 < delta <= MAX_ANCHOR_EVERY):
+        return delta
+    raise InvalidOptionError(f"delta must be True, False or a number from 1 to {MAX_ANCHOR_EVERY}, not {delta!r}", object_id="delta")
+
+
+def require_name(name: object) -> CodecName:
+    """The name of a codec, as users give it.
+
+    Raises:
+        InvalidOptionError: it is none.
+    """
+    if name not in get_args(CodecName):
+        raise InvalidOptionError(f"codec must be one of {', '.join(map(repr, get_args(CodecName)))}, not {name!r}", object_id="codec")
+    return cast(CodecName, name)

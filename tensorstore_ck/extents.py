@@ -1,0 +1,70 @@
+"""A part's extents: where its blocks lie, and behind them those of the bases that they are encoded against, and of theirs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.codec import base_count
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.ids import Digest, Ulid
+from tensorstore_ck.index import Base, Location
+from tensorstore_ck.part import EXTENT_DTYPE, Extents, Part
+
+
+class PartExtents(NamedTuple):
+    """The physical section of a part."""
+
+    packs: list[Ulid]
+    rows: Extents
+    base_ids: bytes
+
+
+def extents_of(ids: Sequence[Digest], places: Mapping[Digest, Location]) -> PartExtents:
+    """Of blocks that lie at `places`; so do those of their bases that say no place of their own.
+
+    The bases of a row lie side by side, behind it and behind all blocks, so that chains end.
+    """
+    numbers: dict[Ulid, int] = {}
+    wanted = [(block, places[block]) for block in ids]
+    first_base: dict[int, int] = {}
+    """Row -> row of its first base, as far as they can be shared: those of blocks."""
+    shared: dict[tuple[Digest, ...], int] = {}
+    row = 0
+    while row < len(wanted):  # grows
+        bases = wanted[row][1].bases
+        if bases:
+            key = tuple(base.block for base in bases)
+            if row < len(ids) and key in shared:
+                first_base[row] = shared[key]
+            else:
+                first_base[row] = shared[key] = len(wanted)
+                wanted += [(base.block, base.place if base.place is not None else places[base.block]) for base in bases]
+        row += 1
+    rows: list[tuple[Any, ...]] = []
+    for row, (_, place) in enumerate(wanted):
+        number = numbers.setdefault(place.pack, len(numbers))
+        rows.append((number, place.entry, place.offset, place.stored, place.raw, first_base.get(row, -1), place.codec, place.age))
+    return PartExtents(list(numbers), np.array(rows, EXTENT_DTYPE), b"".join(block for block, _ in wanted[len(ids) :]))
+
+
+def location_of(part: Part, packs: Sequence[Ulid], extents: Extents, row: int) -> Location:
+    """Where the block in a row lies, by places that were resolved; with its bases.
+
+    Raises:
+        CorruptObjectError: it is said to have more bases than there are rows.
+    """
+    pack, entry, offset, stored, raw, first, codec, flags = extents[row].item()
+    count = base_count(codec, flags)
+    if count and not row < first <= len(extents) - count:
+        raise CorruptObjectError("a part names a block without its bases")
+    bases = tuple(Base(part.block_id(base), location_of(part, packs, extents, base)) for base in range(first, first + count))
+    return Location(packs[pack], entry, offset, stored, raw, codec, bases, flags)
+
+
+def chain_of(place: Location) -> Iterator[Location]:
+    """A place, and those of all that is needed to decode what lies there."""
+    yield place
+    for base in place.bases:
+        if base.place is not None:
+            yield from chain_of(base.place)

@@ -1,0 +1,59 @@
+"""What each group of tensors takes, and how it is encoded. A group is all tensors whose names begin alike, up to the first dot."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from tensorstore_ck.closure import Places, resolve
+from tensorstore_ck.codec import Codec
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.ids import Digest
+from tensorstore_ck.inspection.contents import Contents
+from tensorstore_ck.snapshot import GroupCost
+
+
+class Costs:
+    """Adds up what is in a snapshot; each block counts once in its group."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._groups: dict[str, _Group] = {}
+
+    def add(self, contents: Contents) -> None:
+        """The tensors of some parts."""
+        placed: dict[int, Places] = {}
+        for name, tensor in contents.tensors.items():
+            group = self._groups.setdefault(name.split(".", 1)[0], _Group())
+            for part, held in tensor.reader.stored(tensor.number):
+                if held.is_inline:
+                    group.add_inline(sum(held.lengths))
+                    continue
+                if id(part) not in placed:
+                    placed[id(part)] = resolve(self._engine, self._engine.log.view(), part)
+                extents = placed[id(part)].extents[held.rows.start : held.rows.stop]
+                ids = map(part.block_id, held.rows)
+                group.add(zip(ids, extents["raw"].tolist(), extents["stored"].tolist(), extents["codec"].tolist(), strict=True))
+
+    def groups(self) -> tuple[GroupCost, ...]:
+        """The groups, by name."""
+        return tuple(
+            GroupCost(name, group.raw_bytes, group.stored_bytes, dict(group.codecs)) for name, group in sorted(self._groups.items())
+        )
+
+
+class _Group:
+    def __init__(self) -> None:
+        self.raw_bytes = self.stored_bytes = 0
+        self.codecs: Counter[str] = Counter()
+        self._seen: set[Digest] = set()
+
+    def add_inline(self, size_bytes: int) -> None:
+        self.raw_bytes += size_bytes
+        self.stored_bytes += size_bytes
+
+    def add(self, blocks: Iterable[tuple[Digest, int, int, int]]) -> None:
+        for block, raw, stored, codec in blocks:
+            self.raw_bytes += raw
+            if block not in self._seen:
+                self._seen.add(block)
+                self.stored_bytes += stored
+                self.codecs[Codec(codec).name.lower()] += raw
