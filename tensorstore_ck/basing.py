@@ -79,10 +79,10 @@ class Earlier:
             if place.stored <= SPARSE_SHARE * raw_bytes:
                 if len(links) >= MAX_CHAIN or sum(link.stored for link in links) + place.stored > CHAIN_SHARE * raw_bytes:
                     return None
-            elif place.age >= self._anchor_every - 1:
+            elif place.flags >= self._anchor_every - 1:
                 return None
             else:
-                base, age = place.bases[0], place.age + 1
+                base, age = place.bases[0], place.flags + 1
         assert base.place is not None
         raw = self._read(base.block, base.place)
         return None if raw is None else Candidate(base, age, raw)

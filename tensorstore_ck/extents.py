@@ -1,7 +1,7 @@
 """A part's extents: where its blocks lie, and behind them those of the bases that they are encoded against, and of theirs."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -9,7 +9,11 @@ from tensorstore_ck.codec import base_count
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.ids import Digest, Ulid
 from tensorstore_ck.index import Base, Location
+from tensorstore_ck.pack import MAX_BASES, pack_name
 from tensorstore_ck.part import EXTENT_DTYPE, Extents, Part
+
+MAX_DEPTH: Final = 200
+"""Of bases below each other. Only a block that is no base has several."""
 
 
 class PartExtents(NamedTuple):
@@ -44,22 +48,24 @@ def extents_of(ids: Sequence[Digest], places: Mapping[Digest, Location]) -> Part
     rows: list[tuple[Any, ...]] = []
     for row, (_, place) in enumerate(wanted):
         number = numbers.setdefault(place.pack, len(numbers))
-        rows.append((number, place.entry, place.offset, place.stored, place.raw, first_base.get(row, -1), place.codec, place.age))
+        rows.append((number, place.entry, place.offset, place.stored, place.raw, first_base.get(row, -1), place.codec, place.flags))
     return PartExtents(list(numbers), np.array(rows, EXTENT_DTYPE), b"".join(block for block, _ in wanted[len(ids) :]))
 
 
-def location_of(part: Part, packs: Sequence[Ulid], extents: Extents, row: int) -> Location:
-    """Where the block in a row lies, by places that were resolved; with its bases.
+def location_of(part: Part, packs: Sequence[Ulid], extents: Extents, row: int, depth: int = 0) -> Location:
+    """Where the block in a row lies, by places that were resolved; with its bases, and theirs.
 
     Raises:
-        CorruptObjectError: it is said to have more bases than there are rows.
+        CorruptObjectError: it is said to have more of them than there can be.
     """
     pack, entry, offset, stored, raw, first, codec, flags = extents[row].item()
     count = base_count(codec, flags)
-    if count and not row < first <= len(extents) - count:
-        raise CorruptObjectError("a part names a block without its bases")
-    bases = tuple(Base(part.block_id(base), location_of(part, packs, extents, base)) for base in range(first, first + count))
-    return Location(packs[pack], entry, offset, stored, raw, codec, bases, flags)
+    if count and not (row < first <= len(extents) - count and count <= MAX_BASES and depth < MAX_DEPTH and (count == 1 or not depth)):
+        raise CorruptObjectError(
+            f"{pack_name(packs[pack])}: a part names a block there with bases that cannot be", object_id=pack_name(packs[pack])
+        )
+    bases = tuple(Base(part.block_id(base), location_of(part, packs, extents, base, depth + 1)) for base in range(first, first + count))
+    return Location(packs[pack], entry, offset, stored, raw, codec, bases, flags if count else 0)
 
 
 def chain_of(place: Location) -> Iterator[Location]:

@@ -32,12 +32,8 @@ class Location(NamedTuple):
     codec: int
     bases: tuple["Base", ...] = ()
     """What it cannot be decoded without."""
-    age: int = 0
-    """How many snapshots lie between it and its base."""
-
-    def chain_bytes(self) -> int:
-        """The stored bytes of all that must be read, one after another, if each has one base."""
-        return self.stored + (self.bases[0].place.chain_bytes() if self.bases and self.bases[0].place else 0)
+    flags: int = 0
+    """As in its extent: how many snapshots lie between it and its base, or how many bases it has."""
 
 
 class Base(NamedTuple):

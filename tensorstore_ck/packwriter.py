@@ -39,7 +39,7 @@ class Encoding(NamedTuple):
     encoded: Encoded
     bases: tuple[Base, ...] = ()
     """The blocks that it is encoded against."""
-    age: int = 0
+    flags: int = 0
     """See `Location`."""
 
 
@@ -52,7 +52,7 @@ class EncodedBlock(NamedTuple):
     """Of the stored bytes."""
     raw_bytes: int
     bases: tuple[Base, ...] = ()
-    age: int = 0
+    flags: int = 0
 
     @property
     def stored_bytes(self) -> int:
@@ -121,7 +121,7 @@ class PackWriter:
             with self._meter.timed("encode", sum(len(run[number]) for number in fresh)):
                 encoded = [encode(number) if encode else Encoding(Encoded(Codec.RAW, (run[number],))) for number in fresh]
             made = zip(fresh, encoded, strict=True)
-            self._append([EncodedBlock(ids[number], *each.encoded, len(run[number]), each.bases, each.age) for number, each in made])
+            self._append([EncodedBlock(ids[number], *each.encoded, len(run[number]), each.bases, each.flags) for number, each in made])
         return ids
 
     def rely_on(self, ids: Sequence[Digest]) -> bool:
@@ -223,5 +223,5 @@ class PackWriter:
             self.new_bytes += data_bytes + len(footer)
             for number, (block, offset, _, stored, raw, codec, _, _) in enumerate(pack.rows):
                 based = pack.based.get(block)
-                more = (based.bases, based.age) if based is not None else ()
+                more = (based.bases, based.flags) if based is not None else ()
                 self.added[Digest(block)] = Location(pack.ulid, number, offset, stored, raw, codec, *more)
