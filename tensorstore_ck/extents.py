@@ -52,6 +52,12 @@ def extents_of(ids: Sequence[Digest], places: Mapping[Digest, Location]) -> Part
     return PartExtents(list(numbers), np.array(rows, EXTENT_DTYPE), b"".join(block for block, _ in wanted[len(ids) :]))
 
 
+def with_bases(place: Location, places: Mapping[Digest, Location]) -> Location:
+    """A place whose bases all say where they lie, so that it can be told of elsewhere."""
+    bases = tuple(base if base.place is not None else Base(base.block, with_bases(places[base.block], places)) for base in place.bases)
+    return place._replace(bases=bases)
+
+
 def location_of(part: Part, packs: Sequence[Ulid], extents: Extents, row: int, depth: int = 0) -> Location:
     """Where the block in a row lies, by places that were resolved; with its bases, and theirs.
 

@@ -18,7 +18,7 @@ from tensorstore_ck.closure import Places
 from tensorstore_ck.codec import Coding, Encoder, elements_of
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import FrozenChangedError
-from tensorstore_ck.extents import extents_of
+from tensorstore_ck.extents import extents_of, with_bases
 from tensorstore_ck.ids import ZERO_DIGEST, Digest, Ulid
 from tensorstore_ck.index import Base, Location
 from tensorstore_ck.layout import Captured, layout_id
@@ -243,7 +243,8 @@ def store_part(
 ) -> WrittenPart:
     """Writes the part that names these blocks, which lie where the closed `packs` say."""
     ids = [*blobs.ids, *tensors.ids]
-    extents = extents_of(ids, ChainMap(*(known for writer in packs for known in (writer.added, writer.found))))
+    places = ChainMap(*(known for writer in packs for known in (writer.added, writer.found)))
+    extents = extents_of(ids, places)
     part = Part(
         layout_id(captured.layout.encode()),
         seat.rank,
@@ -261,7 +262,7 @@ def store_part(
     )
     ulid, encoded = engine.new_id(), part.encode()
     engine.backend.put(part_name(ulid), encoded)
-    added = {block: place for writer in packs for block, place in writer.added.items()}
+    added = {block: with_bases(place, places) for writer in packs for block, place in writer.added.items()}
     return WrittenPart(ulid, part, added, sum(writer.new_bytes for writer in packs) + len(encoded))
 
 

@@ -122,5 +122,6 @@ class ChainedBlocks:
         found = self._links.location(block)
         if found is None:
             return self._known(block) if self._known is not None else None
-        self.packs.update(pack_name(place.pack) for place in chain_of(found))
+        # What it is encoded against may lie in packs of the base that all of them share; those are in the store.
+        self.packs |= {pack_name(place.pack) for place in chain_of(found)} & self._links.names
         return found

@@ -10,7 +10,10 @@ from click.testing import CliRunner
 
 import tensorstore_ck as tsck
 from tensorstore_ck.cli import main
+from tensorstore_ck.codec import BASED
 from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.gc.compact import read_footer
+from tensorstore_ck.ids import Ulid, parse_ulid
 from tests.codec.training import SIZE, Training, put_steps, same
 
 Open = Callable[..., tsck.Store]
@@ -97,6 +100,10 @@ def test_what_differences_need_outlives_what_they_are_taken_from(opened: Open, t
         for _ in range(2):  # what the first one compacts, the second one frees
             tsck_cli(tmp_path, "gc", "--min-age", "0s", "--undo-window", "0s", "--max-delete", "100%", "--compact-below", "100%")
         assert sum(each.stat().st_size for each in tmp_path.glob("store/packs/*/*")) < 0.7 * before
+        for pack in tmp_path.glob("store/packs/*/*"):
+            footer = read_footer(store.engine.backend, parse_ulid(pack.name) or Ulid(b""), pack.stat().st_size)
+            for entry, codec in enumerate(footer.entries["codec"].tolist()):
+                assert bool(footer.bases_of(entry)) == (codec in BASED)
         assert same(store.checkout(last.root), state)
         assert store.fsck(read_data=True).ok
         assert same(opened(cache_dir=tmp_path / "new").checkout("run"), state)
@@ -139,12 +146,16 @@ def test_a_damaged_base_is_told_of_and_not_built_on(opened: Open, tmp_path: Path
             pack.write_bytes(data)
     with opened(codec="small") as store:
         report = store.fsck(read_data=True)
-        assert {hit.split(" ")[0] for finding in report.findings for hit in finding.hits} == {"run@1", "run@2"}
+        hits = [hit for finding in report.findings for hit in finding.hits]
+        assert {hit.split(" ")[0] for hit in hits} == {"run@1", "run@2"}
+        assert all(hit.split(": ")[1].startswith("masters.") for hit in hits)
         with pytest.raises(tsck.DamageError):
             store.checkout("run")
         state = training.train()
         third = store.put_snapshot(state, ref="run", step=3, expect=tsck.ANY)
         assert same(store.checkout(third.root), state)
+        masters = next(group for group in store.show("run").groups if group.name == "masters")
+        assert masters.codecs == {"planes": 4 * SIZE, "delta": 2 * 4 * SIZE}
 
 
 def test_what_is_staged_may_be_a_difference(opened: Open, tmp_path: Path) -> None:
@@ -158,3 +169,26 @@ def test_what_is_staged_may_be_a_difference(opened: Open, tmp_path: Path) -> Non
         assert all(same(elsewhere.checkout(snapshot.root), state) for snapshot, state in published)
         assert "delta" in {codec for group in elsewhere.show("run").groups for codec in group.codecs}
         assert elsewhere.fsck(read_data=True).ok
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_weights_that_stay_when_their_masters_do_not(opened: Open, tmp_path: Path, staged: bool) -> None:
+    """They are the roundings of masters that the later snapshot has not."""
+    options: dict[str, Any] = {"staging": tsck.Staging(tmp_path / "staging", stagger_seconds=3600 if staged else 0)} if staged else {}
+    noise = torch.randn(SIZE)
+    rounded = noise.bfloat16().float()
+    states: list[dict[str, Any]] = [
+        {"masters": masters, "weights": noise.bfloat16(), "step": step}
+        for step, masters in enumerate([noise, rounded, torch.nextafter(rounded, torch.tensor(9.0))])
+    ]
+    with opened(codec="fast", **options) as store:
+        for state in states:
+            pending = store.put_snapshot_async(state, ref="run", step=state["step"])
+            (pending.staged if staged else pending).wait(60)
+        store.drain(0)
+    with opened(codec="fast", **({"staging": tmp_path / "staging"} if staged else {})) as store:
+        for state in states:
+            found = store.checkout(f"run@{state['step']}")
+            assert torch.equal(found["masters"], state["masters"])
+            assert torch.equal(found["weights"].view(torch.int16), state["weights"].view(torch.int16))
+        assert store.fsck(read_data=True).ok
