@@ -70,14 +70,14 @@ class Gpt(nn.Module):
         return logits
 
 
-def pretraining(steps_apart: int, snapshots: int, seed: int = 0) -> Iterator[State]:
+def pretraining(steps_apart: int, snapshots: int, *, warm_up: int = WARM_UP) -> Iterator[State]:
     """The states of a run, the first after its warm-up: always the same tensors, which the run changes further."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     text, model = tokens(), Gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
     names: dict[torch.Tensor, str] = {weights: name for name, weights in model.named_parameters()}
-    for step in range(WARM_UP + steps_apart * (snapshots - 1) + 1):
-        if step >= WARM_UP and (step - WARM_UP) % steps_apart == 0:
+    for step in range(warm_up + steps_apart * (snapshots - 1) + 1):
+        if step >= warm_up and (step - warm_up) % steps_apart == 0:
             moments = {names[weights]: {key: state[key] for key in ("exp_avg", "exp_avg_sq")} for weights, state in optimizer.state.items()}
             masters = {name: weights.detach() for weights, name in names.items()}
             yield {
@@ -125,7 +125,7 @@ def sparse_bf16(snapshots: int = 40, share: float = 0.005) -> Iterator[tuple[str
 
 def fork() -> Iterator[tuple[str, State]]:
     """Two jobs that go on from one snapshot: the second one changes a tenth of the layers."""
-    state = next(pretraining(1, 1))
+    state = next(pretraining(1, 1, warm_up=3))
     yield "job-a", state
     for step in (1, 2):
         state["step"] += step
