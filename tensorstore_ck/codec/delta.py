@@ -123,8 +123,8 @@ def decode_delta(stored: memoryview, into: memoryview, base: memoryview, name: s
             found[_by_exponent(words_of(base, item_bytes))] = ordered
         add_differences(words_of(base, item_bytes), found, words_of(into, item_bytes), is_float=is_float)
         return
-    into[:] = base
     if not changed:
+        into[:] = base
         return
     gaps, values = np.empty(changed, "<u4"), np.empty(changed, dtype)
     decode_planes(rest[:first], bytes_of(gaps), name)
@@ -132,10 +132,11 @@ def decode_delta(stored: memoryview, into: memoryview, base: memoryview, name: s
     places: npt.NDArray[Any] = np.cumsum(gaps, dtype=np.int64) - 1
     if int(gaps.min()) == 0 or int(places[-1]) >= whole // item_bytes:
         raise _misfit(name)
-    words = words_of(into, item_bytes)
+    words = words_of(base, item_bytes).copy()
     picked = np.empty(changed, dtype)
     add_differences(words[places], values, picked, is_float=is_float)
     words[places] = picked
+    into[:] = bytes_of(words)  # each word once: see `merge`
 
 
 def _by_exponent(base: Words) -> npt.NDArray[np.intp]:

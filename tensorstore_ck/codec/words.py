@@ -53,28 +53,27 @@ def split(words: Words, widths: Sequence[int], *, rotated: bool) -> list[Words]:
 
 
 def merge(groups: Sequence[Words], into: Words, *, rotated: bool) -> None:
-    """Puts words together; `into` may be a caller's tensor."""
+    """Puts words together. `into` may be a caller's tensor, even one that other processes restore at the same time: each word of it is
+    written once.
+    """
     bits = 8 * into.dtype.itemsize
     step = PIECE_BYTES // into.dtype.itemsize
-    spare, _ = _spares(min(step, len(into)), into.dtype)
+    spare, more = _spares(min(step, len(into)), into.dtype)
     for start in range(0, len(into), step):
         piece = into[start : start + step]
-        part = spare[: len(piece)]
+        found, part = spare[: len(piece)], more[: len(piece)]
         shift = bits
         for number, group in enumerate(groups):
             shift -= 8 * group.dtype.itemsize
-            here = part if number else piece
+            here = part if number else found
             np.copyto(here, group[start : start + len(piece)])
-            if shift or not rotated:
-                np.left_shift(here, shift - rotated, out=here)
-                if number:
-                    np.bitwise_or(piece, here, out=piece)
-                continue
-            low = np.right_shift(here, 1) if number else here >> 1
-            np.left_shift(here, bits - 1, out=here)
+            low = here >> 1 if rotated and not shift else None  # what a rotation brings down again
+            np.left_shift(here, bits - 1 if low is not None else shift - rotated, out=here)
             if number:
-                np.bitwise_or(piece, here, out=piece)
-            np.bitwise_or(piece, low, out=piece)
+                np.bitwise_or(found, here, out=found)
+            if low is not None:
+                np.bitwise_or(found, low, out=found)
+        np.copyto(piece, found)
 
 
 def _spares(count: int, dtype: np.dtype[Any]) -> tuple[Words, Words]:

@@ -3,41 +3,38 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from tensorstore_ck.closure import Places, resolve
+from tensorstore_ck.closure import Places
 from tensorstore_ck.codec import Codec
-from tensorstore_ck.engine import Engine
 from tensorstore_ck.ids import Digest
-from tensorstore_ck.inspection.contents import Contents
+from tensorstore_ck.inspection.contents import part_prefix
+from tensorstore_ck.part import Part
+from tensorstore_ck.reader import SnapshotReader
 from tensorstore_ck.snapshot import GroupCost
 
 
 class Costs:
-    """Adds up what is in a snapshot; each block counts once in its group."""
+    """Adds up parts, of which none is kept; each block counts once in its group."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
 
-    def add(self, contents: Contents) -> None:
-        """The tensors of some parts."""
-        placed: dict[int, Places] = {}
-        for name, tensor in contents.tensors.items():
-            group = self._groups.setdefault(name.split(".", 1)[0], _Group())
-            for part, held in tensor.reader.stored(tensor.number):
+    def add(self, reader: SnapshotReader, part: Part, places: Places) -> None:
+        """The tensors of a part; `reader` knows its layout."""
+        plan = reader.plan_of(part, reader.name)
+        for number, spec in enumerate(reader.layout.tensors):
+            group = self._groups.setdefault((part_prefix(part) + spec.name).split(".", 1)[0], _Group())
+            for held in plan.of(number):
                 if held.is_inline:
                     group.add_inline(sum(held.lengths))
                     continue
-                if id(part) not in placed:
-                    placed[id(part)] = resolve(self._engine, self._engine.log.view(), part)
-                extents = placed[id(part)].extents[held.rows.start : held.rows.stop]
+                extents = places.extents[held.rows.start : held.rows.stop]
                 ids = map(part.block_id, held.rows)
                 group.add(zip(ids, extents["raw"].tolist(), extents["stored"].tolist(), extents["codec"].tolist(), strict=True))
 
     def groups(self) -> tuple[GroupCost, ...]:
         """The groups, by name."""
-        return tuple(
-            GroupCost(name, group.raw_bytes, group.stored_bytes, dict(group.codecs)) for name, group in sorted(self._groups.items())
-        )
+        found = sorted(self._groups.items())
+        return tuple(GroupCost(name, group.raw_bytes, group.stored_bytes, dict(group.codecs)) for name, group in found)
 
 
 class _Group:

@@ -23,11 +23,10 @@ def describe(engine: Engine, info: SnapshotInfo) -> SnapshotDetails:
     opened = OpenSnapshot(engine, info)
     tensors: list[tuple[str, str, tuple[int, ...], int]] = []
     values: dict[str, Any] = {}
-    costs = Costs(engine)
+    costs = Costs()
     for contents in chain([opened.shared], map(opened.rank_state, range(opened.rank_states))):
         tensors += [(name, *form(tensor.spec)) for name, tensor in contents.tensors.items()]
         values |= {path: shown(value) for path, value in contents.values.items()}
-        costs.add(contents)
     spread = {name: _placement(tensor) for name, tensor in opened.shared.tensors.items()}
     return SnapshotDetails(
         Snapshot.from_info(info),
@@ -35,7 +34,7 @@ def describe(engine: Engine, info: SnapshotInfo) -> SnapshotDetails:
         opened.ranks,
         tuple(tensors),
         values,
-        *_stored(engine, opened),
+        *_stored(engine, opened, costs),
         {name: placement for name, placement in spread.items() if placement},
         costs.groups(),
     )
@@ -54,15 +53,19 @@ def _placement(tensor: Tensor) -> str:
     return f"{','.join(along)} on {'x'.join(map(str, layout.meshes[spread.mesh].shape))}"
 
 
-def _stored(engine: Engine, opened: OpenSnapshot) -> tuple[int, tuple[str, ...]]:
-    """What the distinct blocks of all parts take, and the packs that they are in."""
+def _stored(engine: Engine, opened: OpenSnapshot, costs: Costs) -> tuple[int, tuple[str, ...]]:
+    """What the distinct blocks of all parts take, and the packs that they are in; adds the parts to `costs`."""
+    reader_of = {rank: reader for reader in opened.shared.readers for rank in reader.ranks}
     packs: dict[Ulid, dict[int, int]] = {}
     lock = threading.Lock()
 
     def add(rank: int) -> None:
-        places = resolve(engine, engine.log.view(), opened.part(rank))
+        part = opened.part(rank)
+        places = resolve(engine, engine.log.view(), part)
+        reader = reader_of[rank] if rank in reader_of else opened.rank_state(rank - opened.ranks).readers[0]
         rows = places.extents[["pack", "entry", "stored"]].tolist()
         with lock:
+            costs.add(reader, part, places)
             for pack, entry, stored in rows:
                 packs.setdefault(places.packs[pack], {})[entry] = stored
 
