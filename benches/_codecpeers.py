@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import zstandard
 State = dict[str, Any]
 
 
-class Peer:
+class Peer(ABC):
     """Keeps states in a folder; `add` says by how many bytes it grew."""
 
     def __init__(self, name: str) -> None:
@@ -21,8 +22,9 @@ class Peer:
     def begin(self, folder: Path) -> None:
         folder.mkdir(parents=True)
 
+    @abstractmethod
     def add(self, folder: Path, state: State, step: int) -> int:
-        raise NotImplementedError
+        """Takes in another state."""
 
 
 class Compressor(Peer):

@@ -1,11 +1,15 @@
 """Writes the seeds under fuzz/corpus from real objects: `python -m fuzz.make_corpus` in the repository's root."""
 
+import random
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from tensorstore_ck import values
+from tensorstore_ck.codec import Elements, Encoder
 from tensorstore_ck.config import new_config
 from tensorstore_ck.envelope import HEADER_BYTES
 from tensorstore_ck.ids import DIGEST_BYTES
@@ -20,8 +24,8 @@ FOLDER = Path(__file__).parent / "corpus"
 
 def seeds() -> Iterator[tuple[str, bytes]]:
     """(target, input) of all seeds."""
-    for kind, sample in samples.SEALED.items():
-        yield kind, body(sample.sample)
+    for form, sample in samples.SEALED.items():
+        yield samples.kind_of(form), body(sample.sample)
     yield "layout", body(Layout([], None).encode())
     yield "layout", body(Layout([TensorSpec("x", "float32", 4, (1 << 30,))], ["l", [["t", 0, 1], None]]).encode())
     part = samples.part()
@@ -34,9 +38,34 @@ def seeds() -> Iterator[tuple[str, bytes]]:
     yield "pack", samples.pack()
     yield "pack", samples.pack_of([])
     yield "pack", samples.pack_of([b"raw" * 9, bytes(range(256))], compress=False)
+    yield from codecs()
     for exclusive in (True, False):
         config = replace(new_config(exclusive_create=exclusive), uuid="12345678-1234-5678-1234-567812345678")
         yield "config", config.encode()
+
+
+def codecs() -> Iterator[tuple[str, bytes]]:
+    """Blocks of all codecs, as `fuzz_codec` takes them."""
+    noise = random.Random(0).randbytes(1 << 12)
+    base = memoryview(noise)
+    moved = bytearray(noise)
+    moved[100:104] = b"\1\2\3\4"
+    encoder, floats = Encoder("small"), Elements(4, is_float=True)
+    near = np.frombuffer(noise, "<u4") % 251 + 1
+    dense = memoryview((np.frombuffer(noise, "<u4") + near).tobytes())
+    halves = memoryview(np.zeros(256, "<u2").tobytes())
+    blocks = [
+        (encoder.numbers(memoryview(near.tobytes()), floats), len(noise), 0),
+        (encoder.numbers(memoryview(bytes(64)), Elements(8, is_float=False)), 64, 0),
+        (encoder.delta(moved, base, floats), len(noise), 1),
+        (encoder.delta(dense, base, floats), len(noise), 1),
+        (encoder.delta(dense, base, Elements(4, is_float=False)), len(noise), 1),
+        (encoder.cast(halves, [memoryview(bytes(1024))], "bfloat16"), len(halves), 1),
+        (encoder.opaque(b"text" * 99), 396, 0),
+    ]
+    for encoded, raw_bytes, count in blocks:
+        assert encoded is not None
+        yield "codec", bytes([encoded.codec]) + raw_bytes.to_bytes(2, "little") + bytes([count]) + b"".join(encoded.pieces)
 
 
 def body(sealed: bytes) -> bytes:

@@ -417,7 +417,7 @@ class Part:
             raise ReadError(f"{name} is damaged: the block at offset {offset}, of {what}, does not match its id")
         return data
 
-    def decoded(self, row, what):
+    def decoded(self, row, what, depth=0):
         """The pack of a block, its offset there, and its bytes; those of what it is encoded against are read first."""
         number, entry, offset, stored, raw, base, codec, flags = self.extents[row].item()
         pack, offset, stored, codec = self.place(self.packs[number], entry, offset, stored, codec)
@@ -425,8 +425,10 @@ class Part:
         count = {3: 1, 4: flags}.get(codec, 0)
         if max(stored, raw) > MAX_BLOCK_BYTES or (count and not row < base <= len(self.extents) - count):
             raise ReadError(f"{self.name}: a block of {what} is too large, or without its bases")
+        if count and (depth == 200 or count > (1 if depth else 64)):
+            raise ReadError(f"{self.name}: a block of {what} has more bases than there can be")
         data = self.store.read(name, stored, offset)
-        bases = [self.decoded(each, what)[2] for each in range(base, base + count)]
+        bases = [self.decoded(each, what, depth + 1)[2] for each in range(base, base + count)]
         try:
             found = decode(codec, data, raw, bases)
         except (ValueError, IndexError, struct.error) as exc:

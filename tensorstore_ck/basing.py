@@ -4,7 +4,9 @@ Nothing here is taken on trust: a base was read and compared with its id, and th
 is encoded. A base that cannot be read is none.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 from tensorstore_ck.blockreader import decode_at
@@ -70,7 +72,10 @@ class Earlier:
     def candidate(self, row: int, raw_bytes: int) -> Candidate | None:
         """What to encode the block in a row of the tensors against, if it is worth a try."""
         row += self._first
-        place = location_of(self._part, self._places.packs, self._places.extents, row)
+        try:
+            place = location_of(self._part, self._places.packs, self._places.extents, row)
+        except DamageError:
+            return None
         if place.raw != raw_bytes or place.codec == Codec.CAST:
             return None
         base, age = Base(self._part.block_id(row), place), 1
@@ -138,11 +143,11 @@ class Masters:
 
     def blocks(self, block: TensorBlock) -> list[TensorBlock]:
         """The blocks of the masters that have just the elements of a block of weights; none if they are cut elsewhere."""
-        start, stop = 2 * block.start, 2 * block.stop
-        found = [each for each in self._blocks[self.of[block.tensor]] if start <= each.start and each.stop <= stop]
-        ends = [start, *(each.stop for each in found)]
-        fits = [each.start for each in found] == ends[:-1] and ends[-1] == stop
-        return found if fits and len(found) <= MAX_BASES else []
+        masters, start, stop = self._blocks[self.of[block.tensor]], 2 * block.start, 2 * block.stop
+        first = bisect_left(masters, start, key=lambda each: each.start)
+        found = masters[first : bisect_left(masters, stop, first, key=lambda each: each.start)]
+        fits = 0 < len(found) <= MAX_BASES and found[0].start == start and found[-1].stop == stop
+        return found if fits and all(one.stop == other.start for one, other in pairwise(found)) else []
 
     def read(self, block: TensorBlock) -> memoryview:
         """The bytes of a block."""

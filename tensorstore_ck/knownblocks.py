@@ -47,9 +47,10 @@ class KnownBlocks:
         found = self._rows.get(block)
         if found is not None:
             part, places = self._parts[found[0]]
-            location = location_of(part, places.packs, places.extents, found[1])
-            if self._is_usable(location):
-                return location
+            with contextlib.suppress(DamageError):  # what a part says of bases may be impossible
+                location = location_of(part, places.packs, places.extents, found[1])
+                if self._is_usable(location):
+                    return location
         elsewhere = self._engine.index.get(block) if self._elsewhere else None
         return elsewhere if elsewhere is not None and self._is_usable(elsewhere) else None
 

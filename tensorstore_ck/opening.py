@@ -45,8 +45,7 @@ def open_engine(
     delta: DeltaOption = None,
 ) -> Engine:
     """The engine of the store at `url`; with `create`, makes the store if there is none."""
-    kept = MinFree.parse(min_free)
-    CodecChoice(codec, delta)  # before anything is opened
+    kept, codecs = MinFree.parse(min_free), CodecChoice(codec, delta)
     limit = None if max_bytes_per_second is None else RateLimit(max_bytes_per_second)
     backend = open_backend(url, storage_options, no_sync=no_sync)
     try:
@@ -62,8 +61,8 @@ def open_engine(
         folder = options.open(config.uuid) if options is not None else None
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
         engine = make_engine(backend, config, table, single_writer=single_writer_unsafe)
-        engine.limit, engine.min_free = limit, kept
-        engine.codecs = CodecChoice(codec, delta, is_local=backend.is_local)
+        engine.limit, engine.min_free, engine.codecs = limit, kept, codecs
+        codecs.first_mode = "light" if backend.is_local else "fast"
         guard = kept if kept != MinFree() else None
         if folder is None or options is None:
             engine.backend = limited(backend, writes=limit, min_free=guard)

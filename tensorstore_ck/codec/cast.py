@@ -17,7 +17,7 @@ from tensorstore_ck.errors import CorruptObjectError
 KINDS: Final = {"bfloat16": 1, "float16": 2}
 """The dtypes that masters are rounded to. The numbers are format."""
 PIECE_ELEMENTS: Final = 1 << 16
-BYTES: Final = 8
+STORED_BYTES: Final = 8
 
 
 def rounded(masters: npt.NDArray[np.uint32], kind: int) -> npt.NDArray[np.uint16]:
@@ -47,7 +47,7 @@ def encode_cast(raw: memoryview, masters: Iterable[memoryview], kind: int) -> by
             if not np.array_equal(rounded(piece, kind), words[start : start + len(piece)]):
                 return None
             start += len(piece)
-    return bytes([kind]).ljust(BYTES, b"\0") if start == len(words) else None
+    return bytes([kind]).ljust(STORED_BYTES, b"\0") if start == len(words) else None
 
 
 def decode_cast(stored: memoryview, into: memoryview, bases: Iterable[memoryview], name: str) -> None:
@@ -56,7 +56,7 @@ def decode_cast(stored: memoryview, into: memoryview, bases: Iterable[memoryview
     Raises:
         CorruptObjectError: they are not as many as must be.
     """
-    kind = stored[0] if len(stored) == BYTES else 0
+    kind = stored[0] if len(stored) == STORED_BYTES else 0
     problem = kind not in KINDS.values() or len(into) % 2 or any(stored[1:])
     start = 0
     for block in bases if not problem else ():

@@ -43,15 +43,15 @@ class Coding(NamedTuple):
 class CodecChoice:
     """Of one store handle. Thread-safe."""
 
-    def __init__(self, option: CodecOption = "auto", delta: DeltaOption = None, *, is_local: bool = True) -> None:
-        """`option`: a name, or names by globs over refs, of which the first that fits counts. `delta`: see `require_delta`. `is_local`:
-        what is thought of the store before it was written to.
+    def __init__(self, option: CodecOption = "auto", delta: DeltaOption = None) -> None:
+        """`option`: a name, or names by globs over refs, of which the first that fits counts. `delta`: see `require_delta`.
 
         Raises:
             InvalidOptionError: there is no such codec.
         """
         self._delta = require_delta(delta)
-        self._is_local = is_local
+        self.first_mode: Mode = "light"
+        """What `auto` takes before anything was written."""
         rules = option if isinstance(option, Mapping) else {"*": option}
         self._rules = {str(glob): require_name(name) for glob, name in rules.items()}
         self._bytes_per_second = 0.0
@@ -70,7 +70,7 @@ class CodecChoice:
         if name != "auto":
             return name
         if not self._bytes_per_second:
-            return "light" if self._is_local else "fast"
+            return self.first_mode
         rate = self._bytes_per_second / cpu_threads()
         return "raw" if rate >= RAW_FROM else "light" if rate >= LIGHT_FROM else "fast" if rate > SMALL_TO else "small"
 

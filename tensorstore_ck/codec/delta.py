@@ -73,9 +73,8 @@ def encode_delta(raw: memoryview, base: memoryview, elements: Elements, coder: C
     order = FLOATS if elements.is_float else INTEGERS
     found = differences(words_of(raw, elements.item_bytes), words_of(base, elements.item_bytes), is_float=elements.is_float)
     plain = elements._replace(is_float=False)
-    if np.count_nonzero(sample(found)) > 2 * SPARSE_TO * len(sample(found)) or (changed := np.flatnonzero(found)).size > SPARSE_TO * len(
-        found
-    ):
+    changed = np.flatnonzero(found)
+    if len(changed) > SPARSE_TO * len(found):
         form = SORTED if elements.is_float else DENSE
         found = found[_by_exponent(words_of(base, elements.item_bytes))] if form == SORTED else found
         return [_HEADER.pack(form, order, elements.item_bytes, 0, 0), *planes_or_raw(bytes_of(found), plain, coder)]

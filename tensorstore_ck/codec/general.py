@@ -9,6 +9,7 @@ from enum import IntEnum
 from typing import Final, NamedTuple
 
 import lz4.block
+import numpy as np
 import zstandard
 
 from tensorstore_ck.backend.protocol import Buffer
@@ -80,10 +81,10 @@ def decode(
         except (lz4.block.LZ4BlockError, ValueError, OverflowError) as exc:
             raise CorruptObjectError(f"{name}: a block does not decompress: {exc}", object_id=name) from exc
     elif codec == Codec.PLANES:
-        raw = memoryview(bytearray(raw_bytes)) if into is None else into
+        raw = into if into is not None else memoryview(np.empty(raw_bytes, np.uint8))  # type: ignore[arg-type]
         decode_planes(stored, raw, name)
     elif codec in BASED:
-        raw = memoryview(bytearray(raw_bytes)) if into is None else into
+        raw = into if into is not None else memoryview(np.empty(raw_bytes, np.uint8))  # type: ignore[arg-type]
         if codec == Codec.CAST:
             decode_cast(stored, raw, bases, name)
         elif len(bases) != 1:

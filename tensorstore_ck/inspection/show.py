@@ -27,6 +27,8 @@ def describe(engine: Engine, info: SnapshotInfo) -> SnapshotDetails:
     for contents in chain([opened.shared], map(opened.rank_state, range(opened.rank_states))):
         tensors += [(name, *form(tensor.spec)) for name, tensor in contents.tensors.items()]
         values |= {path: shown(value) for path, value in contents.values.items()}
+        for reader in contents.readers if contents is not opened.shared else ():
+            costs.add(reader, reader.part, resolve(engine, engine.log.view(), reader.part))
     spread = {name: _placement(tensor) for name, tensor in opened.shared.tensors.items()}
     return SnapshotDetails(
         Snapshot.from_info(info),
@@ -54,7 +56,7 @@ def _placement(tensor: Tensor) -> str:
 
 
 def _stored(engine: Engine, opened: OpenSnapshot, costs: Costs) -> tuple[int, tuple[str, ...]]:
-    """What the distinct blocks of all parts take, and the packs that they are in; adds the parts to `costs`."""
+    """What the distinct blocks of all parts take, and the packs that they are in; adds those that all ranks hold together to `costs`."""
     reader_of = {rank: reader for reader in opened.shared.readers for rank in reader.ranks}
     packs: dict[Ulid, dict[int, int]] = {}
     lock = threading.Lock()
@@ -62,10 +64,10 @@ def _stored(engine: Engine, opened: OpenSnapshot, costs: Costs) -> tuple[int, tu
     def add(rank: int) -> None:
         part = opened.part(rank)
         places = resolve(engine, engine.log.view(), part)
-        reader = reader_of[rank] if rank in reader_of else opened.rank_state(rank - opened.ranks).readers[0]
         rows = places.extents[["pack", "entry", "stored"]].tolist()
         with lock:
-            costs.add(reader, part, places)
+            if rank in reader_of:
+                costs.add(reader_of[rank], part, places)
             for pack, entry, stored in rows:
                 packs.setdefault(places.packs[pack], {})[entry] = stored
 

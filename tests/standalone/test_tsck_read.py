@@ -376,14 +376,20 @@ def test_a_subtree_in_the_place_of_a_hole(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def main() -> Callable[[list[str]], int]:
-    """The script's `main`, in this process: quicker."""
+def script() -> Any:
+    """The script as a module."""
     spec = importlib.util.spec_from_file_location("tsck_read", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.main  # type: ignore[no-any-return]
+    return module
+
+
+@pytest.fixture(scope="module")
+def main(script: Any) -> Callable[[list[str]], int]:
+    """The script's `main`, in this process: quicker."""
+    return script.main  # type: ignore[no-any-return]
 
 
 Refused = Callable[[Mapping[str, bytes | None]], str]
@@ -476,3 +482,21 @@ def test_every_codec(tmp_path: Path) -> None:
         for name, tensor in {f"{key}.{name}": each for key in ("masters", "weights") for name, each in state[key].items()}.items():
             assert found.tensors[name][2] == tensor.view(torch.uint8).numpy().tobytes(), name
     assert "a long value" in json.dumps(exported(tmp_path / "store", blob.root, tmp_path / "text.safetensors").described)
+
+
+@pytest.mark.parametrize(("codec", "flags", "links"), [(3, 0, 300), (4, 65, 1), (4, 2, 2)])
+def test_bases_without_end_are_refused(script: Any, codec: int, flags: int, links: int) -> None:
+    """Else a few rows would mean more blocks than there are in the world."""
+
+    class Nothing:
+        def read(self, name: str, size: int, offset: int) -> bytes:
+            return b""
+
+    part = object.__new__(script.Part)
+    part.name, part.store, part.packs = "parts/x", Nothing(), [bytes(16)]
+    part.place = lambda pack, entry, *rest: (pack, *rest)
+    part.extents = np.zeros(400, script.EXTENT)
+    for row in range(links):
+        part.extents[row] = (0, 0, 64, 8, 8, row + 1, codec, flags)
+    with pytest.raises(script.ReadError, match="more bases than there can be"):
+        part.decoded(0, "x")
