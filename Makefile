@@ -24,7 +24,7 @@ lint: $(INSTALLED)
 clean:
 	rm -rf .venv .demo
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard tensorstore_ck/codec/*.c)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[s3,safetensors,dask,otel]' --group dev

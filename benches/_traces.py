@@ -38,29 +38,29 @@ def tokens(limit_bytes: int = 8 << 20) -> torch.Tensor:
 class Block(nn.Module):
     """Attention and a two-layer perceptron."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
         return y
 
 
 class Gpt(nn.Module):
-    """Eleven million parameters."""
+    """Eleven million parameters, unless it is wider."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(LAYERS)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
         for name, weights in self.named_parameters():
             if weights.dim() == 2:
                 nn.init.normal_(weights, std=0.02 / (2 * LAYERS) ** 0.5 if "out" in name or "down" in name else 0.02)
@@ -68,6 +68,27 @@ class Gpt(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.head(self.norm(self.blocks(self.tokens(x) + self.places.weight)))
         return logits
+
+
+class Adapted(nn.Module):
+    """A linear layer that is frozen, and what is learned beside it: LoRA, arXiv:2106.09685."""
+
+    def __init__(self, frozen: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.frozen = frozen
+        self.down = nn.Parameter(torch.randn(rank, frozen.in_features) * frozen.in_features**-0.5)
+        self.up = nn.Parameter(torch.zeros(frozen.out_features, rank))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.frozen(x) + ((x.float() @ self.down.T) @ self.up.T).to(x.dtype)
+        return y
+
+
+def loss_of(model: nn.Module, text: torch.Tensor, batch: int) -> torch.Tensor:
+    """On text from all over."""
+    starts = torch.randint(len(text) - CONTEXT - 1, (batch,)).tolist()
+    window = torch.stack([text[start : start + CONTEXT + 1] for start in starts])
+    return nn.functional.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
 
 
 def pretraining(steps_apart: int, snapshots: int, *, warm_up: int = WARM_UP) -> Iterator[State]:
@@ -88,27 +109,31 @@ def pretraining(steps_apart: int, snapshots: int, *, warm_up: int = WARM_UP) -> 
             }
         for group in optimizer.param_groups:
             group["lr"] = 3e-4 * min(1, (step + 1) / WARM_UP)
-        starts = torch.randint(len(text) - CONTEXT - 1, (BATCH,)).tolist()
-        window = torch.stack([text[start : start + CONTEXT + 1] for start in starts])
-        loss = nn.functional.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
+        loss = loss_of(model, text, BATCH)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
 
-def lora(snapshots: int = 6, rank: int = 8) -> Iterator[tuple[str, State]]:
-    """A frozen base in bf16, and small adapters with their moments."""
-    base = Gpt().bfloat16()
-    generator = torch.Generator().manual_seed(1)
-    wide = {name: weights for name, weights in base.named_parameters() if weights.dim() == 2 and "blocks" in name}
-    adapters = {name: torch.randn(rank, weights.shape[1], generator=generator) * 0.01 for name, weights in wide.items()}
-    moments = {name: torch.zeros_like(each) for name, each in adapters.items()}
+def lora(snapshots: int = 6, rank: int = 8, width: int = 1280) -> Iterator[tuple[str, State]]:
+    """A frozen base of 160 million parameters in bf16, and adapters beside its attention, which are trained, with their moments."""
+    torch.manual_seed(1)
+    text, model = tokens(), Gpt(width).bfloat16().requires_grad_(requires_grad=False)
+    base = {name: weights.detach() for name, weights in model.named_parameters()}
+    adapted: list[Adapted] = []
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.qkv, block.out = Adapted(block.qkv, rank), Adapted(block.out, rank)  # type: ignore[assignment]
+        adapted += [block.qkv, block.out]  # type: ignore[list-item]
+    learned = {f"{number}.{side}": getattr(each, side) for number, each in enumerate(adapted) for side in ("down", "up")}
+    optimizer = torch.optim.AdamW(learned.values(), lr=1e-3)
     for step in range(snapshots):
-        yield "lora", {"base": base.state_dict(), "adapters": adapters, "moments": moments, "step": step}
-        for name, each in adapters.items():
-            moments[name].mul_(0.9).add_(torch.randn(each.shape, generator=generator), alpha=1e-3)
-            each.sub_(moments[name], alpha=1e-2)
+        optimizer.zero_grad()
+        loss_of(model, text, 1).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        moments = {name: {key: optimizer.state[each][key] for key in ("exp_avg", "exp_avg_sq")} for name, each in learned.items()}
+        yield "lora", {"base": base, "adapters": {name: each.detach() for name, each in learned.items()}, "moments": moments, "step": step}
 
 
 def sparse_bf16(snapshots: int = 40, share: float = 0.005) -> Iterator[tuple[str, State]]:

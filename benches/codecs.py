@@ -18,8 +18,8 @@ import torch
 
 import tensorstore_ck as tsck
 from benches._codecpeers import PEERS, Peer
-from benches._traces import TRACES, State, copy_of, flat
-from tensorstore_ck.codec import Elements, Encoder, decode
+from benches._traces import TRACES, State, copy_of, flat, pretraining
+from tensorstore_ck.codec import CodecName, Elements, Encoder, decode
 
 BLOCK_BYTES = 4 << 20
 
@@ -70,6 +70,31 @@ def speeds() -> Iterator[tuple[str, float, float, float]]:
         yield f"fast, {dtype}".replace("torch.", ""), sum(map(len, stored)) / raw, raw / min(encoding) / 1e9, raw / min(decoding) / 1e9
 
 
+def restores(folder: Path, rounds: int = 7) -> Iterator[tuple[str, float, float]]:
+    """(how it was put, stored beside raw size, GB/s) of a restore in the middle of a run, by the side of those without differences."""
+    shutil.rmtree(folder, ignore_errors=True)
+    states = [copy_of(state) for state in pretraining(10, 5)]
+    raw_bytes = sum(map(len, flat(states[-1]).values()))
+    ways: dict[str, tuple[CodecName, bool]] = {"raw": ("raw", False), "small, no differences": ("small", False), "small": ("small", True)}
+    with tsck.open(folder / "store", create=True, cache_dir=folder / "cache") as store:
+        shares, seconds = {}, {way: [0.0] * rounds for way in ways}
+        for way, (codec, delta) in ways.items():
+            for state in states:
+                put = store.put_snapshot(state, ref=way.replace(", ", "-").replace(" ", "-"), step=state["step"], codec=codec, delta=delta)
+                shares[way] = put.root, put.new_bytes / put.logical_bytes
+        for number in range(rounds):
+            for way, (root, _) in shares.items():
+                into = copy_of(states[0])
+                began = time.perf_counter()
+                store.checkout(root, into=into)
+                seconds[way][number] = time.perf_counter() - began
+                if number == 0 and any(not torch.equal(flat(into)[name], tensor) for name, tensor in flat(states[-1]).items()):
+                    raise SystemExit(f"{way}: a snapshot came back with other bytes")
+    shutil.rmtree(folder)
+    for way, (_, share) in shares.items():
+        yield way, share, raw_bytes / statistics.median(seconds[way]) / 1e9
+
+
 def draw(results: dict[str, dict[str, list[float]]], path: Path) -> None:
     """Stored bytes over snapshots, ours against theirs."""
     from matplotlib import pyplot  # type: ignore[import-not-found,import-untyped,unused-ignore]  # noqa: PLC0415 - only here
@@ -96,6 +121,9 @@ def main() -> None:
     for what, ratio, encode, decoded in speeds():
         print(f"| {what} | {ratio:.3f} | {encode:.2f} | {decoded:.2f} |")
     torch.set_num_threads(2)
+    print("\n| restore of the fifth snapshot, 10 steps apart | stored / raw | GB/s |\n|---|---|---|")
+    for what, share, speed in restores(options.folder / "restores"):
+        print(f"| {what} | {share:.3f} | {speed:.2f} |", flush=True)
     results: dict[str, Any] = {}
     print("\n| trace | who | first | mean after the first | largest after the first |\n|---|---|---|---|---|")
     for name in options.only:

@@ -6,6 +6,7 @@ usage.py, tally.py            who uses how many bytes
 listing.py                    what lies in the backend
 compact.py                    live entries of sparse packs, copied
 run.py, report.py             a run of gc
+recode.py                     blocks of cold snapshots, encoded anew
 """
 
 from tensorstore_ck.gc.report import GcOptions, GcReport

@@ -5,6 +5,7 @@ Every block is verified on the way. A pack with a block that does not verify is 
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from tensorstore_ck.codec import BASED, Codec, StoredBlock, decode
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import object_hash
 from tensorstore_ck.errors import CorruptObjectError, DamageError
+from tensorstore_ck.gc.reach import Reach
 from tensorstore_ck.ids import Digest, Ulid, block_id
 from tensorstore_ck.index import Base
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable
@@ -26,6 +28,7 @@ from tensorstore_ck.parallel import cpu_threads, for_each
 RUN_BYTES: Final = 8 << 20
 MAX_OPEN_PACKS: Final = 4
 REMOTE_THREADS: Final = 8
+MOVES_AN_ENTRY: Final = 500
 
 
 class Move(NamedTuple):
@@ -169,6 +172,24 @@ def read_blocks(backend: Backend, pack: Ulid, footer: Footer, entries: list[int]
             raise CorruptObjectError(f"{name} holds a block that does not match its id", object_id=name)
         blocks.append(StoredBlock(Codec(codec), data, raw_bytes))
     return blocks
+
+
+def live_bytes(pack: SparsePack) -> int:
+    """What the entries that are to be copied take."""
+    return int(pack.footer.entries["stored"][pack.entries].sum(dtype=np.int64))
+
+
+def put_in_force(engine: Engine, moves: Sequence[Move], reach: Reach, anchor: int) -> None:
+    """Lets moves take effect, as of the very head that the entry follows; `anchor`: the entry at which they were planned."""
+
+    def build(view: RefTable, batch: Sequence[Move]) -> list[Op]:
+        reach.update(view)
+        if anchor < view.horizon():
+            return []
+        return [op for move in batch for op in move.operations(view, reach.live_entries(move.pack))]
+
+    for at in range(0, len(moves), MOVES_AN_ENTRY):
+        engine.log.append(partial(build, batch=moves[at : at + MOVES_AN_ENTRY]))
 
 
 def _encoded(footer: Footer, entry: int, block: StoredBlock) -> EncodedBlock:

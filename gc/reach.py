@@ -6,7 +6,7 @@ more than the roots of the newest view need, which only means that something is 
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Final, TypeVar
 
 from tensorstore_ck.closure import Entries, follow
 from tensorstore_ck.engine import Engine
@@ -19,6 +19,21 @@ from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
 from tensorstore_ck.parallel import cpu_threads, for_each
 
 REMOTE_THREADS: Final = 8
+TRIES: Final = 3
+
+T = TypeVar("T")
+
+
+def at_newest(engine: Engine, look: Callable[[int, RefTable], T]) -> T:
+    """What `look` finds, given the newest entry's number and view; where others free what it looks at, it looks again."""
+    for attempt in range(TRIES):
+        anchor = engine.log.sync().n  # before any row is read: all that is seen is of this entry or later
+        try:
+            return look(anchor, engine.log.view())
+        except DamageError:
+            if attempt + 1 == TRIES or engine.log.sync().n == anchor:
+                raise
+    raise AssertionError
 
 
 class Reach:

@@ -1,5 +1,6 @@
-"""What gc is asked, and what it says that it did."""
+"""What gc is asked, and what it says that it did and does."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -92,3 +93,17 @@ class GcReport:
     def freed_bytes(self) -> int:
         """What the store gets smaller by; the log grows by some hundred bytes."""
         return self.deleted_bytes - self.written_bytes
+
+
+class Summed:
+    """Adds up progress from several threads."""
+
+    def __init__(self, progress: Progress, what: str, total: int) -> None:
+        self._progress, self._what, self._total, self._done = progress, what, total, 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        """So many more are done."""
+        with self._lock:
+            self._done += count
+            self._progress(self._what, self._done, self._total)

@@ -5,7 +5,6 @@ so that the next run, of anybody, goes on with them. Clocks decide only when som
 nothing: marks and plan are made as if what has run out had ended, and only an accepted plan is carried out.
 """
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple
@@ -13,11 +12,11 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.errors import DamageError, GcRefusedError, StoreError, UnreadableError, UnsafeBackendError
-from tensorstore_ck.gc.compact import Move, SparsePack, compact, read_footer
+from tensorstore_ck.errors import DamageError, GcRefusedError, StoreError, UnsafeBackendError
+from tensorstore_ck.gc.compact import Move, SparsePack, compact, live_bytes, put_in_force, read_footer
 from tensorstore_ck.gc.listing import Listed, list_objects
-from tensorstore_ck.gc.reach import Reach
-from tensorstore_ck.gc.report import GcOptions, GcReport, GoneSnapshot, Progress, RewrittenPack
+from tensorstore_ck.gc.reach import Reach, at_newest
+from tensorstore_ck.gc.report import GcOptions, GcReport, GoneSnapshot, Progress, RewrittenPack, Summed
 from tensorstore_ck.ids import ZERO_DIGEST, ulid_text
 from tensorstore_ck.log import FOLDERS, Entry, ObjectKey, Objects, Op, RefTable, SnapshotInfo, fold, pieces
 from tensorstore_ck.moved import MOVED_DTYPE, Moved
@@ -29,10 +28,8 @@ OBJECTS_AN_ENTRY: Final = 40_000
 """16 bytes each: well below the megabyte that an entry may have."""
 DELETE_BATCH: Final = 1000
 ENDINGS_AN_ENTRY: Final = 2000
-MOVES_AN_ENTRY: Final = 500
 THREADS: Final = 8
 MAX_CLOCK_SECONDS: Final = 300
-MARK_TRIES: Final = 3
 
 
 def run_gc(
@@ -90,7 +87,7 @@ class _Gc:
         self._listed = list_objects(self._engine.backend)
         part_sizes = {key.ulid: listed.size_bytes for key, listed in self._listed.items() if key.kind == "part"}
         self._reach = Reach(self._engine, part_sizes, lambda done, total: self._progress("marking snapshots", done, total))
-        self._mark()
+        at_newest(self._engine, self._mark)
         plan = self._make_plan()
         refusal = self._refusal(plan)
         if self._dry_run:
@@ -98,7 +95,7 @@ class _Gc:
         if refusal is not None:
             raise refusal
         self._end(plan.ending)
-        copied = _Summed(self._progress, "rewriting packs", sum(map(_live_bytes, plan.sparse)))
+        copied = Summed(self._progress, "rewriting packs", sum(map(live_bytes, plan.sparse)))
         compacted = compact(self._engine, plan.sparse, copied.add)
         self._notes += compacted.problems
         self._condemn(plan.garbage, compacted.moves)
@@ -117,19 +114,12 @@ class _Gc:
         pins = [pin for pin in view.pins() if pin.expires_ns is not None and pin.expires_ns <= self._now_ns]
         return [*(Op.purge(window.n, window.name) for window in windows), *(Op.unpin(pin.ulid, pin.owner, view) for pin in pins)]
 
-    def _mark(self) -> None:
-        """Marks at the newest head, without what has run out; what vanishes meanwhile, because others free it, is looked at again."""
-        for attempt in range(MARK_TRIES):
-            self._anchor = self._engine.log.sync().n  # before any row is read: all that is seen is of this entry or later
-            view = self._engine.log.view()
-            self._ends = self._ending(view)
-            self._view = _simulated(view, self._ends) if self._ends else view
-            try:
-                return self._reach.update(self._view)
-            except UnreadableError:
-                if attempt + 1 == MARK_TRIES or self._engine.log.sync().n == self._anchor:
-                    raise
-        return None
+    def _mark(self, anchor: int, view: RefTable) -> None:
+        """Marks at the newest head, without what has run out."""
+        self._anchor = anchor
+        self._ends = self._ending(view)
+        self._view = _simulated(view, self._ends) if self._ends else view
+        self._reach.update(self._view)
 
     def _make_plan(self) -> _Plan:
         view, options = self._view, self._options
@@ -162,16 +152,16 @@ class _Gc:
                 return
             if len(entries) and int(entries[-1]) < len(footer.entries):
                 pack = SparsePack(key.ulid, footer, entries, size_bytes)
-                if _live_bytes(pack) < self._options.compact_below * int(footer.entries["stored"].sum(dtype=np.int64)):
+                if live_bytes(pack) < self._options.compact_below * int(footer.entries["stored"].sum(dtype=np.int64)):
                     found.append(pack)
 
         for_each(candidates, judge, 1 if self._engine.backend.is_local else THREADS)
         self._requests += 3 * len(candidates)
-        found.sort(key=lambda pack: (_live_bytes(pack) / pack.size_bytes, pack.pack))
+        found.sort(key=lambda pack: (live_bytes(pack) / pack.size_bytes, pack.pack))
         chosen: list[SparsePack] = []
         budget_bytes = self._options.compact_bytes
         for pack in found:
-            budget_bytes -= _live_bytes(pack)
+            budget_bytes -= live_bytes(pack)
             if budget_bytes < 0:
                 self._notes.append(f"{len(found) - len(chosen)} more packs are sparse: the next run goes on with them")
                 break
@@ -234,18 +224,14 @@ class _Gc:
     def _condemn(self, garbage: list[ObjectKey], moves: list[Move]) -> None:
         """Lists the garbage and puts moves in force, as of the very head that the entry follows."""
 
-        def build(view: RefTable, batch: Iterable[ObjectKey], moves: list[Move]) -> list[Op]:
+        def build(view: RefTable, batch: Iterable[ObjectKey]) -> list[Op]:
             self._reach.update(view)
             chosen = Objects(key for key in batch if view.object_state(key) is None and not self._reach.needs(key))
-            ops = [Op.condemn(chosen)] if chosen else []
-            if self._anchor >= view.horizon():
-                ops += [op for move in moves for op in move.operations(view, self._reach.live_entries(move.pack))]
-            return ops
+            return [Op.condemn(chosen)] if chosen else []
 
         for batch in pieces(garbage, OBJECTS_AN_ENTRY):
-            self._engine.log.append(partial(build, batch=batch, moves=[]))
-        for at in range(0, len(moves), MOVES_AN_ENTRY):
-            self._engine.log.append(partial(build, batch=(), moves=moves[at : at + MOVES_AN_ENTRY]))
+            self._engine.log.append(partial(build, batch=batch))
+        put_in_force(self._engine, moves, self._reach, self._anchor)
 
     def _sweep(self) -> None:
         def build(view: RefTable) -> list[Op]:
@@ -266,7 +252,7 @@ class _Gc:
         """Deletes what was swept, whoever swept it."""
         view = self._engine.log.view()
         dead = sorted(key for key in listed if (state := view.object_state(key)) is not None and state.swept)
-        deleted = _Summed(self._progress, "deleting objects", len(dead))
+        deleted = Summed(self._progress, "deleting objects", len(dead))
 
         def delete(keys: list[ObjectKey]) -> None:
             self._engine.backend.delete([key.name for key in keys])
@@ -307,13 +293,13 @@ class _Gc:
         waiting = len(plan.garbage) + len(plan.sparse) if self._options.grace_seconds and self._dry_run else 0
         waiting += sum(not state.swept and key not in going for key, state in view.objects())
         batch = 1 if self._engine.backend.is_local else DELETE_BATCH
-        writes = sum(2 + _live_bytes(pack) // (8 << 20) for pack in rewritten)
+        writes = sum(2 + live_bytes(pack) // (8 << 20) for pack in rewritten)
         return GcReport(
             self._dry_run,
             tuple(GoneSnapshot(ulid_text(info.ulid), info.root.hex(), info.ref, info.step) for info in gone),
             {kind: sum(key.kind == kind for key in deleted) for kind in FOLDERS},
             sum(plan.listed[key].size_bytes for key in deleted),
-            tuple(RewrittenPack(ObjectKey("pack", pack.pack).name, pack.size_bytes, _live_bytes(pack)) for pack in rewritten),
+            tuple(RewrittenPack(ObjectKey("pack", pack.pack).name, pack.size_bytes, live_bytes(pack)) for pack in rewritten),
             written_bytes,
             waiting,
             plan.young,
@@ -322,20 +308,6 @@ class _Gc:
             tuple(self._notes),
             None if refusal is None else str(refusal),
         )
-
-
-class _Summed:
-    """Adds up progress from several threads."""
-
-    def __init__(self, progress: Progress, what: str, total: int) -> None:
-        self._progress, self._what, self._total, self._done = progress, what, total, 0
-        self._lock = threading.Lock()
-
-    def add(self, count: int) -> None:
-        """So many more are done."""
-        with self._lock:
-            self._done += count
-            self._progress(self._what, self._done, self._total)
 
 
 def _simulated(view: RefTable, ops: Sequence[Op]) -> RefTable:
@@ -347,10 +319,6 @@ def _simulated(view: RefTable, ops: Sequence[Op]) -> RefTable:
             batch.put(key, value)
         fold(Entry(head.n if head else 0, ZERO_DIGEST, bytes(16), 0, "", tuple(ops), ZERO_DIGEST, 0), batch)
     return RefTable(table)
-
-
-def _live_bytes(pack: SparsePack) -> int:
-    return int(pack.footer.entries["stored"][pack.entries].sum(dtype=np.int64))
 
 
 def _written_bytes(packs: Sequence[SparsePack]) -> int:

@@ -29,6 +29,7 @@ class Blocks(NamedTuple):
     entries: Array
     stored: Array
     raw: Array
+    codecs: Array
 
     def positions(self, array: PackArray) -> Array:
         """Where they are in an array."""
@@ -49,6 +50,7 @@ def distinct_blocks(packs: Sequence[Ulid], extents: Extents) -> Blocks:
         keys & (1 << 32) - 1,
         extents["stored"][rows],
         extents["raw"][rows],
+        extents["codec"][rows],
     )
 
 
@@ -75,6 +77,8 @@ class Tally:
         """Distinct ones."""
         self.live: dict[Ulid, tuple[int, int]] = {}
         """Pack -> its blocks, and what they take."""
+        self.codecs: dict[int, tuple[int, int, int]] = {}
+        """Codec -> the distinct blocks that it encodes, their raw bytes, and what they take."""
 
     def mask(self, holders: Collection[str]) -> int:
         """A set of holders."""
@@ -132,6 +136,11 @@ class Tally:
                 pack = blocks.packs[number]
                 count, size = self.live.get(pack, (0, 0))
                 self.live[pack] = (count + int(counts[number]), size + int(sizes[number]))
+            for codec in np.flatnonzero(np.bincount(blocks.codecs[is_new])).tolist():
+                of_codec = is_new & (blocks.codecs == codec)
+                added = int(of_codec.sum()), _total(blocks.raw[of_codec]), _total(blocks.stored[of_codec])
+                count, raw, stored = self.codecs.get(codec, (0, 0, 0))
+                self.codecs[codec] = (count + added[0], raw + added[1], stored + added[2])
 
     def _number(self, mask: int) -> int:
         number = self._number_of.setdefault(mask, len(self._sets))
@@ -140,6 +149,10 @@ class Tally:
             for column in self._columns:
                 column.append(0)
         return number
+
+
+def _total(sizes: Array) -> int:
+    return int(sizes.sum(dtype=np.int64))
 
 
 class Owners:

@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 
 from tensorstore_ck.closure import resolve
+from tensorstore_ck.codec import codec_name
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.gc.mark import PackArray, read_parts
 from tensorstore_ck.gc.roots import UNDO, roots
@@ -92,6 +93,16 @@ class PackUsage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CodecUsage:
+    """What one codec encodes, of the distinct blocks that something holds."""
+
+    codec: str
+    blocks: int
+    raw_bytes: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage(Held):
     """What all refs, pins and undo windows hold together, and what lies in the store."""
 
@@ -101,6 +112,8 @@ class Usage(Held):
     """Oldest first; only when asked."""
     packs: tuple[PackUsage, ...]
     """Those with the smallest live ratio first."""
+    codecs: tuple[CodecUsage, ...]
+    """Those that encode most first, by raw bytes."""
     pinned_bytes: int
     """Of the stored bytes: those that pins hold, and no ref."""
     undo_bytes: int
@@ -200,6 +213,7 @@ class _Measurement:
             ),
             by_snapshot=tuple(self._snapshots()) if self._per_snapshot else None,
             packs=packs,
+            codecs=self._codecs(),
             pinned_bytes=self._tally.sums(lambda mask: not mask & every and mask != undo).stored_bytes,
             undo_bytes=self._tally.sums(lambda mask: mask == undo).stored_bytes,
             objects_bytes=sum(self._sizes.values()),
@@ -227,6 +241,12 @@ class _Measurement:
                 ratio = min((live_bytes + count * ENTRY_DTYPE.itemsize) / filled, 1.0)
                 packs.append(PackUsage(name=name, bytes=size, live_bytes=live_bytes, live_ratio=ratio))
         return tuple(sorted(packs, key=lambda pack: (pack.live_ratio, pack.name)))
+
+    def _codecs(self) -> tuple[CodecUsage, ...]:
+        rows = sorted(self._tally.codecs.items(), key=lambda row: -row[1][1])
+        return tuple(
+            CodecUsage(codec=codec_name(codec), blocks=blocks, raw_bytes=raw, stored_bytes=stored) for codec, (blocks, raw, stored) in rows
+        )
 
     def _snapshots(self) -> Iterator[SnapshotUsage]:
         for ulid, number in self._number.items():

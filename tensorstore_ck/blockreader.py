@@ -5,8 +5,10 @@ memory where a block is stored raw. A block that several want is fetched once. K
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
+from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
 from tensorstore_ck.backend.protocol import Backend
@@ -15,7 +17,7 @@ from tensorstore_ck.codec import BASED, Codec, decode
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import CorruptObjectError, DamageError
 from tensorstore_ck.extents import chain_of, location_of
-from tensorstore_ck.ids import Ulid, block_id
+from tensorstore_ck.ids import Digest, Ulid, block_id
 from tensorstore_ck.index import Location
 from tensorstore_ck.layout import ByteTarget
 from tensorstore_ck.log import SnapshotInfo
@@ -121,20 +123,25 @@ def _read_at_places(engine: Engine, wanted: list[WantedBlock]) -> None:
     threads = cpu_threads() + DISK_QUEUE if local else REMOTE_THREADS
     wanted.sort(key=lambda block: (block.pack, block.offset))
     runs = list(_merge([block for block in wanted if block.codec not in BASED], direct=local))
-    runs += [[block] for block in wanted if block.codec in BASED]
+    runs += [[block] for block in wanted if block.codec == Codec.DELTA]
+    roundings = [[block] for block in wanted if block.codec == Codec.CAST]
     buffers = threading.local()
+    at_hand: dict[Digest, memoryview] = {}
 
     def fetch(run: list[WantedBlock]) -> None:
-        read = _fetch_based if run[0].codec in BASED else _fetch
+        read = partial(_fetch_based, at_hand=at_hand) if run[0].codec in BASED else partial(_fetch, buffers=buffers)
         try:
-            read(engine, run, buffers)
+            read(engine, run)
         except CorruptObjectError:
             distrusted = [engine.distrust(pack_name(pack)) for pack in _packs_of(run[0])]
             if not any(distrusted):
                 raise
-            read(engine, run, buffers)
+            read(engine, run)
 
     for_each(runs, fetch, min(threads, len(runs)))
+    if roundings:  # of masters that are most likely in their places now
+        at_hand |= _in_place(wanted)
+        for_each(roundings, fetch, min(threads, len(roundings)))
 
 
 def _fetch(engine: Engine, run: list[WantedBlock], buffers: threading.local) -> None:
@@ -166,27 +173,41 @@ def _fetch(engine: Engine, run: list[WantedBlock], buffers: threading.local) -> 
             deliver(block.target, block.start, raw)
 
 
-def _fetch_based(engine: Engine, run: list[WantedBlock], _: threading.local) -> None:
+def _in_place(wanted: list[WantedBlock]) -> dict[Digest, memoryview]:
+    """Blocks that were restored to one place, and lie there whole."""
+    found = {}
+    for block in wanted:
+        memory = block.target.memory() if block.codec != Codec.CAST else None
+        if memory is not None:
+            found[block.source.part.block_id(block.row)] = memory[block.start : block.start + block.raw]
+    return found
+
+
+def _fetch_based(engine: Engine, run: list[WantedBlock], at_hand: Mapping[Digest, memoryview]) -> None:
     """Reads a block that is encoded against others, and delivers it."""
     (block,) = run
     place = _location(block)
     whole = block.target.memory()
     into = None if whole is None else whole[block.start : block.start + block.raw]
-    raw = decode_at(engine.backend, place, into)
+    raw = decode_at(engine.backend, place, into, at_hand)
     _verify(block, raw, pack_name(place.pack))
     if raw is not into:
         deliver(block.target, block.start, raw)
 
 
-def decode_at(backend: Backend, place: Location, into: memoryview | None = None) -> memoryview:
-    """The raw bytes of a block, `into` that place if possible; not compared with its id.
+def decode_at(
+    backend: Backend, place: Location, into: memoryview | None = None, at_hand: Mapping[Digest, memoryview] = MappingProxyType({})
+) -> memoryview:
+    """The raw bytes of a block, `into` that place if possible; not compared with its id. Bases that are `at_hand` are not read.
 
     Raises:
         DamageError: it, or one that it is encoded against, is missing or damaged.
     """
     name, stored = pack_name(place.pack), memoryview(bytearray(place.stored))
     backend.read_into(name, place.offset, stored)
-    bases = [decode_at(backend, base.place) for base in place.bases if base.place is not None]
+    bases = [
+        at_hand[base.block] if base.block in at_hand else decode_at(backend, base.place) for base in place.bases if base.place is not None
+    ]
     return decode(place.codec, stored, place.raw, name, into, bases=bases)
 
 

@@ -3,12 +3,13 @@
 What looks at a store is loaded only by the methods that look, so that a command starts fast. Knows no torch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Self
 
 from tensorstore_ck import forgetting
 from tensorstore_ck.address import Resolved, resolve
 from tensorstore_ck.closure import revive
+from tensorstore_ck.codec import require_strong
 from tensorstore_ck.durations import parse_seconds
 from tensorstore_ck.engine import Engine, current_user
 from tensorstore_ck.errors import InvalidOptionError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tensorstore_ck.forgetting import Forgotten
     from tensorstore_ck.fsck import FsckOptions, FsckReport, RepairReport
     from tensorstore_ck.gc import GcOptions, GcReport
+    from tensorstore_ck.gc.recode import RecodeReport
     from tensorstore_ck.gc.report import Progress as GcProgress
     from tensorstore_ck.gc.usage import Usage
     from tensorstore_ck.inspection import SnapshotDiff
@@ -168,6 +170,40 @@ class ManagedStore:
 
         return run_gc(self._engine.of_store(), options, dry_run=dry_run, **({"progress": progress} if progress else {}))
 
+    def recode(
+        self,
+        *addresses: str,
+        codec: str = "small",
+        older_than: "str | float | None" = None,
+        dry_run: bool = False,
+        max_bytes_per_second: float | None = None,
+        progress: "GcProgress | None" = None,
+    ) -> "RecodeReport":
+        """Encodes snapshots anew so that they take less room: those that are kept and seldom read. Roots stay as they are.
+
+        What they took is condemned, and freed by the next `gc`; until then the store takes more.
+
+        Args:
+            addresses: A branch for all of its history, any other address for one snapshot; none: everything that is held.
+            codec: ``small`` or ``fast``.
+            older_than: Only snapshots that were put longer ago, e.g. ``"7d"`` or seconds.
+            dry_run: Only tell what would be gained, by some blocks of each pack.
+            max_bytes_per_second: Reads no more than that, and writes no more.
+            progress: Called with (what is being done, done, of how many).
+        """
+        from tensorstore_ck.gc.recode import run_recode  # noqa: PLC0415
+
+        mode = require_strong(codec)
+        before_ns = self._engine.clock() - int(parse_seconds(older_than, "older_than") * 1e9) if older_than is not None else None
+
+        def choose(view: RefTable) -> list[SnapshotInfo]:
+            found = {info.ulid: info for address in addresses for info in _all_at(view, address)}
+            chosen = found.values() if addresses else view.snapshots()
+            return [info for info in chosen if before_ns is None or info.time_ns <= before_ns]
+
+        engine = self._engine.of_store().limited_to(max_bytes_per_second)
+        return run_recode(engine, choose, mode, dry_run=dry_run, **({"progress": progress} if progress else {}))
+
     # --- what is there ------------------------------------------------------------------------------------------------
 
     def resolve(self, address: str) -> Snapshot:
@@ -252,3 +288,8 @@ class ManagedStore:
             self._seen.note(branch, found[0].root, found[0].root)
         info = self._engine.log.view().snapshot(found[0].ulid)
         return Snapshot.from_info(info or found[0])
+
+
+def _all_at(view: RefTable, address: str) -> Iterable[SnapshotInfo]:
+    """The history of a branch; the one snapshot at any other address."""
+    return view.history(address) if view.branch(address) is not None else [resolve(view, address).info]

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tensorstore_ck.cli.options import StoreChoice, command, named_number, named_value, store_options
+from tensorstore_ck.cli.options import StoreChoice, codec_option, command, named_number, named_value, store_options
 from tensorstore_ck.cli.output import counted, emit, printable, snapshot_line
 from tensorstore_ck.cli.progress import Bar
+from tensorstore_ck.codec import CodecName
 from tensorstore_ck.sizes import human_bytes
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 @click.option("--metadata", metavar="NAME=VALUE", type=named_value, multiple=True, help="What the run knows, JSON or text (repeatable).")
 @click.option("--leave-out", metavar="GLOB", multiple=True, help="What not to import, e.g. 'hyper_parameters.*' (repeatable).")
 @click.option("--dry-run", is_flag=True, help="Say what would be imported, and write nothing.")
+@codec_option
 @store_options(writes=True)
 def import_(
     path: str,
@@ -46,6 +48,7 @@ def import_(
     metadata: tuple[tuple[str, object], ...],
     leave_out: tuple[str, ...],
     dry_run: bool,
+    codec: CodecName,
     as_json: bool,
 ) -> None:
     """Import the checkpoint at PATH as the next snapshot on a branch, all of it or nothing.
@@ -59,7 +62,7 @@ def import_(
         contents = inspect_checkpoint(path, leave_out=leave_out)
         emit({"snapshot": None, "contents": contents}, [*_lines(contents), "nothing was written (--dry-run)"], as_json=as_json)
         return
-    with Bar("importing") as bar, choice.open(bar) as store:
+    with Bar("importing") as bar, choice.open(bar, codec) as store:
         head = store.branches().get(ref)
         snapshot, contents = import_checkpoint(
             store,

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast, get_args
 
 import click
 
@@ -16,6 +16,7 @@ from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.portable import PortableBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.cli.progress import Bar, CountingBackend
+from tensorstore_ck.codec import CodecName
 from tensorstore_ck.config import CONFIG_NAME
 from tensorstore_ck.durations import parse_seconds
 from tensorstore_ck.engine import Engine
@@ -56,14 +57,14 @@ class StoreChoice:
             )
         return "."
 
-    def open(self, bar: Bar | None = None) -> Store:
+    def open(self, bar: Bar | None = None, codec: CodecName = "auto") -> Store:
         """The store; close it, or use it as a context manager. `bar` is told of the blocks' bytes that are read and written."""
-        engine = self.open_engine()
+        engine = self.open_engine(codec)
         if bar is not None:
             engine.backend = cast(Backend, CountingBackend(engine.backend, bar))
         return Store(engine)
 
-    def open_engine(self) -> Engine:
+    def open_engine(self, codec: CodecName = "auto") -> Engine:
         """The engine of the store, for operations that `Store` does not offer."""
         return open_engine(
             self.require_url(),
@@ -71,6 +72,7 @@ class StoreChoice:
             single_writer_unsafe=self.single_writer_unsafe,
             no_sync=self.no_sync,
             cache_dir=self.cache_dir,
+            codec=codec,
         )
 
     def open_portable(self) -> Backend:
@@ -155,6 +157,13 @@ def rate_option(command: Command) -> Command:
     """Adds ``--rate-limit`` as the argument `rate_limit`."""
     text = "Read and write no more than that per second, e.g. 100MB."
     return click.option("--rate-limit", metavar="RATE", type=byte_rate, help=text)(command)
+
+
+def codec_option(command: Command) -> Command:
+    """Adds ``--codec`` as the argument `codec`."""
+    text = "How blocks are encoded, never with loss; auto goes by how fast the store takes bytes."
+    choices = click.Choice(get_args(CodecName))
+    return click.option("--codec", type=choices, default="auto", show_default=True, help=text)(command)
 
 
 def json_option(command: Command) -> Command:

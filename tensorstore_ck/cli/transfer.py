@@ -2,9 +2,10 @@
 
 import click
 
-from tensorstore_ck.cli.options import StoreChoice, command, named_number, named_value, store_options
+from tensorstore_ck.cli.options import StoreChoice, codec_option, command, named_number, named_value, store_options
 from tensorstore_ck.cli.output import counted, emit, printable, snapshot_line
 from tensorstore_ck.cli.progress import Bar
+from tensorstore_ck.codec import CodecName
 from tensorstore_ck.sizes import human_bytes
 from tensorstore_ck.snapshot import refuse_marked
 
@@ -26,6 +27,7 @@ from tensorstore_ck.snapshot import refuse_marked
     help="A number to rank by, e.g. val_loss=2.3 (repeatable).",
 )
 @click.option("--metadata", metavar="NAME=VALUE", type=named_value, multiple=True, help="What the run knows, JSON or text (repeatable).")
+@codec_option
 @store_options(writes=True)
 def put(
     file: str,
@@ -35,6 +37,7 @@ def put(
     step: int | None,
     metrics: tuple[tuple[str, float], ...],
     metadata: tuple[tuple[str, object], ...],
+    codec: CodecName,
     as_json: bool,
 ) -> None:
     """Store a model FILE (.safetensors, .pt, .pth, .bin, .ckpt) as the next snapshot on a branch.
@@ -43,7 +46,7 @@ def put(
     """
     from tensorstore_ck.cli.files import load_file  # noqa: PLC0415 - only put and get need torch
 
-    with Bar("putting") as bar, choice.open(bar) as store:
+    with Bar("putting") as bar, choice.open(bar, codec) as store:
         head = store.branches().get(ref)
         loaded = load_file(file)
         bar.expect(loaded.tensor_bytes)

@@ -7,19 +7,20 @@ import click
 
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import emit, printable, short_root, table
-from tensorstore_ck.gc.usage import PackUsage, SnapshotUsage, Usage
+from tensorstore_ck.gc.usage import CodecUsage, PackUsage, SnapshotUsage, Usage
 from tensorstore_ck.sizes import human_bytes
 
 SIZES: Final = ("LOGICAL", "UNIQUE", "STORED", "SHARED", "EXCLUSIVE")
 MAX_PACKS: Final = 40
 
 
-@command("Show who takes how many bytes.", "tsck usage", "tsck usage --snapshots", "tsck usage --jobs", "tsck usage --packs")
+@command("Show who takes how many bytes.", "tsck usage", "tsck usage --snapshots", "tsck usage --jobs", "tsck usage --codecs")
 @click.option("--snapshots", is_flag=True, help="Each snapshot, and what forgetting it would free.")
 @click.option("--jobs", is_flag=True, help="Each job: the refs whose names are alike up to the last '/'.")
 @click.option("--packs", is_flag=True, help=f"The {MAX_PACKS} packs of which least is live.")
+@click.option("--codecs", is_flag=True, help="How the blocks are encoded.")
 @store_options()
-def usage(choice: StoreChoice, *, snapshots: bool, jobs: bool, packs: bool, as_json: bool) -> None:
+def usage(choice: StoreChoice, *, snapshots: bool, jobs: bool, packs: bool, codecs: bool, as_json: bool) -> None:
     """Show how many bytes each branch and tag takes.
 
     LOGICAL is what was put, UNIQUE what is left of it without repetitions, STORED what that takes on disk, SHARED how much of it
@@ -31,6 +32,8 @@ def usage(choice: StoreChoice, *, snapshots: bool, jobs: bool, packs: bool, as_j
         lines = _snapshot_lines(found.by_snapshot or ())
     elif packs:
         lines = _pack_lines(found.packs)
+    elif codecs:
+        lines = _codec_lines(found.codecs)
     elif jobs:
         header = ["JOB", "REFS", "SNAPSHOTS", *SIZES]
         lines = _table(
@@ -70,6 +73,20 @@ def _snapshot_lines(snapshots: Sequence[SnapshotUsage]) -> list[str]:
 def _pack_lines(packs: Sequence[PackUsage]) -> list[str]:
     rows = [[pack.name, human_bytes(pack.bytes), human_bytes(pack.live_bytes), f"{pack.live_ratio:.0%}"] for pack in packs[:MAX_PACKS]]
     return _table(["PACK", "SIZE", "LIVE", "RATIO"], rows)
+
+
+def _codec_lines(codecs: Sequence[CodecUsage]) -> list[str]:
+    rows = [
+        [
+            it.codec,
+            f"{it.blocks:,}",
+            human_bytes(it.raw_bytes),
+            human_bytes(it.stored_bytes),
+            f"{it.stored_bytes / max(1, it.raw_bytes):.0%}",
+        ]
+        for it in codecs
+    ]
+    return _table(["CODEC", "BLOCKS", "UNIQUE", "STORED", "RATIO"], rows)
 
 
 def _store_lines(found: Usage) -> list[str]:

@@ -5,10 +5,19 @@ made of.
 """
 
 from tensorstore_ck.codec.cast import KINDS, cast_sample
-from tensorstore_ck.codec.choice import CodecChoice, CodecName, CodecOption, Coding, DeltaOption, require_delta, require_name
+from tensorstore_ck.codec.choice import (
+    CodecChoice,
+    CodecName,
+    CodecOption,
+    Coding,
+    DeltaOption,
+    require_delta,
+    require_name,
+    require_strong,
+)
 from tensorstore_ck.codec.delta import HEAD_BYTES
 from tensorstore_ck.codec.encoder import Encoded, Encoder, Mode
-from tensorstore_ck.codec.general import BASED, Codec, StoredBlock, base_count, decode, elements_in
+from tensorstore_ck.codec.general import BASED, Codec, StoredBlock, base_count, codec_name, decode, elements_in
 from tensorstore_ck.codec.planes import Elements, elements_of
 
 __all__ = [
@@ -28,9 +37,11 @@ __all__ = [
     "StoredBlock",
     "base_count",
     "cast_sample",
+    "codec_name",
     "decode",
     "elements_in",
     "elements_of",
     "require_delta",
     "require_name",
+    "require_strong",
 ]

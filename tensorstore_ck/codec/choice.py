@@ -109,3 +109,14 @@ def require_name(name: object) -> CodecName:
     if name not in get_args(CodecName):
         raise InvalidOptionError(f"codec must be one of {', '.join(map(repr, get_args(CodecName)))}, not {name!r}", object_id="codec")
     return cast(CodecName, name)
+
+
+def require_strong(name: object) -> Mode:
+    """The mode that blocks are encoded anew with.
+
+    Raises:
+        InvalidOptionError: it is none, or none that makes blocks smaller.
+    """
+    if name not in ("fast", "small"):
+        raise InvalidOptionError(f"codec must be 'fast' or 'small' to encode snapshots anew, not {name!r}", object_id="codec")
+    return name

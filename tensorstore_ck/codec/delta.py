@@ -18,7 +18,8 @@ import numpy.typing as npt
 from tensorstore_ck.backend.protocol import Buffer
 from tensorstore_ck.codec.entropy import Coder, sample
 from tensorstore_ck.codec.planes import BYTES, Elements, decode_planes, planes_bytes, planes_or_raw
-from tensorstore_ck.codec.words import PIECE_BYTES, Words, bytes_of, words_of
+from tensorstore_ck.codec.sorting import add_sorted, sorted_differences
+from tensorstore_ck.codec.words import add_differences, bytes_of, differences, words_of
 from tensorstore_ck.errors import CorruptObjectError
 
 DENSE, SPARSE, SORTED = 1, 2, 3
@@ -27,35 +28,6 @@ SPARSE_TO: Final = 0.1
 """Of the elements that changed: at most so many for the sparse form."""
 _HEADER: Final = struct.Struct("<BBBxII")
 HEAD_BYTES: Final = _HEADER.size
-
-
-def differences(words: Words, base: Words, *, is_float: bool) -> Words:
-    """Zigzag differences; wraps round."""
-    bits = 8 * words.dtype.itemsize
-    signed = np.dtype(f"<i{words.dtype.itemsize}")
-    found = np.empty_like(words)
-    for piece, other, out in _pieces(words, base, found):
-        difference = _ordered(piece, is_float=is_float) - _ordered(other, is_float=is_float)
-        np.left_shift(difference, 1, out=out)
-        np.bitwise_xor(out, (difference.view(signed) >> (bits - 1)).view(words.dtype), out=out)
-    return found
-
-
-def add_differences(base: Words, found: Words, into: Words, *, is_float: bool) -> None:
-    """What `differences` took away."""
-    for other, zigzag, out in _pieces(base, found, into):
-        difference = (zigzag >> 1) ^ (0 - (zigzag & 1))
-        out[:] = _ordered(_ordered(other, is_float=is_float) + difference, is_float=is_float)
-
-
-def _ordered(words: Words, *, is_float: bool) -> Words:
-    """Floats as integers in their order, in two's complement; its own inverse."""
-    if not is_float:
-        return words
-    bits = 8 * words.dtype.itemsize
-    sign: Words = (words.view(f"<i{words.dtype.itemsize}") >> (bits - 1)).view(words.dtype)
-    found: Words = words ^ (sign & words.dtype.type((1 << (bits - 1)) - 1))
-    return found
 
 
 def delta_bytes(raw: memoryview, base: memoryview, elements: Elements) -> float:
@@ -71,16 +43,17 @@ def delta_bytes(raw: memoryview, base: memoryview, elements: Elements) -> float:
 def encode_delta(raw: memoryview, base: memoryview, elements: Elements, coder: Coder) -> list[bytes | memoryview]:
     """The pieces of the stored bytes."""
     order = FLOATS if elements.is_float else INTEGERS
-    found = differences(words_of(raw, elements.item_bytes), words_of(base, elements.item_bytes), is_float=elements.is_float)
+    words, others = words_of(raw, elements.item_bytes), words_of(base, elements.item_bytes)
     plain = elements._replace(is_float=False)
-    changed = np.flatnonzero(found)
-    if len(changed) > SPARSE_TO * len(found):
+    changed = np.flatnonzero(words != others)
+    if len(changed) > SPARSE_TO * len(words):
         form = SORTED if elements.is_float else DENSE
-        found = found[_by_exponent(words_of(base, elements.item_bytes))] if form == SORTED else found
+        found = sorted_differences(words, others) if form == SORTED else differences(words, others, is_float=False)
         return [_HEADER.pack(form, order, elements.item_bytes, 0, 0), *planes_or_raw(bytes_of(found), plain, coder)]
     gaps = np.diff(changed, prepend=-1).astype("<u4")
+    values = differences(words[changed], others[changed], is_float=elements.is_float)
     first = planes_or_raw(bytes_of(gaps), Elements(4, False), coder)
-    second = planes_or_raw(bytes_of(found[changed]), plain, coder)
+    second = planes_or_raw(bytes_of(values), plain, coder)
     header = _HEADER.pack(SPARSE, order, elements.item_bytes, len(changed), sum(map(len, first)))
     return [header, *first, *second]
 
@@ -109,6 +82,7 @@ def decode_delta(stored: memoryview, into: memoryview, base: memoryview, name: s
         or whole % item_bytes
         or len(base) != whole
         or (form != SPARSE and (changed or first))
+        or (form == SORTED and order != FLOATS)
         or first > len(rest)
         or changed > whole // item_bytes
     ):
@@ -118,9 +92,9 @@ def decode_delta(stored: memoryview, into: memoryview, base: memoryview, name: s
         found = np.empty(whole // item_bytes, dtype)
         decode_planes(rest, bytes_of(found), name)
         if form == SORTED:
-            ordered, found = found, np.empty_like(found)
-            found[_by_exponent(words_of(base, item_bytes))] = ordered
-        add_differences(words_of(base, item_bytes), found, words_of(into, item_bytes), is_float=is_float)
+            add_sorted(words_of(base, item_bytes), found, words_of(into, item_bytes))
+        else:
+            add_differences(words_of(base, item_bytes), found, words_of(into, item_bytes), is_float=is_float)
         return
     if not changed:
         into[:] = base
@@ -138,16 +112,5 @@ def decode_delta(stored: memoryview, into: memoryview, base: memoryview, name: s
     into[:] = bytes_of(words)  # each word once: see `merge`
 
 
-def _by_exponent(base: Words) -> npt.NDArray[np.intp]:
-    """The order of elements by the exponents of others."""
-    exponents = ((base << 1) >> (8 * base.dtype.itemsize - 8)).astype(np.uint8)
-    return np.argsort(exponents, kind="stable")
-
-
 def _misfit(name: str) -> CorruptObjectError:
     return CorruptObjectError(f"{name}: a block has a difference that does not fit its base", object_id=name)
-
-
-def _pieces(*arrays: Words) -> Any:
-    step = PIECE_BYTES // arrays[0].dtype.itemsize
-    return (tuple(array[start : start + step] for array in arrays) for start in range(0, len(arrays[0]), step))

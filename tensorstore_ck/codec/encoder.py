@@ -12,7 +12,7 @@ from tensorstore_ck.codec.cast import KINDS, encode_cast
 from tensorstore_ck.codec.delta import delta_bytes, encode_delta
 from tensorstore_ck.codec.entropy import Coder
 from tensorstore_ck.codec.general import Codec, encode_lz4, encode_zstd
-from tensorstore_ck.codec.planes import Elements, encode_planes, planes_bytes
+from tensorstore_ck.codec.planes import Elements, encode_planes, likely_elements, planes_bytes
 
 Mode = Literal["raw", "light", "fast", "small"]
 A_LOT: Final = 0.6
@@ -46,6 +46,10 @@ class Encoder:
             return Encoded(Codec.RAW, (raw,))
         pieces = encode_planes(memoryview(raw), elements, self._coder_of_mode())
         return Encoded(Codec.RAW, (raw,)) if pieces is None else Encoded(Codec.PLANES, tuple(pieces))
+
+    def unknown(self, raw: memoryview) -> Encoded:
+        """Encodes what may be a tensor's block, as the elements that a sample makes it most likely to be."""
+        return self.numbers(raw, likely_elements(raw))
 
     def cast(self, raw: Buffer, masters: Sequence[memoryview], dtype: str) -> Encoded | None:
         """Encodes weights as the rounding of their masters, if they are that."""

@@ -30,6 +30,11 @@ class Codec(IntEnum):
     ZSTD = 5
 
 
+def codec_name(codec: int) -> str:
+    """For users; also of one that this build does not know."""
+    return Codec(codec).name.lower() if codec in set(Codec) else f"codec {codec}"
+
+
 def encode_lz4(raw: Buffer) -> tuple[Codec, Buffer]:
     """`raw` through LZ4, or as it is when that is not smaller."""
     stored: bytes = lz4.block.compress(raw, store_size=False)

@@ -37,6 +37,12 @@ def elements_of(dtype: str, item_bytes: int) -> Elements:
     return Elements(size, is_float) if size in (1, 2, 4, 8) else BYTES
 
 
+def likely_elements(raw: memoryview) -> Elements:
+    """Those whose planes would be smallest."""
+    fitting = [Elements(size, is_float) for size in (1, 2, 4, 8) if len(raw) % size == 0 for is_float in (False, True)[: min(size, 2)]]
+    return min(fitting, key=lambda each: planes_bytes(raw, each)) if len(raw) else BYTES
+
+
 def planes_or_raw(raw: memoryview, elements: Elements, coder: Coder) -> list[bytes | memoryview]:
     """The pieces of the stored bytes, also where nothing is worth coding."""
     coded = encode_planes(raw, elements, coder)

@@ -76,6 +76,40 @@ def merge(groups: Sequence[Words], into: Words, *, rotated: bool) -> None:
         np.copyto(piece, found)
 
 
+def differences(words: Words, base: Words, *, is_float: bool) -> Words:
+    """Zigzag differences; wraps round."""
+    bits = 8 * words.dtype.itemsize
+    signed = np.dtype(f"<i{words.dtype.itemsize}")
+    found = np.empty_like(words)
+    for piece, other, out in _pieces(words, base, found):
+        difference = _ordered(piece, is_float=is_float) - _ordered(other, is_float=is_float)
+        np.left_shift(difference, 1, out=out)
+        np.bitwise_xor(out, (difference.view(signed) >> (bits - 1)).view(words.dtype), out=out)
+    return found
+
+
+def add_differences(base: Words, found: Words, into: Words, *, is_float: bool) -> None:
+    """What `differences` took away."""
+    for other, zigzag, out in _pieces(base, found, into):
+        difference = (zigzag >> 1) ^ (0 - (zigzag & 1))
+        out[:] = _ordered(_ordered(other, is_float=is_float) + difference, is_float=is_float)
+
+
+def _ordered(words: Words, *, is_float: bool) -> Words:
+    """Floats as integers in their order, in two's complement; its own inverse."""
+    if not is_float:
+        return words
+    bits = 8 * words.dtype.itemsize
+    sign: Words = (words.view(f"<i{words.dtype.itemsize}") >> (bits - 1)).view(words.dtype)
+    found: Words = words ^ (sign & words.dtype.type((1 << (bits - 1)) - 1))
+    return found
+
+
+def _pieces(*arrays: Words) -> Any:
+    step = PIECE_BYTES // arrays[0].dtype.itemsize
+    return (tuple(array[start : start + step] for array in arrays) for start in range(0, len(arrays[0]), step))
+
+
 def _spares(count: int, dtype: np.dtype[Any]) -> tuple[Words, Words]:
     """Two arrays that do not lie at the same place of a page: cores take a load for one that waits for a store if they do."""
     gap = APART_BYTES // dtype.itemsize

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from tensorstore_ck.closure import Places
-from tensorstore_ck.codec import Codec
+from tensorstore_ck.codec import codec_name
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.inspection.contents import part_prefix
 from tensorstore_ck.part import Part
@@ -53,4 +53,4 @@ class _Group:
             if block not in self._seen:
                 self._seen.add(block)
                 self.stored_bytes += stored
-                self.codecs[Codec(codec).name.lower()] += raw
+                self.codecs[codec_name(codec)] += raw

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import tensorstore_ck as tsck_package
 from tensorstore_ck.cli import main
@@ -140,6 +142,27 @@ def test_usage_sums_per_ref(history: Tsck) -> None:
     assert [(row["step"], row["held_by"]) for row in by_snapshot] == [(1, ["runs/gpt", "v1"]), (2, ["runs/gpt"])]
     assert history("usage", "--jobs").out.splitlines()[1].split()[0] == "runs"
     assert "100%" in history("usage", "--packs").out
+
+
+def test_codecs_are_chosen_told_and_changed(tsck: Tsck, tmp_path: Path) -> None:
+    save_file({"w": torch.randn(100_000) * 0.02}, tmp_path / "w.safetensors")
+    tsck("init", "ck")
+    assert tsck("put", "w.safetensors", "--ref", "raw", "--codec", "raw").code == 0
+    first = tsck("usage", "--codecs", "--json").json["codecs"][0]
+    assert first["codec"] == "raw"
+    assert 400_000 <= first["raw_bytes"] < 401_000
+    planned = tsck("recode", "raw", "--dry-run")
+    assert "1 pack would be rewritten" in planned.out
+    assert "blocks took 390" in planned.out
+    assert "0 packs would not become smaller" in planned.out
+    assert tsck("recode", "raw", "--older-than", "1d", "--json").json["rewritten"] == []
+    assert "`tsck gc` frees what was replaced" in tsck("recode", "--all").out
+    line = next(line for line in tsck("usage", "--codecs").out.splitlines() if line.startswith("planes"))
+    assert line.split()[-1] in ("83%", "84%")
+    assert tsck("import", "w.safetensors", "--ref", "fast", "--codec", "fast").code == 0
+    assert tsck("put", "w.safetensors", "--ref", "x", "--codec", "best").code == 2
+    for misuse in ([], ["raw", "--all"]):
+        assert "Give branches or snapshots, or --all." in tsck("recode", *misuse).err
 
 
 def test_fsck_says_what_it_checked(history: Tsck) -> None:

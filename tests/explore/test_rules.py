@@ -187,8 +187,8 @@ def no_target_check(patch: Patch) -> None:
 
 
 def no_anchor_of_relocations(patch: Patch) -> None:
-    def mark_later(self: run._Gc) -> None:
-        mark(self)
+    def mark_later(self: run._Gc, anchor: int, view: RefTable) -> None:
+        mark(self, anchor, view)
         self._anchor = 1 << 62
 
     mark = run._Gc._mark

@@ -1,0 +1,201 @@
+"""Cold snapshots, encoded anew: smaller, with the same roots, and all else as it was."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorstore_ck as tsck
+from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.errors import InvalidOptionError, NotFoundError
+from tests.codec.training import put_steps, same
+from tests.crash.faulty import Death, Faults, FaultyBackend
+from tests.gc.stores import AT_ONCE, Clock, contents, interrupted, open_store, sizes
+
+DAY_SECONDS = 86_400
+
+
+def weights(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(50_000, generator=generator) * 0.02
+    return {"w": numbers, "half": (numbers * 3).bfloat16(), "n": torch.arange(9000) + seed, "text": f"value {seed} " * 9000}
+
+
+def equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return all(torch.equal(left[key], right[key]) for key in ("w", "half", "n")) and left["text"] == right["text"]
+
+
+def stored(store: tsck.Store) -> int:
+    return store.usage().stored_bytes
+
+
+def test_it_gets_smaller_and_stays_what_it_is() -> None:
+    backend = MemoryBackend()
+    store = open_store(backend)
+    put = [(store.put_snapshot(weights(seed), ref="run", step=seed, codec="raw"), weights(seed)) for seed in range(3)]
+    before, roots = stored(store), [snapshot.root for snapshot in store.log("run")]
+    planned = store.recode("run", dry_run=True)
+    assert planned.dry_run
+    done = store.recode("run")
+    assert {pack.name for pack in done.rewritten} == {pack.name for pack in planned.rewritten} != set()
+    assert done.snapshots == 3
+    assert done.after_bytes < 0.8 * done.before_bytes
+    assert planned.after_bytes == pytest.approx(done.after_bytes, rel=0.1)
+    assert stored(store) < 0.85 * before
+    assert [snapshot.root for snapshot in store.log("run")] == roots
+    store.gc(AT_ONCE)
+    assert sum(sizes(backend).values()) < 0.85 * before
+    for reader in (store, open_store(backend)):
+        assert all(equal(reader.checkout(snapshot.root), state) for snapshot, state in put)
+    assert store.fsck(read_data=True).ok
+    again = store.recode("run")
+    assert again.rewritten == ()
+    assert again.kept > 0
+
+
+def test_a_dry_run_writes_nothing() -> None:
+    backend = MemoryBackend()
+    store = open_store(backend)
+    store.put_snapshot(weights(0), ref="run", codec="raw")
+    before = contents(backend)
+    assert store.recode("run", dry_run=True).rewritten
+    assert contents(backend) == before
+
+
+def test_only_what_was_chosen() -> None:
+    clock = Clock()
+    store = open_store(clock=clock)
+    for seed, ref in enumerate(("old", "other", "old")):
+        store.put_snapshot(weights(seed), ref=ref, step=seed, codec="raw")
+        clock.advance(DAY_SECONDS)
+
+    def chosen(*addresses: str, **options: Any) -> set[str]:
+        return {pack.name for pack in store.recode(*addresses, dry_run=True, **options).rewritten}
+
+    first, second, third = chosen("old@0"), chosen("other"), chosen("old@2")
+    assert len({frozenset(first), frozenset(second), frozenset(third)}) == 3
+    assert chosen("old") == first | third
+    assert chosen() == first | second | third
+    assert chosen(older_than="36h") == first | second
+    assert chosen("old", older_than=1.5 * DAY_SECONDS) == first
+    assert chosen("old", older_than="30d") == set()
+    store.recode("old@0")
+    assert chosen("old@0") == set()
+    assert chosen() == (second | third) - first
+
+
+def test_differences_stay_differences(tmp_path: Path) -> None:
+    """They are copied as they are, and what they are taken to becomes smaller."""
+    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache", codec="fast", delta=True) as store:
+        steps = put_steps(store, 3)
+        raw = store.put_snapshot({"more": torch.randn(300_000)}, ref="more", codec="raw")
+        before = {usage.codec: usage.raw_bytes for usage in store.usage().codecs}
+        done = store.recode(codec="fast")
+        after = {usage.codec: usage.raw_bytes for usage in store.usage().codecs}
+        assert done.rewritten
+        assert (after["delta"], after["cast"]) == (before["delta"], before["cast"])
+        assert "raw" in before
+        assert "raw" not in after
+        assert store.checkout(raw.root)["more"].shape == (300_000,)
+        store.gc(AT_ONCE)
+        assert all(same(store.checkout(snapshot.root), state) for snapshot, state in steps)
+        assert store.fsck(read_data=True).ok
+
+
+def test_packs_that_hold_only_differences_are_left_alone(tmp_path: Path) -> None:
+    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache", codec="small") as store:
+        put_steps(store, 3)
+        assert store.recode(dry_run=True).rewritten == ()
+
+
+@pytest.mark.parametrize("what", ["gc", "recode", "forget", "put"])
+def test_another_host_at_any_call(what: str) -> None:
+    calls = 0
+    while True:
+        calls += 1
+        backend = MemoryBackend()
+        store = open_store(backend)
+        roots = [store.put_snapshot(small(seed, seed + 1), ref="run", step=seed, codec="raw").root for seed in range(2)]
+        other = open_store(backend)
+        other.checkout("run")
+
+        def interfere(other: tsck.Store = other) -> None:
+            match what:
+                case "gc":
+                    other.gc(AT_ONCE)
+                case "recode":
+                    other.recode("run")
+                case "forget":
+                    other.forget("run@0")
+                    other.gc(AT_ONCE)
+                case _:
+                    other.put_snapshot(small(1, 7), ref="run", step=2)
+
+        recoding, interrupt = interrupted(backend, calls, interfere)
+        recoding.recode("run")
+        if not interrupt.struck:
+            break
+        open_store(backend).gc(AT_ONCE)
+        for seed in range(1 if what == "forget" else 0, 2):
+            found = open_store(backend).checkout(roots[seed])
+            assert all(torch.equal(found[name], tensor) for name, tensor in small(seed, seed + 1).items()), calls
+        assert open_store(backend).fsck(read_data=True).ok, calls
+    assert calls > 10
+
+
+@pytest.mark.parametrize("mode", ["die-before", "tear"])
+def test_it_may_die_anywhere(mode: str) -> None:
+    """What was replaced is needed until the log says otherwise; another run goes on."""
+    calls = 0
+    while True:
+        calls += 1
+        backend = MemoryBackend()
+        store = open_store(backend)
+        states = {store.put_snapshot(small(0, 1), ref="run", codec="raw").root: small(0, 1)}
+        dying = open_store(FaultyBackend(backend, faults := Faults(), atomic_put=True))
+        faults.mode, faults.at = mode, faults.calls + calls
+        with contextlib.suppress(Death):
+            dying.recode("run")
+        if not faults.struck:
+            break
+        for again in (False, True):
+            store = open_store(backend)
+            assert all(torch.equal(store.checkout(root)[name], each) for root, state in states.items() for name, each in state.items()), (
+                calls
+            )
+            if not again:
+                store.recode("run")
+                store.gc(AT_ONCE)
+        assert store.fsck(read_data=True).ok, calls
+    assert calls > 10
+
+
+def small(*seeds: int) -> dict[str, Any]:
+    return {f"w{seed}": torch.randn(5000, generator=torch.Generator().manual_seed(seed)) for seed in seeds}
+
+
+@pytest.mark.parametrize("codec", ["raw", "auto", "best", None])
+def test_codecs_that_make_nothing_smaller_are_refused(codec: Any) -> None:
+    with pytest.raises(InvalidOptionError, match="must be 'fast' or 'small'"):
+        open_store().recode(codec=codec)
+
+
+def test_unknown_addresses_are_refused() -> None:
+    with pytest.raises(NotFoundError):
+        open_store().recode("nope")
+
+
+def test_damaged_packs_are_left_and_told_of() -> None:
+    backend = MemoryBackend()
+    store = open_store(backend)
+    store.put_snapshot(weights(0), ref="run", codec="raw")
+    [pack] = [name for name in sizes(backend) if name.startswith("packs/")]
+    data = bytearray(backend.get(pack, max_bytes=1 << 30))
+    data[200] ^= 1
+    backend.delete([pack])
+    backend.put(pack, bytes(data))
+    report = store.recode("run")
+    assert report.rewritten == ()
+    assert pack in report.notes[0]
