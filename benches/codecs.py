@@ -11,6 +11,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -76,22 +77,24 @@ def restores(folder: Path, rounds: int = 7) -> Iterator[tuple[str, float, float]
     states = [copy_of(state) for state in pretraining(10, 5)]
     raw_bytes = sum(map(len, flat(states[-1]).values()))
     ways: dict[str, tuple[CodecName, bool]] = {"raw": ("raw", False), "small, no differences": ("small", False), "small": ("small", True)}
-    with tsck.open(folder / "store", create=True, cache_dir=folder / "cache") as store:
-        shares, seconds = {}, {way: [0.0] * rounds for way in ways}
+    shares: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    with ExitStack() as stack:
+        stores = {way: stack.enter_context(tsck.open(folder / way, create=True, cache_dir=folder / "cache")) for way in ways}
         for way, (codec, delta) in ways.items():
             for state in states:
-                put = store.put_snapshot(state, ref=way.replace(", ", "-").replace(" ", "-"), step=state["step"], codec=codec, delta=delta)
-                shares[way] = put.root, put.new_bytes / put.logical_bytes
+                put = stores[way].put_snapshot(state, ref="run", step=state["step"], codec=codec, delta=delta)
+                shares[way] = put.new_bytes / put.logical_bytes
         for number in range(rounds):
-            for way, (root, _) in shares.items():
+            for way, store in stores.items():
                 into = copy_of(states[0])
                 began = time.perf_counter()
-                store.checkout(root, into=into)
-                seconds[way][number] = time.perf_counter() - began
+                store.checkout("run", into=into)
+                seconds[way].append(time.perf_counter() - began)
                 if number == 0 and any(not torch.equal(flat(into)[name], tensor) for name, tensor in flat(states[-1]).items()):
                     raise SystemExit(f"{way}: a snapshot came back with other bytes")
     shutil.rmtree(folder)
-    for way, (_, share) in shares.items():
+    for way, share in shares.items():
         yield way, share, raw_bytes / statistics.median(seconds[way]) / 1e9
 
 

@@ -45,7 +45,7 @@ class Progress:
 class _Tally:
     """One stage."""
 
-    __slots__ = ("begun_at", "busy_since", "done_bytes", "seconds", "threads", "total_bytes")
+    __slots__ = ("begun_at", "busy_since", "done_bytes", "seconds", "thread_seconds", "threads", "total_bytes")
 
     def __init__(self) -> None:
         self.begun_at: float | None = None
@@ -55,6 +55,8 @@ class _Tally:
         """If there are any."""
         self.seconds = 0.0
         """Without those since then."""
+        self.thread_seconds = 0.0
+        """Of all threads that have ended."""
         self.done_bytes = 0
         self.total_bytes = 0
 
@@ -82,8 +84,9 @@ class Meter:
         """A thread is at `stage` while it is inside; unless it fails, it has gone through so many more bytes afterwards."""
         tally, gone_through = self._tallies[stage], 0
         with self._lock:
+            entered_at = self._clock()
             if not tally.threads:
-                tally.busy_since = self._clock()
+                tally.busy_since = entered_at
                 tally.begun_at = tally.busy_since if tally.begun_at is None else tally.begun_at
             tally.threads += 1
         try:
@@ -93,8 +96,16 @@ class Meter:
             with self._lock:
                 tally.done_bytes += gone_through
                 tally.threads -= 1
+                left_at = self._clock()
+                tally.thread_seconds += left_at - entered_at
                 if not tally.threads:
-                    tally.seconds += self._clock() - tally.busy_since
+                    tally.seconds += left_at - tally.busy_since
+
+    def seconds_per_byte(self, stage: Stage, cores: int) -> float:
+        """What a byte has cost at a stage, in seconds of a core: threads that wait beside each other take no more than there are."""
+        with self._lock:
+            tally = self._tallies[stage]
+            return min(tally.thread_seconds, cores * tally.seconds) / max(1, tally.done_bytes)
 
     def snapshot(self) -> Progress:
         """How things are now, of all threads at one moment."""

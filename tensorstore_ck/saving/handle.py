@@ -15,6 +15,7 @@ from tensorstore_ck.grouped import Groups
 from tensorstore_ck.ids import Digest, Ulid
 from tensorstore_ck.layout import Captured
 from tensorstore_ck.metering import Stage as MeterStage
+from tensorstore_ck.parallel import cpu_threads
 from tensorstore_ck.room import require_room
 from tensorstore_ck.saving.course import Course
 from tensorstore_ck.saving.frozen import FrozenTensors
@@ -58,9 +59,11 @@ class Handle:
         self.chain(ref).remove(txn)
 
     def note_speed(self, course: Course, stage: MeterStage) -> None:
-        """How fast the store took what a put wrote, which the next ones go by."""
-        progress = course.meter.snapshot()
-        self.engine.codecs.note_written(progress.stage_bytes[stage], progress.stage_seconds[stage])
+        """How long the store took for what a put wrote, beside what hashing it took, which the next ones go by."""
+        meter, cores = course.meter, cpu_threads()
+        hashing = meter.seconds_per_byte("hash", cores)
+        if hashing:
+            self.engine.codecs.note_written(meter.snapshot().stage_bytes[stage], meter.seconds_per_byte(stage, cores) / hashing)
 
     def make_room(self, ref: str, needed_bytes: int) -> None:
         """Makes sure that a put has room: on the staging disk, if need be by waiting for uploads; else in the store.
