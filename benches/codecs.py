@@ -102,8 +102,9 @@ def draw(results: dict[str, dict[str, list[float]]], path: Path) -> None:
     """Stored bytes over snapshots, ours against theirs."""
     from matplotlib import pyplot  # type: ignore[import-not-found,import-untyped,unused-ignore]  # noqa: PLC0415 - only here
 
-    figure, axes = pyplot.subplots(1, len(results), figsize=(5 * len(results), 4), squeeze=False)
-    for axis, (name, shares) in zip(axes[0], results.items(), strict=True):
+    rows = -(-len(results) // 3)
+    figure, axes = pyplot.subplots(rows, 3, figsize=(15, 4 * rows), squeeze=False)
+    for axis, (name, shares) in zip(axes.flat, results.items(), strict=False):
         for who, values in shares.items():
             totals = [sum(values[: count + 1]) for count in range(len(values))]
             axis.plot(range(1, len(totals) + 1), totals, label=who, linewidth=2.5 if who.startswith("tsck") else 1)
