@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
+from tests.golden.codecs_content import codec_state
 from tests.golden.content import golden_state
 
 GOLDEN = Path(__file__).parent / "v1"
@@ -16,6 +17,15 @@ ROOTS = {
     1: "8e60955c576c75a8ee8728c9cefa3540167305c1f6092301942427aa202a05a9",
     2: "235fa6f00c9fbe8a8500896ce522befec83698f9ae8ece39eca1e0be080c14b5",
 }
+CODECS = Path(__file__).parent / "codecs"
+CODEC_ROOTS = {
+    "small@1": "67466d6e61b8021d8827e09c6107f0c2757fe0d5e180caa9ac33b107fc8f09bf",
+    "small@2": "abaffe11da585e097419c2c3254adabc78466bdab2d2482111d18f4d733b05bf",
+    "small@3": "a363b8ce880e29fe64e80b5eb69d4fe1b8d941a9a29f0c4966e482fdc7a45d63",
+    "fast@9": "5055d719de17d6ff7e959ca48c0afbd33c57f170e43eba3521e0056da2716dc1",
+    "raw@11": "fb5267ece91dedcaf0992963362c50e2dab1ad242cf9bd9dbc9015ae36b3fa60",
+}
+"""The last one was put raw, and then encoded anew."""
 
 
 def same(left: object, right: object) -> bool:
@@ -73,3 +83,13 @@ def test_the_same_state_still_has_the_same_root(store: tsck.Store, tmp_path: Pat
         for step in (1, 2):
             put = again.put_snapshot(golden_state(step), ref="runs/golden", step=step, metadata={"lr": 0.1, "tags": ["a", None]})
             assert put.root == ROOTS[step]
+
+
+def test_every_codec(tmp_path: Path) -> None:
+    shutil.copytree(CODECS, tmp_path / "codecs")
+    with tsck.open(tmp_path / "codecs", cache_dir=tmp_path / "cache") as store:
+        for address, root in CODEC_ROOTS.items():
+            assert store.resolve(address).root == root
+            assert same(store.checkout(address), codec_state(int(address.partition("@")[2])))
+        assert {usage.codec for usage in store.usage().codecs} == {"planes", "delta", "cast", "zstd", "lz4"}
+        assert store.fsck(read_data=True).ok
