@@ -192,3 +192,24 @@ def test_weights_that_stay_when_their_masters_do_not(opened: Open, tmp_path: Pat
             assert torch.equal(found["masters"], state["masters"])
             assert torch.equal(found["weights"].view(torch.int16), state["weights"].view(torch.int16))
         assert store.fsck(read_data=True).ok
+
+
+def test_weights_are_rounded_from_masters_that_were_restored(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not from ones that are read a second time."""
+    with opened(codec="fast") as store:
+        [(_, state)] = put_steps(store, 1)
+        backend, read = store.engine.backend, 0
+
+        def counted(name: str, offset: int, into: memoryview) -> None:
+            nonlocal read
+            read += len(into)
+            read_into(name, offset, into)
+
+        read_into = backend.read_into
+        monkeypatch.setattr(backend, "read_into", counted)
+        into = Training().train()
+        store.checkout("run", into=into)
+        assert same(into, state)
+        assert read < store.usage().stored_bytes
+        alone = store.checkout("run", select="weights.*")["weights"]
+        assert all(torch.equal(alone[name], tensor) for name, tensor in state["weights"].items())
