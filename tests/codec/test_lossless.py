@@ -121,6 +121,17 @@ def test_roundings(dtype: str, cuts: int, data: st.DataObject) -> None:
     assert Encoder("fast").cast(other, [memoryview(piece) for piece in pieces], dtype) is None
 
 
+def test_the_rounding_of_a_nan_is_one_and_the_same() -> None:
+    """Machines differ in that, files must not: it is 7FC0, and weights that have others are no roundings."""
+    masters = np.array([0x7F800001, 0xFFFFFFFF, 0x3F800000], "<u4").tobytes()
+    for nan, fits in ((0x7FC0, True), (0xFFFF, False), (0x7FFF, False)):
+        weights = np.array([nan, nan, 0x3F80], "<u2").tobytes()
+        encoded = Encoder("fast").cast(weights, [memoryview(masters)], "bfloat16")
+        assert (encoded is not None) == fits
+        if encoded is not None:
+            assert again(encoded, weights, [masters]) == weights
+
+
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_damage_is_refused_or_seen(data: st.DataObject) -> None:
