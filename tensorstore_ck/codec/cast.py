@@ -2,7 +2,7 @@
 
     kind (1) | zero (7)        bases: the blocks of the masters, which have the same elements in the same order
 
-Rounding is to nearest, ties to even, as torch and IEEE 754 do; a NaN becomes the quiet one that torch makes.
+Rounding is to nearest, ties to even, as torch and IEEE 754 do; a NaN becomes 7FC0, whatever a machine makes of it.
 """
 
 from collections.abc import Iterable
