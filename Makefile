@@ -13,7 +13,7 @@ demo: $(INSTALLED)
 	$(BIN)/python -m tensorstore_ck.demo --folder .demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check
