@@ -3,6 +3,7 @@
 roots.py, reach.py            what is needed: snapshots, and all that they need
 mark.py, summary.py           as bits per pack; what is kept of a part that was read
 usage.py, tally.py            who uses how many bytes
+increments.py                 what some snapshots take beyond others
 listing.py                    what lies in the backend
 compact.py                    live entries of sparse packs, copied
 run.py, report.py             a run of gc

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from tensorstore_ck.gc.report import Progress as GcProgress
     from tensorstore_ck.gc.usage import Usage
     from tensorstore_ck.inspection import SnapshotDiff
+    from tensorstore_ck.retaining import RetentionReport
+    from tensorstore_ck.retention import Policy
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -149,6 +151,57 @@ class ManagedStore:
             if one.kind == "branch":
                 self._seen.drop(one.ref)
         return found
+
+    def set_policy(self, glob: str, **rules: object) -> "Policy":
+        """Says what stays of the histories of branches, in the store: applied with each put, by whomever, and by `retain`.
+
+        What any rule keeps stays, of any policy that is for a branch, as far as the limits let it; besides, always: the newest snapshot,
+        the newest other one that is not marked, and all that is tagged or pinned. What goes can be brought back for a day (`undo`).
+
+        Args:
+            glob: Which branches, e.g. ``runs/*``. A policy for the same glob is replaced.
+            rules: ``keep_last=5``; ``keep_best=(3, "val_loss", "min")``, or several of these; ``keep_every=1000`` steps: the first at or
+                after each multiple; ``keep_every_seconds="6h"``; ``keep_steps=[1000, 5000]``; ``keep_first=True``; ``keep_younger="7d"``.
+                Limits: ``expire_after="30d"``; ``max_bytes="2TB"`` of the store, of which the oldest go first (by `retain` only).
+
+        Raises:
+            InvalidOptionError: an unknown rule, one that makes no sense, rules that contradict each other, or that keep nothing.
+        """
+        from tensorstore_ck import retaining  # noqa: PLC0415
+        from tensorstore_ck.retention import Policy  # noqa: PLC0415
+
+        policy = Policy.of(**rules)
+        retaining.set_policy(self._engine, glob, policy)
+        return policy
+
+    def remove_policy(self, glob: str) -> None:
+        """Takes a policy back: what it did not let go stays."""
+        from tensorstore_ck import retaining  # noqa: PLC0415
+
+        retaining.set_policy(self._engine, glob, None)
+
+    def policies(self) -> "dict[str, Policy]":
+        """Glob -> policy."""
+        from tensorstore_ck import retaining  # noqa: PLC0415
+
+        self._engine.log.sync()
+        return retaining.policies(self._engine)
+
+    def retain(self, *refs: str, dry_run: bool = False, rules: Mapping[str, object] | None = None) -> "RetentionReport":
+        """Lets go what the policies let go, in one log entry; says of each snapshot why it stays or goes, and what that frees.
+
+        Args:
+            refs: These branches; none: all.
+            dry_run: Only look.
+            rules: Look what these would do, instead of the policies that are set; needs `dry_run`.
+        """
+        from tensorstore_ck import retaining  # noqa: PLC0415
+        from tensorstore_ck.retention import Policy  # noqa: PLC0415
+
+        if rules is not None and not dry_run:
+            raise InvalidOptionError("rules that are not set as a policy can only be tried: pass dry_run=True", object_id="rules")
+        self._engine.log.sync()
+        return retaining.retain(self._engine.of_store(), refs, dry_run=dry_run, instead=None if rules is None else Policy.of(**rules))
 
     def undo(self, address: str | None = None) -> "tuple[Forgotten, ...]":
         """Brings back what was forgotten last, or last of a ref, or one snapshot: until gc ends the undo window."""

@@ -20,6 +20,7 @@ from tensorstore_ck.metering import Meter
 from tensorstore_ck.part import Part
 from tensorstore_ck.partwriter import ALONE, WrittenPart, write_part
 from tensorstore_ck.record import Record, record_name
+from tensorstore_ck.retention import expire_at_put
 
 MAX_TRIES: Final = 4
 
@@ -119,7 +120,8 @@ def _publish(engine: Engine, written: WrittenPart, captured: Captured, request: 
 
     def build(view: RefTable) -> list[Op]:
         check_expected(view, request.ref, request.expect)
-        return [operation, *commit_rescue(engine, view, snapshot_ulid, [(part_ulid, part)])]
+        going = expire_at_put(view, request.ref, snapshot_ulid, record, engine.clock())
+        return [operation, *going, *commit_rescue(engine, view, snapshot_ulid, [(part_ulid, part)])]
 
     appended = engine.log.append(build)
     info = engine.log.view().snapshot(snapshot_ulid)

@@ -6,6 +6,7 @@ import click
 
 from tensorstore_ck.cli.options import StoreChoice, command, fraction, rate_option, seconds, store_options
 from tensorstore_ck.cli.output import counted, emit, indented, iso_time, printable, short_root, snapshot_line, table
+from tensorstore_ck.cli.policies import verdict_lines
 from tensorstore_ck.cli.progress import Phases
 from tensorstore_ck.forgetting import Forgotten
 from tensorstore_ck.gc import GcOptions, GcReport
@@ -63,15 +64,27 @@ def unpin(address: str, owner: str | None, choice: StoreChoice, *, as_json: bool
     emit({"unpinned": address}, [f"unpinned {printable(address)}"], as_json=as_json)
 
 
-@command("Take snapshots out of the history.", "tsck forget runs/gpt@900 runs/gpt@1000", "tsck forget exp/old", "tsck forget")
+@command(
+    "Take snapshots out of the history.",
+    "tsck forget runs/gpt@900 runs/gpt@1000",
+    "tsck forget --dry-run",
+    "tsck forget --by-policy",
+    "tsck forget",
+)
 @click.argument("addresses", metavar="[ADDRESS]...", nargs=-1)
+@click.option("--by-policy", is_flag=True, help="What the policies let go, of all branches or the given ones.")
+@click.option("--dry-run", is_flag=True, help="Only tell what the policies would let go, and why each snapshot stays or goes.")
 @store_options(writes=True)
-def forget(addresses: tuple[str, ...], choice: StoreChoice, *, as_json: bool) -> None:
-    """Take snapshots (REF@STEP, REF~N, a root) out of their branches' histories, or whole branches and tags.
+def forget(addresses: tuple[str, ...], choice: StoreChoice, *, by_policy: bool, dry_run: bool, as_json: bool) -> None:
+    """Take snapshots (REF@STEP, REF~N, a root) out of their branches' histories, or whole branches and tags; or what policies let go.
 
     `tsck undo` brings them back for a day; then `tsck gc` frees what nothing else holds. Without ADDRESS list what can be undone.
     """
     with choice.open() as store:
+        if by_policy or dry_run:
+            report = store.retain(*addresses, dry_run=dry_run)
+            emit(report, verdict_lines(report), as_json=as_json)
+            return
         found = store.forget(*addresses) if addresses else store.forgotten()
     nothing = "nothing was forgotten that can be undone"
     emit(found, _forgotten_lines(found, "forgot" if addresses else "") or [nothing], as_json=as_json)

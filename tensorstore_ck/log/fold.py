@@ -110,6 +110,14 @@ def _untag(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     foldgc.forget_tag(batch, view, entry, op["name"])
 
 
+def _policy(batch: Batch, _view: RefTable, entry: Entry, op: Fields) -> None:
+    key = keys.policy_key(op["glob"])
+    if op["rules"] is None:
+        batch.delete(key)
+    else:
+        batch.put(key, rows.encode_row(rows.PolicyRow(op["rules"], entry.n, entry.time_ns)))
+
+
 def _annotate(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
     if view.by_root(op["root"]) is not None:
         note = _note(batch, op["root"])
@@ -147,6 +155,7 @@ _APPLY: Final[Mapping[str, Callable[[Batch, RefTable, Entry, Fields], list[Ulid]
     "abort": _abort,
     "pin": foldgc.pin,
     "unpin": foldgc.unpin,
+    "policy": _policy,
     "expire": foldgc.expire,
     "undo": foldgc.undo,
     "purge": foldgc.purge,

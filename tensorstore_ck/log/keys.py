@@ -18,6 +18,7 @@ numbers do; a step is stored plus 2**63. ``name`` is ASCII without a zero byte. 
     p ulid:16 owner         reason, expires_ns?, n, time_ns               a pin; the owner in UTF-8
     e n:8 name              time_ns, kind                                 an undo window; kind: branch, snapshots or tag
     d n:8 name 00 seq:8     as l                                          what was forgotten then
+    o glob                  rules, n, time_ns                             what of refs that fit stays: FORMAT.md, "Policies"
     g kind:1 ulid:16        swept, n                                      an object that is condemned or swept (swept: bool), and where
     m pack:16 moved:16      n, hash, targets                              a relocation of a pack
     w moved:16              pack                                          the same, by its moved object
@@ -105,6 +106,11 @@ def holds_key(ulid: bytes) -> bytes:
 def pin_key(ulid: bytes, owner: str = "") -> bytes:
     """The key of a pin; without `owner`, what those of a snapshot begin with."""
     return PREFIX + b"p" + ulid + owner.encode()
+
+
+def policy_key(glob: str) -> bytes:
+    """The key of a policy."""
+    return PREFIX + b"o" + glob.encode()
 
 
 def window_key(n: int, name: str) -> bytes:

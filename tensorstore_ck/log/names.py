@@ -10,6 +10,7 @@ MAX_REF_CHARS: Final = 255
 
 _COMPONENT = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 _NAME: Final = re.compile(rf"{_COMPONENT}(/{_COMPONENT}){{0,8}}")
+_GLOB: Final = re.compile(rf"[A-Za-z0-9._/*?\[\]!-]{{1,{MAX_REF_CHARS}}}")
 _ROOT: Final = re.compile(r"[0-9a-fA-F]{8,64}")
 
 
@@ -24,6 +25,11 @@ def validate_ref_name(name: object) -> str:
         shown = repr(name)[:80]
         raise InvalidNameError(f"{shown} cannot be the name of a branch or tag: {problem}. Use a name like runs/gpt-2", object_id=shown)
     return str(name)
+
+
+def is_ref_glob(glob: object) -> bool:
+    """Whether a policy may be for the refs that fit this: a name in which ``*``, ``?`` and ``[...]`` stand for any characters."""
+    return isinstance(glob, str) and _GLOB.fullmatch(glob) is not None
 
 
 def is_ref_name(name: object) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from tensorstore_ck.envelope import object_hash
 from tensorstore_ck.errors import AlreadyExistsError, InvalidOptionError, NotFoundError
 from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
-from tensorstore_ck.log.names import is_ref_name
+from tensorstore_ck.log.names import is_ref_glob, is_ref_name
 from tensorstore_ck.log.objects import Objects, is_ulids, join_ulids
 from tensorstore_ck.record import Record
 
@@ -23,6 +23,8 @@ MAX_METRIC_NAME_CHARS: Final = 256
 MAX_REASON_CHARS: Final = 4096
 MAX_OP_NAME_CHARS: Final = 64
 MAX_OWNER_BYTES: Final = 256
+MAX_RULES: Final = 64
+MAX_RULE_ITEMS: Final = 1000
 MARKS: Final = ("bad", "damaged", "drift", "")
 
 
@@ -147,6 +149,11 @@ class Op:
         return operation
 
     @classmethod
+    def policy(cls, glob: str, rules: Mapping[str, Any] | None) -> "Op":
+        """Says what stays of the branches that fit `glob`, instead of what was said before; None: nothing is said any more."""
+        return _op("policy", glob=glob, rules=rules)
+
+    @classmethod
     def expire(cls, name: str, snapshots: Collection[Ulid] | None) -> "Op":
         """Takes snapshots out of a branch's history, all but its head; None: the whole branch. They stay until `purge`."""
         return _op("expire", name=name, snapshots=None if snapshots is None else join_ulids(snapshots))
@@ -259,6 +266,19 @@ def _is_owner(value: object) -> bool:
     return type(value) is str and 0 < len(value.encode("utf-8", "replace")) <= MAX_OWNER_BYTES and "\0" not in value
 
 
+def _is_rules(value: object) -> bool:
+    """Whether a policy may have these: what they mean is for `retention.policy` to say."""
+    return (
+        type(value) is dict and 0 < len(value) <= MAX_RULES and all(type(name) is str and _is_rule(rule, 3) for name, rule in value.items())
+    )
+
+
+def _is_rule(value: object, depth: int) -> bool:
+    if type(value) is list:
+        return depth > 0 and len(value) <= MAX_RULE_ITEMS and all(_is_rule(each, depth - 1) for each in value)
+    return type(value) in (int, float, bool) or (type(value) is str and len(value) <= MAX_METRIC_NAME_CHARS)
+
+
 Check = Callable[[object], bool]
 is_digest: Final = _bytes(DIGEST_BYTES)
 is_ulid: Final = _bytes(ULID_BYTES)
@@ -269,6 +289,7 @@ is_metrics: Final = _is_metrics
 is_mark: Final = _is_mark
 is_reason: Final = _is_reason
 is_owner: Final = _is_owner
+is_rules: Final = _is_rules
 is_date: Final = _optional(is_count)
 
 _OBJECTS: Final[Mapping[str, Check]] = dict.fromkeys(("packs", "parts", "snapshots", "moved"), is_ulids)
@@ -308,6 +329,7 @@ SCHEMA: Final[Mapping[str, Mapping[str, Check]]] = {
     "abort": {"txn": is_ulid},
     "pin": {"root": is_digest, "owner": is_owner, "reason": is_reason, "expires_ns": is_date},
     "unpin": {"snapshot": is_ulid, "owner": is_owner},
+    "policy": {"glob": is_ref_glob, "rules": _optional(_is_rules)},
     "expire": {"name": is_ref_name, "snapshots": _optional(is_ulids)},
     "undo": {"n": is_count, "name": is_ref_name, "snapshots": is_ulids},
     "purge": {"n": is_count, "name": is_ref_name},

@@ -235,6 +235,11 @@ class RefTable:
             ulid, owner = key[len(prefix) :][:ULID_BYTES], key[len(prefix) + ULID_BYTES :]
             yield Pin(Ulid(ulid), owner.decode(), *rows.decode_row(rows.PinRow, value))
 
+    def policies(self) -> dict[str, rows.PolicyRow]:
+        """Glob -> what stays of the branches that fit it."""
+        prefix = keys.policy_key("")
+        return {key[len(prefix) :].decode("ascii"): rows.decode_row(rows.PolicyRow, value) for key, value in self._reader.scan(prefix)}
+
     def is_pinned(self, ulid: bytes, owner: str) -> bool:
         """Whether `owner` has a pin on a snapshot."""
         return self._reader.get(keys.pin_key(ulid, owner)) is not None

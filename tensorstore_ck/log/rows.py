@@ -4,7 +4,7 @@ A row is a msgpack array, decoded strictly, whether it comes from this host's ca
 """
 
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgpack
 
@@ -12,10 +12,11 @@ from tensorstore_ck.envelope import pack_body
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
 from tensorstore_ck.log.keys import KINDS_BY_BYTE
-from tensorstore_ck.log.names import is_ref_name
+from tensorstore_ck.log.names import is_ref_glob, is_ref_name
 from tensorstore_ck.log.objects import is_ulids
 from tensorstore_ck.log.ops import (
     MAX_METRICS,
+    MAX_RULE_ITEMS,
     Check,
     is_count,
     is_date,
@@ -25,11 +26,12 @@ from tensorstore_ck.log.ops import (
     is_owner,
     is_parent,
     is_reason,
+    is_rules,
     is_step,
     is_ulid,
 )
 
-FOLD_VERSION: Final = 3
+FOLD_VERSION: Final = 4
 """Raised whenever `fold` comes to know another operation: what an older build folded lacks its effect."""
 
 
@@ -150,6 +152,14 @@ class PinRow(NamedTuple):
     time_ns: int
 
 
+class PolicyRow(NamedTuple):
+    """What stays of some branches."""
+
+    rules: Mapping[str, Any]
+    n: int
+    time_ns: int
+
+
 class WindowRow(NamedTuple):
     """An undo window."""
 
@@ -216,6 +226,7 @@ _CHECKS: Final[Mapping[type, tuple[Check, ...]]] = {
     StopRow: (is_count, _is_short),
     HoldsRow: (is_count, is_count),
     PinRow: (is_reason, is_date, is_count, is_count),
+    PolicyRow: (is_rules, is_count, is_count),
     WindowRow: (is_count, _is_short),
     ObjectRow: (_is_bool, is_count),
     RelocationRow: (is_count, is_digest, is_ulids),
@@ -246,6 +257,7 @@ _KEYS: Final[Mapping[bytes, tuple[type, Callable[[bytes], bool]]]] = {
     b"q": (StepRow, _is_name_key),
     b"k": (HoldsRow, lambda key: len(key) == 1 + ULID_BYTES),
     b"p": (PinRow, lambda key: len(key) > 1 + ULID_BYTES and is_owner(key[1 + ULID_BYTES :].decode("utf-8", "replace"))),
+    b"o": (PolicyRow, lambda key: is_ref_glob(key[1:].decode("ascii", "replace"))),
     b"e": (WindowRow, lambda key: _is_name_key(key[8:])),
     b"d": (Move, lambda key: _is_sequence_key(key[8:])),
     b"g": (ObjectRow, lambda key: len(key) == 2 + ULID_BYTES and key[1:2] in KINDS_BY_BYTE),
@@ -271,7 +283,7 @@ def decode_row(kind: type[Row], value: bytes) -> Row:
         CorruptObjectError: it is none of that kind.
     """
     try:
-        fields = msgpack.unpackb(value, max_array_len=_MAX_FIELDS, max_map_len=MAX_METRICS, max_ext_len=0)
+        fields = msgpack.unpackb(value, max_array_len=max(_MAX_FIELDS, MAX_RULE_ITEMS), max_map_len=MAX_METRICS, max_ext_len=0)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
         fields = None
     checks = _CHECKS[kind]

@@ -14,6 +14,7 @@ from tensorstore_ck.log import Objects, Op, RefTable
 from tensorstore_ck.partwriter import WrittenPart
 from tensorstore_ck.ranks.stages import read_part
 from tensorstore_ck.record import Record, record_name
+from tensorstore_ck.retention import expire_at_put
 from tensorstore_ck.writer import PutRequest, check_expected, condemned_of
 
 MOVES_OBJECTS: Final = frozenset({"condemn", "sweep", "relocate", "settle"})
@@ -136,7 +137,8 @@ def publish(
         check_expected(view, request.ref, request.expect)
         condemned = condemned_of_ranks(engine, view, snapshot, ranks)
         marks = [Op.mark(put.fields["root"], *mark)] if mark is not None else []
-        return [put, *marks, *([Op.rescue(condemned)] if condemned else [])]
+        going = expire_at_put(view, request.ref, snapshot, record, engine.clock())
+        return [put, *marks, *going, *([Op.rescue(condemned)] if condemned else [])]
 
     engine.log.append(build)
     found = engine.log.view().outcome(txn)

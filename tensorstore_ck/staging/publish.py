@@ -12,6 +12,7 @@ from tensorstore_ck.ids import Ulid, ulid_text
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.ranks.publish import condemned_of_ranks
 from tensorstore_ck.record import decode_record, record_name
+from tensorstore_ck.retention import expire_at_put
 from tensorstore_ck.staging.manifest import Lead, Manifest, read_manifests
 from tensorstore_ck.staging.stage import check_accepted, owner_of, pin_for
 from tensorstore_ck.tiers import Tier
@@ -44,7 +45,8 @@ def publish(engine: Engine, lead: Lead, txn: Ulid, attempt: Ulid, ref: str) -> i
         marks = [Op.mark(record.root(), *lead.mark)] if lead.mark is not None else []
         later = [other for other, info in view.all_staged() if info.ref == ref and info.n > staged.n]
         pins = [pin_for(ref, other, record.root()) for other in later]  # they may share its blocks
-        return [put, *marks, *_unpin(view, txn), *pins, *([Op.rescue(condemned)] if condemned else [])]
+        going = expire_at_put(view, ref, txn, record, engine.clock())
+        return [put, *marks, *going, *_unpin(view, txn), *pins, *([Op.rescue(condemned)] if condemned else [])]
 
     engine.log.append(build)
     found = engine.log.view().snapshot(txn)

@@ -69,3 +69,47 @@ def test_gc_refuses_to_free_too_much(history: Tsck) -> None:
     assert "--max-delete 100%" in history(*dry, "10%", "--json").json["report"]["refused"]
     assert history(*dry, "100%", "--json").json["report"]["refused"] is None
     assert "refused" not in history(*dry, "100%").out
+
+
+def test_policies(history: Tsck) -> None:
+    assert "no policies, so all stays" in history("policy").out
+    tried = history("policy", "test", "runs/gpt", "keep_steps=7").out
+    assert "newest" in tried
+    assert "fallback" in tried
+    made = history("policy", "set", "runs/*", "keep_last=1", "keep_best=2:none:min,1:acc:max", "keep_steps=-1,5", "expire_after=30d")
+    assert made.out == "runs/*: keep_last 1, keep_best 2 by min none; 1 by max acc, keep_steps -1, 5, expire_after 30d\n"
+    assert history("policy", "--json").json["runs/*"]["keep_best"] == [[2, "none", "min"], [1, "acc", "max"]]
+    history("put", "model.safetensors", "--ref", "runs/gpt", "--step", "3")
+    assert [snapshot["step"] for snapshot in history("log", "runs/gpt", "--json").json] == [3, 2]
+    told = history("forget", "--dry-run").out
+    assert "runs/gpt: 2 snapshots, by runs/*" in told
+    assert "0 snapshots would go" in told
+    history("undo", "runs/gpt@1")
+    planned = history("forget", "--dry-run", "--json").json
+    assert [(each["snapshot"]["step"], each["stays"]) for each in planned["branches"][0]["snapshots"]] == [(1, False), (2, True), (3, True)]
+    assert "1 snapshot went" in history("forget", "--by-policy").out
+    assert "nothing is said of runs/* any more" in history("policy", "remove", "runs/*").out
+    assert "no policy is for any of these branches" in history("forget", "--dry-run").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("set", "runs/*"), 2, "needs one at least"),
+        (("set", "runs/*", "keep_last"), 2, "is not RULE=VALUE"),
+        (("set", "runs/*", "keep_last=1", "keep_last=2"), 2, "said twice"),
+        (("set", "runs/*", "keep_last=many"), 22, "a whole number"),
+        (("set", "runs/*", "keep_best=3:loss"), 22, 'must be like (3, "val_loss", "min")'),
+        (("set", "runs/*", "keep_steps=1,x"), 22, "a list"),
+        (("set", "runs/*", "keep_lsat=1"), 22, "there is no rule 'keep_lsat'"),
+        (("set", "runs/*", "expire_after=30d"), 22, "keeps something"),
+        (("remove", "runs/*"), 25, "there is no policy"),
+        (("test", "nope"), 25, "there is no branch"),
+        (("test",), 2, "need to be told"),
+        (("show", "runs/*"), 2, "for all policies"),
+        (("remove", "runs/*", "keep_last=1"), 2, "RULE=VALUE is for set"),
+    ],
+)
+def test_policies_that_make_no_sense(history: Tsck, arguments: tuple[str, ...], code: int, message: str) -> None:
+    result = history("policy", *arguments)
+    assert (result.code, message in result.err) == (code, True), result

@@ -161,6 +161,7 @@ def operations() -> list[Op]:
         Op.annotate(record().root(), {"later": 1.0}),
         Op.mark(record().root(), "bad", "diverged"),
         Op.abort(bytes([9] * 16)),
+        Op.policy("runs/*", {"keep_last": 5, "keep_best": [[3, "val_loss", "min"]], "expire_after": 3600.0}),
         unknown,
     ]
 

@@ -1,0 +1,12 @@
+"""What stays of a branch's history, by rules that are stored in the store.
+
+policy.py     the rules, as users write them and as the log has them
+choice.py     which snapshots a policy keeps, and why: pure
+branches.py   policies at work on a branch, at one entry of the log
+"""
+
+from tensorstore_ck.retention.branches import expire, expire_at_put, policies_of, verdicts
+from tensorstore_ck.retention.choice import Candidate, Verdict, choose
+from tensorstore_ck.retention.policy import Best, Policy
+
+__all__ = ["Best", "Candidate", "Policy", "Verdict", "choose", "expire", "expire_at_put", "policies_of", "verdicts"]
