@@ -48,6 +48,21 @@ from tensorstore_ck.streams import Streams
 from tensorstore_ck.tiers import Staging
 
 if TYPE_CHECKING:
+    from tensorstore_ck.cadence import (
+        Checkpointer,
+        Trigger,
+        at_fraction,
+        at_steps,
+        auto,
+        every_epochs,
+        every_seconds,
+        every_steps,
+        first,
+        last,
+        on_improvement,
+        on_metric,
+        on_preemption,
+    )
     from tensorstore_ck.copying import copy
     from tensorstore_ck.exporting import ExportReport, export_snapshot
     from tensorstore_ck.fsck import FsckOptions
@@ -60,6 +75,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LATER: Final = {
+    "Checkpointer": "cadence",
+    "Trigger": "cadence",
+    "at_fraction": "cadence",
+    "at_steps": "cadence",
+    "auto": "cadence",
+    "every_epochs": "cadence",
+    "every_seconds": "cadence",
+    "every_steps": "cadence",
+    "first": "cadence",
+    "last": "cadence",
+    "on_improvement": "cadence",
+    "on_metric": "cadence",
+    "on_preemption": "cadence",
     "FlatShard": "state",
     "LoadReport": "state",
     "register_type": "state",
@@ -93,6 +121,7 @@ __all__ = [
     "AmbiguousAddressError",
     "BackendUnavailableError",
     "BrokenLogError",
+    "Checkpointer",
     "ConflictError",
     "CorruptObjectError",
     "DamageError",
@@ -133,15 +162,27 @@ __all__ = [
     "StoreError",
     "Streams",
     "TrainingState",
+    "Trigger",
     "UndecidedError",
     "UnreadableError",
     "UnsafeBackendError",
     "UnsupportedValueError",
     "WaitTimeoutError",
+    "at_fraction",
+    "at_steps",
+    "auto",
     "copy",
+    "every_epochs",
+    "every_seconds",
+    "every_steps",
     "export_snapshot",
+    "first",
     "import_checkpoint",
     "inspect_checkpoint",
+    "last",
+    "on_improvement",
+    "on_metric",
+    "on_preemption",
     "open",
     "register_type",
     "verify_resume",

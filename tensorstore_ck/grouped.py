@@ -16,6 +16,7 @@ from tensorstore_ck.hostreads import HostReads, host_key
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.ranks import Duties, Group, open_group, second_nonce
+from tensorstore_ck.ranks.channel import Runner
 from tensorstore_ck.ranks.wording import disagreements
 
 if TYPE_CHECKING:
@@ -62,6 +63,26 @@ class Groups:
             attempt.run(Duties(lambda: {"value": value()}, work, None, compare, lambda _: {}))
             told[title] = values[0]
         return told[title]
+
+    def from_first(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> bytes:
+        """What the first rank says, a few bytes, told to all; on the others `value` is not asked."""
+        attempt = self.of(group)[0].begin(title, object_id=title, timeout=timeout_seconds)
+        told: list[bytes] = []
+
+        def work(go: Body) -> Body:
+            told.append(take(go, "value", bytes))
+            return {}
+
+        attempt.run(
+            Duties(
+                lambda: {"title": title}, work, None, lambda hellos: disagreements(hellos, ("title",)) or {"value": value()}, lambda _: {}
+            )
+        )
+        return told[0]
+
+    def runner(self, group: "ProcessGroup") -> Runner:
+        """What reaches the store of a group."""
+        return self.of(group)[0].run
 
     def local_ranks(self, group: "ProcessGroup", *, timeout_seconds: float) -> int:
         """How many ranks of a group are on this host, this one among them."""

@@ -117,7 +117,7 @@ class Group:
         """
         self.rank = rank
         self.ranks = ranks
-        self._run = run
+        self.run = run
         self._renew = renew
         self.close = close
         self._scope = f"{ROOT}{scope}/"
@@ -178,7 +178,7 @@ class Group:
         return self._nonce
 
     def _channel(self, prefix: str, sleep: Callable[[float], object] | None = None) -> Channel:
-        return Channel(self._run, self._scope + prefix, ranks=self.ranks, clock=self._clock, sleep=sleep or self._sleep)
+        return Channel(self.run, self._scope + prefix, ranks=self.ranks, clock=self._clock, sleep=sleep or self._sleep)
 
     def _agreed_nonce(self, deadline: float) -> Ulid:
         """What rank 0 drew for this group.

@@ -1,0 +1,42 @@
+"""When to save: triggers that all ranks decide alike, and the loop's helper that goes by them.
+
+expressions.py    conditions on metrics, as text
+intervals.py      how often is best, by what a save costs and how often the job fails
+triggers.py       what fires at a step
+board.py          what rank 0 tells the others in advance
+checkpointer.py   saves when a trigger fires, resumes from what is sound
+"""
+
+from tensorstore_ck.cadence.checkpointer import Checkpointer
+from tensorstore_ck.cadence.triggers import (
+    Moment,
+    Trigger,
+    at_fraction,
+    at_steps,
+    auto,
+    every_epochs,
+    every_seconds,
+    every_steps,
+    first,
+    last,
+    on_improvement,
+    on_metric,
+    on_preemption,
+)
+
+__all__ = [
+    "Checkpointer",
+    "Moment",
+    "Trigger",
+    "at_fraction",
+    "at_steps",
+    "auto",
+    "every_epochs",
+    "every_seconds",
+    "every_steps",
+    "first",
+    "last",
+    "on_improvement",
+    "on_metric",
+    "on_preemption",
+]

@@ -1,0 +1,316 @@
+"""Saves a job's state when a trigger fires, and resumes from the newest snapshot that is sound."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from tensorstore_ck.cadence.board import Board
+from tensorstore_ck.cadence.triggers import CLOCK, Moment, Trigger, auto, on_preemption
+from tensorstore_ck.errors import CorruptObjectError, DamageError, InvalidOptionError, NotFoundError, SnapshotAbortedError, StoreError
+from tensorstore_ck.grouped import TIMEOUT_SECONDS
+from tensorstore_ck.ids import Ulid, new_ulid, parse_ulid, ulid_text
+from tensorstore_ck.record import decode_metadata
+from tensorstore_ck.retention import Policy
+from tensorstore_ck.saving import PendingSnapshot
+from tensorstore_ck.snapshot import Snapshot
+from tensorstore_ck.store import Store
+from tensorstore_ck.training import TrainingState
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+LEAD_STEPS: Final = 10
+NOTE: Final = "checkpointer"
+"""In a snapshot's metadata: how often the run was resumed, and its epoch."""
+
+
+class Checkpointer:
+    """For a training loop::
+
+        with tsck.Checkpointer(store, training, ref="runs/gpt", when=tsck.every_steps(1000) | tsck.on_preemption()) as ckpt:
+            resumed = ckpt.resume()
+            for step in range(resumed.step + 1 if resumed else 1, total + 1):
+                ...
+                ckpt.step(step, {"val_loss": loss})
+                if ckpt.preempted:
+                    break
+
+    A save that fails does not end the training: it is told in a warning, and the next trigger saves again. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        state: object,
+        *,
+        ref: str,
+        when: Trigger,
+        keep: Mapping[str, object] | None = None,
+        asynchronous: bool = True,
+        group: "ProcessGroup | None" = None,
+        total_steps: int | None = None,
+        lead_steps: int = LEAD_STEPS,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        clock: Callable[[], float] = CLOCK,
+    ) -> None:
+        """All ranks of `group` make one alike.
+
+        Args:
+            store: Where to.
+            state: A `TrainingState`; or any state that `Store.put_snapshot` takes, whose tensors are restored in place.
+            ref: The branch.
+            when: When to save: triggers, joined by ``|`` and ``&``.
+            keep: What stays, as in `Store.set_policy` for this ref; None: what is said already.
+            asynchronous: Whether saves go on beside the training.
+            group: All ranks of it save and resume together.
+            total_steps: How long the training is, for `at_fraction` and `last`.
+            lead_steps: How many steps ahead rank 0 tells what goes by its clock: more than ranks are ever apart from each other.
+            timeout_seconds: With `group`: when to give up on ranks that do not come.
+            clock: In seconds; for tests.
+
+        Raises:
+            InvalidOptionError: `when` is no trigger, or `keep` makes no sense.
+        """
+        if not isinstance(when, Trigger):
+            raise InvalidOptionError(f"when must be a trigger, such as tsck.every_steps(1000), not {when!r}", object_id="when")
+        if isinstance(lead_steps, bool) or not isinstance(lead_steps, int) or lead_steps < 1:
+            raise InvalidOptionError(f"lead_steps must be a whole number from 1 on, not {lead_steps!r}", object_id="lead_steps")
+        policy = None if keep is None else Policy.of(**keep)
+        self._store, self._state, self._ref, self._when, self._group = store, state, ref, when, group
+        self._asynchronous, self._total_steps, self._timeout_seconds, self._clock = asynchronous, total_steps, timeout_seconds, clock
+        self._told = list(when.told())
+        self.preempted = False
+        """Whether a snapshot was begun because of `on_preemption`: on all ranks after the same step, so that the loop can end there."""
+        self._board: Board | None = None
+        self._pending: list[tuple[PendingSnapshot, float]] = []
+        self._saves = self._resumes = 0
+        self._before: Moment | None = None
+        self._stall = self._lag = self._restart = 0.0
+        self._run_mtbf: float | None = None
+        if group is not None:
+            drawn = Ulid(self._from_first("the id of a Checkpointer", new_ulid))
+            runner = store.groups.runner(group)
+            self._board = Board(runner, rank=group.rank(), prefix=f"tsck/{ulid_text(drawn)}/", lead_steps=lead_steps)
+        if policy is not None and (group is None or group.rank() == 0) and store.policies().get(ref) != policy:
+            store.set_policy(ref, **policy.encode())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close() if kind is None else None
+
+    # --- resume -------------------------------------------------------------------------------------------------------
+
+    def resume(self) -> Snapshot | None:
+        """Restores the newest snapshot that is not marked and of which every block that this job reads verifies.
+
+        What is passed over is told in warnings. All ranks restore the same one.
+
+        Returns:
+            The snapshot; None where there is none at all: then the training starts from the beginning.
+
+        Raises:
+            DamageError: there are snapshots, and none of them can be restored.
+        """
+        began = self._clock()
+        self._store.finish_staged(self._ref, self._group, timeout_seconds=self._timeout_seconds)
+        tried: list[str] = []
+        while True:
+            address = self._from_first(f"the resume of {self._ref!r}, try {len(tried) + 1}", lambda: self._next(tried).encode()).decode()
+            if not address:
+                break
+            try:
+                found = self._restore(address)
+            except (DamageError, SnapshotAbortedError) as exc:
+                warnings.warn(f"{address} was passed over: {exc}", stacklevel=2)
+                tried.append(address)
+                continue
+            self._restart = self._clock() - began
+            self._note_resumed(found)
+            return found
+        if tried:
+            raise CorruptObjectError(
+                f"none of the snapshots of {self._ref!r} can be restored, and what was tried has left the state undefined: see the "
+                "warnings, and run `tsck fsck --read-data`",
+                object_id=self._ref,
+            )
+        return None
+
+    def _next(self, tried: list[str]) -> str:
+        """The address of the next snapshot to try; empty where there is none. For the first rank."""
+        try:
+            history = self._store.log(self._ref)
+        except NotFoundError:
+            return ""
+        steps: set[int] = set()
+        for number, snapshot in enumerate(history):
+            address = self._ref if number == 0 else f"{self._ref}@{snapshot.step}"
+            if number and (snapshot.step is None or snapshot.step in steps):
+                continue  # of one step the newest is meant
+            steps |= {snapshot.step} if snapshot.step is not None else set()
+            if address in tried:
+                continue
+            if snapshot.mark:
+                warnings.warn(f"{address} was passed over: it is marked {snapshot.mark}", stacklevel=4)
+                continue
+            return address
+        return ""
+
+    def _restore(self, address: str) -> Snapshot:
+        if isinstance(self._state, TrainingState):
+            restored = self._state.restore(self._store, address, group=self._group, timeout_seconds=self._timeout_seconds)
+            if restored is None:
+                raise SnapshotAbortedError(f"{address} was taken away meanwhile", object_id=address)
+            return restored
+        found = self._store.resolve(address)
+        self._store.checkout(address, into=self._state, group=self._group, timeout_seconds=self._timeout_seconds)
+        return found
+
+    def _note_resumed(self, found: Snapshot) -> None:
+        engine = self._store.engine
+        info = engine.log.view().snapshot(parse_ulid(found.id) or b"")
+        note = decode_metadata(engine.read_record(info), found.id).get(NOTE) if info is not None else None
+        said = note if isinstance(note, dict) else {}
+        epoch, resumes = said.get("epoch"), said.get("resumes")
+        self._resumes = 1 + (resumes if isinstance(resumes, int) else 0)
+        self._before = Moment(found.step or 0, epoch if isinstance(epoch, int | float) else None)
+        first = self._store.log(self._ref)[-1]
+        self._run_mtbf = max(1.0, (found.time_ns - first.time_ns) / 1e9) / self._resumes
+        for each in self._told:
+            each.begin()
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        step: int,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        epoch: float | None = None,
+        last: bool = False,
+        metadata: Mapping[str, object] | None = None,
+    ) -> Snapshot | PendingSnapshot | None:
+        """Saves, if it is time; to be called after each step, by all ranks with the same values.
+
+        Args:
+            step: How many steps are done.
+            metrics: Numbers of this step; they are put with the snapshot.
+            epoch: How many epochs are done, as a number that grows: ``2.5``.
+            last: Whether this is the last step.
+            metadata: What else the snapshot is to know.
+
+        Returns:
+            What was put, or is being put; None where nothing was, or could be.
+
+        Raises:
+            InvalidOptionError: the step went backwards, or a trigger needs something that it was not told.
+        """
+        if self._before is not None and step < self._before.step:
+            raise InvalidOptionError(f"step {step} came after step {self._before.step}: call resume() to go back", object_id="step")
+        self._look_at_pending()
+        moment = Moment(
+            step,
+            epoch,
+            self._total_steps,
+            dict(metrics or {}),
+            is_first=self._before is None,
+            is_last=last,
+            previous_step=self._before.step if self._before is not None else None,
+            previous_epoch=self._before.epoch if self._before is not None else None,
+        )
+        self._before = moment
+        self._ask_around(step)
+        if not self._when.fires(moment):
+            return None
+        self._saves += 1
+        self.preempted |= any(isinstance(each, on_preemption) and each.fires(moment) for each in self._told)
+        self._when.saved(moment)
+        return self._put(moment, {**(metadata or {}), NOTE: {"resumes": self._resumes, "epoch": epoch}})
+
+    def _ask_around(self, step: int) -> None:
+        """What one rank decides, told to all."""
+        for number, each in enumerate(self._told):
+            if each.since is not None:
+                continue
+            if self._board is None:
+                each.since = step if each.wants() else None
+                continue
+            wants = (each.any_rank or self._board.is_first) and each.wants()
+            try:
+                each.since = self._board.look(f"{number}/{self._saves}", step, wants=wants)
+            except SnapshotAbortedError as exc:
+                warnings.warn(str(exc), stacklevel=3)
+                continue
+            if each.since is not None and each.since < step:
+                warnings.warn(
+                    f"this rank is at step {step}, past step {each.since}, from which rank 0 wanted to save: make lead_steps larger than "
+                    "ranks are apart",
+                    stacklevel=3,
+                )
+
+    def _put(self, moment: Moment, metadata: Mapping[str, object]) -> Snapshot | PendingSnapshot | None:
+        options: dict[str, Any] = {
+            "ref": self._ref,
+            "step": moment.step,
+            "metrics": {name: float(value) for name, value in moment.metrics.items()},
+            "metadata": metadata,
+            "group": self._group,
+            "timeout_seconds": self._timeout_seconds,
+        }
+        began = self._clock()
+        state, store = self._state, self._store
+        found: Snapshot | PendingSnapshot
+        try:
+            if self._asynchronous:
+                pending = (
+                    state.put_async(store, **options) if isinstance(state, TrainingState) else store.put_snapshot_async(state, **options)
+                )
+                self._pending.append((pending, began))
+                found = pending
+            else:
+                found = state.put(store, **options) if isinstance(state, TrainingState) else store.put_snapshot(state, **options)
+        except StoreError as exc:
+            self._warn(moment.step, exc)
+            return None
+        self._measure(self._clock() - began)
+        return found
+
+    def _measure(self, stall: float) -> None:
+        self._stall = stall if not self._stall else (self._stall + stall) / 2
+        for each in self._told:
+            if isinstance(each, auto):
+                each.measured(self._stall, self._lag, self._restart, self._run_mtbf)
+
+    def _look_at_pending(self) -> None:
+        left = []
+        for pending, began in self._pending:
+            if not pending.done():
+                left.append((pending, began))
+            elif pending.error is not None:
+                self._warn(pending.step, pending.error)
+            else:
+                self._lag = self._clock() - began
+        self._pending = left
+
+    def wait(self) -> None:
+        """Until all that was begun is published; what failed is told in warnings."""
+        for pending, _ in self._pending:
+            try:
+                pending.wait()
+            except StoreError as exc:
+                self._warn(pending.step, exc)
+        self._pending = []
+
+    def close(self) -> None:
+        """Waits for what was begun. The store stays open."""
+        self.wait()
+
+    @staticmethod
+    def _warn(step: int | None, exc: BaseException) -> None:
+        warnings.warn(f"the snapshot of step {step} was not put: {exc}; the training goes on", stacklevel=4)
+
+    def _from_first(self, title: str, value: Callable[[], bytes]) -> bytes:
+        if self._group is None:
+            return value()
+        return self._store.groups.from_first(self._group, title, value, timeout_seconds=self._timeout_seconds)
