@@ -3,8 +3,9 @@
 What looks at a store is loaded only by the methods that look, so that a command starts fast. Knows no torch.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, Self
 
 from tensorstore_ck import forgetting
 from tensorstore_ck.address import Resolved, resolve
@@ -20,6 +21,7 @@ from tensorstore_ck.seen import Seen
 from tensorstore_ck.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails, pinned_snapshots, pinned_with_root
 
 if TYPE_CHECKING:
+    from tensorstore_ck.advising import Advice
     from tensorstore_ck.forgetting import Forgotten
     from tensorstore_ck.fsck import FsckOptions, FsckReport, RepairReport
     from tensorstore_ck.gc import GcOptions, GcReport
@@ -138,6 +140,21 @@ class ManagedStore:
     def pins(self) -> tuple[PinnedSnapshot, ...]:
         """Every pin."""
         return pinned_snapshots(self._synced())
+
+    def watch(self, ref: str, **options: Any) -> Generator[Snapshot]:
+        """The snapshots that are put to a branch from now on, each pinned until the next one is asked for: for evaluation jobs.
+
+        Args:
+            ref: The branch; it need not be there yet.
+            options: ``since_step=0``: also those that are there already, from that step on; ``newest_only=True``: of several that came
+                meanwhile only the newest; ``pin_for="1d"``: how long a pin holds at most; ``poll_seconds=2.0``; ``until=``: a function
+                that ends it.
+        """
+        from tensorstore_ck.watching import watch  # noqa: PLC0415
+
+        with closing(watch(self._engine.of_store(), ref, **options)) as found:
+            for info in found:
+                yield Snapshot.from_info(info)
 
     def forget(self, *addresses: str) -> "tuple[Forgotten, ...]":
         """Takes snapshots out of their branches' histories, or whole branches and tags. `gc` frees them after the undo window.
@@ -300,6 +317,42 @@ class ManagedStore:
 
         self._engine.log.sync()
         return measure_usage(self._engine.of_store(), per_snapshot=per_snapshot)
+
+    def advise(
+        self,
+        ref: str,
+        *,
+        stall: float,
+        lag: float = 0.0,
+        restart: float | None = None,
+        mtbf: float | None = None,
+        bytes_per_second: float | None = None,
+        bytes_per_day: float | None = None,
+    ) -> "Advice":
+        """How often the job of a branch should save, so that it loses least time: by its history, and what was measured of it.
+
+        Args:
+            ref: The branch.
+            stall: Seconds that a save holds the training up for; `Checkpointer.costs` has what it measured.
+            lag: From then until the snapshot is published.
+            restart: From a failure until training goes on; None: five minutes.
+            mtbf: Mean time between failures; None: by how often the run was resumed, or else four hours.
+            bytes_per_second: What the store can take: then it is told whether that is enough.
+            bytes_per_day: What the store may grow by.
+        """
+        from tensorstore_ck.advising import advise  # noqa: PLC0415
+
+        self._engine.log.sync()
+        return advise(
+            self._engine,
+            ref,
+            stall=stall,
+            lag=lag,
+            restart=restart,
+            mtbf=mtbf,
+            bytes_per_second=bytes_per_second,
+            bytes_per_day=bytes_per_day,
+        )
 
     def fsck(self, options: "FsckOptions | None" = None, *, read_data: bool = False, progress: Progress | None = None) -> "FsckReport":
         """Checks the whole store's structure, and as much data as asked for: `read_data`, or more in `options`. Changes nothing."""

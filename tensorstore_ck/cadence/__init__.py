@@ -1,7 +1,6 @@
 """When to save: triggers that all ranks decide alike, and the loop's helper that goes by them.
 
 expressions.py    conditions on metrics, as text
-intervals.py      how often is best, by what a save costs and how often the job fails
 triggers.py       what fires at a step
 board.py          what rank 0 tells the others in advance
 checkpointer.py   saves when a trigger fires, resumes from what is sound

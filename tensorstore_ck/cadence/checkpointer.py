@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from tensorstore_ck.cadence.board import Board
-from tensorstore_ck.cadence.triggers import CLOCK, Moment, Trigger, auto, on_preemption
+from tensorstore_ck.cadence.triggers import CLOCK, DEFAULT_MTBF_SECONDS, Moment, Trigger, auto, on_preemption
 from tensorstore_ck.errors import CorruptObjectError, DamageError, InvalidOptionError, NotFoundError, SnapshotAbortedError, StoreError
 from tensorstore_ck.grouped import TIMEOUT_SECONDS
 from tensorstore_ck.ids import Ulid, new_ulid, parse_ulid, ulid_text
+from tensorstore_ck.intervals import Costs
 from tensorstore_ck.record import decode_metadata
 from tensorstore_ck.retention import Policy
 from tensorstore_ck.saving import PendingSnapshot
@@ -99,6 +100,11 @@ class Checkpointer:
 
     def __exit__(self, kind: object, *_: object) -> None:
         self.close() if kind is None else None
+
+    @property
+    def costs(self) -> Costs:
+        """What this rank has measured, for `Store.advise`; 0 where nothing was yet."""
+        return Costs(self._stall, self._lag, self._restart, self._run_mtbf or DEFAULT_MTBF_SECONDS)
 
     # --- resume -------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import click
 
 import tensorstore_ck
 from tensorstore_ck.cli import (
+    advising,
     checking,
     copying,
     exporting,
@@ -27,6 +28,7 @@ from tensorstore_ck.cli import (
     transfer,
     usage,
     verifying,
+    watching,
 )
 from tensorstore_ck.cli.output import emit, printable
 from tensorstore_ck.errors import StoreError
@@ -119,6 +121,8 @@ for _command in (
     refs.annotate,
     refs.mark,
     usage.usage,
+    advising.advise,
+    watching.watch,
     keeping.pin,
     keeping.unpin,
     policies.policy,

@@ -30,6 +30,11 @@ def emit(document: object, lines: Iterable[str], *, as_json: bool) -> None:
             click.echo(line)
 
 
+def json_line(document: object) -> str:
+    """A document on one line, for what goes on and on."""
+    return json.dumps(_plain(document), ensure_ascii=False)
+
+
 def iso_time(time_ns: int) -> str:
     """Nanoseconds since 1970 -> ``2026-01-31T12:00:00Z``."""
     try:

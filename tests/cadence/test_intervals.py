@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from tensorstore_ck.cadence.intervals import Costs, best, daly, ettr, require_costs, young
 from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.intervals import Costs, best, daly, ettr, require_costs, young
 
 
 def simulated(interval: float, costs: Costs, training: float, seed: int) -> float:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import tensorstore_ck as tsck
 from tensorstore_ck.cadence import Moment
 from tensorstore_ck.cadence.expressions import condition
-from tensorstore_ck.cadence.intervals import Costs
 from tensorstore_ck.cadence.triggers import Told
 from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.intervals import Costs
 
 
 def steps_of(when: tsck.Trigger, steps: list[int], **moment: Any) -> list[int]:

@@ -310,3 +310,18 @@ def test_help_lists_commands_in_order(tsck: Tsck) -> None:
     assert listed[:6] == ["init", "put", "get", "import", "export", "log"]
     assert tsck().out == shown
     assert tsck("--version").out == f"tsck {tsck_package.__version__}\n"
+
+
+def test_advise_tells_and_draws(history: Tsck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = history("advise", "runs/gpt", "--stall", "2s", "--mtbf", "6h", "--bandwidth", "500MB").out
+    assert "mtbf" in told
+    assert "best" in told
+    assert "ETTR = t / (" in told
+    assert history("advise", "runs/gpt", "--stall", "2s", "--json").json["costs"]["stall"] == 2.0
+    assert history("advise", "runs/gpt").code == 2
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        missing = history("advise", "runs/gpt", "--stall", "2s", "--plot", "x.png")
+    assert "pip install 'tensorstore_ck[plot]'" in missing.err
+    assert history("advise", "runs/gpt", "--stall", "2s", "--plot", str(tmp_path / "advice.png")).code == 0
+    assert (tmp_path / "advice.png").read_bytes().startswith(b"\x89PNG")

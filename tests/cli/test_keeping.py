@@ -113,3 +113,15 @@ def test_policies(history: Tsck) -> None:
 def test_policies_that_make_no_sense(history: Tsck, arguments: tuple[str, ...], code: int, message: str) -> None:
     result = history("policy", *arguments)
     assert (result.code, message in result.err) == (code, True), result
+
+
+def test_a_command_is_run_for_each(history: Tsck, capfd: pytest.CaptureFixture[str]) -> None:
+    shown = history("watch", "runs/gpt", "--since-step", "1", "--count", "2", "--exec", "echo step={step} ref={ref}")
+    assert shown.code == 0
+    assert capfd.readouterr().out.splitlines() == ["step=1 ref=runs/gpt", "step=2 ref=runs/gpt"]
+    assert [line.split()[0] for line in shown.out.splitlines()] == ["published"] * 2
+    failing = history("watch", "runs/gpt", "--since-step", "2", "--count", "1", "--exec", "false")
+    assert (failing.code, failing.err) == (0, "tsck: false for step 2 ended with 1\n")
+    assert "could not be run" in history("watch", "runs/gpt", "--since-step", "2", "--count", "1", "--exec", "/none").err
+    assert history("watch", "runs/gpt", "--count", "1", "--exec", "x {oops}").code == 22
+    assert history("pin", "--json").json == []

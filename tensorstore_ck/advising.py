@@ -1,0 +1,181 @@
+"""How often a job should save, by what is known of it: its history in the log, and what a user has measured."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, Literal
+
+from tensorstore_ck.address import resolve
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.intervals import Costs, best, daly, ettr, require_costs, young
+from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.record import decode_metadata, record_name
+
+DEFAULT_MTBF_SECONDS: Final = 4 * 3600.0
+NEWEST: Final = 200
+"""Snapshots that are looked at."""
+CURVE_POINTS: Final = 41
+DAY_SECONDS: Final = 86_400
+NOTE: Final = "checkpointer"
+"""What `Checkpointer` leaves in metadata: how often a run was resumed."""
+GOOD_ENOUGH: Final = 0.005
+"""Of wall time: a cadence that loses less than this to the best one is left alone."""
+
+Source = Literal["given", "measured", "assumed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What is known, what follows, and what to change first. Times in seconds; an interval is training between two saves."""
+
+    ref: str
+    costs: Costs
+    sources: dict[str, Source]
+    """Where each of the costs is from."""
+    snapshots: int
+    """That were looked at."""
+    interval: float | None
+    """What the job does now: the median between two puts, less the stall; None with fewer than two."""
+    ettr_now: float | None
+    """The share of wall time that is training which counts; see `intervals.ettr` for the formula."""
+    best_interval: float
+    best_ettr: float
+    young_interval: float
+    daly_interval: float
+    bytes_per_snapshot: int
+    """The median of what snapshots added to the store."""
+    bytes_per_day: int
+    """At the best interval."""
+    bandwidth_share: float | None
+    """How much of the store's bandwidth saving at the best interval takes; None where that was not said."""
+    advice: tuple[str, ...]
+    """What to change, the most important first."""
+    curve: tuple[tuple[float, float], ...]
+    """(interval, ETTR), around the best."""
+
+
+def advise(
+    engine: Engine,
+    address: str,
+    *,
+    stall: float,
+    lag: float = 0.0,
+    restart: float | None = None,
+    mtbf: float | None = None,
+    bytes_per_second: float | None = None,
+    bytes_per_day: float | None = None,
+) -> Advice:
+    """What follows for a branch.
+
+    Args:
+        engine: The store, whose log was synced.
+        address: The branch.
+        stall: What a save holds the training up for.
+        lag: From then until it is published.
+        restart: From a failure until training goes on; None: five minutes.
+        mtbf: Mean time between failures; None: by how often the run was resumed, as `Checkpointer` notes, or else four hours.
+        bytes_per_second: What the store can take.
+        bytes_per_day: What it may grow by.
+
+    Raises:
+        NotFoundError: no such branch.
+        InvalidOptionError: a time that is negative, or no number.
+    """
+    view = engine.log.view()
+    found = resolve(view, address)
+    history = list(view.history(found.branch, limit=NEWEST)) if found.branch is not None else [found.info]
+    history.sort(key=lambda info: info.time_ns)
+    run_mtbf = _mtbf(engine, history)
+    sources: dict[str, Source] = {
+        "stall": "given",
+        "lag": "given" if lag else "assumed",
+        "restart": "assumed" if restart is None else "given",
+        "mtbf": "given" if mtbf is not None else "measured" if run_mtbf is not None else "assumed",
+    }
+    costs = require_costs(Costs(stall, lag, 300.0 if restart is None else restart, mtbf or run_mtbf or DEFAULT_MTBF_SECONDS))
+    for name, value in (("bytes_per_second", bytes_per_second), ("bytes_per_day", bytes_per_day)):
+        if value is not None and not value > 0:
+            raise InvalidOptionError(f"{name} must be more than 0", object_id=name)
+    gaps = [(b.time_ns - a.time_ns) / 1e9 for a, b in pairwise(history) if b.time_ns > a.time_ns]
+    interval = max(1e-3, statistics.median(gaps) - stall) if gaps else None
+    wanted = best(costs)
+    now = None if interval is None else ettr(interval, costs)
+    size = int(statistics.median(info.new_bytes for info in history))
+    share = None if bytes_per_second is None else size / (wanted + stall) / bytes_per_second
+    daily = int(size * DAY_SECONDS / (wanted + stall))
+    return Advice(
+        found.branch or address,
+        costs,
+        sources,
+        len(history),
+        interval,
+        now,
+        wanted,
+        ettr(wanted, costs),
+        young(costs),
+        daly(costs),
+        size,
+        daily,
+        share,
+        tuple(_advice(costs, interval, wanted, share=share, daily=daily, bytes_per_day=bytes_per_day, sources=sources)),
+        tuple((each, ettr(each, costs)) for each in _around(wanted)),
+    )
+
+
+def _mtbf(engine: Engine, history: Sequence[SnapshotInfo]) -> float | None:
+    """The time that the run has taken by how often it was resumed."""
+    newest = history[-1]
+    note = decode_metadata(engine.read_record(newest), record_name(newest.ulid)).get(NOTE)
+    resumes = note.get("resumes") if isinstance(note, dict) else None
+    seconds = (newest.time_ns - history[0].time_ns) / 1e9
+    return seconds / resumes if isinstance(resumes, int) and resumes > 0 and seconds > 0 else None
+
+
+def _around(interval: float) -> list[float]:
+    return [interval * 10 ** (2 * number / (CURVE_POINTS - 1) - 1) for number in range(CURVE_POINTS)]
+
+
+def _advice(
+    costs: Costs,
+    interval: float | None,
+    wanted: float,
+    *,
+    share: float | None,
+    daily: int,
+    bytes_per_day: float | None,
+    sources: dict[str, Source],
+) -> list[str]:
+    found = []
+    if share is not None and share > 1:
+        found.append(
+            f"the store cannot take a snapshot every {_time(wanted)}: it needs {share:.1f} times its bandwidth. Save less often, or less: "
+            "codec='small', differences, fewer optimizer states"
+        )
+    if bytes_per_day is not None and daily > bytes_per_day:
+        found.append(f"that adds {daily / bytes_per_day:.1f} times what the store may grow by in a day: set a policy, and run gc")
+    if interval is not None:
+        lost = ettr(wanted, costs) - ettr(interval, costs)
+        if lost > GOOD_ENOUGH:
+            found.append(
+                f"save every {_time(wanted)} of training instead of every {_time(interval)}: {lost:.1%} of the time are lost by that"
+            )
+        else:
+            found.append(f"leave it: saving every {_time(interval)} loses {max(0.0, lost):.2%} to the best interval, {_time(wanted)}")
+    else:
+        found.append(f"save every {_time(wanted)} of training")
+    parts = {
+        "the stall of a save (save beside the training, or stage on a local disk)": costs.stall / (wanted + costs.stall),
+        "the restart (restore from the staging disk or from peers, keep spare hosts)": costs.restart / costs.mtbf,
+        "work that is done again": (wanted / 2 + costs.lag) / costs.mtbf,
+    }
+    most = max(parts, key=lambda part: parts[part])
+    found.append(f"of what is lost then, most goes to {most}: about {parts[most]:.1%} of the time")
+    if sources["mtbf"] == "assumed":
+        found.append("how often the job fails was assumed: give it, or put with Checkpointer, which counts")
+    return found
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,89 @@
+"""Acts on snapshots as they are published, each held by a pin while somebody works on it."""
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from typing import Final
+
+from tensorstore_ck.closure import revive
+from tensorstore_ck.durations import parse_seconds
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.errors import BackendUnavailableError, NotFoundError, SnapshotExpiredError
+from tensorstore_ck.ids import ulid_text
+from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.snapshot import pinned_with_root
+
+POLL_SECONDS: Final = 2.0
+PIN_SECONDS: Final = 86_400.0
+"""So long a pin holds at most: whoever dies while it works must not hold a snapshot for good."""
+
+
+def watch(
+    engine: Engine,
+    ref: str,
+    *,
+    since_step: int | None = None,
+    newest_only: bool = False,
+    owner: str | None = None,
+    pin_for: float | str = PIN_SECONDS,
+    poll_seconds: float = POLL_SECONDS,
+    sleep: Callable[[float], object] = time.sleep,
+    until: Callable[[], bool] = lambda: False,
+) -> Generator[SnapshotInfo]:
+    """The snapshots that are put to a branch from now on, each pinned until the next one is asked for.
+
+    A branch need not be there yet. What was let go before it could be pinned is left out. While the store does not answer it waits.
+
+    Args:
+        engine: The store.
+        ref: The branch.
+        since_step: Also those that are there already, of this step and later ones.
+        newest_only: Of several that came while one was worked on, only the newest.
+        owner: Of the pins; by default one of this watch alone, so that another one does not take them back.
+        pin_for: How long a pin holds at most.
+        poll_seconds: How often to look.
+        sleep: Waits; for tests.
+        until: Ends it, between two looks.
+    """
+    engine.require_writable()
+    owner = owner or f"watch {ulid_text(engine.new_id())}"
+    seconds = parse_seconds(pin_for, "pin_for")
+    engine.log.sync()
+    seen = {info.ulid for info in _history(engine.log.view(), ref) if since_step is None or info.step is None or info.step < since_step}
+    while not until():
+        with suppress(BackendUnavailableError):
+            engine.log.sync()
+        new = [info for info in _history(engine.log.view(), ref) if info.ulid not in seen]
+        for info in new[-1:] if newest_only else new:
+            if not _pin(engine, info, owner, engine.clock() + int(seconds * 1e9)):
+                continue
+            try:
+                yield info
+            finally:
+                _unpin(engine, info, owner)
+        seen |= {info.ulid for info in new}
+        if not new:
+            sleep(poll_seconds)
+
+
+def _history(view: RefTable, ref: str) -> list[SnapshotInfo]:
+    """Oldest first; nothing where there is no such branch."""
+    return list(view.history(ref, newest_first=False)) if view.branch(ref) is not None else []
+
+
+def _pin(engine: Engine, info: SnapshotInfo, owner: str, expires_ns: int) -> bool:
+    def build(view: RefTable) -> list[Op]:
+        if not view.is_live(info.ulid):
+            raise SnapshotExpiredError(f"snapshot {info.root.hex()[:16]} was let go", object_id=info.root.hex())
+        return [Op.pin(info.root, owner, "watched", expires_ns), *revive(engine, view, info)]
+
+    try:
+        engine.log.append(build)
+    except SnapshotExpiredError:
+        return False
+    return True
+
+
+def _unpin(engine: Engine, info: SnapshotInfo, owner: str) -> None:
+    with suppress(NotFoundError):  # it had run out
+        engine.log.append(lambda view: [Op.unpin(ulid, owner, view) for ulid in pinned_with_root(view, info, owner)])
