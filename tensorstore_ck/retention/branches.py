@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from fnmatch import fnmatchcase
+from typing import Final
 
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.ids import ZERO_DIGEST, Ulid
@@ -10,6 +11,11 @@ from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.record import Record
 from tensorstore_ck.retention.choice import Candidate, Verdict, choose, held_anyhow
 from tensorstore_ck.retention.policy import Policy
+
+LONG: Final = 256
+"""Snapshots of a branch: up to so many, policies are applied with each put."""
+LONG_EVERY: Final = 64
+"""And else with every so many."""
 
 
 def policies_of(view: RefTable, ref: str) -> dict[str, Policy]:
@@ -66,18 +72,26 @@ def expire(view: RefTable, ref: str, going: Collection[Ulid]) -> list[Op]:
 def expire_at_put(view: RefTable, ref: str, snapshot: Ulid, record: Record, now_ns: int) -> list[Op]:
     """What is to be in the entry that puts a snapshot; limits of bytes are not looked at, as that needs more than the log.
 
-    A policy that this build does not understand lets nothing go.
+    All of the branch's history is read for that, so where it is long it is done with some puts only. A policy that this build does not
+    understand lets nothing go.
     """
     try:
         policies = policies_of(view, ref)
     except InvalidOptionError:
         return []
-    if not policies:
+    if not policies or not _is_due(view, ref):
         return []
     said = (record.step, 0, now_ns, record.metrics, "", "", record.logical_bytes, record.new_bytes)
     coming = SnapshotInfo(snapshot, record.root(), ZERO_DIGEST, record.parent, ref, *said)
     going = [verdict.info.ulid for verdict in verdicts(view, ref, policies.values(), now_ns, coming=coming) if not verdict.stays]
     return [Op.expire(ref, going)] if going else []
+
+
+def _is_due(view: RefTable, ref: str) -> bool:
+    branch = view.branch(ref)
+    if branch is None or branch.length % LONG_EVERY == 0:
+        return True
+    return sum(1 for _ in view.moves(ref, limit=LONG + 1)) <= LONG
 
 
 def _holders(view: RefTable) -> dict[Ulid, list[str]]:

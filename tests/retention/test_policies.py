@@ -45,6 +45,19 @@ def test_each_put_applies_it_in_its_own_entry(store: tsck.Store) -> None:
     assert steps(store, "other") == [1, 2, 3, 4]
 
 
+def test_a_long_history_is_looked_at_with_some_puts(store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorstore_ck.retention.branches.LONG", 4)
+    monkeypatch.setattr("tensorstore_ck.retention.branches.LONG_EVERY", 10)
+    put(store, *range(1, 8))
+    store.set_policy("runs/*", keep_last=2)
+    put(store, 8, 9)
+    assert len(steps(store)) == 9
+    put(store, 10, 11)
+    assert steps(store) == [10, 11]
+    put(store, 12, 13)
+    assert steps(store) == [12, 13]
+
+
 def test_what_went_comes_back_for_a_day(store: tsck.Store, clock: Clock) -> None:
     store.set_policy("runs/*", keep_last=2)
     put(store, 1, 2, 3)
