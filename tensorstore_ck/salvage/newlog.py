@@ -1,9 +1,9 @@
 """The new log: operations that fold to what the old log did, less what is lost. Pure: it reads a fold, and folds in memory.
 
 It retells what the old entries did, in their order and with their times: moves of branches, those that can be undone with the forgetting
-behind them, tags and pins. Relocations come first; then the snapshots whose own put nobody remembers as a move of a branch, because it
-was forgotten for good: they are put, and let go in the same entry, and what holds them comes later. Whatever is forgotten by name alone
-(`expire` of a whole branch) is followed by an `undo` of what had stayed.
+behind them, tags and pins; policies come last. Relocations come first; then the snapshots whose own put nobody remembers as a move of a
+branch, because it was forgotten for good: they are put, and let go in the same entry, and what holds them comes later. Whatever is
+forgotten by name alone (`expire` of a whole branch) is followed by an `undo` of what had stayed.
 
 Invariant: every snapshot that was kept is held at the end, whatever the old entries said.
 """
@@ -101,6 +101,8 @@ class _Retold:
             self._new.add(time_ns, [event.make for event in together])
         self._hold_the_rest()
         self._annotate()
+        for glob, policy in self._old.policies().items():
+            self._new.add(policy.time_ns, [_just(Op.policy(glob, policy.rules))])
         return self._new
 
     # --- first: what the rest needs -----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.log import Op
+from tensorstore_ck.salvage import salvage
 from tests.gc.stores import AT_ONCE, Clock, open_store, sizes, state
 
 DAY_SECONDS = 86_400
@@ -203,6 +204,21 @@ def test_a_hold_that_comes_meanwhile_counts() -> None:
     store.engine.log.append = late  # type: ignore[method-assign, assignment]
     assert store.retain().going == 2
     assert steps(other) == [1, 3, 4]
+
+
+def test_a_salvaged_log_has_them() -> None:
+    backend = MemoryBackend()
+    store = open_store(backend)
+    put(store, 1, 2, 3)
+    store.set_policy("runs/*", keep_last=3, keep_best=[(1, "loss", "min"), (2, "acc", "max")])
+    put(store, 4, 5)
+    backend.delete([sorted(info.name for info in backend.list("log/"))[1]])
+    assert salvage(backend).log
+    found = open_store(backend)
+    assert found.policies() == store.policies() != {}
+    found.checkout("runs/gpt")
+    put(found, 6)
+    assert len(steps(found)) == 3
 
 
 def test_tensors_are_there_afterwards(store: tsck.Store) -> None:
