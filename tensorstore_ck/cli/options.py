@@ -161,7 +161,7 @@ def rate_option(command: Command) -> Command:
 
 def codec_option(command: Command) -> Command:
     """Adds ``--codec`` as the argument `codec`."""
-    text = "How blocks are encoded, never with loss; auto goes by how fast the store takes bytes."
+    text = "How blocks are encoded, never with loss; auto goes by how slow the store is."
     choices = click.Choice(get_args(CodecName))
     return click.option("--codec", type=choices, default="auto", show_default=True, help=text)(command)
 
