@@ -191,6 +191,13 @@ class ManagedStore:
         retaining.set_policy(self._engine, glob, policy)
         return policy
 
+    def kept_by(self, ref: str) -> dict[str, tuple[str, ...]]:
+        """Id of each snapshot of a branch -> the tags, pins and rules that keep it. Limits of bytes are not looked at."""
+        from tensorstore_ck import retaining  # noqa: PLC0415
+
+        self._engine.log.sync()
+        return retaining.kept_by(self._engine, ref)
+
     def remove_policy(self, glob: str) -> None:
         """Takes a policy back: what it did not let go stays."""
         from tensorstore_ck import retaining  # noqa: PLC0415

@@ -1,16 +1,17 @@
 """Policies as users meet them: set, shown, and applied to all branches at once, with what that frees."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.gc.increments import Increments
 from tensorstore_ck.gc.roots import UNDO, roots
-from tensorstore_ck.ids import Ulid
+from tensorstore_ck.ids import Ulid, ulid_text
 from tensorstore_ck.log import Op, RefTable
 from tensorstore_ck.log.names import is_ref_glob
-from tensorstore_ck.retention import Policy, Verdict, expire, policies_of, verdicts
+from tensorstore_ck.retention import Policy, Verdict, candidates, expire, policies_of, verdicts
 from tensorstore_ck.snapshot import Snapshot
 
 
@@ -88,6 +89,23 @@ def policies(engine: Engine) -> dict[str, Policy]:
         except InvalidOptionError as exc:
             raise InvalidOptionError(f"the policy for {glob!r} cannot be used: {exc}", object_id=glob) from exc
     return found
+
+
+def kept_by(engine: Engine, ref: str) -> dict[str, tuple[str, ...]]:
+    """Id of each snapshot of a branch -> tags, pins and rules that keep it; what goes with the next put has "goes" and why.
+
+    Limits of bytes are not looked at, and no policies if a newer build made one of them: then none lets anything go here.
+    """
+    view = engine.log.view()
+    if view.branch(ref) is None:
+        return {}
+    own: dict[str, Policy] = {}
+    with suppress(InvalidOptionError):
+        own = policies_of(view, ref)
+    if not own:
+        return {ulid_text(each.info.ulid): each.held_by for each in candidates(view, ref) if each.held_by}
+    found = verdicts(view, ref, own.values(), engine.clock())
+    return {ulid_text(each.info.ulid): each.why if each.stays else ("goes", *each.why) for each in found}
 
 
 def retain(engine: Engine, refs: Sequence[str] = (), *, dry_run: bool = False, instead: Policy | None = None) -> RetentionReport:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import click
 
 from tensorstore_ck.advising import Advice
+from tensorstore_ck.cli.drawing import new_figure, save_png
 from tensorstore_ck.cli.options import StoreChoice, byte_count, byte_rate, command, seconds, store_options
 from tensorstore_ck.cli.output import emit, facts, indented, printable, table
-from tensorstore_ck.errors import MissingExtraError
 from tensorstore_ck.sizes import human_bytes
 
 FORMULA = "ETTR = t / (M e^((r + l t/(t+s)) / M) (e^((t+s)/M) - 1)); t: interval, s: stall, l: lag, r: restart, M: MTBF (Daly 2006, eq. 20)"
@@ -69,17 +69,8 @@ def _lines(found: Advice) -> Iterator[str]:
 
 
 def draw(found: Advice, path: str) -> None:
-    """The curve as a PNG.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
-    except ImportError as exc:
-        raise MissingExtraError("drawing needs matplotlib: pip install 'tensorstore_ck[plot]'", object_id="matplotlib") from exc
-    figure = Figure(figsize=(7, 4.5))
-    axes = figure.subplots()
+    """The curve as a PNG."""
+    figure, axes = new_figure()
     axes.plot([interval for interval, _ in found.curve], [100 * share for _, share in found.curve])
     marks = {"best": found.best_interval, "Young": found.young_interval, "now": found.interval}
     for (name, at), style in zip(marks.items(), ("-", ":", "--"), strict=True):
@@ -88,5 +79,4 @@ def draw(found: Advice, path: str) -> None:
     axes.set_xscale("log")
     axes.set(xlabel="training between two saves, seconds", ylabel="effective training time, % of wall time", title=found.ref)
     axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120, format="png")
+    save_png(figure, path)

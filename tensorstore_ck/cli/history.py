@@ -4,6 +4,7 @@ from typing import Final
 
 import click
 
+from tensorstore_ck.cli.drawing import draw_png, draw_text, metric_points
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import (
     counted,
@@ -27,16 +28,30 @@ MAX_SHOWN: Final = 40
 _CHANGES: Final = ("NAME", "CHANGE", "OLD", "NEW")
 
 
-@command("Show the history of a branch or tag.", "tsck log runs/gpt -n 10")
+@command("Show the history of a branch or tag.", "tsck log runs/gpt -n 10", "tsck log runs/gpt --plot val_loss")
 @click.argument("ref", required=False)
 @click.option("-n", "--limit", type=click.IntRange(min=1), metavar="N", help="Only the newest N.")
+@click.option("--plot", "metric", metavar="METRIC", help="Draw a metric over the snapshots instead.")
+@click.option("--output", metavar="FILE", type=click.Path(), help="With --plot: into a PNG.")
 @store_options()
-def log(ref: str | None, limit: int | None, choice: StoreChoice, *, as_json: bool) -> None:
-    """Show the history of a branch or tag, newest first; of all branches together without REF."""
+def log(ref: str | None, limit: int | None, choice: StoreChoice, *, metric: str | None, output: str | None, as_json: bool) -> None:
+    """Show the history of a branch or tag, newest first; of all branches together without REF.
+
+    KEPT BY tells which tags, pins and rules of policies keep a snapshot, where there are any (`tsck policy`).
+    """
+    if output is not None and metric is None:
+        raise click.UsageError("--output is for --plot.")
     with choice.open() as store:
         snapshots = store.log(ref, limit=limit)
+        kept_by = store.kept_by(ref) if ref else {}
+    if metric is not None:
+        points = metric_points(snapshots, metric)
+        if output is not None:
+            draw_png(points, metric, output)
+        emit(points, draw_text(points, metric), as_json=as_json)
+        return
     names = None if ref else [snapshot.ref for snapshot in snapshots]
-    lines = snapshot_table(snapshots, names) if snapshots else ["no snapshots yet: `tsck put FILE --ref NAME` makes one"]
+    lines = snapshot_table(snapshots, names, kept_by=kept_by) if snapshots else ["no snapshots yet: `tsck put FILE --ref NAME` makes one"]
     emit(snapshots, lines, as_json=as_json)
 
 

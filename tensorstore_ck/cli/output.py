@@ -125,8 +125,13 @@ def indented(lines: Iterable[str]) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
-def snapshot_table(snapshots: Sequence[Snapshot], names: Sequence[str] | None = None, title: str = "REF") -> list[str]:
-    """A row for each snapshot, led by a column `names` where given."""
+def snapshot_table(
+    snapshots: Sequence[Snapshot],
+    names: Sequence[str] | None = None,
+    title: str = "REF",
+    kept_by: Mapping[str, Sequence[str]] | None = None,
+) -> list[str]:
+    """A row for each snapshot, led by a column `names` where given; `kept_by`: what to say of some, by id."""
     header = ["ROOT", "STEP", "TIME (UTC)", "SIZE", "NEW", "METRICS", "MARK"]
     rows = [
         [
@@ -140,6 +145,9 @@ def snapshot_table(snapshots: Sequence[Snapshot], names: Sequence[str] | None = 
         ]
         for snapshot in snapshots
     ]
+    if kept_by:
+        header.append("KEPT BY")
+        rows = [[*row, printable(", ".join(kept_by.get(snapshot.id, ())))] for row, snapshot in zip(rows, snapshots, strict=True)]
     if names is not None:
         header, rows = [title, *header], [[printable(name), *row] for name, row in zip(names, rows, strict=True)]
     return table(header, rows, right={"STEP", "SIZE", "NEW"}, styles=[bad_if_marked(snapshot) for snapshot in snapshots])

@@ -5,8 +5,8 @@ choice.py     which snapshots a policy keeps, and why: pure
 branches.py   policies at work on a branch, at one entry of the log
 """
 
-from tensorstore_ck.retention.branches import expire, expire_at_put, policies_of, verdicts
+from tensorstore_ck.retention.branches import candidates, expire, expire_at_put, policies_of, verdicts
 from tensorstore_ck.retention.choice import Candidate, Verdict, choose
 from tensorstore_ck.retention.policy import Best, Policy
 
-__all__ = ["Best", "Candidate", "Policy", "Verdict", "choose", "expire", "expire_at_put", "policies_of", "verdicts"]
+__all__ = ["Best", "Candidate", "Policy", "Verdict", "candidates", "choose", "expire", "expire_at_put", "policies_of", "verdicts"]

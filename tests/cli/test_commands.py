@@ -325,3 +325,22 @@ def test_advise_tells_and_draws(history: Tsck, tmp_path: Path, monkeypatch: pyte
     assert "pip install 'tensorstore_ck[plot]'" in missing.err
     assert history("advise", "runs/gpt", "--stall", "2s", "--plot", str(tmp_path / "advice.png")).code == 0
     assert (tmp_path / "advice.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_log_tells_what_keeps_each_and_draws(history: Tsck, tmp_path: Path) -> None:
+    assert "KEPT BY" not in history("log", "runs/gpt").out
+    history("tag", "v1", "runs/gpt~1")
+    assert history("log", "runs/gpt").out.splitlines()[-1].endswith("tag v1")
+    history("policy", "set", "runs/*", "keep_last=1")
+    lines = history("log", "runs/gpt").out.splitlines()
+    assert lines[1].endswith("newest, keep_last")
+    assert "tag v1" in lines[2]
+    history("annotate", "runs/gpt", "acc=0.5")
+    history("annotate", "runs/gpt~1", "acc=0.25")
+    drawn = history("log", "runs/gpt", "--plot", "acc").out.splitlines()
+    assert [line.split()[1:3] for line in drawn[1:]] == [["1", "0.25"], ["2", "0.5"]]
+    assert len(drawn[2].split()[3]) > 10 * len(drawn[1].split()[3])
+    assert history("log", "--plot", "acc", "--output", str(tmp_path / "acc.png")).code == 0
+    assert (tmp_path / "acc.png").read_bytes().startswith(b"\x89PNG")
+    assert "no snapshot has 'lost' as a number" in history("log", "runs/gpt", "--plot", "lost").err
+    assert history("log", "runs/gpt", "--output", "x.png").code == 2
