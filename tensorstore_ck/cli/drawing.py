@@ -63,14 +63,10 @@ def draw_text(points: Sequence[Point], metric: str) -> Iterator[str]:
     """A bar for each, from the lowest value to the highest."""
     low, high = min(point.value for point in points), max(point.value for point in points)
     scale = BAR_CHARS / (high - low) if high > low else 0.0
+    bars = ["#" * (1 + round(scale * (point.value - low))) for point in points]
     rows = [
-        [
-            printable(point.ref),
-            "-" if point.step is None else str(point.step),
-            f"{point.value:.6g}",
-            "#" * (1 + round(scale * (point.value - low))),
-        ]
-        for point in points
+        [printable(point.ref), "-" if point.step is None else str(point.step), f"{point.value:.6g}", bar]
+        for point, bar in zip(points, bars, strict=True)
     ]
     yield from table(["REF", "STEP", printable(metric), ""], rows, right={"STEP", printable(metric)})
 

@@ -185,6 +185,7 @@ def test_rules_of_a_newer_build_let_nothing_go(store: tsck.Store) -> None:
     store.engine.log.append(lambda view: [Op.policy("runs/*", {"keep_last": 1, "keep_lucky": 7})])
     put(store, 4)
     assert steps(store) == [1, 2, 3, 4]
+    assert store.kept_by("runs/gpt") == {}
     for use in (store.policies, store.retain):
         with pytest.raises(InvalidOptionError, match="cannot be used: there is no rule 'keep_lucky'"):
             use()
