@@ -50,7 +50,7 @@ def run(folder: str, name: str, ranks: int) -> tuple[list[int], list[str]]:
     with (
         warnings.catch_warnings(record=True) as caught,
         tsck.open(f"{folder}/store", cache_dir=f"{folder}/cache-{rank}", codec="raw") as store,
-        tsck.Checkpointer(store, state, ref="job", when=when, group=group, lead_steps=2, keep={"keep_last": 5}) as ckpt,
+        tsck.Checkpointer(store, state, ref="job", when=when, group=group, lead_steps=2, keep={"keep_last": 2}) as ckpt,
     ):
         warnings.simplefilter("always")
         assert ckpt.resume() is None

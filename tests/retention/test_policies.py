@@ -1,6 +1,7 @@
 """Policies from the outside: set in the store, applied with each put and by `retain`, and never to what must stay."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,7 +94,8 @@ def test_what_is_tagged_pinned_or_a_fallback_stays(store: tsck.Store) -> None:
 
 def test_what_is_told_to_be_freed_is_freed(store: tsck.Store) -> None:
     backend = store.engine.backend
-    put(store, 1, 2, 3, 4)
+    store.put_snapshot(state(1, 4), ref="runs/gpt", step=1)  # which shares a tensor with what stays
+    put(store, 2, 3, 4)
     put(store, 4, 5, ref="runs/other")  # which shares step 4
     store.branch("kept", "runs/gpt@2")
     store.set_policy("runs/*", keep_last=1)
@@ -145,6 +147,24 @@ def test_steps_that_went_back(store: tsck.Store) -> None:
     put(store, 15, 20, 21)
     assert steps(store)[-1] == 21
     assert store.resolve("runs/gpt@20").id == store.log("runs/gpt")[1].id
+
+
+def test_where_a_branch_came_back_to_is_its_newest(store: tsck.Store) -> None:
+    put(store, 1, 2, 3)
+    store.reset("runs/gpt", "runs/gpt@1")
+    report = store.retain(dry_run=True, rules={"keep_last": 1})
+    assert [(each.snapshot.step, each.why) for each in report.branches[0].snapshots if each.stays] == [
+        (3, ("fallback",)),
+        (1, ("newest", "keep_last")),
+    ]
+
+
+def test_staged_puts_apply_them(tmp_path: Path) -> None:
+    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache", staging=tmp_path / "stage") as store:
+        store.set_policy("runs/*", keep_last=2)
+        for step in range(1, 5):
+            store.put_snapshot_async(state(step), ref="runs/gpt", step=step).wait()
+        assert steps(store) == [3, 4]
 
 
 def test_policies_are_seen_replaced_and_removed(store: tsck.Store) -> None:
