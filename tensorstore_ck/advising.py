@@ -1,25 +1,23 @@
 """How often a job should save, by what is known of it: its history in the log, and what a user has measured."""
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from tensorstore_ck.address import resolve
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.intervals import Costs, best, daly, ettr, require_costs, young
+from tensorstore_ck.intervals import DEFAULT_MTBF_SECONDS, Costs, best, daly, ettr, require_costs, young
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.record import decode_metadata, record_name
 
-DEFAULT_MTBF_SECONDS: Final = 4 * 3600.0
 NEWEST: Final = 200
 """Snapshots that are looked at."""
 CURVE_POINTS: Final = 41
 DAY_SECONDS: Final = 86_400
 NOTE: Final = "checkpointer"
-"""What `Checkpointer` leaves in metadata: how often a run was resumed."""
+"""What `Checkpointer` leaves in metadata: when a run began, and how often it was resumed."""
 GOOD_ENOUGH: Final = 0.005
 """Of wall time: a cadence that loses less than this to the best one is left alone."""
 
@@ -87,7 +85,7 @@ def advise(
     found = resolve(view, address)
     history = list(view.history(found.branch, limit=NEWEST)) if found.branch is not None else [found.info]
     history.sort(key=lambda info: info.time_ns)
-    run_mtbf = _mtbf(engine, history)
+    run_mtbf = mtbf_of(engine, history[-1])
     sources: dict[str, Source] = {
         "stall": "given",
         "lag": "given" if lag else "assumed",
@@ -124,13 +122,19 @@ def advise(
     )
 
 
-def _mtbf(engine: Engine, history: Sequence[SnapshotInfo]) -> float | None:
-    """The time that the run has taken by how often it was resumed."""
-    newest = history[-1]
-    note = decode_metadata(engine.read_record(newest), record_name(newest.ulid)).get(NOTE)
-    resumes = note.get("resumes") if isinstance(note, dict) else None
-    seconds = (newest.time_ns - history[0].time_ns) / 1e9
-    return seconds / resumes if isinstance(resumes, int) and resumes > 0 and seconds > 0 else None
+def note_of(engine: Engine, info: SnapshotInfo) -> dict[str, Any]:
+    """What `Checkpointer` noted with a snapshot."""
+    note = decode_metadata(engine.read_record(info), record_name(info.ulid)).get(NOTE)
+    return note if isinstance(note, dict) else {}
+
+
+def mtbf_of(engine: Engine, info: SnapshotInfo) -> float | None:
+    """The time from the begin of the run to a snapshot, by how often it was resumed until then; None where that was not noted."""
+    note = note_of(engine, info)
+    resumes, began_ns = note.get("resumes"), note.get("began_ns")
+    if not isinstance(resumes, int) or not isinstance(began_ns, int) or resumes < 1 or began_ns >= info.time_ns:
+        return None
+    return (info.time_ns - began_ns) / 1e9 / resumes
 
 
 def _around(interval: float) -> list[float]:

@@ -9,7 +9,9 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.errors import InvalidOptionError
 
-_CURVE_POINTS: Final = 200
+_STEPS: Final = 200
+DEFAULT_MTBF_SECONDS: Final = 4 * 3600.0
+"""What is assumed where nothing is known."""
 
 
 class Costs(NamedTuple):
@@ -21,7 +23,7 @@ class Costs(NamedTuple):
     """From then until the snapshot can be restored: what fails in between goes back one snapshot further."""
     restart: float = 0.0
     """From a failure until training goes on: noticing it, new hosts, restoring."""
-    mtbf: float = 4 * 3600.0
+    mtbf: float = DEFAULT_MTBF_SECONDS
     """Mean time between failures of the whole job."""
 
 
@@ -71,7 +73,7 @@ def best(costs: Costs) -> float:
     low, high = max(costs.stall, costs.lag, 1e-3) / 100, max(10 * costs.mtbf, 1.0)
     ratio = (math.sqrt(5) - 1) / 2
     a, b = math.log(low), math.log(high)
-    for _ in range(_CURVE_POINTS):
+    for _ in range(_STEPS):
         left, right = b - ratio * (b - a), a + ratio * (b - a)
         if ettr(math.exp(left), costs) < ettr(math.exp(right), costs):
             a = left

@@ -38,8 +38,11 @@ def test_what_it_goes_by(store: tsck.Store) -> None:
 def test_failures_are_counted_where_they_were_noted() -> None:
     clock = Clock()
     with open_store(clock=clock) as store:
+        store.set_policy("run", keep_last=2)  # which must not make the run look shorter
+        began_ns = clock()
         for step in range(4):
-            store.put_snapshot(state(step), ref="run", step=step, metadata={"checkpointer": {"resumes": step, "epoch": None}})
+            note = {"began_ns": began_ns, "resumes": step, "epoch": None}
+            store.put_snapshot(state(step), ref="run", step=step, metadata={"checkpointer": note})
             clock.advance(1000)
         found = store.advise("run", stall=1.0)
     assert (found.costs.mtbf, found.sources["mtbf"]) == (1000.0, "measured")

@@ -4,13 +4,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from tensorstore_ck.advising import NOTE, note_of
 from tensorstore_ck.cadence.board import Board
-from tensorstore_ck.cadence.triggers import CLOCK, DEFAULT_MTBF_SECONDS, Moment, Trigger, auto, on_preemption
+from tensorstore_ck.cadence.triggers import CLOCK, Moment, Trigger, auto, on_preemption
 from tensorstore_ck.errors import CorruptObjectError, DamageError, InvalidOptionError, NotFoundError, SnapshotAbortedError, StoreError
 from tensorstore_ck.grouped import TIMEOUT_SECONDS
 from tensorstore_ck.ids import Ulid, new_ulid, parse_ulid, ulid_text
-from tensorstore_ck.intervals import Costs
-from tensorstore_ck.record import decode_metadata
+from tensorstore_ck.intervals import DEFAULT_MTBF_SECONDS, Costs
 from tensorstore_ck.retention import Policy
 from tensorstore_ck.saving import PendingSnapshot
 from tensorstore_ck.snapshot import Snapshot
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LEAD_STEPS: Final = 10
-NOTE: Final = "checkpointer"
-"""In a snapshot's metadata: how often the run was resumed, and its epoch."""
+NONE_LEFT: Final = b"/"
+"""No address."""
 
 
 class Checkpointer:
@@ -88,8 +88,10 @@ class Checkpointer:
         self._before: Moment | None = None
         self._stall = self._lag = self._restart = 0.0
         self._run_mtbf: float | None = None
+        drawn = Ulid(self._from_first("the id of a Checkpointer", new_ulid))
+        self._began_ns = int.from_bytes(drawn[:6], "big") * 1_000_000
+        """Of the run: the same on all ranks, as it is in the metadata."""
         if group is not None:
-            drawn = Ulid(self._from_first("the id of a Checkpointer", new_ulid))
             runner = store.groups.runner(group)
             self._board = Board(runner, rank=group.rank(), prefix=f"tsck/{ulid_text(drawn)}/", lead_steps=lead_steps)
         if policy is not None and (group is None or group.rank() == 0) and store.policies().get(ref) != policy:
@@ -123,9 +125,12 @@ class Checkpointer:
         self._store.finish_staged(self._ref, self._group, timeout_seconds=self._timeout_seconds)
         tried: list[str] = []
         while True:
-            address = self._from_first(f"the resume of {self._ref!r}, try {len(tried) + 1}", lambda: self._next(tried).encode()).decode()
-            if not address:
+            told = self._from_first(f"the resume of {self._ref!r}, try {len(tried) + 1}", lambda: self._next(tried))
+            if not told:
+                return None
+            if told == NONE_LEFT:
                 break
+            address = told.decode()
             try:
                 found = self._restore(address)
             except (DamageError, SnapshotAbortedError) as exc:
@@ -135,20 +140,19 @@ class Checkpointer:
             self._restart = self._clock() - began
             self._note_resumed(found)
             return found
-        if tried:
-            raise CorruptObjectError(
-                f"none of the snapshots of {self._ref!r} can be restored, and what was tried has left the state undefined: see the "
-                "warnings, and run `tsck fsck --read-data`",
-                object_id=self._ref,
-            )
-        return None
+        undefined = ", and what was tried has left the state undefined" if tried else ""
+        raise CorruptObjectError(
+            f"none of the snapshots of {self._ref!r} can be restored{undefined}: see the warnings, and run `tsck fsck --read-data`; a "
+            "training that begins anew needs another ref",
+            object_id=self._ref,
+        )
 
-    def _next(self, tried: list[str]) -> str:
-        """The address of the next snapshot to try; empty where there is none. For the first rank."""
+    def _next(self, tried: list[str]) -> bytes:
+        """The address of the next snapshot to try; empty where there is no snapshot at all. For the first rank."""
         try:
             history = self._store.log(self._ref)
         except NotFoundError:
-            return ""
+            return b""
         steps: set[int] = set()
         for number, snapshot in enumerate(history):
             address = self._ref if number == 0 else f"{self._ref}@{snapshot.step}"
@@ -160,8 +164,8 @@ class Checkpointer:
             if snapshot.mark:
                 warnings.warn(f"{address} was passed over: it is marked {snapshot.mark}", stacklevel=4)
                 continue
-            return address
-        return ""
+            return address.encode()
+        return NONE_LEFT
 
     def _restore(self, address: str) -> Snapshot:
         if isinstance(self._state, TrainingState):
@@ -176,13 +180,12 @@ class Checkpointer:
     def _note_resumed(self, found: Snapshot) -> None:
         engine = self._store.engine
         info = engine.log.view().snapshot(parse_ulid(found.id) or b"")
-        note = decode_metadata(engine.read_record(info), found.id).get(NOTE) if info is not None else None
-        said = note if isinstance(note, dict) else {}
-        epoch, resumes = said.get("epoch"), said.get("resumes")
+        note = note_of(engine, info) if info is not None else {}
+        epoch, resumes, began_ns = note.get("epoch"), note.get("resumes"), note.get("began_ns")
         self._resumes = 1 + (resumes if isinstance(resumes, int) else 0)
+        self._began_ns = began_ns if isinstance(began_ns, int) else found.time_ns
         self._before = Moment(found.step or 0, epoch if isinstance(epoch, int | float) else None)
-        first = self._store.log(self._ref)[-1]
-        self._run_mtbf = max(1.0, (found.time_ns - first.time_ns) / 1e9) / self._resumes
+        self._run_mtbf = max(1.0, (found.time_ns - self._began_ns) / 1e9) / self._resumes
         for each in self._told:
             each.begin()
 
@@ -232,7 +235,7 @@ class Checkpointer:
         self._saves += 1
         self.preempted |= any(isinstance(each, on_preemption) and each.fires(moment) for each in self._told)
         self._when.saved(moment)
-        return self._put(moment, {**(metadata or {}), NOTE: {"resumes": self._resumes, "epoch": epoch}})
+        return self._put(moment, {**(metadata or {}), NOTE: {"began_ns": self._began_ns, "resumes": self._resumes, "epoch": epoch}})
 
     def _ask_around(self, step: int) -> None:
         """What one rank decides, told to all."""

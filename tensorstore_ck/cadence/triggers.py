@@ -15,11 +15,10 @@ from typing import Final, NamedTuple
 from tensorstore_ck.cadence.expressions import condition
 from tensorstore_ck.durations import parse_seconds
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.intervals import Costs, best, require_costs
+from tensorstore_ck.intervals import DEFAULT_MTBF_SECONDS, Costs, best, require_costs
 
 FIRST_SECONDS: Final = 600.0
 """Of `auto`, until something was measured."""
-DEFAULT_MTBF_SECONDS: Final = 4 * 3600.0
 CLOCK: Final = time.monotonic
 
 
@@ -270,7 +269,10 @@ class on_preemption(Told):  # noqa: N801 - likewise
                 if callable(before):
                     before(got, frame)
 
-            signal.signal(number, handle)
+            try:
+                signal.signal(number, handle)
+            except (ValueError, OSError) as exc:
+                raise InvalidOptionError(f"on_preemption cannot answer signal {number}: {exc}", object_id="on_preemption") from exc
 
     def begin(self) -> None:
         """See `Trigger` and `Told`."""

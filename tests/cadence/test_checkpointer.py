@@ -65,7 +65,8 @@ def test_saves_and_resumes(store: tsck.Store, asynchronous: bool) -> None:
         assert found.step == 12
         assert same(again, expected(12))
         assert train(ckpt, again, 13, 16) == [15]
-    assert store.show("run").metadata["checkpointer"] == {"resumes": 1, "epoch": None}
+    noted, before = (store.show(address).metadata["checkpointer"] for address in ("run", "run~1"))
+    assert noted == {"began_ns": before["began_ns"], "resumes": 1, "epoch": None}
     assert store.log("run")[0].parent == found.root
 
 
@@ -140,6 +141,16 @@ def test_where_nothing_is_sound_it_does_not_begin_anew(store: tsck.Store, tmp_pa
         pytest.raises(DamageError, match="none of the snapshots of 'run' can be restored"),
     ):
         ckpt.resume()
+
+
+def test_where_all_is_marked_it_does_not_begin_anew(store: tsck.Store) -> None:
+    state = fresh()
+    with tsck.Checkpointer(store, state, ref="run", when=tsck.every_steps(1), asynchronous=False) as ckpt:
+        train(ckpt, state, 1, 2)
+        store.mark("run@1", "bad")
+        store.mark("run@2", "bad")
+        with pytest.warns(UserWarning, match="is marked bad"), pytest.raises(DamageError, match="none of the snapshots of 'run'"):
+            ckpt.resume()
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
