@@ -85,6 +85,20 @@ class Reach:
         """The entries of a pack that are needed, in order."""
         return self._marks.live_entries(pack)
 
+    def packs_of(self, view: RefTable, info: SnapshotInfo) -> set[Ulid]:
+        """The packs where the blocks of a snapshot are now; its parts are read only if their summaries are not at hand.
+
+        Raises:
+            DamageError: its record, a part or a moved object cannot be read.
+        """
+        found: set[Ulid] = set()
+        for _, summary in read_summaries(self._engine, info, self._summaries):
+            elsewhere = self._relocated.intersection(summary.packs)
+            found |= set(summary.packs) - elsewhere
+            steps = (step for pack in elsewhere for step in follow(self._engine, view, pack, summary.entries(pack)))
+            found |= {pack for pack, _, moved in steps if moved is None}
+        return found
+
     def forget_lost_summaries(self) -> None:
         """Drops from the host's cache what it knows of parts that are gone."""
         self._summaries.prune()

@@ -12,7 +12,6 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from tensorstore_ck.closure import snapshot_closure
 from tensorstore_ck.codec import BASED, Codec, Encoder, Mode, StoredBlock, decode
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import DamageError, UnsafeBackendError
@@ -84,7 +83,7 @@ def run_recode(
     def look(anchor: int, view: RefTable) -> tuple[int, int, dict[ObjectKey, Listed]]:
         reach.update(view)
         chosen = list(choose(view))
-        needed = {key for info in chosen for key in snapshot_closure(engine, view, info) if key.kind == "pack"}
+        needed = {ObjectKey("pack", pack) for info in chosen for pack in reach.packs_of(view, info)}
         return anchor, len(chosen), {key: listed[key] for key in sorted(needed) if key in listed and view.object_state(key) is None}
 
     anchor, chosen, candidates = at_newest(engine, look)
@@ -136,11 +135,14 @@ def _judge(engine: Engine, reach: Reach, candidates: Mapping[ObjectKey, Listed],
 
 def _batches(packs: Iterable[SparsePack]) -> Iterator[list[SparsePack]]:
     batch: list[SparsePack] = []
+    batch_bytes = 0
     for pack in packs:
-        if batch and sum(map(live_bytes, [*batch, pack])) > BATCH_BYTES:
+        size_bytes = live_bytes(pack)
+        if batch and batch_bytes + size_bytes > BATCH_BYTES:
             yield batch
-            batch = []
+            batch, batch_bytes = [], 0
         batch.append(pack)
+        batch_bytes += size_bytes
     if batch:
         yield batch
 

@@ -190,6 +190,8 @@ def _fetch_based(engine: Engine, run: list[WantedBlock], at_hand: Mapping[Digest
     whole = block.target.memory()
     into = None if whole is None else whole[block.start : block.start + block.raw]
     raw = decode_at(engine.backend, place, into, at_hand)
+    if at_hand and block_id(raw) != block.source.part.block_id(block.row):
+        raw = decode_at(engine.backend, place, into)  # what is in a caller's memory may have been changed since
     _verify(block, raw, pack_name(place.pack))
     if raw is not into:
         deliver(block.target, block.start, raw)
