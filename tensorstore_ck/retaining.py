@@ -23,8 +23,9 @@ class SnapshotVerdict:
     stays: bool
     why: tuple[str, ...]
     """All that keeps it; or what makes it go."""
-    frees_bytes: int
-    """What gc will free of the store with it, when the undo window has ended: each block counts with one snapshot alone."""
+    frees_bytes: int | None
+    """What gc will free of the store with it, when the undo window has ended: each block counts with one snapshot alone. None where it
+    stays, and but in a dry run: it takes reading the parts of all that stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,9 @@ class RetentionReport:
         return sum(not verdict.stays for branch in self.branches for verdict in branch.snapshots)
 
     @property
-    def frees_bytes(self) -> int:
-        """What gc will free, when the undo windows have ended."""
-        return sum(verdict.frees_bytes for branch in self.branches for verdict in branch.snapshots)
+    def frees_bytes(self) -> int | None:
+        """What gc will free, when the undo windows have ended; None but in a dry run."""
+        return sum(verdict.frees_bytes or 0 for branch in self.branches for verdict in branch.snapshots) if self.dry_run else None
 
 
 def set_policy(engine: Engine, glob: str, policy: Policy | None) -> None:
@@ -153,11 +154,13 @@ def _report(
     engine: Engine, view: RefTable, of_branch: Mapping[str, Mapping[str, Policy]], found: Mapping[str, list[Verdict]], *, dry_run: bool
 ) -> RetentionReport:
     going = {(ref, verdict.info.ulid) for ref, each in found.items() for verdict in each if not verdict.stays}
-    frees = _freed(engine, view, going) if going else {}
+    frees = _freed(engine, view, going) if going and dry_run else {}
     told: set[Ulid] = set()
 
-    def freed(verdict: Verdict) -> int:
-        if verdict.stays or verdict.info.ulid in told:
+    def freed(verdict: Verdict) -> int | None:
+        if verdict.stays or not dry_run:
+            return None
+        if verdict.info.ulid in told:
             return 0
         told.add(verdict.info.ulid)
         return frees.get(verdict.info.ulid, 0)

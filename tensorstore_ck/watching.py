@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
+from itertools import takewhile
 from typing import Final
 
 from tensorstore_ck.closure import revive
@@ -48,12 +49,15 @@ def watch(
     engine.require_writable()
     owner = owner or f"watch {ulid_text(engine.new_id())}"
     seconds = parse_seconds(pin_for, "pin_for")
-    engine.log.sync()
-    seen = {info.ulid for info in _history(engine.log.view(), ref) if since_step is None or info.step is None or info.step < since_step}
+    seen_n = engine.log.sync().n
+    new = [] if since_step is None else _put_after(engine.log.view(), ref, 0)
+    new = [info for info in new if info.step is not None and since_step is not None and info.step >= since_step]
     while not until():
         with suppress(BackendUnavailableError):
             engine.log.sync()
-        new = [info for info in _history(engine.log.view(), ref) if info.ulid not in seen]
+        head = engine.log.view().head()
+        new += _put_after(engine.log.view(), ref, seen_n)
+        seen_n = head.n if head is not None else seen_n
         for info in new[-1:] if newest_only else new:
             if not _pin(engine, info, owner, engine.clock() + int(seconds * 1e9)):
                 continue
@@ -61,14 +65,16 @@ def watch(
                 yield info
             finally:
                 _unpin(engine, info, owner)
-        seen |= {info.ulid for info in new}
         if not new:
             sleep(poll_seconds)
+        new = []
 
 
-def _history(view: RefTable, ref: str) -> list[SnapshotInfo]:
-    """Oldest first; nothing where there is no such branch."""
-    return list(view.history(ref, newest_first=False)) if view.branch(ref) is not None else []
+def _put_after(view: RefTable, ref: str, n: int) -> list[SnapshotInfo]:
+    """What was put to a branch by later entries than that one, oldest first; the rest of its history is not read."""
+    moves = takewhile(lambda move: move.n > n, view.moves(ref))
+    found = [info for move in moves if move.op == "put" and (info := view.snapshot(move.ulid)) is not None]
+    return found[::-1]
 
 
 def _pin(engine: Engine, info: SnapshotInfo, owner: str, expires_ns: int) -> bool:

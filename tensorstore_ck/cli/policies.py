@@ -103,12 +103,15 @@ def verdict_lines(report: RetentionReport) -> Iterator[str]:
                 "-" if each.snapshot.step is None else str(each.snapshot.step),
                 "stays" if each.stays else "goes",
                 printable(", ".join(each.why)),
-                "" if each.stays else human_bytes(each.frees_bytes),
+                "" if each.frees_bytes is None else human_bytes(each.frees_bytes),
             ]
             for each in reversed(branch.snapshots)
         ]
         yield from indented(table(["ROOT", "STEP", "", "WHY", "FREES"], rows[:MAX_SHOWN], right={"STEP", "FREES"}))
         if len(rows) > MAX_SHOWN:
             yield f"  ... and {len(rows) - MAX_SHOWN:,} older ones"
-    would = "would go" if report.dry_run else "went; `tsck undo` brings them back for a day"
-    yield f"{counted(report.going, 'snapshot')} {would}; `tsck gc` then frees {human_bytes(report.frees_bytes)}"
+    going = counted(report.going, "snapshot")
+    if report.frees_bytes is None:
+        yield f"{going} went; `tsck undo` brings them back for a day, then `tsck gc` frees what nothing else holds"
+    else:
+        yield f"{going} would go; `tsck gc` then frees {human_bytes(report.frees_bytes)}"

@@ -104,6 +104,7 @@ def test_what_is_told_to_be_freed_is_freed(store: tsck.Store) -> None:
     assert store.retain().going == planned.going == 2
     before = sum(sizes(backend).values())
     freed = store.gc(AT_ONCE).freed_bytes
+    assert planned.frees_bytes is not None
     assert 0 < planned.frees_bytes <= freed
     assert before - sum(sizes(backend).values()) == freed
     assert freed - planned.frees_bytes < 1000  # records, headers and footers
