@@ -43,6 +43,8 @@ class Move(NamedTuple):
     """Those that were copied, in order."""
     size_bytes: int
     """Of the moved object."""
+    place: str | None = None
+    """The URL where the targets lie, if not the store's own place."""
 
     def operations(self, view: RefTable, needed: Entries) -> list[Op]:
         """What puts it in force at a head where `needed` entries of the pack are live; nothing where it must not be.
@@ -60,7 +62,8 @@ class Move(NamedTuple):
             return []
         condemned = Objects(key for key, state in states.items() if state is not None)
         relocate = Op.relocate(self.pack, self.ulid, self.hash, self.targets)
-        return [relocate, Op.condemn(Objects([ObjectKey("pack", self.pack)])), *([Op.rescue(condemned)] if condemned else [])]
+        place = [] if self.place is None else [Op.place(self.targets, self.place)]
+        return [*place, relocate, Op.condemn(Objects([ObjectKey("pack", self.pack)])), *([Op.rescue(condemned)] if condemned else [])]
 
 
 class Compacted(NamedTuple):
@@ -103,6 +106,7 @@ def compact(
     packs: Sequence[SparsePack],
     progress: Callable[[int], None] = lambda size: None,
     read: Callable[[Ulid, Footer, list[int]], list[StoredBlock]] | None = None,
+    place: str | None = None,
 ) -> Compacted:
     """Copies the given entries of each pack.
 
@@ -111,10 +115,10 @@ def compact(
         packs: What to copy.
         progress: Called with each number of bytes copied.
         read: Reads verified blocks, given neighbouring entries; by default from the pack itself.
+        place: The URL where the copies are to lie, if not the store's own place.
     """
-    writer = PackWriter(
-        engine.backend, engine.new_id, lambda _: None, open_packs=min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
-    )
+    backend = engine.backend if place is None else engine.placed.at(place)
+    writer = PackWriter(backend, engine.new_id, lambda _: None, open_packs=min(cpu_threads(), MAX_OPEN_PACKS) if backend.is_local else 1)
     problems: dict[Ulid, str] = {}
     lock = threading.Lock()
     buffers = threading.local()
@@ -148,7 +152,7 @@ def compact(
     except BaseException:
         writer.abort()
         raise
-    moves = [_write_move(engine, writer, source) for source in packs if source.pack not in problems]
+    moves = [_write_move(engine, writer, source, place) for source in packs if source.pack not in problems]
     return Compacted(moves, writer.new_bytes + sum(move.size_bytes for move in moves), list(problems.values()))
 
 
@@ -217,7 +221,7 @@ def _runs(sources: Sequence[SparsePack]) -> Iterator[tuple[SparsePack, list[int]
             yield source, run
 
 
-def _write_move(engine: Engine, writer: PackWriter, source: SparsePack) -> Move:
+def _write_move(engine: Engine, writer: PackWriter, source: SparsePack, place: str | None) -> Move:
     places = [writer.location(_block_id(source.footer, entry)) for entry in source.entries.tolist()]
     targets = sorted({place.pack for place in places})
     numbers = {target: number for number, target in enumerate(targets)}
@@ -228,9 +232,9 @@ def _write_move(engine: Engine, writer: PackWriter, source: SparsePack) -> Move:
         ],
         MOVED_DTYPE,
     )
-    ulid, encoded = engine.new_id(), Moved(source.pack, targets, rows).encode()
+    ulid, encoded = engine.new_id(), Moved(source.pack, targets, rows, place).encode()
     engine.backend.put(ObjectKey("moved", ulid).name, encoded)
-    return Move(source.pack, ulid, object_hash(encoded), tuple(targets), source.entries, len(encoded))
+    return Move(source.pack, ulid, object_hash(encoded), tuple(targets), source.entries, len(encoded), place)
 
 
 def _block_id(footer: Footer, entry: int) -> Digest:

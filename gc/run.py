@@ -13,7 +13,7 @@ import numpy as np
 
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import DamageError, GcRefusedError, StoreError, UnsafeBackendError
-from tensorstore_ck.gc.compact import Move, SparsePack, compact, live_bytes, put_in_force, read_footer
+from tensorstore_ck.gc.compact import Compacted, Move, SparsePack, compact, live_bytes, put_in_force, read_footer
 from tensorstore_ck.gc.listing import Listed, list_objects
 from tensorstore_ck.gc.reach import Reach, at_newest
 from tensorstore_ck.gc.report import GcOptions, GcReport, GoneSnapshot, Progress, RewrittenPack, Summed
@@ -96,8 +96,7 @@ class _Gc:
             raise refusal
         self._end(plan.ending)
         copied = Summed(self._progress, "rewriting packs", sum(map(live_bytes, plan.sparse)))
-        compacted = compact(self._engine, plan.sparse, copied.add)
-        self._notes += compacted.problems
+        compacted = self._compact(plan.sparse, copied)
         self._condemn(plan.garbage, compacted.moves)
         self._sweep()
         deleted = self._delete(plan.listed)
@@ -220,6 +219,18 @@ class _Gc:
 
         while accepted and self._engine.log.append(build).ops:
             pass
+
+    def _compact(self, packs: Sequence[SparsePack], copied: Summed) -> Compacted:
+        """Copies what is live of packs, to where each lies."""
+        places = self._engine.placed.places()
+        done = Compacted([], 0, self._notes)
+        for place in sorted({places.get(pack.pack) for pack in packs}, key=str):
+            here = [pack for pack in packs if places.get(pack.pack) == place]
+            found = compact(self._engine, here, copied.add, place=place)
+            done.moves.extend(found.moves)
+            done.problems.extend(found.problems)
+            done = done._replace(written_bytes=done.written_bytes + found.written_bytes)
+        return done
 
     def _condemn(self, garbage: list[ObjectKey], moves: list[Move]) -> None:
         """Lists the garbage and puts moves in force, as of the very head that the entry follows."""

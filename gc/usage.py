@@ -103,6 +103,15 @@ class CodecUsage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceUsage:
+    """Packs that were moved to one place."""
+
+    url: str
+    packs: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage(Held):
     """What all refs, pins and undo windows hold together, and what lies in the store."""
 
@@ -112,6 +121,8 @@ class Usage(Held):
     """Oldest first; only when asked."""
     packs: tuple[PackUsage, ...]
     """Those with the smallest live ratio first."""
+    places: tuple[PlaceUsage, ...]
+    """Other ones than the store's own, where packs were moved for their age."""
     codecs: tuple[CodecUsage, ...]
     """Those that encode most first, by raw bytes."""
     pinned_bytes: int
@@ -119,7 +130,7 @@ class Usage(Held):
     undo_bytes: int
     """Of the stored bytes: those that nothing holds but undo windows."""
     objects_bytes: int
-    """Everything in the store, by listing it."""
+    """Everything in the store, by listing it, at all places."""
     unreferenced_bytes: int
     """Bytes in packs, parts, records and moved objects that nothing holds, and that are no overhead of what something does."""
 
@@ -213,6 +224,7 @@ class _Measurement:
             ),
             by_snapshot=tuple(self._snapshots()) if self._per_snapshot else None,
             packs=packs,
+            places=self._places(),
             codecs=self._codecs(),
             pinned_bytes=self._tally.sums(lambda mask: not mask & every and mask != undo).stored_bytes,
             undo_bytes=self._tally.sums(lambda mask: mask == undo).stored_bytes,
@@ -241,6 +253,14 @@ class _Measurement:
                 ratio = min((live_bytes + count * ENTRY_DTYPE.itemsize) / filled, 1.0)
                 packs.append(PackUsage(name=name, bytes=size, live_bytes=live_bytes, live_ratio=ratio))
         return tuple(sorted(packs, key=lambda pack: (pack.live_ratio, pack.name)))
+
+    def _places(self) -> tuple[PlaceUsage, ...]:
+        sizes: dict[str, list[int]] = {}
+        for pack, url in self._view.places().items():
+            size_bytes = self._sizes.get(ObjectKey("pack", pack).name)
+            if size_bytes is not None:
+                sizes.setdefault(url, []).append(size_bytes)
+        return tuple(PlaceUsage(url=url, packs=len(found), bytes=sum(found)) for url, found in sorted(sizes.items()))
 
     def _codecs(self) -> tuple[CodecUsage, ...]:
         rows = sorted(self._tally.codecs.items(), key=lambda row: -row[1][1])

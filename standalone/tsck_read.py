@@ -159,18 +159,21 @@ class Store:
         if found != (1, "blake3", []):
             raise ReadError(f"store.json: format, hash and features are {found}; this reader knows (1, 'blake3', [])")
         self.snapshots, self.roots, self.notes, self.relocations, self.transactions, self.windows = {}, {}, {}, {}, set(), {}
+        self.places = {}
+        """Pack -> where it lies, if not in the folder: a path or a URL."""
         self.refs, self.numbers = {}, count(1)
         """Name -> {number: snapshot}: the moves of a branch, of which the last is where it is; or number 0, a tag."""
         self.read_log(derived("genesis", uuid))
 
-    def read(self, name, most=MAX_OBJECT_BYTES, offset=0):
-        """An object, or `most` bytes of it from `offset` on."""
+    def read(self, name, most=MAX_OBJECT_BYTES, offset=0, place=""):
+        """An object, or `most` bytes of it from `offset` on. Of what was moved elsewhere a copy in the store's own folder does as well."""
+        folder = place if os.path.isabs(place) and os.path.isdir(place) else self.folder
         try:
-            with open(os.path.join(self.folder, *name.split("/")), "rb") as file:
+            with open(os.path.join(folder, *name.split("/")), "rb") as file:
                 file.seek(offset)
                 data = file.read(most if offset else most + 1)
         except OSError as exc:
-            raise ReadError(f"{name} cannot be read: {exc.strerror}") from None
+            raise ReadError(f"{name} cannot be read: {exc.strerror}" + (f" (it was moved to {place})" if place else "")) from None
         if len(data) > most:
             raise ReadError(f"{name} is damaged: it is larger than such an object may be")
         return data
@@ -223,6 +226,8 @@ class Store:
             self.refs[name] = ref | {at: window.pop(at) for at in back}
         elif kind == "relocate":
             self.relocations.setdefault(op["pack"], {})[op["moved"]] = (n, op["hash"])
+        elif kind == "place":
+            self.places.update(dict.fromkeys(split(op["packs"]), op["url"]))
         elif kind == "sweep":
             for swept in filter(None, (self.snapshots.pop(ulid, None) for ulid in split(op["snapshots"]))):
                 del self.roots[swept.root][swept.ulid]
@@ -427,7 +432,7 @@ class Part:
             raise ReadError(f"{self.name}: a block of {what} is too large, or without its bases")
         if count and (depth == 200 or count > (1 if depth else 64)):
             raise ReadError(f"{self.name}: a block of {what} has more bases than there can be")
-        data = self.store.read(name, stored, offset)
+        data = self.store.read(name, stored, offset, self.store.places.get(pack, ""))
         bases = [self.decoded(each, what, depth + 1)[2] for each in range(base, base + count)]
         try:
             found = decode(codec, data, raw, bases)

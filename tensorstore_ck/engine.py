@@ -29,6 +29,7 @@ from tensorstore_ck.record import Record, decode_record, record_name
 from tensorstore_ck.room import MinFree
 from tensorstore_ck.table import Table
 from tensorstore_ck.tiers import Tier
+from tensorstore_ck.tiers.placed import PlacedBackend
 
 T = TypeVar("T")
 
@@ -47,6 +48,8 @@ class Engine:
     index: BlockIndex
     clock: Clock
     new_id: IdSource
+    placed: PlacedBackend
+    """Knows which packs lie elsewhere; `backend` reads through it."""
     single_writer: bool = False
     """Opened by a caller who vouches that no other process writes."""
     observers: Observers = field(default_factory=Observers)

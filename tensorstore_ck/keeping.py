@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tensorstore_ck.gc import GcOptions, GcReport
     from tensorstore_ck.gc.recode import RecodeReport
     from tensorstore_ck.gc.report import Progress as GcProgress
+    from tensorstore_ck.gc.tiering import TierReport
     from tensorstore_ck.retaining import RetentionReport
     from tensorstore_ck.retention import Policy
 
@@ -173,6 +174,7 @@ class KeepingStore:
             rules: ``keep_last=5``; ``keep_best=(3, "val_loss", "min")``, or several of these; ``keep_every=1000`` steps: the first at or
                 after each multiple; ``keep_every_seconds="6h"``; ``keep_steps=[1000, 5000]``; ``keep_first=True``; ``keep_younger="7d"``.
                 Limits: ``expire_after="30d"``; ``max_bytes="2TB"`` of the store, of which the oldest go first (by `retain` only).
+                Ageing, by `tier`: ``recode_after="7d"``; ``move_after=("30d", "s3://cold/ckpt")``, or several of these.
 
         Raises:
             InvalidOptionError: an unknown rule, one that makes no sense, rules that contradict each other, or that keep nothing.
@@ -273,6 +275,25 @@ class KeepingStore:
 
         engine = self._engine.of_store().limited_to(max_bytes_per_second)
         return run_recode(engine, choose, mode, dry_run=dry_run, **({"progress": progress} if progress else {}))
+
+    def tier(
+        self, *, dry_run: bool = False, max_bytes_per_second: float | None = None, progress: "GcProgress | None" = None
+    ) -> "TierReport":
+        """Does what policies say of age: encodes what is old enough smaller (``recode_after``), and moves it to colder places
+        (``move_after``), or back where something younger needs it. From any host, beside jobs; may be killed and run again.
+
+        Addresses and roots stay as they are, and what was moved is read where it lies, through this store. What was replaced is freed by
+        the next `gc`; until then it takes room at both places.
+
+        Args:
+            dry_run: Only tell what would be done.
+            max_bytes_per_second: Reads no more than that, and writes no more.
+            progress: Called with (what is being done, done, of how many).
+        """
+        from tensorstore_ck.gc.tiering import run_tiering  # noqa: PLC0415
+
+        engine = self._engine.of_store().limited_to(max_bytes_per_second)
+        return run_tiering(engine, dry_run=dry_run, **({"progress": progress} if progress else {}))
 
     # --- inner --------------------------------------------------------------------------------------------------------
 

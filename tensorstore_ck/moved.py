@@ -39,10 +39,13 @@ class Moved(NamedTuple):
     targets: Sequence[Ulid]
     rows: Rows
     """Rows of `MOVED_DTYPE`, by ``from``."""
+    place: str | None = None
+    """The URL of the place where the targets lie, if not the store's own: for `salvage`, as the log says it."""
 
     def encode(self) -> bytes:
         """The sealed object."""
-        return seal("moved", {"pack": self.pack, "targets": b"".join(self.targets), "rows": self.rows.tobytes()})
+        place = {} if self.place is None else {"place": self.place}
+        return seal("moved", {"pack": self.pack, "targets": b"".join(self.targets), "rows": self.rows.tobytes(), **place})
 
 
 def decode_moved(data: bytes, name: str, expected: Digest) -> Moved:
@@ -70,4 +73,4 @@ def decode_moved(data: bytes, name: str, expected: Digest) -> Moved:
         or int(rows["stored"].max()) > MAX_BLOCK_BYTES
     ):
         raise CorruptObjectError(f"{name} is not a valid moved object", object_id=name)
-    return Moved(Ulid(pack), targets, rows)
+    return Moved(Ulid(pack), targets, rows, take(body, "place", str) if "place" in body else None)

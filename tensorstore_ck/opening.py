@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tensorstore_ck.backend import open_backend, probe_create
 from tensorstore_ck.backend.limited import limited
@@ -28,6 +28,7 @@ from tensorstore_ck.ratelimit import RateLimit
 from tensorstore_ck.room import MinFree, require_room
 from tensorstore_ck.table import Table, open_table
 from tensorstore_ck.tiers import Staging, Tier, TieredBackend, Uploader
+from tensorstore_ck.tiers.placed import PlacedBackend, PlaceOpener
 
 
 def open_engine(
@@ -60,7 +61,9 @@ def open_engine(
         options = staging if staging is None or isinstance(staging, Staging) else Staging(staging)
         folder = options.open(config.uuid) if options is not None else None
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
-        engine = make_engine(backend, config, table, single_writer=single_writer_unsafe)
+        opener = PlaceOpener(backend.url, dict(storage_options or {}), no_sync)
+        engine = make_engine(backend, config, table, single_writer=single_writer_unsafe, open_place=opener)
+        backend = engine.backend
         engine.limit, engine.min_free, engine.codecs = limit, kept, codecs
         codecs.first_mode = "light" if backend.is_local else "fast"
         guard = kept if kept != MinFree() else None
@@ -85,8 +88,9 @@ def make_engine(
     clock: Clock = time.time_ns,
     new_id: IdSource = new_ulid,
     sleep: Callable[[float], object] = time.sleep,
+    open_place: Callable[[str], Backend] | None = None,
 ) -> Engine:
-    """An engine from its pieces; tests pass a clock, ids and delays of their own."""
+    """An engine from its pieces; tests pass a clock, ids and delays of their own. `open_place` opens what packs were moved to."""
     log = Log(
         backend,
         table,
@@ -99,7 +103,8 @@ def make_engine(
         shared=not single_writer,
         sleep=sleep,
     )
-    return Engine(backend, config, table, log, BlockIndex(table), clock, new_id, single_writer)
+    placed = PlacedBackend(backend, open_place or PlaceOpener(), log.view)
+    return Engine(cast(Backend, placed), config, table, log, BlockIndex(table), clock, new_id, placed, single_writer)
 
 
 def read_config(backend: Backend) -> StoreConfig | None:

@@ -121,7 +121,7 @@ def salvage(choice: StoreChoice, *, dry_run: bool, as_json: bool) -> None:
     No other process may write to the store meanwhile. Nothing is deleted; where all is well, nothing is done.
     """
     with closing(choice.open_backend()) as backend:
-        report = run_salvage(backend, dry_run=dry_run)
+        report = run_salvage(backend, dry_run=dry_run, open_place=choice.place_opener(backend.url))
     emit(report, _salvage_lines(report, dry_run=dry_run), as_json=as_json)
 
 

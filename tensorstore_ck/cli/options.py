@@ -24,6 +24,7 @@ from tensorstore_ck.errors import InvalidOptionError, NotAStoreError
 from tensorstore_ck.opening import open_engine
 from tensorstore_ck.sizes import parse_bytes
 from tensorstore_ck.store import Store
+from tensorstore_ck.tiers.placed import PlacedBackend, PlaceOpener
 
 STORE_VARIABLE: Final = "TSCK_STORE"
 CACHE_VARIABLE: Final = "TSCK_CACHE_DIR"
@@ -75,9 +76,15 @@ class StoreChoice:
             codec=codec,
         )
 
-    def open_portable(self) -> Backend:
-        """The place of the store, in a form that travels to workers elsewhere."""
-        return cast(Backend, PortableBackend(self.require_url(), self.storage_options, self.no_sync))
+    def portable(self, engine: Engine) -> Backend:
+        """The places of an open store, in a form that travels to workers elsewhere."""
+        engine.log.sync()
+        own = cast(Backend, PortableBackend(self.require_url(), self.storage_options, self.no_sync))
+        return cast(Backend, PlacedBackend(own, self.place_opener(own.url), engine.log.view))
+
+    def place_opener(self, url: str) -> PlaceOpener:
+        """Opens the places to which packs of the store at `url` were moved."""
+        return PlaceOpener(url, self.storage_options, self.no_sync)
 
     def open_backend(self) -> Backend:
         """The place alone, where there may be no store (yet, or any more)."""

@@ -19,6 +19,7 @@ MAX_SHOWN: Final = 60
     "What stays of branches, by rule.",
     "tsck policy set 'runs/*' keep_last=5 keep_best=3:val_loss:min expire_after=30d",
     "tsck policy show",
+    "tsck policy set 'runs/*' recode_after=7d move_after=30d:s3://cold/ckpt?storage_class=GLACIER_IR",
     "tsck policy test runs/gpt keep_last=2 keep_every=1000",
     "tsck policy remove 'runs/*'",
 )
@@ -32,6 +33,7 @@ def policy(action: str, target: str | None, rules: tuple[str, ...], choice: Stor
     Rules: keep_last=5, keep_best=3:val_loss:min (more metrics, joined by ','), keep_every=1000 (steps), keep_every_seconds=6h,
     keep_steps=1000,5000, keep_first=yes, keep_younger=7d: what any of them keeps stays. Limits on that: expire_after=30d, max_bytes=2TB.
     The newest, a fallback beside it, and what is tagged or pinned stay always. `test REF` says what the policies, or RULEs, would do.
+    What stays ages, by `tsck tier`: recode_after=7d, move_after=30d:s3://cold/ckpt (more stages, joined by ',').
     """
     if (target is None) != (action == "show"):
         raise click.UsageError("`show` is for all policies; `set`, `test` and `remove` need to be told which GLOB or REF.")
@@ -73,6 +75,8 @@ def _value(name: str, text: str) -> object:
         return [int(step) if step.strip().lstrip("-").isdecimal() else step for step in text.split(",")]
     if name == "keep_best":
         return [_best(each) for each in text.split(",")]
+    if name == "move_after":
+        return [tuple(each.split(":", 1)) for each in text.split(",")]
     if name == "keep_first":
         return {"yes": True, "true": True, "no": None, "false": None}.get(text.lower(), text)
     return text

@@ -97,4 +97,5 @@ def _store_lines(found: Usage) -> list[str]:
         (found.unreferenced_bytes, "held by nothing (`tsck gc` frees it)"),
     ):
         parts += [f"{human_bytes(size)} {what}"] if size else []
+    parts += [f"{human_bytes(place.bytes)} at {printable(place.url)}" for place in found.places]
     return [", ".join(parts)]

@@ -31,4 +31,5 @@ def still_engine(engine: Engine, check: LogCheck) -> Engine:
         actor="fsck",
         new_id=engine.new_id,
     )
-    return Engine(engine.backend, config, check.table, log, BlockIndex(check.table), engine.clock, engine.new_id)
+    engine.placed.learn(check.view.places())
+    return Engine(engine.backend, config, check.table, log, BlockIndex(check.table), engine.clock, engine.new_id, engine.placed)

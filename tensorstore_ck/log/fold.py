@@ -163,5 +163,6 @@ _APPLY: Final[Mapping[str, Callable[[Batch, RefTable, Entry, Fields], list[Ulid]
     "rescue": foldgc.rescue,
     "sweep": foldgc.sweep,
     "relocate": foldgc.relocate,
+    "place": foldgc.place,
     "settle": foldgc.settle,
 }

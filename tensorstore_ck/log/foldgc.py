@@ -215,6 +215,12 @@ def _targets(joined: bytes) -> Iterable[ObjectKey]:
     return (ObjectKey("pack", ulid) for ulid in split_ulids(joined))
 
 
+def place(batch: Batch, _view: RefTable, _entry: Entry, op: Fields) -> None:
+    """Packs lie elsewhere: that stays so until their tombstones are forgotten."""
+    for pack in split_ulids(op["packs"]):
+        batch.put(keys.place_key(pack), rows.encode_row(rows.PlaceRow(op["url"])))
+
+
 def settle(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     """Forgets old tombstones, but those of packs that a relocation still leads away from."""
     horizon = min(op["n"], entry.n - 1)
@@ -223,4 +229,6 @@ def settle(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     for key, state in list(view.objects()):
         if state.swept and state.n <= horizon and not (key.kind == "pack" and view.relocations(key.ulid)):
             batch.delete(keys.object_key(*key))
+            if key.kind == "pack":
+                batch.delete(keys.place_key(key.ulid))
     batch.put(keys.HORIZON_KEY, rows.encode_row(rows.HorizonRow(horizon)))

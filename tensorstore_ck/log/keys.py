@@ -22,6 +22,7 @@ numbers do; a step is stored plus 2**63. ``name`` is ASCII without a zero byte. 
     g kind:1 ulid:16        swept, n                                      an object that is condemned or swept (swept: bool), and where
     m pack:16 moved:16      n, hash, targets                              a relocation of a pack
     w moved:16              pack                                          the same, by its moved object
+    c pack:16               url                                           where a pack lies that is not in the store's own place
     z                       n                                             the horizon
     f                       n, op                                         the first critical operation unknown to this build
     h                       n, hash, fold                                 (not in checkpoints) the entry folded last
@@ -142,6 +143,11 @@ def object_of(key: bytes) -> tuple[str, Ulid]:
 def relocation_key(pack: bytes, moved: bytes = b"") -> bytes:
     """The key of a relocation; without `moved`, what those of a pack begin with."""
     return PREFIX + b"m" + pack + moved
+
+
+def place_key(pack: bytes) -> bytes:
+    """The key of where a pack lies."""
+    return PREFIX + b"c" + pack
 
 
 def moved_key(moved: bytes) -> bytes:

@@ -25,6 +25,7 @@ MAX_OP_NAME_CHARS: Final = 64
 MAX_OWNER_BYTES: Final = 256
 MAX_RULES: Final = 64
 MAX_RULE_ITEMS: Final = 1000
+MAX_URL_CHARS: Final = 1024
 MARKS: Final = ("bad", "damaged", "drift", "")
 
 
@@ -189,6 +190,11 @@ class Op:
         return _op("relocate", pack=pack, moved=moved, hash=moved_hash, targets=join_ulids(targets))
 
     @classmethod
+    def place(cls, packs: Collection[Ulid], url: str) -> "Op":
+        """Says that packs lie at another place than the store's own; said once of each, by the entry that first needs it."""
+        return _op("place", packs=join_ulids(packs), url=url)
+
+    @classmethod
     def settle(cls, n: int) -> "Op":
         """Forgets what was swept at entry `n` or before; nothing anchored before `n` commits any more."""
         return _op("settle", n=n)
@@ -266,6 +272,10 @@ def _is_owner(value: object) -> bool:
     return type(value) is str and 0 < len(value.encode("utf-8", "replace")) <= MAX_OWNER_BYTES and "\0" not in value
 
 
+def _is_url(value: object) -> bool:
+    return type(value) is str and 0 < len(value) <= MAX_URL_CHARS and value.isprintable()
+
+
 def _is_rules(value: object) -> bool:
     """Whether a policy may have these: what they mean is for `retention.policy` to say."""
     return (
@@ -290,6 +300,7 @@ is_mark: Final = _is_mark
 is_reason: Final = _is_reason
 is_owner: Final = _is_owner
 is_rules: Final = _is_rules
+is_url: Final = _is_url
 is_date: Final = _optional(is_count)
 
 _OBJECTS: Final[Mapping[str, Check]] = dict.fromkeys(("packs", "parts", "snapshots", "moved"), is_ulids)
@@ -337,6 +348,7 @@ SCHEMA: Final[Mapping[str, Mapping[str, Check]]] = {
     "rescue": _OBJECTS,
     "sweep": _OBJECTS,
     "relocate": {"pack": is_ulid, "moved": is_ulid, "hash": is_digest, "targets": is_ulids},
+    "place": {"packs": is_ulids, "url": _is_url},
     "settle": {"n": is_count},
 }
 """Operation -> its fields and what makes each valid."""

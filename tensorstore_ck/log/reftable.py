@@ -274,6 +274,16 @@ class RefTable:
         for key, _ in self._reader.scan(prefix):
             yield Ulid(key[len(prefix) :][:ULID_BYTES]), Ulid(key[len(prefix) + ULID_BYTES :])
 
+    def place_of(self, pack: bytes) -> str | None:
+        """The URL of the place where a pack lies; None: the store's own."""
+        row = self._row(rows.PlaceRow, keys.place_key(pack))
+        return row.url if row is not None else None
+
+    def places(self) -> dict[Ulid, str]:
+        """Where packs lie that are not in the store's own place."""
+        prefix = keys.place_key(b"")
+        return {Ulid(key[len(prefix) :]): rows.decode_row(rows.PlaceRow, value).url for key, value in self._reader.scan(prefix)}
+
     def horizon(self) -> int:
         """Tombstones of entries up to this one are forgotten, and nothing anchored before it may commit."""
         row = self._row(rows.HorizonRow, keys.HORIZON_KEY)

@@ -29,9 +29,10 @@ from tensorstore_ck.log.ops import (
     is_rules,
     is_step,
     is_ulid,
+    is_url,
 )
 
-FOLD_VERSION: Final = 4
+FOLD_VERSION: Final = 5
 """Raised whenever `fold` comes to know another operation: what an older build folded lacks its effect."""
 
 
@@ -191,6 +192,12 @@ class MovedRow(NamedTuple):
     pack: Ulid
 
 
+class PlaceRow(NamedTuple):
+    """Where a pack lies."""
+
+    url: str
+
+
 class HorizonRow(NamedTuple):
     """Tombstones of entries up to this one are forgotten."""
 
@@ -231,6 +238,7 @@ _CHECKS: Final[Mapping[type, tuple[Check, ...]]] = {
     ObjectRow: (_is_bool, is_count),
     RelocationRow: (is_count, is_digest, is_ulids),
     MovedRow: (is_ulid,),
+    PlaceRow: (is_url,),
     HorizonRow: (is_count,),
 }
 
@@ -263,6 +271,7 @@ _KEYS: Final[Mapping[bytes, tuple[type, Callable[[bytes], bool]]]] = {
     b"g": (ObjectRow, lambda key: len(key) == 2 + ULID_BYTES and key[1:2] in KINDS_BY_BYTE),
     b"m": (RelocationRow, lambda key: len(key) == 1 + 2 * ULID_BYTES),
     b"w": (MovedRow, lambda key: len(key) == 1 + ULID_BYTES),
+    b"c": (PlaceRow, lambda key: len(key) == 1 + ULID_BYTES),
     b"z": (HorizonRow, lambda key: len(key) == 1),
 }
 

@@ -79,7 +79,7 @@ def expire_at_put(view: RefTable, ref: str, snapshot: Ulid, record: Record, now_
         policies = policies_of(view, ref)
     except InvalidOptionError:
         return []
-    if not policies or not _is_due(view, ref):
+    if not any(policy.keeps for policy in policies.values()) or not _is_due(view, ref):
         return []
     said = (record.step, 0, now_ns, record.metrics, "", "", record.logical_bytes, record.new_bytes)
     coming = SnapshotInfo(snapshot, record.root(), ZERO_DIGEST, record.parent, ref, *said)

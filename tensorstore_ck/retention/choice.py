@@ -37,11 +37,12 @@ def choose(
 
     Args:
         history: Oldest first, each snapshot once; the last one is where the branch is.
-        policies: All that are for this branch: what any of them keeps stays. None: all of it stays.
+        policies: All that are for this branch: what any of them keeps stays. None that says what stays: all of it stays.
         now_ns: When.
         added_bytes: Asked for the snapshots that stay and then for those that rules keep, the newest first: what each of them takes
             of the store that none before it does. None: no limit of bytes is looked at.
     """
+    policies = [policy for policy in policies if policy.keeps]
     if not history or not policies:
         return [Verdict(each.info, stays=True, why=("no policy",)) for each in history]
     reasons = held_anyhow(history)

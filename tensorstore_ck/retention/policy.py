@@ -1,4 +1,4 @@
-"""The rules of a policy: what each keeps, and how far the limits go. Pure."""
+"""The rules of a policy: what each keeps, how far the limits go, and what becomes of what stays as it ages. Pure."""
 
 import math
 from collections.abc import Mapping
@@ -8,10 +8,12 @@ from typing import Any, Final, NamedTuple, Self
 from tensorstore_ck.durations import parse_seconds
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.sizes import human_bytes, parse_bytes
+from tensorstore_ck.tiers.placed import check_place
 
 MAX_COUNT: Final = 1 << 53
 MAX_STEPS: Final = 1000
 MAX_METRICS: Final = 16
+MAX_STAGES: Final = 8
 DIRECTIONS: Final = ("min", "max")
 
 
@@ -22,6 +24,13 @@ class Best(NamedTuple):
     metric: str
     direction: str
     """``min``: the lowest are best; ``max``: the highest."""
+
+
+class Stage(NamedTuple):
+    """Where packs go when nothing younger needs them."""
+
+    after_seconds: float
+    url: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,20 @@ class Policy:
     """Limit: what was put longer ago goes."""
     max_bytes: int = 0
     """Limit: what is kept takes so many bytes of the store at most; the oldest go first."""
+    recode_after: float = 0.0
+    """Ageing: what has been there for so many seconds is encoded as small as it gets."""
+    move_after: tuple[Stage, ...] = ()
+    """Ageing: and goes to a colder place."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it says what stays; else it says of ageing alone, and all stays."""
+        return any(getattr(self, each.name) for each in fields(self) if each.name.startswith("keep_"))
+
+    @property
+    def ages(self) -> bool:
+        """Whether it says anything of ageing."""
+        return bool(self.recode_after or self.move_after)
 
     @classmethod
     def of(cls, **rules: object) -> Self:
@@ -61,7 +84,7 @@ class Policy:
             raise InvalidOptionError(f"there is no rule {name!r}: there are {', '.join(sorted(known))}", object_id=str(name))
         parsed: dict[str, Any] = {name: _PARSERS[name](value, name) for name, value in rules.items() if value is not None}
         policy = cls(**parsed)
-        if not any(getattr(policy, name) for name in known if name.startswith("keep_")):
+        if not policy.keeps and (policy.expire_after or policy.max_bytes or not policy.ages):
             raise InvalidOptionError(
                 "a policy needs a rule that keeps something, such as keep_last=5 or keep_younger='30d': limits alone would keep nothing",
                 object_id="policy",
@@ -131,6 +154,18 @@ def _bests(value: object, name: str) -> tuple[Best, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def _stages(value: object, name: str) -> tuple[Stage, ...]:
+    several = value if isinstance(value, list | tuple) and value and all(isinstance(each, list | tuple) for each in value) else [value]
+    found = []
+    for each in several:
+        if not (isinstance(each, list | tuple) and len(each) == 2):
+            raise InvalidOptionError(f'{name} must be like ("30d", "s3://bucket/prefix"), not {each!r}', object_id=name)
+        found.append(Stage(_seconds(each[0], name), check_place(each[1])))
+    if len(found) > MAX_STAGES or len({stage.after_seconds for stage in found}) < len(found):
+        raise InvalidOptionError(f"{name} must have at most {MAX_STAGES} stages, at different ages", object_id=name)
+    return tuple(sorted(found))
+
+
 def _flag(value: object, name: str) -> bool:
     if isinstance(value, bool):
         return value
@@ -147,6 +182,8 @@ _PARSERS: Final = {
     "keep_younger": _seconds,
     "expire_after": _seconds,
     "max_bytes": _bytes,
+    "recode_after": _seconds,
+    "move_after": _stages,
 }
 _UNITS: Final = (("w", 604_800), ("d", 86_400), ("h", 3600), ("m", 60))
 
@@ -156,6 +193,14 @@ def _shown(name: str, value: Any) -> str:
         return "; ".join(f"{count} by {direction} {metric}" for count, metric, direction in value)
     if name == "max_bytes":
         return human_bytes(value)
+    if name == "move_after":
+        return "; ".join(f"{_length(seconds)} to {url}" for seconds, url in value)
     if isinstance(value, float):
-        return next((f"{value / size:g}{unit}" for unit, size in _UNITS if value >= size and math.fmod(value, size) == 0), f"{value:g}s")
+        return _length(value)
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _length(seconds: float) -> str:
+    return next(
+        (f"{seconds / size:g}{unit}" for unit, size in _UNITS if seconds >= size and math.fmod(seconds, size) == 0), f"{seconds:g}s"
+    )

@@ -6,7 +6,8 @@ otherwise; or its targets are there and hold, by their footers, the very blocks 
 it leads to is checked again, for each snapshot, against the ids in its parts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,17 +16,27 @@ from tensorstore_ck.envelope import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.fsck.findings import require_reachable
 from tensorstore_ck.fsck.packcheck import Packs
-from tensorstore_ck.ids import parse_ulid
+from tensorstore_ck.ids import Digest, Ulid, parse_ulid
 from tensorstore_ck.log import ObjectKey, RefTable, Relocation, keys, rows
 from tensorstore_ck.log.objects import join_ulids
 from tensorstore_ck.moved import Moved, decode_moved
 from tensorstore_ck.pack import Footer
 from tensorstore_ck.table import MemoryTable
+from tensorstore_ck.tiers.placed import PlacedBackend
 
 
-def find_relocations(backend: Backend, packs: Packs, view: RefTable) -> Iterator[Relocation]:
-    """Relocations that `view` does not know; older than all that it knows."""
+class Unknown(NamedTuple):
+    """A moved object that the log does not put in force."""
+
+    ulid: Ulid
+    hash: Digest
+    moved: Moved
+
+
+def read_unknown(backend: Backend, view: RefTable) -> list[Unknown]:
+    """The moved objects that `view` does not know, and that gc did not sweep."""
     in_force = {moved for _, moved in view.all_relocations()}
+    found = []
     for info in backend.list("moved/"):
         ulid = parse_ulid(info.name[-26:])
         if ulid is None or ulid in in_force or info.name != ObjectKey("moved", ulid).name or _is_swept(view, ObjectKey("moved", ulid)):
@@ -36,9 +47,27 @@ def find_relocations(backend: Backend, packs: Packs, view: RefTable) -> Iterator
         except StoreError as exc:
             require_reachable(backend, exc)
             continue
+        found.append(Unknown(ulid, object_hash(data), moved))
+    return found
+
+
+def find_places(view: RefTable, unknown: Iterable[Unknown], placed: PlacedBackend) -> None:
+    """Lets `placed` learn where packs lie: by the log, by moved objects, and by what is there."""
+    placed.learn(view.places())
+    for each in unknown:
+        if each.moved.place is not None:
+            placed.learn(dict.fromkeys(each.moved.targets, each.moved.place))
+    for url in sorted(set(placed.places().values())):
+        found = (parse_ulid(info.name[-26:]) for info in placed.at(url).list("packs/"))
+        placed.learn({pack: url for pack in found if pack is not None})
+
+
+def find_relocations(packs: Packs, view: RefTable, unknown: Iterable[Unknown]) -> Iterator[Relocation]:
+    """Relocations that `view` does not know; older than all that it knows."""
+    for ulid, moved_hash, moved in unknown:
         pack = ObjectKey("pack", moved.pack)
         if pack.ulid not in packs.listed or _is_swept(view, pack) or _holds(packs, view, moved):
-            yield Relocation(moved.pack, ulid, 0, object_hash(data), tuple(moved.targets))
+            yield Relocation(moved.pack, ulid, 0, moved_hash, tuple(moved.targets))
 
 
 def put_in_force(table: MemoryTable, relocations: list[Relocation]) -> None:

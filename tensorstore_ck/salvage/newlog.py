@@ -8,7 +8,7 @@ forgotten by name alone (`expire` of a whole branch) is followed by an `undo` of
 Invariant: every snapshot that was kept is held at the end, whatever the old entries said.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Final, NamedTuple
@@ -20,6 +20,7 @@ from tensorstore_ck.table import MemoryTable
 
 TAG: Final = "tag"
 RELOCATIONS_AN_ENTRY: Final = 500
+PACKS_AN_ENTRY: Final = 40_000
 REFS_AN_ENTRY: Final = 1000
 
 Make = Callable[[RefTable, int], list[Op]]
@@ -33,6 +34,8 @@ class Kept(NamedTuple):
     doubtful: Sequence[SnapshotInfo]
     """Held by nothing that is left; a lost entry may have held them."""
     relocations: Sequence[Relocation]
+    places: Mapping[Ulid, str]
+    """Packs that lie elsewhere -> where."""
     are_entries_lost: bool
     """An undo may be among them: so undo windows begin anew."""
 
@@ -109,6 +112,10 @@ class _Retold:
 
     def _relocate(self) -> None:
         """Of a pack that several lead away from, the newest counts first: so each entry of the old log makes one of its own."""
+        for url in sorted(set(self._kept.places.values())):
+            there = sorted(pack for pack, place in self._kept.places.items() if place == url)
+            for at in range(0, len(there), PACKS_AN_ENTRY):
+                self._new.add(self._now_ns, [_just(Op.place(there[at : at + PACKS_AN_ENTRY], url))])
         ordered = sorted(self._kept.relocations, key=lambda relocation: (relocation.n, relocation.moved))
         for _, together in groupby(ordered, key=lambda relocation: relocation.n):
             ops = [Op.relocate(found.pack, found.moved, found.hash, found.targets) for found in together]

@@ -10,9 +10,9 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 from tensorstore_ck.backend import probe_create
 from tensorstore_ck.backend.protocol import Backend
@@ -31,22 +31,32 @@ from tensorstore_ck.opening import make_engine
 from tensorstore_ck.pack import pack_name
 from tensorstore_ck.parallel import cpu_threads, for_each
 from tensorstore_ck.record import Record, decode_record, record_name
-from tensorstore_ck.salvage.moved import find_relocations, put_in_force
+from tensorstore_ck.salvage.moved import find_places, find_relocations, put_in_force, read_unknown
 from tensorstore_ck.salvage.newlog import Kept, NewLog, retell
 from tensorstore_ck.salvage.report import Salvaged, SalvageReport, told
 from tensorstore_ck.table import MemoryTable
+from tensorstore_ck.tiers.placed import PlacedBackend, PlaceOpener
 
 REMOTE_THREADS: Final = 8
 
 
-def salvage(backend: Backend, *, dry_run: bool = False, clock: Clock = time.time_ns, new_id: IdSource = new_ulid) -> SalvageReport:
+def salvage(
+    backend: Backend,
+    *,
+    dry_run: bool = False,
+    clock: Clock = time.time_ns,
+    new_id: IdSource = new_ulid,
+    open_place: Callable[[str], Backend] | None = None,
+) -> SalvageReport:
     """Makes a new log of every snapshot that is intact, if the log or store.json is damaged; else does nothing.
+
+    `open_place` opens the places that packs were moved to.
 
     Raises:
         NotAStoreError: there is nothing of a store.
         FormatVersionError: a newer build wrote to this store: salvage with that one.
     """
-    return _Salvage(backend, clock, new_id).run(dry_run=dry_run)
+    return _Salvage(backend, clock, new_id, open_place or PlaceOpener()).run(dry_run=dry_run)
 
 
 class _Stray(NamedTuple):
@@ -67,8 +77,9 @@ class _Intact(NamedTuple):
 
 
 class _Salvage:
-    def __init__(self, backend: Backend, clock: Clock, new_id: IdSource) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, clock: Clock, new_id: IdSource, open_place: Callable[[str], Backend]) -> None:
+        self._placed = PlacedBackend(backend, open_place)
+        self._backend = cast(Backend, self._placed)
         self._clock = clock
         self._new_id = new_id
         self._problems: list[str] = []
@@ -80,12 +91,15 @@ class _Salvage:
         config, genesis_uuid = self._read_config(dry_run=dry_run)
         log = self._check_log(config, genesis_uuid, {})
         self._problems += [problem.message for problem in log.problems if problem.kind == BrokenLogError.kind]
+        unknown = read_unknown(self._backend, log.view)
+        find_places(log.view, unknown, self._placed)
         packs = self._list_packs()
-        found = list(find_relocations(self._backend, packs, log.view))
+        found = list(find_relocations(packs, log.view, unknown))
         put_in_force(log.table, found)
         known = [info for live in (True, False) for info in log.view.snapshots(live=live)]
         strays = {stray.info.ulid: stray for stray in self._read_strays(log.view)}
-        engine = still_engine(make_engine(self._backend, config, MemoryTable(), clock=self._clock, new_id=self._new_id), log)
+        engine = make_engine(self._placed.at(None), config, MemoryTable(), clock=self._clock, new_id=self._new_id)
+        engine = still_engine(replace(engine, backend=self._backend, placed=self._placed), log)
         intact = self._check_snapshots(engine, packs, [*known, *(stray.info for stray in strays.values())])
         filled = self._check_log(config, genesis_uuid, self._place(log, strays, intact))
         self._lost = {ulid: lost for ulid, lost in self._lost.items() if filled.view.expired_at(ulid) is None}
@@ -104,7 +118,10 @@ class _Salvage:
             return self._report("", filled.view, held, [])
         config = replace(config, log=f"log-{ulid_text(self._new_id()).lower()}")
         if not dry_run:
-            self._write(config, retell(filled.table, Kept(held, doubtful, in_use, are_entries_lost), self._put, self._clock()))
+            self._write(
+                config,
+                retell(filled.table, Kept(held, doubtful, in_use, self._places_of(packs), are_entries_lost), self._put, self._clock()),
+            )
             self._backend.replace(CONFIG_NAME, config.encode())
         note = "nothing that is left holds it: `tsck undo` brings it back, until gc frees it"
         return self._report(config.log, filled.view, held, [*recovered, *(told(info, note) for info in doubtful)])
@@ -161,6 +178,10 @@ class _Salvage:
             if ulid is not None:
                 listed[ulid] = Listed(info.size_bytes, info.modified_ns)
         return Packs(self._backend, listed)
+
+    def _places_of(self, packs: Packs) -> dict[Ulid, str]:
+        """Where those packs lie that are there, and not at the store's own place."""
+        return {pack: url for pack, url in self._placed.places().items() if pack in packs.listed}
 
     def _read_strays(self, view: RefTable) -> Iterator[_Stray]:
         """Records that the log never published; those that expired and those that gc freed are none."""

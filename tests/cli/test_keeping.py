@@ -1,5 +1,7 @@
 """pin, unpin, forget, undo and gc, as a user runs them."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.cli.conftest import Tsck
@@ -125,3 +127,24 @@ def test_a_command_is_run_for_each(history: Tsck, capfd: pytest.CaptureFixture[s
     assert "could not be run" in history("watch", "runs/gpt", "--since-step", "2", "--count", "1", "--exec", "/none").err
     assert history("watch", "runs/gpt", "--count", "1", "--exec", "x {oops}").code == 22
     assert history("pin", "--json").json == []
+
+
+def test_tier(history: Tsck, tmp_path: Path) -> None:
+    assert "no policy says anything of age" in history("tier").out
+    refused = history("policy", "set", "runs/*", "move_after=1s")
+    assert (refused.code, "must be like" in refused.err) == (22, True)
+    made = history("policy", "set", "runs/*", f"move_after=1s:{tmp_path / 'cold'},90d:s3://colder/x", "recode_after=7d")
+    assert made.out == f"runs/*: recode_after 7d, move_after 1s to {tmp_path / 'cold'}; 90d to s3://colder/x\n"
+    root = history("log", "runs/gpt", "--json").json[0]["root"]
+    assert "goes" not in history("policy", "test", "runs/gpt").out
+    history("policy", "set", "runs/*", f"move_after=0.001s:{tmp_path / 'cold'}")
+    planned = history("tier", "--dry-run")
+    assert "would be moved" in planned.out
+    assert not (tmp_path / "cold").exists()
+    done = history("tier")
+    assert str(tmp_path / "cold") in done.out
+    assert history("gc", *NOW).code == 0
+    assert str(tmp_path / "cold") in history("usage").out
+    assert history("get", root, "back.safetensors").code == 0
+    assert history("fsck", "--read-data").code == 0
+    assert history("tier", "--json").json["packs"] == []

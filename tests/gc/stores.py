@@ -42,13 +42,20 @@ class Clock:
 
 
 def open_store(
-    backend: Backend | None = None, *, table: Table | None = None, clock: Clock | None = None, new_id: IdSource = new_ulid
+    backend: Backend | None = None,
+    *,
+    table: Table | None = None,
+    clock: Clock | None = None,
+    new_id: IdSource = new_ulid,
+    open_place: Callable[[str], Backend] | None = None,
 ) -> Store:
     """A handle of a host of its own; without `table` it has no cache."""
     backend = backend if backend is not None else (MemoryBackend(clock=clock) if clock is not None else MemoryBackend())
     config = read_config(backend) or init_store(backend)
     table = MemoryTable() if table is None else table
-    return Store(make_engine(backend, config, table, sleep=lambda _: None, clock=clock or time.time_ns, new_id=new_id))
+    return Store(
+        make_engine(backend, config, table, sleep=lambda _: None, clock=clock or time.time_ns, new_id=new_id, open_place=open_place)
+    )
 
 
 def tensor(number: int, size: int = TENSOR_BYTES) -> torch.Tensor:

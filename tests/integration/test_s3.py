@@ -305,3 +305,23 @@ def test_a_server_that_ignores_conditions(rclone_server: S3Server, tmp_path: Pat
         with pytest.raises(tsck.UnsafeBackendError, match="only process that writes"):
             reader.put_snapshot(state, ref="job")
         assert reader.fsck(read_data=True).ok
+
+
+def test_old_packs_go_to_another_prefix_and_storage_class(server: S3Server, url: str, open_store: Open) -> None:
+    """Through a storage class of S3's, read by a host that knows nothing but the store's URL."""
+    store = open_store()
+    put = {f"run@{step}": tensors(step) for step in range(2)}
+    for step, state in enumerate(put.values()):
+        store.put_snapshot(state, ref="run", step=step)
+    store.set_policy("run", move_after=("1s", f"{url}-cold?storage_class=STANDARD_IA"))
+    clock = store.engine.clock
+    store.engine.clock = lambda: clock() + 60 * 10**9
+    assert store.tier().packs
+    store.gc(tsck.GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1))
+    prefix = url.removeprefix("s3://bucket/")
+    listed = server.client().list_objects_v2(Bucket="bucket", Prefix=f"{prefix}-cold/{store.engine.config.uuid}/packs/")["Contents"]
+    assert {found["StorageClass"] for found in listed} == {"STANDARD_IA"}
+    assert "Contents" not in server.client().list_objects_v2(Bucket="bucket", Prefix=f"{prefix}/packs/")
+    other = open_store()
+    assert all(torch.equal(other.checkout(address)[name], each) for address, state in put.items() for name, each in state.items())
+    assert other.fsck(read_data=True).ok

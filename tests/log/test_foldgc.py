@@ -59,6 +59,7 @@ gc_ops = st.one_of(
     st.builds(Op.rescue, objects),
     st.builds(Op.sweep, objects),
     st.builds(Op.relocate, names, names, roots, st.frozensets(names, min_size=1, max_size=2)),
+    st.builds(Op.place, st.frozensets(names, max_size=2), st.sampled_from(["/cold", "s3://colder"])),
     st.builds(Op.settle, counts | st.just((1 << 63) - 1)),
 )
 logs = st.lists(st.lists(ref_ops | letting_go | undoing | gc_ops, max_size=4), max_size=14)
@@ -142,6 +143,7 @@ def test_the_lists_of_gc_are_what_a_model_says(log: list[list[Op]]) -> None:
     table = MemoryTable()
     states: dict[ObjectKey, tuple[bool, int]] = {}
     relocations: dict[tuple[bytes, bytes], None] = {}
+    places: dict[Ulid, str] = {}
     horizon = 0
     for entry in entries_of(log):
         with table.batch() as batch:
@@ -178,7 +180,13 @@ def test_the_lists_of_gc_are_what_a_model_says(log: list[list[Op]]) -> None:
                     for key, (swept, n) in list(states.items()):
                         if swept and n <= horizon and not (key.kind == "pack" and key.ulid in away):
                             del states[key]
+                            if key.kind == "pack":
+                                places.pop(key.ulid, None)
+                case "place":
+                    places |= {Ulid(fields["packs"][at : at + 16]): fields["url"] for at in range(0, len(fields["packs"]), 16)}
         view = RefTable(table)
+        assert view.places() == places
+        assert all(view.place_of(pack) == places.get(pack) for pack in NAMES)
         assert sorted(swept_packs) == sorted(expected_packs)
         assert dict(view.objects()) == {key: ObjectRow(*state) for key, state in states.items()}
         assert set(view.all_relocations()) == set(relocations)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tensorstore_ck.errors import InvalidOptionError
@@ -56,6 +56,7 @@ def policies(draw: st.DrawFn, *, limits: bool = True) -> Policy:
         keep_first=draw(st.booleans()),
         keep_younger=draw(st.sampled_from([0.0, 50.0, 400.0])),
     )
+    assume(policy.keeps)  # as `Policy.of` has it
     if limits:
         policy = replace(policy, expire_after=draw(st.sampled_from([0.0, 500.0])), max_bytes=draw(st.sampled_from([0, 25, 60])))
     return policy

@@ -279,6 +279,21 @@ def test_moved_blocks(store: tsck.Store, folder: Path, tmp_path: Path) -> None:
     assert_same(store, "runs/kept", exported(folder, "runs/kept", tmp_path / "out.safetensors"))
 
 
+def test_packs_that_were_moved_to_another_folder(store: tsck.Store, folder: Path, tmp_path: Path) -> None:
+    store.put_snapshot(step_state(0), ref="runs/a", step=0)
+    store.set_policy("*", move_after=("1s", str(tmp_path / "cold")))
+    clock = store.engine.clock
+    store.engine.clock = lambda: clock() + 10**12
+    store.tier()
+    store.gc(tsck.GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1))
+    assert not [path for path in (folder / "packs").rglob("*") if path.is_file()]
+    assert_same(store, "runs/a", exported(folder, "runs/a", tmp_path / "out.safetensors"))
+    (tmp_path / "cold").rename(tmp_path / "taken")
+    assert f"it was moved to {tmp_path / 'cold'}" in run_alone(folder, "runs/a", tmp_path / "none.safetensors").stderr
+    shutil.copytree(tmp_path / "taken" / store.engine.config.uuid / "packs", folder / "packs", dirs_exist_ok=True)
+    assert exported(folder, "runs/a", tmp_path / "again.safetensors")
+
+
 def test_a_salvaged_log(store: tsck.Store, folder: Path, tmp_path: Path) -> None:
     roots = [store.put_snapshot(step_state(step), ref="runs/a", step=step).root for step in range(3)]
     store.close()
@@ -484,7 +499,9 @@ def test_bases_without_end_are_refused(script: Any, codec: int, flags: int, link
     """Else a few rows would mean more blocks than there are in the world."""
 
     class Nothing:
-        def read(self, name: str, size: int, offset: int) -> bytes:
+        places: dict[bytes, str] = {}  # noqa: RUF012
+
+        def read(self, name: str, size: int, offset: int, place: str) -> bytes:
             return b""
 
     part = object.__new__(script.Part)

@@ -1,0 +1,323 @@
+"""What policies say of age: packs are encoded smaller and go to colder places, are read there, and come back."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorstore_ck as tsck
+from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError
+from tensorstore_ck.log.chain import Chain
+from tensorstore_ck.salvage import salvage
+from tests.crash.faulty import Death, Faults, FaultyBackend
+from tests.gc.stores import AT_ONCE, Clock, interrupted, open_store, require_sound, same, state
+
+DAY_SECONDS = 86_400
+COLD = "s3://cold/ckpt"
+COLDER = "s3://colder/ckpt"
+
+
+class Places:
+    """A store, and the places that its packs may be moved to."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.own = MemoryBackend(clock=self.clock)
+        self.others: dict[str, MemoryBackend] = {}
+
+    def open_place(self, url: str) -> Backend:
+        return self.others.setdefault(url, MemoryBackend(clock=self.clock))
+
+    def open(self, own: Backend | None = None, open_place: Callable[[str], Backend] | None = None) -> tsck.Store:
+        return open_store(own or self.own, clock=self.clock, open_place=open_place or self.open_place)
+
+    def packs(self) -> dict[str, int]:
+        """Place -> bytes of packs there."""
+        there = {"own": self.own, **{url.partition("://")[2].partition("/")[0]: place for url, place in self.others.items()}}
+        found = {name: sum(info.size_bytes for info in place.list("packs/")) for name, place in there.items()}
+        return {name: size for name, size in found.items() if size}
+
+
+def cut(places: Places) -> Callable[[str], Any]:
+    """Opens places that do not answer."""
+    return lambda url: FaultyBackend(places.open_place(url), Faults("unavailable", 1, persistent=True), atomic_put=True)
+
+
+def put_daily(places: Places, store: tsck.Store, days: int, ref: str = "run", first: int = 0) -> dict[str, Any]:
+    """A snapshot a day, each with a block of its own and one that it has from the day before; address -> state."""
+    states = {}
+    for day in range(first, first + days):
+        states[f"{ref}@{day}"] = state(day, day + 1)
+        store.put_snapshot(states[f"{ref}@{day}"], ref=ref, step=day)
+        places.clock.advance(DAY_SECONDS)
+    return states
+
+
+def test_old_packs_go_and_are_read_where_they_lie() -> None:
+    places = Places()
+    store = places.open()
+    states = put_daily(places, store, 5)
+    roots = [snapshot.root for snapshot in store.log("run")]
+    before = places.packs()
+    store.set_policy("run", move_after=[("36h", COLD), ("3d", COLDER)])
+    planned = store.tier(dry_run=True)
+    assert places.packs() == before
+    done = store.tier()
+    assert [(pack.name, pack.place) for pack in done.packs] == [(pack.name, pack.place) for pack in planned.packs]
+    assert {str(pack.place).partition("/ckpt")[0] for pack in done.packs} == {"s3://cold", "s3://colder"}
+    assert all(str(pack.place).endswith(store.engine.config.uuid) for pack in done.packs)
+    store.gc(AT_ONCE)
+    after = places.packs()
+    assert after.keys() == {"own", "cold", "colder"}
+    assert after["own"] < before["own"]
+    assert [snapshot.root for snapshot in store.log("run")] == roots
+    for reader in (store, places.open()):
+        require_sound(reader, states)
+    assert store.tier().packs == ()
+    usage = store.usage()
+    assert {place.url.partition("/ckpt")[0]: place.bytes for place in usage.places} == {
+        "s3://cold": after["cold"],
+        "s3://colder": after["colder"],
+    }
+    assert sum(after.values()) < usage.objects_bytes
+
+
+def test_they_go_on_with_age_and_come_back_when_needed() -> None:
+    places = Places()
+    store = places.open()
+    states = put_daily(places, store, 3)
+    store.set_policy("*", move_after=[("36h", COLD), ("10d", COLDER)])
+    store.tier()
+    store.gc(AT_ONCE)
+    assert places.packs().keys() == {"own", "cold"}
+    places.clock.advance(10 * DAY_SECONDS)
+    store.tier()
+    store.gc(AT_ONCE)
+    assert places.packs().keys() == {"colder"}
+    store.branch("again", "run@0")  # somebody goes on from there
+    store.pin("run@2", reason="evaluation")
+    store.tier()
+    store.gc(AT_ONCE)
+    cut_off = places.open(open_place=cut(places))
+    assert all(same(cut_off.checkout(address), states[address]) for address in ("run@0", "run@2"))
+    require_sound(places.open(), states)
+    store.unpin("run@2")
+    store.forget("again")
+    store.tier()
+    store.gc(AT_ONCE)
+    assert places.packs().keys() == {"colder"}
+    require_sound(places.open(), states)
+
+
+def test_a_pack_that_something_younger_needs_stays() -> None:
+    places = Places()
+    store = places.open()
+    old = {"shared": state(1)["t1"], "own": state(2)["t2"]}
+    store.put_snapshot(old, ref="run", step=0)
+    places.clock.advance(9 * DAY_SECONDS)
+    store.set_policy("run", move_after=("2d", COLD))
+    store.put_snapshot({"shared": old["shared"]}, ref="run", step=1)
+    assert store.tier().packs == ()
+    store.put_snapshot({"shared": old["shared"]}, ref="free", step=0)  # nobody says anything of this one: what it needs stays, too
+    places.clock.advance(9 * DAY_SECONDS)
+    assert store.tier().packs == ()
+    store.forget("free")
+    assert store.tier().packs != ()
+
+
+def test_what_no_policy_speaks_of_any_more_stays_where_it_is() -> None:
+    places = Places()
+    store = places.open()
+    states = put_daily(places, store, 3)
+    store.set_policy("run", move_after=("12h", COLD))
+    store.tier()
+    store.gc(AT_ONCE)
+    there = places.packs()
+    store.remove_policy("run")
+    assert store.tier().packs == ()
+    store.tag("kept", "run@0")
+    store.forget("run")
+    store.gc(AT_ONCE)
+    assert places.packs()["cold"] < there["cold"], "gc frees elsewhere, too"
+    require_sound(places.open(), {"kept": states["run@0"]})
+
+
+def test_recode_after() -> None:
+    places = Places()
+    store = places.open()
+    generator = torch.Generator().manual_seed(0)
+    states: dict[str, Any] = {f"run@{day}": {"w": torch.randn(50_000, generator=generator) * 0.02} for day in range(4)}
+    for day, each in enumerate(states.values()):
+        store.put_snapshot(each, ref="run", step=day, codec="raw")
+        places.clock.advance(DAY_SECONDS)
+    store.set_policy("run", recode_after="36h", move_after=("60h", COLD))
+    done = store.tier()
+    moved = [(pack.place is not None, pack.is_moved) for pack in done.packs]  # not the first pack: all have the layout that is in it
+    assert sorted(moved) == [(False, False), (False, False), (True, True)]
+    assert done.written_bytes < 0.9 * done.before_bytes
+    store.gc(AT_ONCE)
+    assert {usage.codec for usage in store.usage().codecs} == {"raw", "planes"}
+    require_sound(store, states)
+    assert store.tier().packs == ()
+    assert places.open().tier().packs == (), "nor is there anything to do for another host"
+
+
+@pytest.mark.parametrize("what", ["gc", "tier", "forget", "put", "pin"])
+def test_another_host_at_any_call(what: str) -> None:
+    calls = 0
+    while True:
+        calls += 1
+        places = Places()
+        store = places.open()
+        states = put_daily(places, store, 3)
+        store.set_policy("run", move_after=("36h", COLD))
+        other = places.open()
+        other.checkout("run")
+
+        def interfere(other: tsck.Store = other, states: dict[str, Any] = states) -> None:
+            match what:
+                case "gc":
+                    other.gc(AT_ONCE)
+                case "tier":
+                    other.tier()
+                    other.gc(AT_ONCE)
+                case "forget":
+                    other.forget("run@0")
+                    other.gc(AT_ONCE)
+                    del states["run@0"]
+                case "pin":
+                    other.pin("run@0")
+                    other.tier()
+                case _:
+                    states["run@7"] = state(1, 7)
+                    other.put_snapshot(states["run@7"], ref="run", step=7)
+
+        tiering, interrupt = interrupted(places.own, calls, interfere, clock=places.clock, open_place=places.open_place)
+        tiering.tier()
+        if not interrupt.struck:
+            break
+        places.open().gc(AT_ONCE)
+        require_sound(places.open(), states)
+        places.open().tier()
+        places.open().gc(AT_ONCE)
+        require_sound(places.open(), states)
+    assert calls > 10
+
+
+@pytest.mark.parametrize("mode", ["die-before", "tear", "unavailable"])
+def test_it_may_die_anywhere(mode: str) -> None:
+    """At any call, of either place; another run goes on, and gc frees what was left."""
+    calls = 0
+    while True:
+        calls += 1
+        places = Places()
+        states = put_daily(places, places.open(), 3)
+        places.open().set_policy("run", move_after=("36h", COLD), recode_after="1d")
+        faults = Faults()
+
+        def faulty(url: str, faults: Faults = faults, places: Places = places) -> Any:
+            return FaultyBackend(places.open_place(url), faults, atomic_put=True)
+
+        dying: Any = FaultyBackend(places.own, faults, atomic_put=True)
+        store = places.open(dying, faulty)
+        faults.mode, faults.at = mode, faults.calls + calls
+        with contextlib.suppress(Death, BackendUnavailableError):
+            store.tier()
+        if not faults.struck:
+            break
+        require_sound(places.open(), states)
+        places.open().tier()
+        places.open().gc(AT_ONCE)
+        places.open().gc(AT_ONCE)
+        require_sound(places.open(), states)
+        assert places.packs().keys() == {"own", "cold"}
+        assert places.open().usage().unreferenced_bytes < 5000, "moved objects at the most"
+    assert calls > 10
+
+
+def test_a_place_that_does_not_answer() -> None:
+    """Nothing is taken for lost, or freed; what lies here is read as ever."""
+    places = Places()
+    store = places.open()
+    states = put_daily(places, store, 3)
+    store.set_policy("run", move_after=("36h", COLD))
+    store.tier()
+    store.gc(AT_ONCE)
+
+    cut_off = places.open(open_place=cut(places))
+    assert same(cut_off.checkout("run@2"), states["run@2"])
+    with pytest.raises(BackendUnavailableError):
+        cut_off.checkout("run@0")
+    for look in (cut_off.gc, cut_off.fsck, cut_off.tier):
+        with pytest.raises(BackendUnavailableError):
+            look()
+    require_sound(places.open(), states)
+
+
+@pytest.mark.parametrize("lost", ["relocations", "all", "checkpointed"])
+def test_salvage_finds_them(lost: str) -> None:
+    """By what is left of the log, or by the moved objects and what is there."""
+    places = Places()
+    store = places.open()
+    states = put_daily(places, store, 3)
+    store.set_policy("run", move_after=("36h", COLD))
+    store.tier()
+    store.gc(AT_ONCE)
+    store.put_snapshot(states["run@0"], ref="run", step=9)  # names the moved pack itself
+    chain = Chain(places.own, uuid=b"", prefix="log")
+    numbers = sorted(chain.listed("log/"))
+    first = next(n for n in numbers if b"place" in places.own.get(chain.name(n), max_bytes=1 << 20))
+    gone = {"relocations": [first], "all": numbers[first - 1 :], "checkpointed": [numbers[-1]]}[lost]
+    places.own.delete([chain.name(n) for n in gone])
+    report = salvage(places.own, open_place=places.open_place)
+    assert report.log
+    for _ in range(2):
+        require_sound(places.open(), states)
+        places.open().gc(AT_ONCE)
+
+
+def test_a_real_folder_and_another_process_cache(tmp_path: Path) -> None:
+    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as store:
+        for step in range(2):
+            store.put_snapshot(state(step), ref="run", step=step)
+        store.set_policy("run", move_after=("1s", str(tmp_path / "cold")))
+        clock = store.engine.clock
+        store.engine.clock = lambda: clock() + 10**12
+        assert {pack.place for pack in store.tier().packs} == {str(tmp_path / "cold" / store.engine.config.uuid)}
+        store.gc(AT_ONCE)
+    assert list((tmp_path / "store" / "packs").rglob("*/*")) == []
+    with tsck.open(tmp_path / "store", cache_dir=tmp_path / "other") as store:
+        require_sound(store, {f"run@{step}": state(step) for step in range(2)})
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"move_after": ("30d", "cold/ckpt")}, "absolute path"),
+        ({"move_after": "30d"}, "must be like"),
+        ({"move_after": ("30d", 7)}, "not to 7"),
+        ({"move_after": ("0s", COLD)}, "longer than nothing"),
+        ({"move_after": [("30d", COLD), ("30d", COLDER)]}, "different ages"),
+        ({"move_after": ("30d", "s3://cold/x?storage_class=DEEP_ARCHIVE")}, "read at once"),
+        ({"move_after": ("30d", "s3://cold/" + "x" * 300)}, "256"),
+        ({"recode_after": "soon"}, "length of time"),
+        ({"recode_after": "7d", "expire_after": "30d"}, "keeps something"),
+    ],
+)
+def test_rules_that_make_no_sense(rules: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidOptionError, match=message):
+        open_store().set_policy("run", **rules)
+
+
+def test_a_policy_of_age_alone_lets_nothing_go() -> None:
+    places = Places()
+    store = places.open()
+    store.set_policy("run", recode_after="1d")
+    put_daily(places, store, 4)
+    assert len(store.log("run")) == 4
+    assert store.retain().going == 0
