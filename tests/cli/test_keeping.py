@@ -134,7 +134,7 @@ def test_tier(history: Tsck, tmp_path: Path) -> None:
     refused = history("policy", "set", "runs/*", "move_after=1s")
     assert (refused.code, "must be like" in refused.err) == (22, True)
     made = history("policy", "set", "runs/*", f"move_after=1s:{tmp_path / 'cold'},90d:s3://colder/x", "recode_after=7d")
-    assert made.out == f"runs/*: recode_after 7d, move_after 1s to {tmp_path / 'cold'}; 90d to s3://colder/x\n"
+    assert made.out == f"runs/*: recode_after 1w, move_after 1s to {tmp_path / 'cold'}; 90d to s3://colder/x\n"
     root = history("log", "runs/gpt", "--json").json[0]["root"]
     assert "goes" not in history("policy", "test", "runs/gpt").out
     history("policy", "set", "runs/*", f"move_after=0.001s:{tmp_path / 'cold'}")
