@@ -1,6 +1,7 @@
 """How often a job should save, by what is known of it: its history in the log, and what a user has measured."""
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Literal
@@ -17,10 +18,11 @@ NEWEST: Final = 200
 CURVE_POINTS: Final = 41
 DAY_SECONDS: Final = 86_400
 NOTE: Final = "checkpointer"
-"""What `Checkpointer` leaves in metadata: when a run began, and how often it was resumed."""
+"""What `Checkpointer` leaves in metadata: when a run began, how often it was resumed, and what saving costs."""
 GOOD_ENOUGH: Final = 0.005
 """Of wall time: a cadence that loses less than this to the best one is left alone."""
 
+_ASSUMED: Final = {"stall": None, "lag": 0.0, "restart": 300.0, "mtbf": DEFAULT_MTBF_SECONDS}
 Source = Literal["given", "measured", "assumed"]
 
 
@@ -58,8 +60,8 @@ def advise(
     engine: Engine,
     address: str,
     *,
-    stall: float,
-    lag: float = 0.0,
+    stall: float | None = None,
+    lag: float | None = None,
     restart: float | None = None,
     mtbf: float | None = None,
     bytes_per_second: float | None = None,
@@ -70,39 +72,43 @@ def advise(
     Args:
         engine: The store, whose log was synced.
         address: The branch.
-        stall: What a save holds the training up for.
-        lag: From then until it is published.
-        restart: From a failure until training goes on; None: five minutes.
+        stall: What a save holds the training up for; None: what `Checkpointer` measured and noted with the newest snapshot.
+        lag: From then until it is published; None: likewise, or none.
+        restart: From a failure until training goes on; None: likewise, of the restore alone, or five minutes.
         mtbf: Mean time between failures; None: by how often the run was resumed, as `Checkpointer` notes, or else four hours.
         bytes_per_second: What the store can take.
         bytes_per_day: What it may grow by.
 
     Raises:
         NotFoundError: no such branch.
-        InvalidOptionError: a time that is negative, or no number.
+        InvalidOptionError: a time that is negative, or no number; or nobody knows what a save holds the training up for.
     """
     view = engine.log.view()
     found = resolve(view, address)
     history = list(view.history(found.branch, limit=NEWEST)) if found.branch is not None else [found.info]
     history.sort(key=lambda info: info.time_ns)
-    run_mtbf = mtbf_of(engine, history[-1])
-    sources: dict[str, Source] = {
-        "stall": "given",
-        "lag": "given" if lag else "assumed",
-        "restart": "assumed" if restart is None else "given",
-        "mtbf": "given" if mtbf is not None else "measured" if run_mtbf is not None else "assumed",
-    }
-    costs = require_costs(Costs(stall, lag, 300.0 if restart is None else restart, mtbf or run_mtbf or DEFAULT_MTBF_SECONDS))
+    given = {"stall": stall, "lag": lag, "restart": restart, "mtbf": mtbf}
+    measured = _measured(engine, history[-1])
+    values, sources = dict[str, float](), dict[str, Source]()
+    for name, said in given.items():
+        value = said if said is not None else measured.get(name, _ASSUMED[name])
+        if value is None:
+            raise InvalidOptionError(
+                f"nobody noted what a save of {address!r} holds the training up for: give stall (--stall), or put with Checkpointer",
+                object_id=name,
+            )
+        values[name], sources[name] = value, "given" if said is not None else "measured" if name in measured else "assumed"
+    costs = require_costs(Costs(**values))
     for name, value in (("bytes_per_second", bytes_per_second), ("bytes_per_day", bytes_per_day)):
         if value is not None and not value > 0:
             raise InvalidOptionError(f"{name} must be more than 0", object_id=name)
     gaps = [(b.time_ns - a.time_ns) / 1e9 for a, b in pairwise(history) if b.time_ns > a.time_ns]
-    interval = max(1e-3, statistics.median(gaps) - stall) if gaps else None
+    interval = max(1e-3, statistics.median(gaps) - costs.stall) if gaps else None
     wanted = best(costs)
     now = None if interval is None else ettr(interval, costs)
     size = int(statistics.median(info.new_bytes for info in history))
-    share = None if bytes_per_second is None else size / (wanted + stall) / bytes_per_second
-    daily = int(size * DAY_SECONDS / (wanted + stall))
+    share = None if bytes_per_second is None else size / (wanted + costs.stall) / bytes_per_second
+    daily = int(size * DAY_SECONDS / (wanted + costs.stall))
     return Advice(
         found.branch or address,
         costs,
@@ -126,6 +132,18 @@ def note_of(engine: Engine, info: SnapshotInfo) -> dict[str, Any]:
     """What `Checkpointer` noted with a snapshot."""
     note = decode_metadata(engine.read_record(info), record_name(info.ulid)).get(NOTE)
     return note if isinstance(note, dict) else {}
+
+
+def _measured(engine: Engine, info: SnapshotInfo) -> dict[str, float]:
+    """What `Checkpointer` measured until a snapshot, by name."""
+    costs, mtbf = note_costs(note_of(engine, info)), mtbf_of(engine, info)
+    return costs if mtbf is None else {**costs, "mtbf": mtbf}
+
+
+def note_costs(note: Mapping[str, Any]) -> dict[str, float]:
+    """What saves and restores took, by a note of `Checkpointer`: stall, lag and restart, as far as measured."""
+    costs = note.get("costs")
+    return {name: value for name, value in costs.items() if isinstance(value, float)} if isinstance(costs, dict) else {}
 
 
 def mtbf_of(engine: Engine, info: SnapshotInfo) -> float | None:

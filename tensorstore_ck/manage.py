@@ -69,8 +69,8 @@ class ManagedStore(KeepingStore):
         self,
         ref: str,
         *,
-        stall: float,
-        lag: float = 0.0,
+        stall: float | None = None,
+        lag: float | None = None,
         restart: float | None = None,
         mtbf: float | None = None,
         bytes_per_second: float | None = None,
@@ -80,9 +80,9 @@ class ManagedStore(KeepingStore):
 
         Args:
             ref: The branch.
-            stall: Seconds that a save holds the training up for; `Checkpointer.costs` has what it measured.
-            lag: From then until the snapshot is published.
-            restart: From a failure until training goes on; None: five minutes.
+            stall: Seconds that a save holds the training up for; None: as `Checkpointer` measured and noted it with the newest snapshot.
+            lag: From then until the snapshot is published; None: likewise, or none.
+            restart: From a failure until training goes on; None: likewise, of the restore alone, or five minutes.
             mtbf: Mean time between failures; None: by how often the run was resumed, or else four hours.
             bytes_per_second: What the store can take: then it is told whether that is enough.
             bytes_per_day: What the store may grow by.

@@ -41,11 +41,18 @@ def test_failures_are_counted_where_they_were_noted() -> None:
         store.set_policy("run", keep_last=2)  # which must not make the run look shorter
         began_ns = clock()
         for step in range(4):
-            note = {"began_ns": began_ns, "resumes": step, "epoch": None}
+            note: dict[str, Any] = {"began_ns": began_ns, "resumes": step, "epoch": None}
             store.put_snapshot(state(step), ref="run", step=step, metadata={"checkpointer": note})
             clock.advance(1000)
         found = store.advise("run", stall=1.0)
-    assert (found.costs.mtbf, found.sources["mtbf"]) == (1000.0, "measured")
+        assert (found.costs.mtbf, found.sources["mtbf"]) == (1000.0, "measured")
+        with pytest.raises(InvalidOptionError, match=r"give stall .*Checkpointer"):
+            store.advise("run")
+        note["costs"] = {"stall": 3.0, "restart": 40.0}
+        store.put_snapshot(state(9), ref="run", step=9, metadata={"checkpointer": note})
+        found = store.advise("run", restart=50.0)
+    assert found.costs[:3] == (3.0, 0.0, 50.0)
+    assert (found.sources["stall"], found.sources["lag"], found.sources["restart"]) == ("measured", "assumed", "given")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """Saves a job's state when a trigger fires, and resumes from the newest snapshot that is sound."""
 
+import json
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from tensorstore_ck.advising import NOTE, note_of
+from tensorstore_ck.advising import NOTE, note_costs, note_of
 from tensorstore_ck.cadence.board import Board
 from tensorstore_ck.cadence.triggers import CLOCK, Moment, Trigger, auto, on_preemption
 from tensorstore_ck.errors import CorruptObjectError, DamageError, InvalidOptionError, NotFoundError, SnapshotAbortedError, StoreError
@@ -182,6 +183,8 @@ class Checkpointer:
         info = engine.log.view().snapshot(parse_ulid(found.id) or b"")
         note = note_of(engine, info) if info is not None else {}
         epoch, resumes, began_ns = note.get("epoch"), note.get("resumes"), note.get("began_ns")
+        costs = note_costs(note)
+        self._stall, self._lag = self._stall or costs.get("stall", 0.0), self._lag or costs.get("lag", 0.0)
         self._resumes = 1 + (resumes if isinstance(resumes, int) else 0)
         self._began_ns = began_ns if isinstance(began_ns, int) else found.time_ns
         self._before = Moment(found.step or 0, epoch if isinstance(epoch, int | float) else None)
@@ -235,7 +238,7 @@ class Checkpointer:
         self._saves += 1
         self.preempted |= any(isinstance(each, on_preemption) and each.fires(moment) for each in self._told)
         self._when.saved(moment)
-        return self._put(moment, {**(metadata or {}), NOTE: {"began_ns": self._began_ns, "resumes": self._resumes, "epoch": epoch}})
+        return self._put(moment, metadata or {})
 
     def _ask_around(self, step: int) -> None:
         """What one rank decides, told to all."""
@@ -263,7 +266,6 @@ class Checkpointer:
             "ref": self._ref,
             "step": moment.step,
             "metrics": {name: float(value) for name, value in moment.metrics.items()},
-            "metadata": metadata,
             "group": self._group,
             "timeout_seconds": self._timeout_seconds,
         }
@@ -271,6 +273,7 @@ class Checkpointer:
         state, store = self._state, self._store
         found: Snapshot | PendingSnapshot
         try:
+            options["metadata"] = {**metadata, NOTE: self._note(moment)}
             if self._asynchronous:
                 pending = (
                     state.put_async(store, **options) if isinstance(state, TrainingState) else store.put_snapshot_async(state, **options)
@@ -284,6 +287,12 @@ class Checkpointer:
             return None
         self._measure(self._clock() - began)
         return found
+
+    def _note(self, moment: Moment) -> dict[str, object]:
+        """What the snapshot is to know of the run: the same on all ranks, so costs are those of the first."""
+        told = self._from_first(f"what save {self._saves} of {self._ref!r} notes", lambda: json.dumps(self.costs[:3]).encode())
+        costs = {name: seconds for name, seconds in zip(Costs._fields, json.loads(told), strict=False) if seconds > 0}
+        return {"began_ns": self._began_ns, "resumes": self._resumes, "epoch": moment.epoch, "costs": costs}
 
     def _measure(self, stall: float) -> None:
         self._stall = stall if not self._stall else (self._stall + stall) / 2

@@ -15,13 +15,14 @@ FORMULA = "ETTR = t / (M e^((r + l t/(t+s)) / M) (e^((t+s)/M) - 1)); t: interval
 
 @command(
     "How often should a job save?",
+    "tsck advise runs/gpt",
     "tsck advise runs/gpt --stall 2s --lag 90s --restart 5m --mtbf 6h",
     "tsck advise runs/gpt --stall 2s --bandwidth 500MB --plot advice.png",
 )
 @click.argument("ref")
-@click.option("--stall", type=seconds, required=True, metavar="TIME", help="What a save holds the training up for.")
-@click.option("--lag", type=seconds, default="0s", metavar="TIME", help="From then until the snapshot is published.")
-@click.option("--restart", type=seconds, metavar="TIME", help="From a failure until training goes on; default: 5m.")
+@click.option("--stall", type=seconds, metavar="TIME", help="What a save holds the training up for; default: as Checkpointer noted.")
+@click.option("--lag", type=seconds, metavar="TIME", help="From then until the snapshot is published; default: as noted, or 0s.")
+@click.option("--restart", type=seconds, metavar="TIME", help="From a failure until training goes on; default: the restore, or 5m.")
 @click.option("--mtbf", type=seconds, metavar="TIME", help="Mean time between failures; default: as the run was resumed, or 4h.")
 @click.option("--bandwidth", type=byte_rate, metavar="RATE", help="What the store can take per second, e.g. 500MB.")
 @click.option("--daily", type=byte_count, metavar="SIZE", help="What the store may grow by in a day, e.g. 2TB.")
@@ -31,8 +32,8 @@ def advise(
     ref: str,
     choice: StoreChoice,
     *,
-    stall: float,
-    lag: float,
+    stall: float | None,
+    lag: float | None,
     restart: float | None,
     mtbf: float | None,
     bandwidth: float | None,

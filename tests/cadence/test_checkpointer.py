@@ -66,8 +66,13 @@ def test_saves_and_resumes(store: tsck.Store, asynchronous: bool) -> None:
         assert same(again, expected(12))
         assert train(ckpt, again, 13, 16) == [15]
     noted, before = (store.show(address).metadata["checkpointer"] for address in ("run", "run~1"))
-    assert noted == {"began_ns": before["began_ns"], "resumes": 1, "epoch": None}
+    assert {name: noted[name] for name in ("began_ns", "resumes", "epoch")} == {"began_ns": before["began_ns"], "resumes": 1, "epoch": None}
     assert store.log("run")[0].parent == found.root
+    assert noted["costs"]["stall"] == before["costs"]["stall"] > 0, "as the run before had it: there was none since"
+    assert noted["costs"]["restart"] > 0
+    advice = store.advise("run")
+    assert advice.costs.stall == noted["costs"]["stall"]
+    assert advice.sources["stall"] == advice.sources["restart"] == advice.sources["mtbf"] == "measured"
 
 
 def test_with_a_training_state(store: tsck.Store) -> None:
