@@ -7,13 +7,22 @@ if ! "$python" -c "import atheris" 2>/dev/null; then
     echo "fuzz: skipped, atheris is not installed (pip install atheris==3.0.0; it has no wheel for Python 3.12 and later)"
     exit 0
 fi
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
-for target in fuzz/fuzz_*.py; do
-    if ! "$python" "$target" -max_total_time="${1:-6}" -rss_limit_mb=512 -timeout=10 -artifact_prefix="${TMPDIR:-/tmp}/" -print_final_stats=1 >"$log" 2>&1; then
+export python seconds="${1:-6}"
+fuzz() {
+    log=$(mktemp)
+    if "$python" "$1" -max_total_time="$seconds" -rss_limit_mb=512 -timeout=10 -artifact_prefix="${TMPDIR:-/tmp}/" -print_final_stats=1 >"$log" 2>&1; then
+        echo "fuzz: $1: $(grep -o 'number_of_executed_units: *[0-9]*' "$log" | grep -o '[0-9]*$') inputs, $(grep -o 'peak_rss_mb: *[0-9]*' "$log" | grep -o '[0-9]*$') MiB at most"
+    else
         tail -60 "$log"
-        echo "fuzz: $target found something; the input's path is above"
-        exit 1
+        echo "fuzz: $1 found something; the input's path is above"
+        touch "$found"
     fi
-    echo "fuzz: $target: $(grep -o 'number_of_executed_units: *[0-9]*' "$log" | grep -o '[0-9]*$') inputs, $(grep -o 'peak_rss_mb: *[0-9]*' "$log" | grep -o '[0-9]*$') MiB at most"
-done
+    rm -f "$log"
+}
+export -f fuzz
+export found="$(mktemp -u)"
+printf '%s\0' fuzz/fuzz_*.py | xargs -0 -n 1 -P "$(nproc)" bash -c 'fuzz "$0"'
+if [ -e "$found" ]; then
+    rm -f "$found"
+    exit 1
+fi
