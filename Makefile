@@ -27,5 +27,5 @@ clean:
 $(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard tensorstore_ck/codec/*.c)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[s3,safetensors,dask,otel,plot]' --group dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[s3,safetensors,dask,otel,plot,postgres]' --group dev
 	touch $@

@@ -23,6 +23,7 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend, Buffer, Created
+from tensorstore_ck.catalog import Catalog
 from tensorstore_ck.opening import init_store, make_engine
 from tensorstore_ck.sizes import human_bytes
 from tensorstore_ck.table import open_table
@@ -42,8 +43,18 @@ RULES: dict[str, Any] = {
     "expire_after": f"{KEEP_DAYS}d",
     "move_after": ("30d", "memory://cold"),
 }
-MOST_KEPT = 5 + 3 + (KEEP_DAYS + 1) + 6 + 2
-"""Of a branch: by each rule, with the newest and the fallback."""
+ALWAYS = 2
+"""Of a branch: the newest and the fallback."""
+BY_COUNT = 5 + 3 + 7
+"""By keep_last, keep_best and keep_younger."""
+
+QUESTIONS = (
+    "val_loss < 0.62 and step > 500000 and job like 'gpt%'",
+    "val_loss < 0.5",
+    "mmlu > 0.4",
+    "ref = 'runs/vit-02' and state = 'live'",
+    "step between 100000 and 101000",
+)
 
 
 class Clock:
@@ -249,10 +260,12 @@ class Year:
 
     def bound_bytes(self) -> int:
         """What the policy keeps at most, and what came in the last two days: the undo window, and the day until the next gc."""
-        begun = [job for job in self.jobs if job.begins <= self.clock.seconds]
-        lived_hours = [min(self.clock.seconds, job.ends) - job.begins for job in begun]
-        kept = sum(min(MOST_KEPT, int(seconds / HOUR / 0.9) + 1) for seconds in lived_hours)
-        recent = sum(seconds > self.clock.seconds - 2 * DAY for seconds in self.puts[-48 * 60 :])
+        now = self.clock.seconds
+        kept = 0
+        for job in self.jobs:
+            days = (min(now, job.ends) - max(job.begins, now - KEEP_DAYS * DAY)) / DAY
+            kept += 0 if job.begins > now else ALWAYS if days <= 0 else ALWAYS + BY_COUNT + int(days) + 2
+        recent = sum(seconds > now - 2 * DAY for seconds in self.puts[-48 * 60 :])
         each = CHANGED_BYTES + 4096  # pack, part, record and moved object around it
         return 4 * SHARED_BYTES + (kept + recent) * each
 
@@ -277,9 +290,33 @@ def main() -> None:
     before = time.perf_counter()
     assert other.branches().keys() == year.store.branches().keys()
     print(f"another host, without a cache: {time.perf_counter() - before:.2f} s to know every ref")
-    assert other.fsck(read_data=True).ok
+    report = other.fsck(read_data=True)
+    assert report.ok, report.findings
     for job in year.jobs:
         assert torch.equal(other.checkout(job.ref)["base"], job.base)
+    ask_catalog(options.folder / "catalog.sqlite", other)
+
+
+def ask_catalog(path: Path, store: tsck.Store) -> None:
+    path.unlink(missing_ok=True)
+    with Catalog(path) as catalog:
+        before = time.perf_counter()
+        report = catalog.sync(store)
+        taken = time.perf_counter() - before
+        print(
+            f"catalog: {report.entries:,} entries, {report.snapshots:,} snapshots read in {taken:.1f} s; {human_bytes(path.stat().st_size)}"
+        )
+        store.annotate("runs/gpt-00", {"mmlu": 0.5})
+        before = time.perf_counter()
+        assert catalog.sync(store).entries == 1
+        print(f"  a sync of one more entry: {(time.perf_counter() - before) * 1e3:.1f} ms")
+        for condition in QUESTIONS:
+            taken_each = []
+            for _ in range(9):
+                before = time.perf_counter()
+                found = catalog.find(condition, state=None)
+                taken_each.append(time.perf_counter() - before)
+            print(f"  {statistics.median(taken_each) * 1e3:6.1f} ms, {len(found):,} found: {condition}")
 
 
 if __name__ == "__main__":

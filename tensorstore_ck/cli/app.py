@@ -14,6 +14,7 @@ import click
 import tensorstore_ck
 from tensorstore_ck.cli import (
     advising,
+    catalog,
     checking,
     copying,
     exporting,
@@ -124,6 +125,8 @@ for _command in (
     usage.usage,
     advising.advise,
     watching.watch,
+    catalog.catalog,
+    catalog.find,
     keeping.pin,
     keeping.unpin,
     policies.policy,

@@ -147,6 +147,42 @@ def test_what_no_policy_speaks_of_any_more_stays_where_it_is() -> None:
     require_sound(places.open(), {"kept": states["run@0"]})
 
 
+def test_a_pin_alone_brings_back() -> None:
+    places = Places()
+    store = places.open()
+    states = put_daily(places, store, 2)
+    store.set_policy("run", move_after=("12h", COLD))
+    store.tier()
+    store.gc(AT_ONCE)
+    assert places.packs().keys() == {"cold"}
+    store.pin("run@0")
+    assert {pack.place for pack in store.tier().packs} == {None}
+    assert same(places.open(open_place=cut(places)).checkout("run@0"), states["run@0"])
+
+
+def test_what_would_not_become_smaller_is_read_once() -> None:
+    places = Places()
+    reads: list[str] = []
+
+    class Told(Faults):
+        def call(self, what: str, effect: Callable[[], Any], tear: Any = None, *, create: bool = False) -> Any:
+            reads.append(what)
+            return super().call(what, effect, tear, create=create)
+
+    watched: Any = FaultyBackend(places.own, Told(), atomic_put=True)
+    store = places.open(watched)
+    put_daily(places, store, 2)
+    store.set_policy("run", recode_after="1h")
+
+    def reads_of_packs() -> int:
+        reads.clear()
+        assert store.tier().packs == ()
+        return sum("packs/" in what and what.startswith("read") for what in reads)
+
+    assert reads_of_packs() > 0
+    assert reads_of_packs() == 0
+
+
 def test_recode_after() -> None:
     places = Places()
     store = places.open()

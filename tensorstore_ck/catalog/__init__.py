@@ -1,0 +1,29 @@
+"""A relational database fed from the logs of stores, for questions over all snapshots of all jobs.
+
+Never the truth: it can be made again from the stores at any time, and nothing here writes to one. Knows a store's log and its fold alone.
+
+database.py            SQLite or PostgreSQL: connections, transactions, errors
+schema.py, views.py    what is in it
+making.py              makes it, once, whoever comes first
+replay.py              entries of a log -> what they say, in memory
+feed.py, syncing.py    the same -> rows, one batch a transaction
+standing.py            what is read from the fold: refs, tags, pins, policies, states
+grammar.py             a condition -> its tests
+conditions.py, query.py the same -> SQL, and what is found
+catalog.py             class Catalog
+"""
+
+from tensorstore_ck.errors import MissingExtraError
+
+try:
+    import lark as _lark
+    import sqlalchemy as _sqlalchemy
+except ImportError as exc:
+    raise MissingExtraError("the catalog needs SQLAlchemy and Lark: pip install 'tensorstore_ck[catalog]'", object_id="catalog") from exc
+
+from tensorstore_ck.catalog.catalog import Catalog
+from tensorstore_ck.catalog.found import CatalogJob, CatalogStore, Found, SyncReport
+
+__all__ = ["Catalog", "CatalogJob", "CatalogStore", "Found", "SyncReport"]
+
+del _lark, _sqlalchemy

@@ -1,0 +1,193 @@
+"""`Catalog`: a database of all snapshots of all jobs in several stores, fed from their logs."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, Self
+
+from sqlalchemy import Connection, func, select
+
+from tensorstore_ck.catalog import making
+from tensorstore_ck.catalog.database import Database
+from tensorstore_ck.catalog.found import CatalogJob, CatalogStore, Found, SyncReport
+from tensorstore_ck.catalog.query import Asked, find
+from tensorstore_ck.catalog.schema import jobs, metrics, snapshots, stores
+from tensorstore_ck.catalog.standing import LIVE
+from tensorstore_ck.catalog.syncing import Batch, CacheMovedError, sync_batch
+from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError
+from tensorstore_ck.ids import Clock
+from tensorstore_ck.keeping import KeepingStore
+
+BATCH_ENTRIES: Final = 2000
+_TRIES: Final = 4
+
+Progress = Callable[[int, int], None]
+"""Told how many entries were read, of how many."""
+
+
+class Catalog:
+    """Thread-safe; a context manager. It changes nothing in a store, and can be made again from the stores at any time."""
+
+    def __init__(self, url: str | os.PathLike[str], *, batch_entries: int = BATCH_ENTRIES, clock: Clock = time.time_ns) -> None:
+        """Connects to nothing yet.
+
+        Args:
+            url: ``postgresql://...``, ``sqlite:///...``, or the path of an SQLite file.
+            batch_entries: So many entries of a log are written at a time, and are there for others.
+            clock: For ages, and for when a store was synced.
+        """
+        if batch_entries < 1:
+            raise InvalidOptionError("batch_entries must be a whole number from 1 on", object_id="batch_entries")
+        self._database = Database(url)
+        self._batch_entries = batch_entries
+        self._clock = clock
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Catalog({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """Where the catalog is, without a password."""
+        return self._database.shown
+
+    def close(self) -> None:
+        """Closes connections; idempotent."""
+        self._database.close()
+
+    # --- fill ---------------------------------------------------------------------------------------------------------
+
+    def sync(self, store: KeepingStore, *, progress: Progress = lambda done, total: None) -> SyncReport:
+        """Reads what came into the store's log since it was synced last. Any number of processes may, at once; killed, the next goes on.
+
+        Raises:
+            FormatVersionError: the catalog was made by another build; see `rebuild`.
+            BackendUnavailableError: the database or the store does not answer.
+        """
+        with self._database.writing() as connection:
+            making.make(connection, self.url)
+        return self._feed(store, progress, anew=False)
+
+    def rebuild(self, store: KeepingStore, *, progress: Progress = lambda done, total: None) -> SyncReport:
+        """Reads the store's log from its first entry on. A catalog of another version is dropped first, with all stores in it."""
+        with self._database.writing() as connection:
+            making.drop_if_other(connection)
+            making.make(connection, self.url)
+        return self._feed(store, progress, anew=True)
+
+    def _feed(self, store: KeepingStore, progress: Progress, *, anew: bool) -> SyncReport:
+        head_n = store.engine.log.sync().n  # so that the lock is not held for it
+        entries = found = 0
+        reason = ""
+        while True:
+            batch = self._batch(store, anew=anew)
+            anew = False
+            entries, found, reason = entries + batch.entries, found + batch.snapshots, reason or batch.anew
+            progress(batch.head_n, max(head_n, batch.head_n))
+            if batch.is_last:
+                if entries >= BATCH_ENTRIES:
+                    self._database.count_anew(snapshots.name, metrics.name)
+                return SyncReport(store.engine.config.uuid, store.url, entries, found, batch.head_n, reason)
+
+    def _batch(self, store: KeepingStore, *, anew: bool) -> Batch:
+        for _ in range(_TRIES):
+            try:
+                with self._database.writing() as connection:
+                    options = {"size": self._batch_entries, "now_ns": self._clock()}
+                    return sync_batch(connection, store.engine, store.url, **options, anew=anew)
+            except CacheMovedError:
+                continue
+        raise BackendUnavailableError(
+            f"another process of this host empties the cache of {store.url} again and again, maybe one of another version: "
+            "give this one a cache of its own (cache_dir, TSCK_CACHE_DIR)",
+            object_id=store.url,
+        )
+
+    # --- ask ----------------------------------------------------------------------------------------------------------
+
+    def find(
+        self,
+        condition: str = "",
+        *,
+        order_by: str | None = None,
+        descending: bool = False,
+        limit: int | None = None,
+        state: str | None = LIVE,
+    ) -> tuple[Found, ...]:
+        """The snapshots that fit, of all stores, newest first.
+
+        Args:
+            condition: Such as ``val_loss < 2.1 and step > 5000 and job like 'gpt%'``; README has what can be said. Empty: all.
+            order_by: A field, or a metric: lowest first, and last what does not have it.
+            descending: Highest first.
+            limit: So many at most.
+            state: ``live``, ``forgotten`` or ``gone``; None: all. Not looked at where `condition` speaks of the state.
+
+        Raises:
+            InvalidOptionError: the condition cannot be understood; the message says where.
+            NotFoundError: there is no catalog, or no snapshot has that metric.
+        """
+        asked = Asked.of(condition, order_by=order_by, descending=descending, limit=limit, state=state, now_ns=self._clock())
+        with self._reading() as connection:
+            return find(connection, asked)
+
+    @staticmethod
+    def metrics_in(condition: str, order_by: str | None = None) -> tuple[str, ...]:
+        """The metrics that a condition, and an order, speak of."""
+        return Asked.of(condition, order_by=order_by).metrics
+
+    def synced(self) -> dict[str, int]:
+        """URL of each store -> when it was synced last, in nanoseconds since 1970."""
+        with self._reading() as connection:
+            rows = connection.execute(select(stores.c.url, func.min(stores.c.synced_ns)).group_by(stores.c.url).order_by(stores.c.url))
+            return {url: at for url, at in rows}  # noqa: C416 - rows are no pairs for mypy
+
+    def stores(self) -> tuple[CatalogStore, ...]:
+        """The stores, their jobs, and when they were synced."""
+        with self._reading() as connection:
+            live = func.count().filter(snapshots.c.state == LIVE)
+            counted = select(snapshots.c.store_id, snapshots.c.ref, func.count(), live).group_by(snapshots.c.store_id, snapshots.c.ref)
+            counts = {(row[0], row[1]): (row[2], row[3]) for row in connection.execute(counted)}
+            its_jobs: dict[int, list[CatalogJob]] = {}
+            for row in connection.execute(
+                select(jobs, stores.c.url).join(stores, stores.c.store_id == jobs.c.store_id).order_by(jobs.c.ref)
+            ):
+                job = CatalogJob(
+                    row.url,
+                    row.ref,
+                    row.job,
+                    row.puts,
+                    row.processes,
+                    counts.get((row.store_id, row.ref), (0, 0))[1],
+                    row.first_step,
+                    row.last_step,
+                    row.first_time_ns,
+                    row.last_time_ns,
+                    row.logical_bytes,
+                    row.new_bytes,
+                )
+                its_jobs.setdefault(row.store_id, []).append(job)
+            return tuple(
+                CatalogStore(
+                    row.uuid,
+                    row.url,
+                    row.head_n,
+                    row.synced_ns,
+                    sum(count for (store_id, _), (count, _) in counts.items() if store_id == row.store_id),
+                    tuple(its_jobs.get(row.store_id, ())),
+                )
+                for row in connection.execute(select(stores).order_by(stores.c.url, stores.c.uuid))
+            )
+
+    @contextmanager
+    def _reading(self) -> Iterator[Connection]:
+        with self._database.reading() as connection:
+            if not making.is_made(connection, self.url):
+                raise self._database.missing()
+            yield connection

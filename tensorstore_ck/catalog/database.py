@@ -1,0 +1,178 @@
+"""SQLite or PostgreSQL behind one face: transactions that read or write, and errors as a user wants them.
+
+SQLite keeps its rollback journal: its other one corrupts the file where several hosts share it. A reader waits for one batch's commit.
+"""
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from sqlalchemy import URL, Connection, create_engine, event, exc, make_url
+
+from tensorstore_ck.errors import (
+    BackendUnavailableError,
+    CorruptObjectError,
+    InvalidUrlError,
+    MissingExtraError,
+    NoSpaceError,
+    NotFoundError,
+    PermissionDeniedError,
+    StoreError,
+)
+
+BUSY_SECONDS: Final = 60
+CONNECT_SECONDS: Final = 10
+_NOT_OPENED: Final = ("unable to open", "authentication failed", "pg_hba.conf", "does not exist", "no password supplied")
+"""What SQLite and PostgreSQL say where trying again does not help; psycopg has no code for it."""
+_WRITES: Final = "tsck_writes"
+_DRIVERS: Final = {
+    "sqlite": "sqlite",
+    "postgresql": "postgresql+psycopg",
+    "postgres": "postgresql+psycopg",
+    "postgresql+psycopg": "postgresql+psycopg",
+}
+
+
+class Database:
+    """One database. Thread-safe; nothing is connected before a transaction."""
+
+    def __init__(self, url: str | os.PathLike[str]) -> None:
+        """`url`: ``postgresql://...``, ``sqlite:///...``, or the path of a file."""
+        self._url = _parsed(url)
+        self.is_sqlite: Final = self._url.drivername == "sqlite"
+        self.shown: Final = (
+            str(self._url.database)
+            if self.is_sqlite
+            else self._url.set(drivername="postgresql", query={}).render_as_string(hide_password=True)
+        )
+        """For messages: without the password."""
+        arguments: dict[str, Any]
+        if self.is_sqlite:
+            arguments = {"connect_args": {"timeout": BUSY_SECONDS}}
+        else:
+            arguments = {"pool_pre_ping": True, "connect_args": {"connect_timeout": CONNECT_SECONDS, "application_name": "tsck catalog"}}
+        try:
+            self._engine = create_engine(self._url, **arguments)
+        except ImportError as error:
+            raise MissingExtraError("PostgreSQL needs psycopg: pip install 'tensorstore_ck[postgres]'", object_id="postgres") from error
+        if self.is_sqlite:
+            event.listen(self._engine, "connect", _prepare_sqlite)
+            event.listen(self._engine, "begin", _begin_sqlite)
+
+    def exists(self) -> bool:
+        """False: there is no such file."""
+        return not self.is_sqlite or Path(self.shown).exists()
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """A transaction that sees one state of the database throughout.
+
+        Raises:
+            NotFoundError: there is no such file.
+        """
+        if not self.exists():
+            raise self.missing()
+        with self._told(), self._engine.connect() as connection:
+            if not self.is_sqlite:
+                connection = connection.execution_options(isolation_level="REPEATABLE READ")
+            with connection.begin():
+                yield connection
+
+    @contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """A transaction that is committed at the end; in SQLite it is the only one that writes."""
+        if self.is_sqlite:
+            self._make_folder()
+        with self._told(), self._engine.connect() as connection:
+            connection = connection.execution_options(**{_WRITES: True})
+            with connection.begin():
+                yield connection
+
+    def count_anew(self, *tables: str) -> None:
+        """Tells PostgreSQL's planner of what came, which it would look at some minutes later."""
+        if not self.is_sqlite:
+            with self.writing() as connection:
+                connection.exec_driver_sql(f"ANALYZE {', '.join(tables)}")
+
+    def close(self) -> None:
+        """Closes connections; idempotent."""
+        self._engine.dispose()
+
+    def missing(self) -> NotFoundError:
+        """The error where there is no catalog yet."""
+        return NotFoundError(f"there is no catalog in {self.shown}: `tsck catalog sync` makes one", object_id=self.shown)
+
+    def _make_folder(self) -> None:
+        folder = Path(self.shown).parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PermissionDeniedError(f"the catalog's folder {folder} cannot be made: {error.strerror}", object_id=str(folder)) from error
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except exc.DBAPIError as error:
+            raise self._error(error) from error
+        except (exc.SQLAlchemyError, sqlite3.Error) as error:
+            raise StoreError(f"the catalog {self.shown} failed: {self._words(error)}", object_id=self.shown) from error
+
+    def _error(self, error: exc.DBAPIError) -> StoreError:
+        words, state = self._words(error.orig), getattr(error.orig, "sqlstate", None)
+        if state == "42501" or "readonly database" in words:
+            return PermissionDeniedError(f"the catalog {self.shown} refuses: {words}", object_id=self.shown)
+        if state == "42P01" or "no such table" in words:
+            return BackendUnavailableError(f"the catalog {self.shown} is being made anew: try again", object_id=self.shown)
+        if state == "53100" or "disk is full" in words:
+            return NoSpaceError(f"the catalog {self.shown} has no room: {words}", object_id=self.shown)
+        if "not a database" in words or "malformed" in words:
+            return CorruptObjectError(
+                f"{self.shown} is no SQLite file, or a damaged one: take another, or delete it and run `tsck catalog sync`",
+                object_id=self.shown,
+            )
+        if isinstance(error, exc.OperationalError) and any(said in words for said in _NOT_OPENED):
+            return PermissionDeniedError(f"the catalog {self.shown} cannot be opened: {words}", object_id=self.shown)
+        if isinstance(error, exc.OperationalError | exc.InterfaceError) or error.connection_invalidated:
+            return BackendUnavailableError(
+                f"the database {self.shown} does not answer, or is busy ({words}): try again", object_id=self.shown
+            )
+        return StoreError(f"the catalog {self.shown} failed: {words}", object_id=self.shown)
+
+    def _words(self, error: object) -> str:
+        """What went wrong, on one line, without the statement and the password."""
+        words = " ".join(str(error).split())
+        return words.replace(str(self._url.password), "***") if self._url.password else words
+
+
+def _parsed(url: str | os.PathLike[str]) -> URL:
+    text = os.fspath(url)
+    if "://" not in text:
+        return URL.create("sqlite", database=os.path.abspath(text))
+    scheme = text.partition("://")[0].lower()
+    if scheme not in _DRIVERS:
+        raise InvalidUrlError(f"a catalog cannot be in {scheme}://: give the path of a file, or postgresql://...", object_id=scheme)
+    try:
+        parsed = make_url(text).set(drivername=_DRIVERS[scheme])
+    except (exc.ArgumentError, ValueError):
+        raise InvalidUrlError(
+            "that is no URL of a database: it looks like postgresql://user:password@host:5432/name", object_id=scheme
+        ) from None
+    if scheme != "sqlite":
+        return parsed
+    if parsed.database in (None, "", ":memory:") or parsed.query:
+        raise InvalidUrlError("a catalog in SQLite is a file: sqlite:///catalog.sqlite, or its path", object_id=scheme)
+    return parsed.set(database=os.path.abspath(str(parsed.database)))
+
+
+def _prepare_sqlite(connection: sqlite3.Connection, _: object) -> None:
+    connection.isolation_level = None  # transactions are begun below, not by the driver as it sees fit
+    connection.execute("PRAGMA case_sensitive_like = ON")  # as in PostgreSQL
+    connection.execute("PRAGMA cache_size = -65536")  # so that a batch is not written before its commit, which would keep readers out
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get(_WRITES) else "BEGIN")

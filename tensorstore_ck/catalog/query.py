@@ -1,0 +1,177 @@
+"""`find`: which snapshots fit, in which order, and what is told of them."""
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Self
+
+from sqlalchemy import Connection, Select, and_, func, select, tuple_
+
+from tensorstore_ck.catalog.conditions import FIELDS, IsRare, is_metric, names_of, to_sql
+from tensorstore_ck.catalog.feed import VALUES_A_STATEMENT
+from tensorstore_ck.catalog.found import Found
+from tensorstore_ck.catalog.grammar import Name, Node, is_text, parse
+from tensorstore_ck.catalog.schema import metrics, pins, snapshots, stores, tags
+from tensorstore_ck.catalog.standing import STATES
+from tensorstore_ck.errors import InvalidOptionError, NotFoundError
+
+MAX_RARE: Final = 5000
+_MAX_LIMIT: Final = 1 << 53
+_ORDERS: Final[dict[str, Any]] = {
+    **{name: snapshots.c[name] for name in ("step", "job", "ref", "root", "logical_bytes", "new_bytes", "mark", "state", "actor")},
+    "store": select(stores.c.url).where(stores.c.store_id == snapshots.c.store_id).scalar_subquery(),
+    "time": snapshots.c.time_ns,
+    "size": snapshots.c.logical_bytes,
+}
+"""Field -> what to order by; an age is a time in the other direction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question that makes sense, but for metrics that nobody may have."""
+
+    node: Node | None
+    """None: any snapshot fits."""
+    state: str | None
+    now_ns: int
+    metrics: tuple[str, ...]
+    """Those that it speaks of."""
+    order_by: Name | None
+    descending: bool
+    limit: int | None
+
+    @classmethod
+    def of(
+        cls,
+        text: str,
+        *,
+        order_by: str | None = None,
+        descending: bool = False,
+        limit: int | None = None,
+        state: str | None = None,
+        now_ns: int = 0,
+    ) -> Self:
+        """The question that these stand for.
+
+        Raises:
+            InvalidOptionError: they stand for none.
+        """
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise InvalidOptionError(f"limit must be a whole number from 1 on, not {limit!r}", object_id="limit")
+        if state is not None and state not in STATES:
+            raise InvalidOptionError(f"there is no state {state!r}: there are {', '.join(STATES)}", object_id="state")
+        node = None if text == "" else parse(text)
+        names = names_of(node) if node is not None else []
+        if node is not None:
+            to_sql(node, now_ns, lambda _: True)  # to find what makes no sense
+        if Name("state", is_metric=False) in names:
+            state = None
+        order = _order_name(order_by) if order_by is not None else None
+        asked = [*names, *([order] if order is not None else [])]
+        metrics = tuple(dict.fromkeys(name.text for name in asked if is_metric(name)))
+        return cls(node, state, now_ns, metrics, order, descending, limit if limit is None else min(limit, _MAX_LIMIT))
+
+
+def find(connection: Connection, asked: Asked) -> tuple[Found, ...]:
+    """The snapshots that fit."""
+    for name in asked.metrics:
+        _require_metric(connection, name)
+    ids = list(connection.execute(statement(asked, partial(_is_rare, connection))).scalars())
+    by_id = {row.id: row for row in _select(connection, snapshots.c.id, ids, snapshots)}
+    rows = [by_id[at] for at in ids]
+    urls = {row.store_id: row.url for row in connection.execute(select(stores.c.store_id, stores.c.url))}
+    its_metrics: dict[int, dict[str, float]] = {}
+    for at, name, value in _select(connection, metrics.c.snapshot, ids, metrics.c.snapshot, metrics.c.name, metrics.c.value):
+        its_metrics.setdefault(at, {})[name] = math.nan if value is None else value
+    by_ulid = [(row.store_id, row.ulid) for row in rows]
+    its_tags: dict[tuple[int, str], list[str]] = {}
+    for store_id, ulid, name in _select(
+        connection, tuple_(tags.c.store_id, tags.c.ulid), by_ulid, tags.c.store_id, tags.c.ulid, tags.c.name
+    ):
+        its_tags.setdefault((store_id, ulid), []).append(name)
+    pinned = {tuple(row) for row in _select(connection, tuple_(pins.c.store_id, pins.c.ulid), by_ulid, pins.c.store_id, pins.c.ulid)}
+    return tuple(
+        Found(
+            urls[row.store_id],
+            row.ref,
+            row.job,
+            row.root,
+            row.ulid,
+            row.step,
+            row.time_ns,
+            row.actor,
+            row.logical_bytes,
+            row.new_bytes,
+            row.mark,
+            row.reason,
+            row.state,
+            dict(sorted(its_metrics.get(row.id, {}).items())),
+            tuple(sorted(its_tags.get((row.store_id, row.ulid), ()))),
+            (row.store_id, row.ulid) in pinned,
+        )
+        for row in rows
+    )
+
+
+def statement(asked: Asked, is_rare: IsRare) -> Select[Any]:
+    """The ids of those that fit, in order: sorting them alone is faster than sorting whole rows."""
+    joined = select(snapshots.c.id)
+    if asked.node is not None:
+        joined = joined.where(to_sql(asked.node, asked.now_ns, is_rare))
+    if asked.state is not None:
+        joined = joined.where(snapshots.c.state == asked.state)
+    newest_first = (snapshots.c.time_ns.desc(), snapshots.c.id.desc())
+    if asked.order_by is None:
+        return joined.order_by(*newest_first).limit(asked.limit)
+    turned = asked.descending
+    if is_metric(asked.order_by):
+        its = and_(metrics.c.snapshot == snapshots.c.id, metrics.c.name == asked.order_by.text)
+        joined, column = joined.outerjoin(metrics, its), metrics.c.value
+    else:
+        turned = turned != (asked.order_by.text == "age")
+        column = _ORDERS["time" if asked.order_by.text == "age" else asked.order_by.text]
+    ordered = column.desc() if turned else column.asc()
+    return joined.order_by(ordered.nulls_last(), *newest_first).limit(asked.limit)
+
+
+def _is_rare(connection: Connection, those: Select[Any]) -> bool:
+    """SQLite has to be told; PostgreSQL plans either form alike, by what it knows of the values."""
+    if connection.dialect.name != "sqlite":
+        return False
+    some = those.limit(MAX_RARE + 1).subquery()
+    return connection.execute(select(func.count()).select_from(some)).scalar_one() <= MAX_RARE
+
+
+def _order_name(text: str) -> Name:
+    if not is_text(text):
+        raise InvalidOptionError(f"order_by must be the name of a field or a metric, not {text!r}", object_id="order_by")
+    name = Name(text[1:-1], is_metric=True) if len(text) > 2 and text[0] == text[-1] == '"' else Name(text, is_metric=False)
+    if not is_metric(name) and name.text != "age" and name.text not in _ORDERS:
+        raise InvalidOptionError(
+            f"there is no order of {name.text}: take one of {', '.join(_ORDERS)}, age, or a metric", object_id=name.text
+        )
+    return name
+
+
+def _select(connection: Connection, column: Any, values: Sequence[Any], *columns: Any) -> list[Any]:
+    found: list[Any] = []
+    for begin in range(0, len(values), VALUES_A_STATEMENT):
+        found += connection.execute(select(*columns).where(column.in_(values[begin : begin + VALUES_A_STATEMENT])))
+    return found
+
+
+def _require_metric(connection: Connection, name: str) -> None:
+    """Refuses what is a slip of the pen."""
+    if connection.execute(select(metrics.c.name).where(metrics.c.name == name).limit(1)).first() is not None:
+        return
+    known = list(connection.execute(select(metrics.c.name).distinct().order_by(metrics.c.name)).scalars())
+    close = difflib.get_close_matches(name, [*FIELDS, *known], n=3)
+    if close:
+        advice = f"did you mean {' or '.join(close)}?"
+    elif known:
+        advice = f"there are {', '.join(known[:8])}{' and more' if len(known) > 8 else ''}"
+    else:
+        advice = "there are no metrics at all; is the store synced (`tsck catalog sync`)?"
+    raise NotFoundError(f"no snapshot in the catalog has a metric {name!r}: {advice}", object_id=name)

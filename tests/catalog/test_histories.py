@@ -1,0 +1,262 @@
+"""Random histories: fed bit by bit, a catalog is what one fed at once is, and says what the store says."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.catalog import Catalog
+from tensorstore_ck.catalog.replay import REFS
+from tensorstore_ck.errors import StoreError
+from tensorstore_ck.gc import GcOptions
+from tensorstore_ck.ids import ulid_text
+from tensorstore_ck.log.ops import SCHEMA
+from tensorstore_ck.store import Store
+from tensorstore_ck.writer import ANY
+from tests.catalog.made import dump
+from tests.gc.stores import AT_ONCE, Clock, open_store, state
+
+refs = st.sampled_from(["runs/a", "runs/b", "c"])
+picks = st.integers(0, 50)
+numbers = st.sampled_from([0.5, 2.0, math.nan, math.inf])
+named = st.dictionaries(st.sampled_from(["loss", "acc", "zero\0"]), numbers, max_size=2)
+
+COMMANDS = {
+    "put": (8, st.tuples(refs, st.integers(0, 1), st.sampled_from([None, 1, 2]), named)),
+    "branch": (1, st.tuples(refs, picks)),
+    "reset": (1, st.tuples(refs, picks)),
+    "tag": (2, st.tuples(st.sampled_from(["v1", "v2"]), picks)),
+    "untag": (1, st.tuples(st.sampled_from(["v1", "v2"]))),
+    "annotate": (2, st.tuples(picks, named)),
+    "mark": (2, st.tuples(picks, st.sampled_from(["bad", ""]), st.sampled_from(["", "nul \0"]))),
+    "pin": (1, st.tuples(picks, st.sampled_from(["ada", "bob"]), st.sampled_from([None, 100]))),
+    "unpin": (1, st.tuples(picks, st.sampled_from(["ada", "bob"]))),
+    "forget": (3, st.tuples(st.one_of(refs, picks))),
+    "undo": (1, st.tuples()),
+    "policy": (1, st.tuples(st.sampled_from([1, None]))),
+    "gc": (3, st.tuples(st.booleans())),
+    "sync": (3, st.tuples()),
+}
+commands = st.sampled_from([name for name, (weight, _) in COMMANDS.items() for _ in range(weight)]).flatmap(
+    lambda name: st.tuples(st.just(name), COMMANDS[name][1])
+)
+
+
+_numbers = itertools.count()
+
+
+class History:
+    """A store, and the roots that were ever put to it."""
+
+    def __init__(self, sync: Callable[[Store], object]) -> None:
+        self.clock = Clock()
+        backend = MemoryBackend(clock=self.clock)
+        backend.url = f"memory:{next(_numbers)}"
+        self.store = open_store(backend, clock=self.clock)
+        self.roots: list[str] = []
+        self._sync = sync
+
+    def do(self, name: str, arguments: tuple[Any, ...]) -> None:
+        self.clock.advance(1)
+        with suppress(StoreError):
+            getattr(self, f"do_{name}")(*arguments)
+
+    def root(self, pick: int) -> str:
+        return self.roots[pick % len(self.roots)] if self.roots else "0" * 64
+
+    def do_put(self, ref: str, content: int, step: int | None, metrics: dict[str, float]) -> None:
+        self.roots.append(self.store.put_snapshot(state(content, size=50), ref=ref, step=step, metrics=metrics, expect=ANY).root)
+
+    def do_branch(self, ref: str, pick: int) -> None:
+        self.store.branch(ref, self.root(pick))
+
+    def do_reset(self, ref: str, pick: int) -> None:
+        self.store.reset(ref, self.root(pick))
+
+    def do_tag(self, name: str, pick: int) -> None:
+        self.store.tag(name, self.root(pick))
+
+    def do_untag(self, name: str) -> None:
+        self.store.untag(name)
+
+    def do_annotate(self, pick: int, metrics: dict[str, float]) -> None:
+        self.store.annotate(self.root(pick), metrics)
+
+    def do_mark(self, pick: int, mark: str, reason: str) -> None:
+        self.store.mark(self.root(pick), mark, reason=reason)
+
+    def do_pin(self, pick: int, owner: str, expires: int | None) -> None:
+        self.store.pin(self.root(pick), owner=owner, expires=expires)
+
+    def do_unpin(self, pick: int, owner: str) -> None:
+        self.store.unpin(self.root(pick), owner=owner)
+
+    def do_forget(self, which: str | int) -> None:
+        self.store.forget(which if isinstance(which, str) else self.root(which))
+
+    def do_undo(self) -> None:
+        self.store.undo()
+
+    def do_policy(self, keep: int | None) -> None:
+        if keep is None:
+            self.store.remove_policy("runs/*")
+        else:
+            self.store.set_policy("runs/*", keep_last=keep)
+
+    def do_gc(self, later: bool) -> None:
+        self.clock.advance(200 if later else 0)
+        self.store.gc(AT_ONCE)
+
+    def do_sync(self) -> None:
+        self._sync(self.store)
+
+
+@pytest.fixture
+def catalogs(new_url: Callable[[], str]) -> Iterator[tuple[Catalog, Catalog]]:
+    with Catalog(new_url(), batch_entries=5) as often, Catalog(new_url()) as once:
+        yield often, once
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(commands, min_size=15, max_size=40))
+def test_fed_bit_by_bit_it_is_what_it_is_fed_at_once(catalogs: tuple[Catalog, Catalog], history: list[tuple[str, tuple[Any, ...]]]) -> None:
+    often, once = catalogs
+    made = History(often.sync)
+    for name, arguments in history:
+        made.do(name, arguments)
+    often.sync(made.store)
+    once.sync(made.store)
+    said = dump(often, made.store)
+    assert said == dump(once, made.store)
+    require_true(often, made.store)
+    often.rebuild(made.store)
+    assert dump(often, made.store) == said
+
+
+def require_true(catalog: Catalog, store: Store) -> None:
+    """Every snapshot that the store has is there as the store has it, and as held as it is."""
+    view = store.engine.log.view()
+    held = {move.ulid for name in view.branches() for move in view.moves(name)} | {pin.ulid for pin in view.pins()}
+    held |= {row.ulid for name in view.tags() if (row := view.tag_row(name)) is not None}
+    waiting = {move.ulid for window in view.windows() for move in window.moves} - held
+    found = {each.id: each for each in catalog.find(f"store = '{store.url}'", state=None)}
+    its = {ulid_text(info.ulid): info for live in (True, False) for info in view.snapshots(live=live)}
+    ours = {at: each for at, each in found.items() if at in its}
+    assert set(ours) == set(its)
+    for at, info in its.items():
+        each = ours[at]
+        assert (each.root, each.step, each.ref, each.mark) == (info.root.hex(), info.step, info.ref, info.mark)
+        assert each.reason == info.reason.replace("\0", "\N{REPLACEMENT CHARACTER}")
+        assert repr(each.metrics) == repr(
+            dict(sorted((name.replace("\0", "\N{REPLACEMENT CHARACTER}"), value) for name, value in info.metrics.items()))
+        )
+        assert each.state == ("live" if info.ulid in held else "forgotten" if info.ulid in waiting else "gone")
+        assert each.pinned == any(pin.ulid == info.ulid for pin in view.pins())
+        assert each.tags == tuple(name for name in view.tags() if view.tag_row(name).ulid == info.ulid)  # type: ignore[union-attr]
+
+
+def test_every_operation_was_thought_of() -> None:
+    assert set(SCHEMA) <= set(REFS) | {"place"}
+
+
+def test_states_follow_whatever_holds_a_snapshot(url: str) -> None:
+    made = History(lambda _: None)
+    store = made.store
+    waiting = GcOptions(undo_window_seconds=0, min_age_seconds=0, grace_seconds=1000, max_delete=1)
+    with Catalog(url) as catalog:
+
+        def state_after(*actions: Callable[[], object]) -> str:
+            for action in actions:
+                made.clock.advance(1)
+                action()
+            catalog.sync(store)
+            (found,) = catalog.find(state=None)
+            return found.state
+
+        made.do_put("runs/a", 0, 1, {})
+        (root,) = made.roots
+        assert state_after() == "live"
+        assert state_after(lambda: store.tag("v1", root), lambda: store.forget("runs/a")) == "live"
+        assert state_after(lambda: store.untag("v1")) == "forgotten"
+        assert state_after(lambda: store.undo("v1")) == "live"
+        assert len(catalog.find("tag = 'v1'")) == 1
+        assert state_after(lambda: store.untag("v1")) == "forgotten"
+        assert state_after(lambda: store.pin(root, owner="ada")) == "live"
+        assert state_after(lambda: store.unpin(root, owner="ada")) == "forgotten"
+        assert state_after(lambda: store.undo("runs/a")) == "live"
+        assert state_after(lambda: store.forget("runs/a")) == "forgotten"
+        assert state_after(lambda: store.branch("b", root)) == "live"
+        assert state_after(lambda: store.forget("b")) == "forgotten"
+        assert state_after(lambda: store.gc(waiting)) == "gone"
+        assert state_after(lambda: store.tag("v2", root)) == "live"
+
+
+def test_what_is_let_go_one_by_one(url: str) -> None:
+    made = History(lambda _: None)
+    with Catalog(url) as catalog:
+
+        def states() -> list[tuple[int | None, str]]:
+            catalog.sync(made.store)
+            return [(each.step, each.state) for each in catalog.find(state=None, order_by="step")]
+
+        for step in (1, 2, 3):
+            made.clock.advance(1)
+            made.store.put_snapshot({"step": step}, ref="runs/a", step=step)
+        assert states() == [(1, "live"), (2, "live"), (3, "live")]
+        made.store.forget("runs/a@2")
+        assert states() == [(1, "live"), (2, "forgotten"), (3, "live")]
+        made.store.undo("runs/a@2")
+        assert states() == [(1, "live"), (2, "live"), (3, "live")]
+        made.store.set_policy("runs/*", keep_last=1)
+        made.store.put_snapshot({"step": 4}, ref="runs/a", step=4)
+        assert states() == [(1, "forgotten"), (2, "forgotten"), (3, "live"), (4, "live")]
+
+
+def test_what_was_said_of_a_root_ends_with_its_last_snapshot(url: str) -> None:
+    made = History(lambda _: None)
+    with Catalog(url, batch_entries=1) as catalog:
+        for _ in range(2):
+            made.do_put("runs/a", 0, 1, {})
+            made.do_mark(0, "bad", "diverged")
+            made.do_annotate(0, {"acc": 0.5})
+            made.do_forget("runs/a")
+            made.do_gc(later=False)
+            catalog.sync(made.store)
+        made.do_put("runs/a", 0, 1, {})
+        catalog.sync(made.store)
+        found = [(each.mark, dict(each.metrics), each.state) for each in catalog.find(state=None)]
+    assert len(set(made.roots)) == 1
+    assert found == [("", {}, "live"), ("bad", {"acc": 0.5}, "gone"), ("bad", {"acc": 0.5}, "gone")]
+
+
+def test_what_is_said_of_a_root_holds_for_all_its_snapshots(url: str) -> None:
+    made = History(lambda _: None)
+    with Catalog(url, batch_entries=2) as catalog:
+        made.do_put("runs/a", 0, 1, {"acc": 0.1})
+        made.do_put("runs/b", 0, 1, {})
+        made.do_annotate(0, {"acc": 0.5})
+        made.do_mark(0, "bad", "x")
+        made.do_put("c", 0, 1, {"acc": 0.2, "loss": 1.0})
+        catalog.sync(made.store)
+        found = {each.ref: (dict(each.metrics), each.mark) for each in catalog.find()}
+    assert found == {"runs/a": ({"acc": 0.5}, "bad"), "runs/b": ({"acc": 0.5}, "bad"), "c": ({"acc": 0.5, "loss": 1.0}, "bad")}
+
+
+def test_several_stores(url: str) -> None:
+    stores = [History(lambda _: None) for _ in range(3)]
+    with Catalog(url, batch_entries=2) as catalog:
+        for number, made in itertools.product(range(3), stores):
+            made.do_put("runs/a", number, number, {"loss": float(number)})
+            catalog.sync(made.store)
+        assert len(catalog.stores()) == 3
+        assert [job.puts for store in catalog.stores() for job in store.jobs] == [3, 3, 3]
+        assert len(catalog.find("loss > 0")) == 6
+        one = dump(catalog, stores[1].store)
+        catalog.rebuild(stores[0].store)
+        assert dump(catalog, stores[1].store) == one

@@ -1,0 +1,98 @@
+"""catalog and find, as a user runs them."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Tsck
+
+pytest.importorskip("sqlalchemy")
+
+
+@pytest.fixture
+def catalog(history: Tsck, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Tsck:
+    """With no catalog yet, of which the default place is in a folder of the test's own."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.delenv("TSCK_CATALOG", raising=False)
+    return history
+
+
+def test_sync_find_and_show(catalog: Tsck, tmp_path: Path) -> None:
+    asked = catalog("find", "val_loss < 3")
+    assert (asked.code, "`tsck catalog sync` makes one" in asked.err) == (25, True)
+    synced = catalog("catalog", "sync")
+    assert synced.code == 0, synced
+    assert "2 entries read, 2 snapshots, up to entry 2" in synced.out
+    assert (tmp_path / "data" / "tensorstore_ck" / "catalog.sqlite").exists()
+
+    found = catalog("find", "val_loss < 2.4 and step >= 1 and job like 'gpt%'")
+    header, row, count, as_of = found.out.splitlines()
+    assert header.split() == ["REF", "STEP", "TIME", "(UTC)", "SIZE", "NEW", "val_loss", "ROOT"]
+    assert row.split()[:2] == ["runs/gpt", "2"]
+    assert "2.25" in row
+    assert count == "1 snapshot"
+    assert "as of 2" in as_of
+    assert "`tsck catalog sync` brings in what came since" in as_of
+
+    catalog("tag", "v1", "runs/gpt~1")
+    catalog("mark", "runs/gpt~1", "--reason", "diverged")
+    assert "no snapshot fits" in catalog("find", "tag = 'v1'").out
+    assert "2 entries read, 0 snapshots, up to entry 4" in catalog("catalog", "sync").out
+    line = catalog("find", "tag = 'v1'", "--sort", "val_loss", "--desc").out.splitlines()[1]
+    assert "bad: diverged" in line
+    assert " v1 " in line
+
+    shown = catalog("catalog").out
+    assert "2 snapshots in 1 job" in shown
+    assert "runs/gpt" in shown
+    assert "1 to 2" in shown
+
+
+def test_several_stores(catalog: Tsck) -> None:
+    catalog("init", "other")
+    catalog("put", "model.safetensors", "--ref", "exp/b", "--metric", "val_loss=1", store="other")
+    synced = catalog("catalog", "sync", "ck", "other", "--db", "all.sqlite", "--json").json
+    assert [store["snapshots"] for store in synced["stores"]] == [2, 1]
+    found = catalog("find", "val_loss <= 2.25", "--sort", "val_loss", "--db", "all.sqlite")
+    assert [line.split()[0].rpartition("/")[2] for line in found.out.splitlines()[:3]] == ["STORE", "other", "ck"]
+    as_json = catalog("find", "val_loss is not null", "-n", "2", "--db", "all.sqlite", "--json").json
+    assert len(as_json["found"]) == 2
+    assert as_json["more"]
+    assert as_json["found"][0]["metrics"] == {"val_loss": 1.0}
+    assert len(as_json["synced"]) == 2
+    assert "... and more: -n 2 shows them" in catalog("find", "-n", "1", "--db", "sqlite:///all.sqlite").out
+    rebuilt = catalog("catalog", "rebuild", "other", "--db", "all.sqlite").out
+    assert "1 entry read, 1 snapshot, up to entry 1; read from the start: as it was asked for" in rebuilt
+    assert len(catalog("catalog", "show", "--db", "all.sqlite", "--json").json["stores"]) == 2
+
+
+def test_what_was_let_go(catalog: Tsck) -> None:
+    catalog("forget", "runs/gpt@1")
+    catalog("catalog", "sync")
+    assert catalog("find").out.count("runs/gpt") == 1
+    everything = catalog("find", "--all").out
+    assert everything.count("runs/gpt") == 2
+    assert "forgotten" in everything
+    assert "forgotten" in catalog("find", "state = 'forgotten'").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("find", "val_loss <"), 22, "ends too early"),
+        (("find", "val_los < 1"), 25, "did you mean val_loss?"),
+        (("find", "--sort", "nope"), 25, "has a metric 'nope'"),
+        (("find", "--desc"), 2, "--desc is for --sort"),
+        (("find", "-n", "0"), 2, "-n"),
+        (("find", "--db", "mysql://u:sekret@h/d"), 23, "cannot be in mysql"),
+        (("catalog", "sync", "nowhere"), 30, "there is no store"),
+        (("catalog", "show", "ck"), 2, "for the whole catalog"),
+        (("catalog", "drop"), 2, "drop"),
+        (("catalog", "sync", "--db", "postgresql://u:sekret@127.0.0.1:1/d"), 13, "does not answer"),
+    ],
+)
+def test_what_cannot_be_done(catalog: Tsck, arguments: tuple[str, ...], code: int, message: str) -> None:
+    catalog("catalog", "sync")
+    result = catalog(*arguments)
+    assert (result.code, message in result.err) == (code, True), result
+    assert "sekret" not in result.err + result.out
