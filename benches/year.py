@@ -314,7 +314,7 @@ def ask_catalog(path: Path, store: tsck.Store) -> None:
             taken_each = []
             for _ in range(9):
                 before = time.perf_counter()
-                found = catalog.find(condition, state=None)
+                found = catalog.find(condition, state=None, limit=50)
                 taken_each.append(time.perf_counter() - before)
             print(f"  {statistics.median(taken_each) * 1e3:6.1f} ms, {len(found):,} found: {condition}")
 

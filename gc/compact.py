@@ -183,8 +183,11 @@ def live_bytes(pack: SparsePack) -> int:
     return int(pack.footer.entries["stored"][pack.entries].sum(dtype=np.int64))
 
 
-def put_in_force(engine: Engine, moves: Sequence[Move], reach: Reach, anchor: int) -> None:
-    """Lets moves take effect, as of the very head that the entry follows; `anchor`: the entry at which they were planned."""
+def put_in_force(engine: Engine, moves: Sequence[Move], reach: Reach, anchor: int) -> set[Ulid]:
+    """Lets moves take effect, as of the very head that the entry follows; `anchor`: the entry at which they were planned.
+
+    Returns the packs that were moved: not those that came to be needed in other entries meanwhile, or that somebody else moved.
+    """
 
     def build(view: RefTable, batch: Sequence[Move]) -> list[Op]:
         reach.update(view)
@@ -192,8 +195,11 @@ def put_in_force(engine: Engine, moves: Sequence[Move], reach: Reach, anchor: in
             return []
         return [op for move in batch for op in move.operations(view, reach.live_entries(move.pack))]
 
+    moved: set[Ulid] = set()
     for at in range(0, len(moves), MOVES_AN_ENTRY):
-        engine.log.append(partial(build, batch=moves[at : at + MOVES_AN_ENTRY]))
+        appended = engine.log.append(partial(build, batch=moves[at : at + MOVES_AN_ENTRY]))
+        moved |= {op.fields["pack"] for op in appended.ops if op.name == "relocate"}
+    return moved
 
 
 def _encoded(footer: Footer, entry: int, block: StoredBlock) -> EncodedBlock:

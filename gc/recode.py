@@ -62,20 +62,20 @@ def run_recode(
     part_sizes = {key.ulid: found.size_bytes for key, found in listed.items() if key.kind == "part"}
     reach = Reach(engine, part_sizes, lambda done, total: progress("marking snapshots", done, total))
 
-    def look(anchor: int, view: RefTable) -> tuple[int, int, dict[ObjectKey, Listed]]:
+    def look(_: int, view: RefTable) -> tuple[int, dict[ObjectKey, Listed]]:
         reach.update(view)
         chosen = list(choose(view))
         needed = {ObjectKey("pack", pack) for info in chosen for pack in reach.packs_of(view, info)}
         here = needed - {ObjectKey("pack", pack) for pack in view.places()}
-        return anchor, len(chosen), {key: listed[key] for key in sorted(here) if key in listed and view.object_state(key) is None}
+        return len(chosen), {key: listed[key] for key in sorted(here) if key in listed and view.object_state(key) is None}
 
-    anchor, chosen, candidates = at_newest(engine, look)
+    chosen, candidates = at_newest(engine, look)
     found = look_at(engine, reach, candidates, progress)
     plan = smaller(engine, found, mode, progress)
     rewritten, after, notes = plan.packs, plan.after_bytes, found.notes
     if not dry_run:
         copied = Summed(progress, "rewriting packs", sum(map(live_bytes, plan.packs)))
-        done = rewrite(engine, reach, anchor, plan.packs, mode=mode, progress=copied.add)
+        done = rewrite(engine, reach, plan.packs, mode=mode, progress=copied.add)
         rewritten, after, notes = done.packs, done.written_bytes, [*notes, *done.notes]
     told = tuple(RewrittenPack(ObjectKey("pack", pack.pack).name, pack.size_bytes, live_bytes(pack)) for pack in rewritten)
     kept = len(candidates) - len(plan.packs)

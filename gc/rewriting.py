@@ -16,10 +16,10 @@ from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.gc.compact import SparsePack, compact, live_bytes, put_in_force, read_blocks, read_footer
 from tensorstore_ck.gc.listing import Listed
-from tensorstore_ck.gc.reach import Reach
+from tensorstore_ck.gc.reach import Reach, at_newest
 from tensorstore_ck.gc.report import Progress, Summed
 from tensorstore_ck.ids import Ulid
-from tensorstore_ck.log import ObjectKey
+from tensorstore_ck.log import ObjectKey, RefTable
 from tensorstore_ck.pack import Footer
 from tensorstore_ck.parallel import cpu_threads, for_each
 
@@ -97,7 +97,6 @@ def smaller(engine: Engine, found: Found, mode: Mode, progress: Progress) -> Sma
 def rewrite(
     engine: Engine,
     reach: Reach,
-    anchor: int,
     packs: Iterable[SparsePack],
     *,
     mode: Mode | None,
@@ -109,21 +108,31 @@ def rewrite(
     Args:
         engine: The store.
         reach: What is needed.
-        anchor: The entry at which that was planned.
-        packs: Which.
+        packs: Which; what is needed of each is looked up anew when its turn comes, as that may be days later.
         mode: How to encode them, where that is smaller; None: as they are.
         place: The URL where they are to lie, if not the store's own place.
         progress: Called with each number of bytes copied.
     """
     done = Rewritten([], 0, [])
+    if place is not None:
+        engine.placed.begin(place)
     for batch in _batches(packs):
-        compacted = compact(engine, batch, progress, None if mode is None else partial(_read, engine, mode), place)
-        put_in_force(engine, compacted.moves, reach, anchor)
-        moved = {move.pack for move in compacted.moves}
-        done.packs.extend(pack for pack in batch if pack.pack in moved)
+        anchor, left = at_newest(engine, partial(_still_needed, reach, batch))
+        compacted = compact(engine, left, progress, None if mode is None else partial(_read, engine, mode), place)
+        moved = put_in_force(engine, compacted.moves, reach, anchor)
+        done.packs.extend(pack for pack in left if pack.pack in moved)
         done.notes.extend(compacted.problems)
+        others = {move.pack for move in compacted.moves} - moved
+        done.notes.extend(f"{ObjectKey('pack', pack).name} was left as it is: it came to be needed otherwise" for pack in sorted(others))
         done = done._replace(written_bytes=done.written_bytes + compacted.written_bytes)
     return done
+
+
+def _still_needed(reach: Reach, packs: Iterable[SparsePack], anchor: int, view: RefTable) -> tuple[int, list[SparsePack]]:
+    reach.update(view)
+    keys = [(pack, ObjectKey("pack", pack.pack)) for pack in packs]
+    left = [pack for pack, key in keys if view.object_state(key) is None and reach.needs(key)]
+    return anchor, [pack._replace(entries=reach.live_entries(pack.pack)) for pack in left]
 
 
 def _batches(packs: Iterable[SparsePack]) -> Iterator[list[SparsePack]]:

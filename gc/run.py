@@ -94,6 +94,7 @@ class _Gc:
             return self._report(plan, plan.doomed, plan.sparse, _written_bytes(plan.sparse), refusal)
         if refusal is not None:
             raise refusal
+        self._engine.placed.require_own()
         self._end(plan.ending)
         copied = Summed(self._progress, "rewriting packs", sum(map(live_bytes, plan.sparse)))
         compacted = self._compact(plan.sparse, copied)

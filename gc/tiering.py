@@ -22,7 +22,7 @@ from tensorstore_ck.ids import Ulid
 from tensorstore_ck.log import ObjectKey, RefTable
 from tensorstore_ck.retention.ageing import AS_IS, HERE, Wish, wishes
 from tensorstore_ck.table import Table, TableDamagedError
-from tensorstore_ck.tiers.placed import place_url
+from tensorstore_ck.tiers.places import place_url
 
 MODE: Final[Mode] = "small"
 _JUDGED: Final = b"j/"
@@ -60,16 +60,21 @@ class TierReport:
 
 
 class _Plan(NamedTuple):
-    anchor: int
     snapshots: int
     targets: dict[ObjectKey, tuple[str | None, bool]]
     """Pack -> where it is to lie, and whether it is to be encoded smaller; of those of which anything is wished."""
 
 
-def run_tiering(engine: Engine, *, dry_run: bool = False, progress: Progress = lambda what, done, total: None) -> TierReport:
+def run_tiering(
+    engine: Engine, *, dry_run: bool = False, take_places: bool = False, progress: Progress = lambda what, done, total: None
+) -> TierReport:
     """Brings packs to where the policies want them, encoded as they want them.
 
+    With `take_places` it says first that packs at other places belong to the store here, and not to one of which it is a copy.
+
     Raises:
+        GcRefusedError: they belong to another one.
+        PlaceUnavailableError: a place cannot be used.
         UnreadableError: something that is held cannot be read, so that nobody knows which blocks of a pack are needed.
         UnsafeBackendError: the backend does not keep what the safety of relocations rests on.
         InvalidOptionError: a newer build made one of the policies.
@@ -80,10 +85,14 @@ def run_tiering(engine: Engine, *, dry_run: bool = False, progress: Progress = l
     if not engine.config.exclusive_create:
         raise UnsafeBackendError(f"{url} does not create objects exclusively: tier needs a total order of commits", object_id=url)
     engine.log.sync()
+    if take_places and not dry_run:
+        engine.placed.take()
+    if not dry_run:
+        engine.placed.require_own()
     listed = list_objects(engine.backend)
     part_sizes = {key.ulid: found.size_bytes for key, found in listed.items() if key.kind == "part"}
     reach = Reach(engine, part_sizes, lambda done, total: progress("marking snapshots", done, total))
-    plan = at_newest(engine, lambda anchor, view: _plan(engine, reach, listed, anchor, view))
+    plan = at_newest(engine, lambda _, view: _plan(engine, reach, listed, view))
     places = engine.placed.places()
     moving = {key for key, (place, _) in plan.targets.items() if place != places.get(key.ulid)}
     judged = _judged(engine.table)
@@ -102,16 +111,16 @@ def run_tiering(engine: Engine, *, dry_run: bool = False, progress: Progress = l
     for (place, small), packs in _grouped(plan, [*to_move, *worth.packs]):
         done = packs
         if not dry_run:
-            rewritten = rewrite(engine, reach, plan.anchor, packs, mode=MODE if small else None, place=place, progress=copied.add)
+            rewritten = rewrite(engine, reach, packs, mode=MODE if small else None, place=place, progress=copied.add)
             done, written, notes = rewritten.packs, written + rewritten.written_bytes, [*notes, *rewritten.notes]
         told += [_told(pack, place, is_moved=ObjectKey("pack", pack.pack) in moving) for pack in done]
     return TierReport(dry_run, plan.snapshots, tuple(told), written, tuple(notes))
 
 
-def _plan(engine: Engine, reach: Reach, listed: dict[ObjectKey, Listed], anchor: int, view: RefTable) -> _Plan:
+def _plan(engine: Engine, reach: Reach, listed: dict[ObjectKey, Listed], view: RefTable) -> _Plan:
     wished = wishes(view, engine.clock())
     if not wished:
-        return _Plan(anchor, 0, {})
+        return _Plan(0, {})
     reach.update(view)
     of_pack: dict[Ulid, Wish] = {}
     for ulid, wish in wished.items():
@@ -125,7 +134,7 @@ def _plan(engine: Engine, reach: Reach, listed: dict[ObjectKey, Listed], anchor:
         place = now if wish.stage == AS_IS else None if wish.stage == HERE else place_url(wish.stage.url, engine.config.uuid)
         if (place != now or wish.small) and key in listed and view.object_state(key) is None:
             targets[key] = (place, wish.small)
-    return _Plan(anchor, len(wished), targets)
+    return _Plan(len(wished), targets)
 
 
 def _grouped(plan: _Plan, packs: list[SparsePack]) -> Iterator[tuple[tuple[str | None, bool], list[SparsePack]]]:

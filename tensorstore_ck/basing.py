@@ -64,6 +64,7 @@ class Earlier:
 
     def __init__(self, engine: Engine, part: Part, places: Places, anchor_every: int) -> None:
         self._backend = engine.backend
+        self._view = engine.log.view()
         self._part = part
         self._places = places
         self._first = int(part.blobs["blocks"].sum(dtype=int))
@@ -76,7 +77,7 @@ class Earlier:
             place = location_of(self._part, self._places.packs, self._places.extents, row)
         except DamageError:
             return None
-        if place.raw != raw_bytes or place.codec == Codec.CAST:
+        if place.raw != raw_bytes or place.codec == Codec.CAST or any(self._view.place_of(link.pack) for link in chain_of(place)):
             return None
         base, age = Base(self._part.block_id(row), place), 1
         if place.codec == Codec.DELTA:

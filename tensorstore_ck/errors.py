@@ -51,6 +51,13 @@ class BackendUnavailableError(RetryableError):
     exit_code = 13
 
 
+class PlaceUnavailableError(BackendUnavailableError):
+    """A place to which packs were moved cannot be used, or is not there: whatever lies there is neither missing nor damaged."""
+
+    kind = "place_unavailable"
+    exit_code = 17
+
+
 class SnapshotAbortedError(RetryableError):
     """A put was given up before it was published; nothing of it is visible."""
 

@@ -277,7 +277,12 @@ class KeepingStore:
         return run_recode(engine, choose, mode, dry_run=dry_run, **({"progress": progress} if progress else {}))
 
     def tier(
-        self, *, dry_run: bool = False, max_bytes_per_second: float | None = None, progress: "GcProgress | None" = None
+        self,
+        *,
+        dry_run: bool = False,
+        take_places: bool = False,
+        max_bytes_per_second: float | None = None,
+        progress: "GcProgress | None" = None,
     ) -> "TierReport":
         """Does what policies say of age: encodes what is old enough smaller (``recode_after``), and moves it to colder places
         (``move_after``), or back where something younger needs it. From any host, beside jobs; may be killed and run again.
@@ -287,13 +292,19 @@ class KeepingStore:
 
         Args:
             dry_run: Only tell what would be done.
+            take_places: The packs that were moved belong to the store here from now on: it was itself moved, or restored, and no other
+                copy of its files is in use.
             max_bytes_per_second: Reads no more than that, and writes no more.
             progress: Called with (what is being done, done, of how many).
+
+        Raises:
+            GcRefusedError: a store elsewhere, of which this may be a copy, moved the packs.
+            PlaceUnavailableError: a place cannot be used, or is not mounted.
         """
         from tensorstore_ck.gc.tiering import run_tiering  # noqa: PLC0415
 
         engine = self._engine.of_store().limited_to(max_bytes_per_second)
-        return run_tiering(engine, dry_run=dry_run, **({"progress": progress} if progress else {}))
+        return run_tiering(engine, dry_run=dry_run, take_places=take_places, **({"progress": progress} if progress else {}))
 
     # --- inner --------------------------------------------------------------------------------------------------------
 

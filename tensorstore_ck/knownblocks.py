@@ -68,8 +68,12 @@ class KnownBlocks:
         return True
 
     def _bytes_of(self, pack: Ulid) -> int:
-        """The pack's size; 0 if it goes, is gone (a lost pack must not be relied on by every later snapshot), or was moved from."""
-        if self._view.object_state(ObjectKey("pack", pack)) is not None or any(self._view.relocations(pack)):
+        """The pack's size; 0 if it goes, is gone (a lost pack must not be relied on by every later snapshot), or was moved from.
+
+        So it is where it lies at a colder place: what is put is to be at hand, and no save is to need that place.
+        """
+        state = self._view.object_state(ObjectKey("pack", pack))
+        if state is not None or any(self._view.relocations(pack)) or self._view.place_of(pack) is not None:
             return 0
         try:
             return self._engine.backend.size(pack_name(pack))

@@ -73,4 +73,7 @@ def decode_moved(data: bytes, name: str, expected: Digest) -> Moved:
         or int(rows["stored"].max()) > MAX_BLOCK_BYTES
     ):
         raise CorruptObjectError(f"{name} is not a valid moved object", object_id=name)
-    return Moved(Ulid(pack), targets, rows, take(body, "place", str) if "place" in body else None)
+    place = body.get("place")
+    if place is not None and not (type(place) is str and place.isprintable()):
+        raise CorruptObjectError(f"{name} names no place", object_id=name)
+    return Moved(Ulid(pack), targets, rows, place)

@@ -23,12 +23,13 @@ from tensorstore_ck.errors import (
 )
 from tensorstore_ck.ids import Clock, IdSource, new_ulid
 from tensorstore_ck.index import BlockIndex, forget_packs
-from tensorstore_ck.log import Log
+from tensorstore_ck.log import Log, RefTable
 from tensorstore_ck.ratelimit import RateLimit
 from tensorstore_ck.room import MinFree, require_room
 from tensorstore_ck.table import Table, open_table
 from tensorstore_ck.tiers import Staging, Tier, TieredBackend, Uploader
-from tensorstore_ck.tiers.placed import PlacedBackend, PlaceOpener
+from tensorstore_ck.tiers.placed import PlacedBackend
+from tensorstore_ck.tiers.places import PlaceOpener
 
 
 def open_engine(
@@ -103,7 +104,13 @@ def make_engine(
         shared=not single_writer,
         sleep=sleep,
     )
-    placed = PlacedBackend(backend, open_place or PlaceOpener(), log.view)
+
+    def look(anew: bool) -> RefTable:
+        if anew:
+            log.sync()
+        return log.view()
+
+    placed = PlacedBackend(backend, open_place or PlaceOpener(backend.url), look, store=config.uuid)
     return Engine(cast(Backend, placed), config, table, log, BlockIndex(table), clock, new_id, placed, single_writer)
 
 

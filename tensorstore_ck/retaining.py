@@ -62,12 +62,16 @@ def set_policy(engine: Engine, glob: str, policy: Policy | None) -> None:
     """Says what stays of the branches that fit `glob`, in one log entry; None: nothing is said any more.
 
     Raises:
-        InvalidOptionError: no ref can fit that.
+        InvalidOptionError: no ref can fit that, or packs cannot be moved where it says.
+        InvalidUrlError, MissingExtraError: where it says cannot be opened.
         NotFoundError: there is no policy to take away.
     """
     engine.require_writable()
     if not is_ref_glob(glob):
         raise InvalidOptionError(f"{glob!r} fits no ref: write a name, with * for any characters, such as runs/*", object_id=str(glob))
+
+    for stage in policy.move_after if policy is not None else ():
+        engine.placed.check(stage.url)
 
     def build(view: RefTable) -> list[Op]:
         if policy is None and glob not in view.policies():

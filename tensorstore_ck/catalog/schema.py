@@ -84,7 +84,7 @@ snapshots: Final = Table(
     Column("freed_n", BigInteger),
     Index("snapshots_ulid", "store_id", "ulid", unique=True),
     Index("snapshots_root", "root"),
-    Index("snapshots_ref", "store_id", "ref", "id"),
+    Index("snapshots_ref", "ref", "store_id", "id"),
     Index("snapshots_job", "job", "step"),
     Index("snapshots_mark", "mark"),
     Index("snapshots_time", "time_ns"),

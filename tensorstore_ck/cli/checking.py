@@ -62,7 +62,7 @@ def fsck(
         aborted = abort_stale_uploads(engine) if abort_uploads else []
         executor: DaskCluster | None = None
         if dask is not None:
-            engine.backend = choice.portable(engine)
+            choice.make_portable(engine)
             executor = stack.enter_context(DaskCluster(dask))
         bar = stack.enter_context(Bar("checking"))
         options = FsckOptions(read_data, sample, max_time, max_bytes_per_second=rate_limit)

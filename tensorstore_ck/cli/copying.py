@@ -57,7 +57,8 @@ def copy(
         from_engine, to_engine = (stack.enter_context(closing(choice.open_engine())) for choice in (from_choice, to_choice))
         executor: DaskCluster | None = None
         if dask is not None:
-            from_engine.backend, to_engine.backend = from_choice.portable(from_engine), to_choice.portable(to_engine)
+            from_choice.make_portable(from_engine)
+            to_choice.make_portable(to_engine)
             executor = stack.enter_context(DaskCluster(dask))
         bar = stack.enter_context(Bar("copying"))
         report = copy_refs(from_engine, to_engine, refs=refs, pace=pace, progress=bar, executor=executor)

@@ -7,6 +7,7 @@ the command line and the two environment variables named here, nothing else.
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, cast, get_args
 
@@ -20,11 +21,12 @@ from tensorstore_ck.codec import CodecName
 from tensorstore_ck.config import CONFIG_NAME
 from tensorstore_ck.durations import parse_seconds
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.errors import InvalidOptionError, NotAStoreError
+from tensorstore_ck.errors import InvalidOptionError, NotAStoreError, StoreError
 from tensorstore_ck.opening import open_engine
 from tensorstore_ck.sizes import parse_bytes
 from tensorstore_ck.store import Store
-from tensorstore_ck.tiers.placed import PlacedBackend, PlaceOpener
+from tensorstore_ck.tiers.placed import PlacedBackend
+from tensorstore_ck.tiers.places import PlaceOpener
 
 STORE_VARIABLE: Final = "TSCK_STORE"
 CACHE_VARIABLE: Final = "TSCK_CACHE_DIR"
@@ -76,11 +78,13 @@ class StoreChoice:
             codec=codec,
         )
 
-    def portable(self, engine: Engine) -> Backend:
-        """The places of an open store, in a form that travels to workers elsewhere."""
-        engine.log.sync()
+    def make_portable(self, engine: Engine) -> None:
+        """Lets an engine reach its store in a form that travels to workers elsewhere."""
         own = cast(Backend, PortableBackend(self.require_url(), self.storage_options, self.no_sync))
-        return cast(Backend, PlacedBackend(own, self.place_opener(own.url), engine.log.view))
+        with suppress(StoreError):  # a log that cannot be read is for the command to tell
+            engine.log.sync()
+        placed = PlacedBackend(own, self.place_opener(own.url), lambda _: engine.log.view(), store=engine.config.uuid)
+        engine.placed, engine.backend = placed, cast(Backend, placed)
 
     def place_opener(self, url: str) -> PlaceOpener:
         """Opens the places to which packs of the store at `url` were moved."""

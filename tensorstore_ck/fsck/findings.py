@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.config import CONFIG_NAME
-from tensorstore_ck.errors import BackendUnavailableError, StoreError
+from tensorstore_ck.errors import BackendUnavailableError, PlaceUnavailableError, StoreError
 
 MAX_HITS: Final = 10
 
@@ -72,6 +72,8 @@ class _Gathered:
 
 def require_reachable(backend: Backend, exc: StoreError) -> None:
     """Raises `exc` when it is the backend that cannot be read, and not just one object of it."""
+    if isinstance(exc, PlaceUnavailableError):
+        raise exc
     if isinstance(exc, BackendUnavailableError):
         try:
             backend.size(CONFIG_NAME)

@@ -35,7 +35,8 @@ from tensorstore_ck.salvage.moved import find_places, find_relocations, put_in_f
 from tensorstore_ck.salvage.newlog import Kept, NewLog, retell
 from tensorstore_ck.salvage.report import Salvaged, SalvageReport, told
 from tensorstore_ck.table import MemoryTable
-from tensorstore_ck.tiers.placed import PlacedBackend, PlaceOpener
+from tensorstore_ck.tiers.placed import PlacedBackend
+from tensorstore_ck.tiers.places import PlaceOpener
 
 REMOTE_THREADS: Final = 8
 

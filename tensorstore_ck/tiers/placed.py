@@ -1,28 +1,21 @@
 """A store's backend some of whose packs lie at other places: colder and cheaper ones, where they were moved for their age.
 
-The log says which (`place`, FORMAT.md), once of each pack and for good, so what is known here is never wrong, only incomplete. All other
-objects, and all that is written, lie at the store's own place. A pack is read where it lies, and listed and deleted everywhere.
+The log says which (`place`, FORMAT.md), once of each pack and for good. All other objects, and all that a put writes, lie at the store's
+own place. A pack is read, listed and deleted where it lies. A place that cannot be used is told at once, and never taken for empty.
 """
 
-import os
-import re
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import chain
+from contextlib import suppress
 from typing import Any, Final, Protocol
-from urllib.parse import parse_qsl
 
-from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.protocol import Backend, ObjectInfo
-from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.errors import CorruptObjectError, GcRefusedError, MissingObjectError, PlaceUnavailableError, StoreError
 from tensorstore_ck.ids import Ulid, parse_ulid
+from tensorstore_ck.locks import ProcessLock
+from tensorstore_ck.table import TableDamagedError
+from tensorstore_ck.tiers.places import Mark, read_mark, require_apart, write_mark
 
 PACKS: Final = "packs/"
-STORAGE_CLASSES: Final = ("STANDARD", "STANDARD_IA", "ONEZONE_IA", "INTELLIGENT_TIERING", "GLACIER_IR")
-"""Of S3: those that can be read at once."""
-MAX_URL_CHARS: Final = 256
-_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://.+")
 
 
 class View(Protocol):
@@ -35,146 +28,209 @@ class View(Protocol):
         """The same of all such packs."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlaceOpener:
-    """Opens places as the store itself was opened, where they are of its kind; others by what the environment says."""
-
-    store_url: str = ""
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
-    no_sync: bool = False
-
-    def __call__(self, url: str) -> Backend:
-        """The backend of a place."""
-        where, storage_class = _split(url)
-        options = dict(self.storage_options) if _protocol(where) == _protocol(self.store_url) else {}
-        if storage_class is not None:
-            options["s3_additional_kwargs"] = {**options.get("s3_additional_kwargs", {}), "StorageClass": storage_class}
-        return open_backend(where, options, no_sync=self.no_sync)
-
-
 class PlacedBackend:
     """See above. What is not here is the own backend's."""
 
-    def __init__(self, own: Backend, open_place: Callable[[str], Backend], view: Callable[[], View] | None = None) -> None:
+    def __init__(
+        self, own: Backend, open_place: Callable[[str], Backend], look: Callable[[bool], View] | None = None, *, store: str = ""
+    ) -> None:
+        """`look` gives the log's newest fold, read anew if its argument says so; without it only what is learned is known.
+
+        `store`: the store's uuid.
+        """
         self._own = own
         self._open_place = open_place
-        self._view = view
-        self._learned: dict[Ulid, str] = {}
-        self._found: dict[Ulid, str | None] = {}
-        """By packs that were read: nobody reads one before the entry that says where it lies."""
+        self._look = look
+        self._store = store
+        self._found: dict[Ulid, str] = {}
         self._opened: dict[str, Backend] = {}
-        self._lock = threading.Lock()
+        self._uploads: dict[str, Backend] = {}
+        self._lock = ProcessLock()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """With what is known now: for workers in other processes."""
-        return _with_places, (self._own, self._open_place, self.places())
+        by_url: dict[str, list[bytes]] = {}
+        for pack, url in self.places().items():
+            by_url.setdefault(url, []).append(pack)
+        return _reopened, (self._own, self._open_place, self._store, {url: b"".join(packs) for url, packs in by_url.items()})
+
+    # --- which places there are ---------------------------------------------------------------------------------------
 
     def learn(self, places: Mapping[Ulid, str]) -> None:
-        """Told where packs lie by whoever reads the log without this host's cache."""
-        self._learned.update(places)
+        """Told where packs lie by whoever reads the log without this host's cache. It stays so."""
         self._found.update(places)
 
     def places(self) -> dict[Ulid, str]:
         """Where packs lie, as far as known."""
-        return {**self._learned, **(self._view().places() if self._view is not None else {})}
+        known = self._look(False).places() if self._look is not None else {}
+        return {**self._found, **known}
 
     def at(self, url: str | None) -> Backend:
-        """The backend of a place; None: the own one."""
+        """The backend of a place that has the store's mark; None: the own one.
+
+        Raises:
+            PlaceUnavailableError: it cannot be opened or read, or is not that place.
+        """
         if url is None:
             return self._own
         with self._lock:
             if url not in self._opened:
-                self._opened[url] = self._open_place(url)
+                self._opened[url] = self._open(url)
             return self._opened[url]
+
+    def check(self, url: str) -> None:
+        """Whether packs can be moved there, as far as it tells without a request.
+
+        Raises:
+            InvalidOptionError: it is inside the store, or in this process's memory.
+            InvalidUrlError, MissingExtraError: it cannot be opened.
+        """
+        require_apart(url, self._own.url)
+        self._open_place(url).close()
+
+    def begin(self, url: str) -> None:
+        """Marks a place that has no packs of this store yet, and is not marked."""
+        if url in self._opened or url in self.places().values():
+            return
+        backend = self._open_place(url)
+        if read_mark(backend) is None:
+            write_mark(backend, Mark(self._store, self._own.url))
+        backend.close()
+
+    def require_own(self) -> None:
+        """Refuses where another store with this one's uuid, of which this is a copy or which is one of this, moved packs to a place.
+
+        Raises:
+            GcRefusedError: so it is.
+            PlaceUnavailableError: a place cannot be read.
+        """
+        for url, backend in self._others().items():
+            mark = read_mark(backend)
+            if mark is not None and mark.url != self._own.url:
+                raise GcRefusedError(
+                    f"the packs at {url} were moved there by the store at {mark.url}, and this one is at {self._own.url}. If one is a copy "
+                    "of the other's files, both need them. If this is the only one, and was moved itself: `tsck tier --take-places`",
+                    object_id=url,
+                )
+
+    def take(self) -> None:
+        """Says that the packs at all places belong to the store here."""
+        for url in sorted(set(self.places().values())):
+            backend = self._open_place(url)
+            write_mark(backend, Mark(self._store, self._own.url))
+            backend.close()
+
+    # --- the backend --------------------------------------------------------------------------------------------------
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         """Reads where it lies."""
-        return self._of(name).get(name, max_bytes=max_bytes)
+        data: bytes = self._read(name, lambda backend: backend.get(name, max_bytes=max_bytes))
+        return data
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         """Reads where it lies."""
-        self._of(name).read_into(name, offset, target)
+        self._read(name, lambda backend: backend.read_into(name, offset, target))
 
     def size(self, name: str) -> int:
         """Asks where it lies."""
-        return self._of(name).size(name)
+        size: int = self._read(name, lambda backend: backend.size(name))
+        return size
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Of all places."""
-        others = self._others() if not prefix or prefix.startswith(PACKS) else ()
-        return chain(self._own.list(prefix), *(place.list(prefix or PACKS) for place in others))
+        """Of all places; the marks are none of the store's objects."""
+        yield from self._own.list(prefix)
+        for url, backend in (self._others() if not prefix or prefix.startswith(PACKS) else {}).items():
+            for info in backend.list(prefix or PACKS):
+                pack = parse_ulid(info.name[-26:])
+                if pack is not None:
+                    self._found[pack] = url
+                yield info
 
     def delete(self, names: Iterable[str]) -> None:
-        """At all places."""
-        wanted = list(names)
-        self._own.delete(wanted)
-        packs = [name for name in wanted if name.startswith(PACKS)]
-        for place in self._others() if packs else ():
-            place.delete(packs)
+        """Where they lie."""
+        by_place: dict[str | None, list[str]] = {}
+        for name in names:
+            by_place.setdefault(self._url_of(name), []).append(name)
+        for url, here in by_place.items():
+            self.at(url).delete(here)
+
+    def list_uploads(self) -> Iterator[ObjectInfo]:
+        """Of all places."""
+        for backend in (self._own, *self._others().values()):
+            for info in backend.list_uploads():
+                self._uploads[info.name] = backend
+                yield info
+
+    def abort_upload(self, name: str) -> None:
+        """Where it was listed."""
+        self._uploads.get(name, self._own).abort_upload(name)
 
     def close(self) -> None:
         """Of all places."""
-        for place in (self._own, *self._opened.values()):
-            place.close()
+        for backend in (self._own, *self._opened.values()):
+            backend.close()
 
-    def _of(self, name: str) -> Backend:
+    # --- inner --------------------------------------------------------------------------------------------------------
+
+    def _read(self, name: str, read: Callable[[Backend], Any]) -> Any:
+        url = self._url_of(name)
+        if url is None:
+            try:
+                return read(self._own)
+            except MissingObjectError:
+                url = self._url_of(name, anew=True)  # a cache that lags behind, or was emptied, must not make it missing
+                if url is None:
+                    raise
+        backend = self.at(url)
+        try:
+            return read(backend)
+        except (MissingObjectError, CorruptObjectError):
+            raise
+        except StoreError as exc:
+            self._require(url, backend)
+            raise exc from None
+
+    def _url_of(self, name: str, *, anew: bool = False) -> str | None:
         pack = parse_ulid(name[-26:]) if name.startswith(PACKS) else None
         if pack is None:
-            return self._own
-        if pack not in self._found:
-            self._found[pack] = self._view().place_of(pack) if self._view is not None else None
-        url = self._found[pack]
-        return self._own if url is None else self.at(url)
+            return None
+        url = self._found.get(pack)
+        if url is None and self._look is not None:
+            with suppress(TableDamagedError, *((StoreError,) if anew else ())):
+                url = self._look(anew).place_of(pack)
+            if url is not None:
+                self._found[pack] = url
+        return url
 
-    def _others(self) -> tuple[Backend, ...]:
-        return tuple(self.at(url) for url in sorted({*self.places().values(), *self._opened}))
+    def _others(self) -> dict[str, Backend]:
+        return {url: self.at(url) for url in sorted(set(self.places().values()))}
 
+    def _open(self, url: str) -> Backend:
+        try:
+            backend = self._open_place(url)
+        except StoreError as exc:
+            raise PlaceUnavailableError(f"packs of {self._own.url} lie at {url}, which cannot be opened: {exc}", object_id=url) from exc
+        self._require(url, backend)
+        return backend
 
-def check_place(url: object) -> str:
-    """`url`, if packs can be moved there.
-
-    Raises:
-        InvalidOptionError: it is neither an absolute path nor a URL, or S3 cannot read its storage class at once.
-    """
-    if not isinstance(url, str) or not url.isprintable() or len(url) > MAX_URL_CHARS or not (os.path.isabs(url) or _URL.fullmatch(url)):
-        raise InvalidOptionError(
-            f"packs are moved to a URL such as s3://bucket/prefix or an absolute path, up to {MAX_URL_CHARS} characters, not to {url!r}",
-            object_id="move_after",
-        )
-    _split(url)
-    return url
-
-
-def place_url(url: str, store_uuid: str) -> str:
-    """The place of one store below a URL that several may use."""
-    where, question, query = url.partition("?")
-    return f"{where.rstrip('/')}/{store_uuid}{question}{query}"
-
-
-def _split(url: str) -> tuple[str, str | None]:
-    """(where, storage class)."""
-    where, question, query = url.partition("?")
-    if not question or _protocol(where) != "s3":
-        return url, None
-    said = dict(parse_qsl(query, keep_blank_values=True))
-    if list(said) != ["storage_class"] or said["storage_class"] not in STORAGE_CLASSES:
-        raise InvalidOptionError(
-            f"{url}: after the ? goes storage_class=..., one of {', '.join(STORAGE_CLASSES)}; what lies in others cannot be read at once",
-            object_id=url,
-        )
-    return where, said["storage_class"]
+    def _require(self, url: str, backend: Backend) -> None:
+        try:
+            mark = read_mark(backend)
+        except StoreError as exc:
+            raise PlaceUnavailableError(f"packs of {self._own.url} lie at {url}, which cannot be read: {exc}", object_id=url) from exc
+        if mark is None or (self._store and mark.store != self._store):
+            raise PlaceUnavailableError(
+                f"packs of {self._own.url} were moved to {url}, and what is there now is without their mark: is that place mounted, and "
+                "reached with the right credentials?",
+                object_id=url,
+            )
 
 
-def _protocol(url: str) -> str:
-    match = _URL.fullmatch(url)
-    protocol = match[1].lower() if match is not None else "file"
-    return {"local": "file", "s3a": "s3"}.get(protocol, protocol)
-
-
-def _with_places(own: Backend, open_place: Callable[[str], Backend], places: Mapping[Ulid, str]) -> PlacedBackend:
-    backend = PlacedBackend(own, open_place)
-    backend.learn(places)
+def _reopened(own: Backend, open_place: Callable[[str], Backend], store: str, by_url: Mapping[str, bytes]) -> PlacedBackend:
+    backend = PlacedBackend(own, open_place, store=store)
+    for url, joined in by_url.items():
+        backend.learn({Ulid(joined[at : at + 16]): url for at in range(0, len(joined), 16)})
     return backend

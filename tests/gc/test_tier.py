@@ -11,11 +11,11 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError
+from tensorstore_ck.errors import BackendUnavailableError, GcRefusedError, InvalidOptionError, InvalidUrlError, PlaceUnavailableError
 from tensorstore_ck.log.chain import Chain
 from tensorstore_ck.salvage import salvage
 from tests.crash.faulty import Death, Faults, FaultyBackend
-from tests.gc.stores import AT_ONCE, Clock, interrupted, open_store, require_sound, same, state
+from tests.gc.stores import AT_ONCE, Clock, interrupted, open_store, require_sound, same, state, stay_in_one_thread
 
 DAY_SECONDS = 86_400
 COLD = "s3://cold/ckpt"
@@ -292,6 +292,119 @@ def test_a_place_that_does_not_answer() -> None:
     require_sound(places.open(), states)
 
 
+def test_a_place_that_is_not_mounted_is_not_an_empty_one() -> None:
+    """An empty folder, or another bucket, where the place was: nothing is read from it, written to it, or taken for lost."""
+    places = Places()
+    store = places.open()
+    states = put_daily(places, store, 3)
+    store.set_policy("run", move_after=("36h", COLD))
+    store.tier()
+    store.gc(AT_ONCE)
+    empty = MemoryBackend(clock=places.clock)
+    elsewhere = places.open(open_place=lambda _: empty)
+    before = {info.name: info.size_bytes for info in places.own.list("")}
+    for look in (elsewhere.gc, elsewhere.fsck, elsewhere.repair, elsewhere.tier, elsewhere.usage, lambda: elsewhere.checkout("run@0")):
+        with pytest.raises(PlaceUnavailableError, match="mounted"):
+            look()
+    places.own.delete(["store.json"])
+    with pytest.raises(PlaceUnavailableError):
+        salvage(places.own, open_place=lambda _: empty)
+    assert not list(empty.list(""))
+    places.own.put("store.json", store.engine.config.encode())
+    assert {info.name: info.size_bytes for info in places.own.list("")} == before
+    require_sound(places.open(), states)
+
+
+def test_a_copy_of_the_files_frees_nothing_that_the_original_needs() -> None:
+    places = Places()
+    store = places.open()
+    states = put_daily(places, store, 3)
+    store.set_policy("run", move_after=("36h", COLD))
+    store.tier()
+    store.gc(AT_ONCE)
+    copied = MemoryBackend(clock=places.clock)
+    copied.url = "memory://copy"
+    for info in places.own.list(""):
+        copied.put(info.name, places.own.get(info.name, max_bytes=1 << 30))
+    places.clock.advance(3 * DAY_SECONDS)
+    store.tier()  # more goes there, of which the copy does not know
+    store.gc(AT_ONCE)
+    copy = places.open(copied)
+    require_sound(copy, {"run@0": states["run@0"]})
+    copy.forget("run")
+    for free in (lambda: copy.gc(AT_ONCE), copy.tier):
+        with pytest.raises(GcRefusedError, match=r"--take-places"):
+            free()
+    require_sound(places.open(), states)
+    copy.undo("run")
+    copy.tier(take_places=True)
+    with pytest.raises(GcRefusedError, match="memory://copy"):
+        store.gc(AT_ONCE)
+
+
+def test_saves_do_not_need_the_place() -> None:
+    """Nor does a later restore of what is put: blocks that lie there are written again."""
+    places = Places()
+    store = places.open()
+    states = put_daily(places, store, 1)
+    store.set_policy("run", move_after=("12h", COLD))
+    store.tier()
+    store.gc(AT_ONCE)
+    for codec in ("raw", "small"):
+        cut_off = places.open(open_place=cut(places))
+        snapshot = cut_off.put_snapshot(states["run@0"], ref="run", step=1, codec=codec, expect=tsck.ANY)
+        assert same(cut_off.checkout(snapshot.root), states["run@0"])
+
+
+def test_a_cache_that_is_emptied_costs_time_only() -> None:
+    places = Places()
+    store = places.open()
+    states = put_daily(places, store, 3)
+    store.set_policy("run", move_after=("36h", COLD))
+    store.tier()
+    store.gc(AT_ONCE)
+    reader = places.open()
+    with reader.open_snapshot("run@0") as lazy:
+        reader.engine.log._empty()  # as another process of this host does with a damaged one
+        assert all(torch.equal(lazy[name][:], each) for name, each in states["run@0"].items())
+
+
+def test_fsck_beside_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever packs go elsewhere while it looks: nothing is damaged."""
+    stay_in_one_thread(monkeypatch)
+    calls = 0
+    while True:
+        calls += 1
+        places = Places()
+        put_daily(places, places.open(), 2)
+        places.open().set_policy("run", move_after=("12h", COLD))
+
+        def interfere(places: Places = places) -> None:
+            places.open().tier()
+            places.open().gc(AT_ONCE)
+
+        checking, interrupt = interrupted(places.own, calls, interfere, clock=places.clock, open_place=places.open_place)
+        report = checking.fsck(read_data=True)
+        assert report.ok, (calls, report.findings)
+        if not interrupt.struck:
+            break
+    assert calls > 10
+
+
+def test_unfinished_uploads_at_a_place_are_found() -> None:
+    places = Places()
+    store = places.open()
+    put_daily(places, store, 2)
+    store.set_policy("run", move_after=("12h", COLD))
+    store.tier()
+    [place] = [url for url in places.others if url != COLD]
+    places.others[place].open_writer("packs/00/unfinished").append([b"x"])
+    places.clock.advance(30 * DAY_SECONDS)
+    [upload] = list(store.engine.backend.list_uploads())
+    store.engine.backend.abort_upload(upload.name)
+    assert not list(places.others[place].list_uploads())
+
+
 @pytest.mark.parametrize("lost", ["relocations", "all", "checkpointed"])
 def test_salvage_finds_them(lost: str) -> None:
     """By what is left of the log, or by the moved objects and what is there."""
@@ -337,6 +450,9 @@ def test_a_real_folder_and_another_process_cache(tmp_path: Path) -> None:
         ({"move_after": ("0s", COLD)}, "longer than nothing"),
         ({"move_after": [("30d", COLD), ("30d", COLDER)]}, "different ages"),
         ({"move_after": ("30d", "s3://cold/x?storage_class=DEEP_ARCHIVE")}, "read at once"),
+        ({"move_after": ("30d", "az://c/x?sv=secret")}, "only of s3://"),
+        ({"move_after": ("30d", "sftp://me:secret@host/x")}, "leave user and password out"),
+        ({"move_after": ("30d", "memory:/cold")}, "absolute path"),
         ({"move_after": ("30d", "s3://cold/" + "x" * 300)}, "256"),
         ({"recode_after": "soon"}, "length of time"),
         ({"recode_after": "7d", "expire_after": "30d"}, "keeps something"),
@@ -345,6 +461,18 @@ def test_a_real_folder_and_another_process_cache(tmp_path: Path) -> None:
 def test_rules_that_make_no_sense(rules: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidOptionError, match=message):
         open_store().set_policy("run", **rules)
+
+
+def test_places_that_cannot_be(tmp_path: Path) -> None:
+    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as store:
+        for inside in (tmp_path / "store", tmp_path / "store" / "cold"):
+            with pytest.raises(InvalidOptionError, match="inside the store"):
+                store.set_policy("run", move_after=("30d", str(inside)))
+        with pytest.raises(InvalidOptionError, match="memory of one process"):
+            store.set_policy("run", move_after=("30d", "memory://cold"))
+        with pytest.raises(InvalidUrlError, match="no protocol"):
+            store.set_policy("run", move_after=("30d", "s4://cold/x"))
+        assert store.policies() == {}
 
 
 def test_a_policy_of_age_alone_lets_nothing_go() -> None:
