@@ -6,7 +6,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 TESTS ?= tests
 
-.PHONY: demo test lint clean
+.PHONY: demo test soak lint clean
 
 demo: $(INSTALLED)
 	rm -rf .demo
@@ -14,6 +14,10 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
+
+# As far as each test goes before a release: an hour or so.
+soak: export SOAK = 1
+soak: test
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 import tensorstore_ck as tsck
+from tests.effort import effort
 
-KILLS = 300
+KILLS = effort(100, 300)
 
 
 def make_state(step: int) -> dict[str, object]:

@@ -1,14 +1,16 @@
-"""How many random schedules: 3,000 in all unless `--explore=1000000` says otherwise (name this folder on the command line then)."""
+"""How many random schedules: 1,500 in all (`make soak`: 3,000), or as `--explore=1000000` says (name this folder then)."""
 
 import pytest
 
+from tests.effort import effort
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--explore", type=int, default=3000, help="random schedules in all")
+    parser.addoption("--explore", type=int, default=effort(1500, 3000), help="random schedules in all")
 
 
 @pytest.fixture
 def random_schedules(pytestconfig: pytest.Config) -> int:
     """How many random schedules are drawn in all, over all tests that draw some."""
-    count: int = pytestconfig.getoption("explore", 3000)
+    count: int = pytestconfig.getoption("explore", effort(1500, 3000))
     return count

@@ -13,6 +13,7 @@ from tensorstore_ck.errors import ConflictError, NotFoundError, SnapshotExpiredE
 from tensorstore_ck.log import Op
 from tensorstore_ck.store import Store
 from tensorstore_ck.table import MemoryTable
+from tests.effort import effort
 from tests.explore.actor import Actor
 from tests.explore.scenes import FAILED, REFUSED, Scene, collector, reader, user, writer
 from tests.explore.schedule import FAULTS, Case, explore, explore_random
@@ -64,7 +65,7 @@ def test_writer_takes_blocks_that_die() -> None:
 
 def test_writer_takes_blocks_that_die_with_faults() -> None:
     scene, host = dying()
-    case = with_faults(scene.case(collector("G", table=host), saver(host, "x q")))._replace(max_switches=3)
+    case = with_faults(scene.case(collector("G", table=host), saver(host, "x q")))._replace(max_switches=effort(2, 3))
     assert explore(case).states > 5000
 
 
@@ -77,7 +78,7 @@ def test_writer_sleeps_until_tombstones_are_forgotten() -> None:
 def test_anybody_settles_at_any_time() -> None:
     scene, host = dying()
     case = scene.case(collector("G", table=host), saver(host, "x q"), settler(host))
-    assert explore(case._replace(max_switches=3)).states > 5000
+    assert explore(case._replace(max_switches=effort(2, 3))).states > 5000
 
 
 @pytest.mark.parametrize("labels", ["x q", "x y"])
@@ -90,7 +91,7 @@ def test_writer_and_compaction(labels: str) -> None:
 def test_writer_and_compaction_with_faults() -> None:
     scene, host = sparse()
     case = with_faults(scene.case(collector("G", table=host, compact=True), saver(host, "x y")))
-    assert explore(case._replace(max_switches=3)).states > 8000
+    assert explore(case._replace(max_switches=effort(2, 3))).states > 8000
 
 
 def test_two_gcs() -> None:
@@ -107,7 +108,7 @@ def test_two_gcs_that_settle_with_faults() -> None:
 def test_two_compactors() -> None:
     scene, host = sparse()
     gcs = (collector(name, table=host, compact=True) for name in "GH")
-    assert explore(scene.case(*gcs)._replace(max_switches=3)).states > 4000
+    assert explore(scene.case(*gcs)._replace(max_switches=effort(2, 3))).states > 4000
 
 
 def test_two_gcs_and_a_writer() -> None:

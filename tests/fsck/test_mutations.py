@@ -17,10 +17,11 @@ from tensorstore_ck.fsck.logcheck import check_log
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log.checkpoint import dump
+from tests.effort import effort
 from tests.fsck.stores import failing_roots, names, reopen
 from tests.fsck.test_repair import TWIN, Objects, backend_of, contents, engine_of, other_engine, with_moved
 
-MUTATIONS = 5_000
+MUTATIONS = effort(2_000, 5_000)
 RUNS = 4
 FIRST_SEED = 20_261_121
 

@@ -27,10 +27,11 @@ from tensorstore_ck.gc.listing import list_objects
 from tensorstore_ck.log import FOLDERS, ObjectKey
 from tensorstore_ck.opening import open_engine
 from tensorstore_ck.pack import ENTRY_DTYPE, HEADER, TRAILER
+from tests.effort import effort
 from tests.gc.worker import GAVE_UP, WRITERS, Job, Nursery, digest, heard
 from tests.servers import S3Server
 
-MINUTES = float(os.environ.get("GC_MINUTES", "0.5"))
+MINUTES = float(os.environ.get("GC_MINUTES", effort("0.2", "0.5")))
 MAX_WAIT_SECONDS = 120
 ENOUGH = 5
 """Snapshots that each writer must have forgotten before the end."""

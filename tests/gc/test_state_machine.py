@@ -28,6 +28,7 @@ from tensorstore_ck.store import Store
 from tensorstore_ck.table import MemoryTable
 from tensorstore_ck.writer import ANY
 from tests.crash.faulty import Death, Faults, FaultyBackend
+from tests.effort import effort
 from tests.gc.model import Content, Model, Put
 from tests.gc.stores import AT_ONCE, Clock, open_store, require_readable, same, sizes, state, stay_in_one_thread
 
@@ -35,7 +36,7 @@ Result = TypeVar("Result")
 Command = tuple[Any, ...]
 """A method of the machine, and its arguments."""
 STEPS_A_RUN = 50
-CI_STEPS = 12_000
+STEPS = effort(6_000, 12_000)
 MODES = ("die-before", "die-after", "tear", "lost-reply", "unknown", "unknown-lands-later", "unavailable")
 GONE = (NotFoundError, SnapshotExpiredError)
 
@@ -389,6 +390,6 @@ def test_random_histories(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        run(CI_STEPS)
+        run(STEPS)
     finally:
         torch.set_num_threads(threads)

@@ -22,11 +22,12 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
+from tests.effort import effort
 from tests.power.blocklog import Record, read_log
 
 DISK_BYTES = 96 << 20
 SECTOR_BYTES = 4096
-STATES = 100
+STATES = effort(40, 100)
 STEPS = 6
 ROOT = Path(__file__).parents[2]
 

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import tensorstore_ck as tsck
 from tensorstore_ck.demo.compare import differences
 from tensorstore_ck.training import EnvironmentChangedWarning
+from tests.effort import effort
 from tests.ranks.pool import GROUPS, RANKS, Pool
 from tests.scripts.job import EVERY, REF, Job, captured
 from tests.scripts.launch import Program, launched, torchrun
@@ -145,7 +146,7 @@ def restored(folder: str, shape: tuple[int, int]) -> float | None:
 
 
 def test_killed_at_random_it_ends_with_the_same_bits(tmp_path: Path, pool: Pool, pytestconfig: pytest.Config) -> None:
-    kills = pytestconfig.getoption("--kills", 2)
+    kills = pytestconfig.getoption("--kills", effort(1, 2))
     steps = steps_for(kills)
     expected = run_job(tmp_path / "undisturbed", steps, [])
     found = run_job(tmp_path / "killed", steps, plan(kills, pytestconfig.getoption("--seed", 1)))
