@@ -155,7 +155,8 @@ class _Gc:
                 if live_bytes(pack) < self._options.compact_below * int(footer.entries["stored"].sum(dtype=np.int64)):
                     found.append(pack)
 
-        for_each(candidates, judge, 1 if self._engine.backend.is_local else THREADS)
+        is_all_local = self._engine.backend.is_local and not self._engine.placed.places()
+        for_each(candidates, judge, 1 if is_all_local else THREADS)
         self._requests += 3 * len(candidates)
         found.sort(key=lambda pack: (live_bytes(pack) / pack.size_bytes, pack.pack))
         chosen: list[SparsePack] = []

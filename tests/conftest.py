@@ -1,7 +1,13 @@
-"""Fixtures for servers and ranks: each is started once per session, when a test first asks for it."""
+"""Fixtures for servers and ranks, each started once per session, when a test first asks for it; and an end to what CI waits for.
+
+With ``TEST_MINUTES`` what is marked slow comes last, and what would begin after so many minutes is skipped, and told: on a machine that is
+slow today CI still ends in its time. `make test` by itself runs all.
+"""
 
 import importlib.util
+import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +18,20 @@ from tests import servers
 
 if TYPE_CHECKING:
     from tests.ranks.pool import Pool
+
+
+MINUTES = float(os.environ.get("TEST_MINUTES", "inf"))
+BEGAN = time.monotonic()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if float("inf") > MINUTES:
+        items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+
+def pytest_runtest_setup() -> None:
+    if time.monotonic() > BEGAN + 60 * MINUTES:
+        pytest.skip(f"out of time: it would have begun after TEST_MINUTES={MINUTES:g}; `make test` runs it")
 
 
 @pytest.fixture(scope="session")

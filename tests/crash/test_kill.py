@@ -6,10 +6,13 @@ import select
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 
 import tensorstore_ck as tsck
 from tests.effort import effort
+
+pytestmark = pytest.mark.slow
 
 KILLS = effort(100, 300)
 

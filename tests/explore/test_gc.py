@@ -18,6 +18,8 @@ from tests.explore.actor import Actor
 from tests.explore.scenes import FAILED, REFUSED, Scene, collector, reader, user, writer
 from tests.explore.schedule import FAULTS, Case, explore, explore_random
 
+pytestmark = pytest.mark.slow
+
 FALLIBLE: Final = FAILED + REFUSED
 GONE: Final = (*FAILED, SnapshotExpiredError, NotFoundError, ConflictError)
 

@@ -32,6 +32,8 @@ from tests.effort import effort
 from tests.gc.model import Content, Model, Put
 from tests.gc.stores import AT_ONCE, Clock, open_store, require_readable, same, sizes, state, stay_in_one_thread
 
+pytestmark = pytest.mark.slow
+
 Result = TypeVar("Result")
 Command = tuple[Any, ...]
 """A method of the machine, and its arguments."""
