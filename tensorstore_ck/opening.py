@@ -4,6 +4,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from tensorstore_ck.index import BlockIndex, forget_packs
 from tensorstore_ck.log import Log, RefTable
 from tensorstore_ck.ratelimit import RateLimit
 from tensorstore_ck.room import MinFree, require_room
-from tensorstore_ck.table import Table, open_table
+from tensorstore_ck.table import MemoryTable, Table, TableDamagedError, open_table
 from tensorstore_ck.tiers import Staging, Tier, TieredBackend, Uploader
 from tensorstore_ck.tiers.placed import PlacedBackend
 from tensorstore_ck.tiers.places import PlaceOpener
@@ -92,23 +93,19 @@ def make_engine(
     open_place: Callable[[str], Backend] | None = None,
 ) -> Engine:
     """An engine from its pieces; tests pass a clock, ids and delays of their own. `open_place` opens what packs were moved to."""
-    log = Log(
-        backend,
-        table,
-        uuid=uuid.UUID(config.uuid).bytes,
-        prefix=config.log,
-        clock=clock,
-        actor=current_actor(),
-        new_id=new_id,
-        on_swept=forget_packs,
-        shared=not single_writer,
-        sleep=sleep,
-    )
+    options: dict[str, Any] = {"uuid": uuid.UUID(config.uuid).bytes, "prefix": config.log, "clock": clock, "new_id": new_id, "sleep": sleep}
+    log = Log(backend, table, **options, actor=current_actor(), on_swept=forget_packs, shared=not single_writer)
+    apart = Log(backend, MemoryTable(), **options, actor=current_actor())
 
     def look(anew: bool) -> RefTable:
-        if anew:
-            log.sync()
-        return log.view()
+        if not anew:
+            return log.view()
+        with suppress(TableDamagedError):
+            if log.view().head() is not None:
+                log.sync()
+                return log.view()
+        apart.sync()  # what keeps its own notes in the cache, and folds no log there, is to find them again
+        return apart.view()
 
     placed = PlacedBackend(backend, open_place or PlaceOpener(backend.url), look, store=config.uuid)
     return Engine(cast(Backend, placed), config, table, log, BlockIndex(table), clock, new_id, placed, single_writer)

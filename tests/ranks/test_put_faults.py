@@ -307,4 +307,4 @@ def test_backends_are_counted() -> None:
     world.run()
     assert all(rank.faults.calls > 5 for rank in world.group)
     assert isinstance(world.backend, MemoryBackend)
-    assert isinstance(world.group[0].engine.backend, FaultyBackend)
+    assert isinstance(world.group[0].engine.placed.at(None), FaultyBackend)
