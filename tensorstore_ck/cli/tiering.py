@@ -34,7 +34,7 @@ def _lines(report: TierReport) -> Iterator[str]:
     if not report.snapshots:
         yield "no policy says anything of age: `tsck policy set 'runs/*' recode_after=7d move_after=30d:s3://cold/ckpt` makes one"
         return
-    would = "would be " if report.dry_run else ""
+    would, now = ("would be ", "would be about ") if report.dry_run else ("", "now ")
     yield f"looked at {counted(report.snapshots, 'snapshot')}: {counted(len(report.packs), 'pack')} {would}moved or encoded anew"
     yield from (f"note: {printable(note)}" for note in report.notes)
     if report.packs:
@@ -45,6 +45,5 @@ def _lines(report: TierReport) -> Iterator[str]:
         yield from indented(table(["PACK", "LIVE", "", "TO"], rows[:MAX_SHOWN], right={"LIVE"}))
         if len(rows) > MAX_SHOWN:
             yield f"  ... and {len(rows) - MAX_SHOWN:,} more"
-        about = "about " if report.dry_run else ""
-        size = f"{human_bytes(report.before_bytes)}, {would}{about}{human_bytes(report.written_bytes)}"
+        size = f"{human_bytes(report.before_bytes)}, {now}{human_bytes(report.written_bytes)}"
         yield f"blocks took {size}" + ("" if report.dry_run else "; `tsck gc` frees what was replaced")
