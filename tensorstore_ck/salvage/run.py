@@ -124,6 +124,8 @@ class _Salvage:
                 retell(filled.table, Kept(held, doubtful, in_use, self._places_of(packs), are_entries_lost), self._put, self._clock()),
             )
             self._backend.replace(CONFIG_NAME, config.encode())
+            if genesis_uuid is None:  # store.json was lost, and with it the uuid that places are marked with
+                self._placed.take(config.uuid)
         note = "nothing that is left holds it: `tsck undo` brings it back, until gc frees it"
         return self._report(config.log, filled.view, held, [*recovered, *(told(info, note) for info in doubtful)])
 

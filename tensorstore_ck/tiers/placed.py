@@ -116,11 +116,24 @@ class PlacedBackend:
                     object_id=url,
                 )
 
-    def take(self) -> None:
-        """Says that the packs at all places belong to the store here."""
-        for url in sorted(set(self.places().values())):
+    def take(self, store: str | None = None) -> None:
+        """Says that the packs at all places belong to the store here; also where the mark is damaged, or gone from beside the packs.
+
+        `store`: its uuid, if it has another one now.
+
+        Raises:
+            PlaceUnavailableError: a place cannot be used, or nothing of the store is there.
+        """
+        places = self.places()
+        for url in sorted(set(places.values())):
             backend = self._open_place(url)
-            write_mark(backend, Mark(self._store, self._own.url))
+            try:
+                is_there = read_mark(backend) is not None
+            except CorruptObjectError:
+                is_there = True
+            if not is_there and not any(parse_ulid(info.name[-26:]) in places for info in backend.list(PACKS)):
+                raise self._not_there(url)
+            write_mark(backend, Mark(store or self._store, self._own.url))
             backend.close()
 
     # --- the backend --------------------------------------------------------------------------------------------------
@@ -222,11 +235,14 @@ class PlacedBackend:
         except StoreError as exc:
             raise PlaceUnavailableError(f"packs of {self._own.url} lie at {url}, which cannot be read: {exc}", object_id=url) from exc
         if mark is None or (self._store and mark.store != self._store):
-            raise PlaceUnavailableError(
-                f"packs of {self._own.url} were moved to {url}, and what is there now is without their mark: is that place mounted, and "
-                "reached with the right credentials?",
-                object_id=url,
-            )
+            raise self._not_there(url)
+
+    def _not_there(self, url: str) -> PlaceUnavailableError:
+        return PlaceUnavailableError(
+            f"packs of {self._own.url} were moved to {url}, and what is there now is without their mark: is that place mounted, and "
+            "reached with the right credentials?",
+            object_id=url,
+        )
 
 
 def _reopened(own: Backend, open_place: Callable[[str], Backend], store: str, by_url: Mapping[str, bytes]) -> PlacedBackend:

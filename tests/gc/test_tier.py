@@ -342,6 +342,30 @@ def test_a_copy_of_the_files_frees_nothing_that_the_original_needs() -> None:
         store.gc(AT_ONCE)
 
 
+def test_a_mark_that_is_lost_or_damaged() -> None:
+    """Whoever knows that it is the place can say so; but not of a place where nothing of the store is."""
+    places = Places()
+    store = places.open()
+    states = put_daily(places, store, 2)
+    store.set_policy("run", move_after=("12h", COLD))
+    store.tier()
+    store.gc(AT_ONCE)
+    [place] = [url for url in places.others if url != COLD]
+    for is_lost in (True, False):
+        if is_lost:
+            places.others[place].delete(["place.json"])
+        else:
+            places.others[place].replace("place.json", b"{")
+        with pytest.raises(PlaceUnavailableError):
+            places.open().checkout("run@0")
+        places.open().tier(take_places=True)
+        require_sound(places.open(), states)
+    empty = MemoryBackend(clock=places.clock)
+    with pytest.raises(PlaceUnavailableError):
+        places.open(open_place=lambda _: empty).tier(take_places=True)
+    assert not list(empty.list(""))
+
+
 def test_saves_do_not_need_the_place() -> None:
     """Nor does a later restore of what is put: blocks that lie there are written again."""
     places = Places()
@@ -405,7 +429,7 @@ def test_unfinished_uploads_at_a_place_are_found() -> None:
     assert not list(places.others[place].list_uploads())
 
 
-@pytest.mark.parametrize("lost", ["relocations", "all", "checkpointed"])
+@pytest.mark.parametrize("lost", ["relocations", "all", "checkpointed", "store.json"])
 def test_salvage_finds_them(lost: str) -> None:
     """By what is left of the log, or by the moved objects and what is there."""
     places = Places()
@@ -418,8 +442,8 @@ def test_salvage_finds_them(lost: str) -> None:
     chain = Chain(places.own, uuid=b"", prefix="log")
     numbers = sorted(chain.listed("log/"))
     first = next(n for n in numbers if b"place" in places.own.get(chain.name(n), max_bytes=1 << 20))
-    gone = {"relocations": [first], "all": numbers[first - 1 :], "checkpointed": [numbers[-1]]}[lost]
-    places.own.delete([chain.name(n) for n in gone])
+    gone = {"relocations": [first], "all": numbers[first - 1 :], "checkpointed": [numbers[-1]]}.get(lost, [])
+    places.own.delete([chain.name(n) for n in gone] or ["store.json"])
     report = salvage(places.own, open_place=places.open_place)
     assert report.log
     for _ in range(2):
