@@ -58,6 +58,17 @@ def put_daily(places: Places, store: tsck.Store, days: int, ref: str = "run", fi
     return states
 
 
+def moved(days: int, after: str) -> tuple[Places, tsck.Store, dict[str, Any]]:
+    """A store with a snapshot a day, of which those that were put longer ago are at the colder place alone."""
+    places = Places()
+    store = places.open()
+    states = put_daily(places, store, days)
+    store.set_policy("run", move_after=(after, COLD))
+    store.tier()
+    store.gc(AT_ONCE)
+    return places, store, states
+
+
 def test_old_packs_go_and_are_read_where_they_lie() -> None:
     places = Places()
     store = places.open()
@@ -131,12 +142,7 @@ def test_a_pack_that_something_younger_needs_stays() -> None:
 
 
 def test_what_no_policy_speaks_of_any_more_stays_where_it_is() -> None:
-    places = Places()
-    store = places.open()
-    states = put_daily(places, store, 3)
-    store.set_policy("run", move_after=("12h", COLD))
-    store.tier()
-    store.gc(AT_ONCE)
+    places, store, states = moved(3, after="12h")
     there = places.packs()
     store.remove_policy("run")
     assert store.tier().packs == ()
@@ -148,12 +154,7 @@ def test_what_no_policy_speaks_of_any_more_stays_where_it_is() -> None:
 
 
 def test_a_pin_alone_brings_back() -> None:
-    places = Places()
-    store = places.open()
-    states = put_daily(places, store, 2)
-    store.set_policy("run", move_after=("12h", COLD))
-    store.tier()
-    store.gc(AT_ONCE)
+    places, store, states = moved(2, after="12h")
     assert places.packs().keys() == {"cold"}
     store.pin("run@0")
     assert {pack.place for pack in store.tier().packs} == {None}
@@ -275,12 +276,7 @@ def test_it_may_die_anywhere(mode: str) -> None:
 
 def test_a_place_that_does_not_answer() -> None:
     """Nothing is taken for lost, or freed; what lies here is read as ever."""
-    places = Places()
-    store = places.open()
-    states = put_daily(places, store, 3)
-    store.set_policy("run", move_after=("36h", COLD))
-    store.tier()
-    store.gc(AT_ONCE)
+    places, _store, states = moved(3, after="36h")
 
     cut_off = places.open(open_place=cut(places))
     assert same(cut_off.checkout("run@2"), states["run@2"])
@@ -294,12 +290,7 @@ def test_a_place_that_does_not_answer() -> None:
 
 def test_a_place_that_is_not_mounted_is_not_an_empty_one() -> None:
     """An empty folder, or another bucket, where the place was: nothing is read from it, written to it, or taken for lost."""
-    places = Places()
-    store = places.open()
-    states = put_daily(places, store, 3)
-    store.set_policy("run", move_after=("36h", COLD))
-    store.tier()
-    store.gc(AT_ONCE)
+    places, store, states = moved(3, after="36h")
     empty = MemoryBackend(clock=places.clock)
     elsewhere = places.open(open_place=lambda _: empty)
     before = {info.name: info.size_bytes for info in places.own.list("")}
@@ -316,12 +307,7 @@ def test_a_place_that_is_not_mounted_is_not_an_empty_one() -> None:
 
 
 def test_a_copy_of_the_files_frees_nothing_that_the_original_needs() -> None:
-    places = Places()
-    store = places.open()
-    states = put_daily(places, store, 3)
-    store.set_policy("run", move_after=("36h", COLD))
-    store.tier()
-    store.gc(AT_ONCE)
+    places, store, states = moved(3, after="36h")
     copied = MemoryBackend(clock=places.clock)
     copied.url = "memory://copy"
     for info in places.own.list(""):
@@ -344,12 +330,7 @@ def test_a_copy_of_the_files_frees_nothing_that_the_original_needs() -> None:
 
 def test_a_mark_that_is_lost_or_damaged() -> None:
     """Whoever knows that it is the place can say so; but not of a place where nothing of the store is."""
-    places = Places()
-    store = places.open()
-    states = put_daily(places, store, 2)
-    store.set_policy("run", move_after=("12h", COLD))
-    store.tier()
-    store.gc(AT_ONCE)
+    places, _store, states = moved(2, after="12h")
     [place] = [url for url in places.others if url != COLD]
     for is_lost in (True, False):
         if is_lost:
@@ -368,12 +349,7 @@ def test_a_mark_that_is_lost_or_damaged() -> None:
 
 def test_saves_do_not_need_the_place() -> None:
     """Nor does a later restore of what is put: blocks that lie there are written again."""
-    places = Places()
-    store = places.open()
-    states = put_daily(places, store, 1)
-    store.set_policy("run", move_after=("12h", COLD))
-    store.tier()
-    store.gc(AT_ONCE)
+    places, _store, states = moved(1, after="12h")
     for codec in ("raw", "small"):
         cut_off = places.open(open_place=cut(places))
         snapshot = cut_off.put_snapshot(states["run@0"], ref="run", step=1, codec=codec, expect=tsck.ANY)
@@ -381,12 +357,7 @@ def test_saves_do_not_need_the_place() -> None:
 
 
 def test_a_cache_that_is_emptied_costs_time_only() -> None:
-    places = Places()
-    store = places.open()
-    states = put_daily(places, store, 3)
-    store.set_policy("run", move_after=("36h", COLD))
-    store.tier()
-    store.gc(AT_ONCE)
+    places, _store, states = moved(3, after="36h")
     reader = places.open()
     with reader.open_snapshot("run@0") as lazy:
         reader.engine.log._empty()  # as another process of this host does with a damaged one
@@ -432,12 +403,7 @@ def test_unfinished_uploads_at_a_place_are_found() -> None:
 @pytest.mark.parametrize("lost", ["relocations", "all", "checkpointed", "store.json"])
 def test_salvage_finds_them(lost: str) -> None:
     """By what is left of the log, or by the moved objects and what is there."""
-    places = Places()
-    store = places.open()
-    states = put_daily(places, store, 3)
-    store.set_policy("run", move_after=("36h", COLD))
-    store.tier()
-    store.gc(AT_ONCE)
+    places, store, states = moved(3, after="36h")
     store.put_snapshot(states["run@0"], ref="run", step=9)  # names the moved pack itself
     chain = Chain(places.own, uuid=b"", prefix="log")
     numbers = sorted(chain.listed("log/"))
