@@ -386,6 +386,16 @@ def test_fsck_beside_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls > 10
 
 
+def test_fsck_of_a_broken_log_knows_where_packs_lie() -> None:
+    """By the entries that are left, on a host that has no cache and can make none."""
+    places, store, states = moved(3, after="36h")
+    store.put_snapshot(states["run@2"], ref="other")
+    chain = Chain(places.own, uuid=b"", prefix="log")
+    places.own.replace(chain.name(max(chain.listed("log/"))), b"nothing")
+    report = places.open().fsck(read_data=True)
+    assert {finding.kind for finding in report.findings if finding.severity == "error"} == {"broken_log"}
+
+
 def test_unfinished_uploads_at_a_place_are_found() -> None:
     places = Places()
     store = places.open()
