@@ -18,7 +18,7 @@ from tensorstore_ck.envelope import pack_body, take, take_count, take_digest, un
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, derived_hash
 from tensorstore_ck.part import Extents, Part
-from tensorstore_ck.table import Table, TableDamagedError
+from tensorstore_ck.table import Table, TableError
 
 PREFIX: Final = b"s/"
 WORD_BITS: Final = 64
@@ -118,10 +118,8 @@ class SummaryCache:
         size_bytes = self._listed.get(part)
         if size_bytes is None:
             return None
-        with contextlib.suppress(TableDamagedError):
-            value = self._table.get(PREFIX + part)
-            return None if value is None else decode_summary(value, part, size_bytes)
-        return None
+        value = self._table.get(PREFIX + part)
+        return None if value is None else decode_summary(value, part, size_bytes)
 
     def put(self, part: Ulid, size_bytes: int, summary: PartSummary) -> None:
         """Keeps a summary; in the table after `flush`, or when enough have come together."""
@@ -138,16 +136,14 @@ class SummaryCache:
 
     def prune(self) -> int:
         """Drops the summaries of parts that are not listed; how many."""
-        with contextlib.suppress(TableDamagedError):
-            gone = [key for key, _ in self._table.scan(PREFIX) if key[len(PREFIX) :] not in self._listed]
-            with self._table.batch() as batch:
-                for key in gone:
-                    batch.delete(key)
-            return len(gone)
-        return 0
+        gone = [key for key, _ in self._table.scan(PREFIX) if key[len(PREFIX) :] not in self._listed]
+        with contextlib.suppress(TableError), self._table.batch() as batch:
+            for key in gone:
+                batch.delete(key)
+        return len(gone)
 
     def _write(self) -> None:
-        with contextlib.suppress(TableDamagedError):
+        with contextlib.suppress(TableError):
             if self._pending:
                 with self._table.batch() as batch:
                     for key, value in self._pending.items():

@@ -21,7 +21,7 @@ from tensorstore_ck.gc.rewriting import Found, look_at, rewrite, smaller
 from tensorstore_ck.ids import Ulid
 from tensorstore_ck.log import ObjectKey, RefTable
 from tensorstore_ck.retention.ageing import AS_IS, HERE, Wish, wishes
-from tensorstore_ck.table import Table, TableDamagedError
+from tensorstore_ck.table import Table, TableError
 from tensorstore_ck.tiers.places import place_url
 
 MODE: Final[Mode] = "small"
@@ -151,13 +151,11 @@ def _told(pack: SparsePack, place: str | None, *, is_moved: bool) -> TieredPack:
 
 def _judged(table: Table) -> set[Ulid]:
     """The packs that this host found not worth encoding anew, so that each is read for that once. A cache."""
-    with contextlib.suppress(TableDamagedError):
-        return {Ulid(key[len(_JUDGED) :]) for key, _ in table.scan(_JUDGED)}
-    return set()
+    return {Ulid(key[len(_JUDGED) :]) for key, _ in table.scan(_JUDGED)}
 
 
 def _note_judged(table: Table, packs: Collection[Ulid], *, gone: Collection[Ulid]) -> None:
-    with contextlib.suppress(TableDamagedError), table.batch() as batch:
+    with contextlib.suppress(TableError), table.batch() as batch:
         for pack in packs:
             batch.put(_JUDGED + pack, b"")
         for pack in gone:

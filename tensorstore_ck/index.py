@@ -5,20 +5,23 @@ table as the ref table, at the same log entry, so that an entry can never outliv
 without a delta base are kept.
 """
 
-import contextlib
 import struct
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from tensorstore_ck.ids import DIGEST_BYTES, Digest, Ulid
+from tensorstore_ck.locks import ProcessLock
 from tensorstore_ck.log import ObjectKey, RefTable
-from tensorstore_ck.table import Batch, Table, TableDamagedError
+from tensorstore_ck.table import Batch, Table, TableBusyError, TableError
 
 _KEY: Final = b"b/"
 _PACK_KEY: Final = b"p/"
 """Pack -> its blocks, so that they can be dropped together."""
 _VALUE: Final = struct.Struct("<16sIQIIH")
 _FIELDS: Final = 6
+_MAX_WAITING: Final = 1000
+"""Packs."""
 
 
 class Location(NamedTuple):
@@ -49,13 +52,13 @@ class BlockIndex:
 
     def __init__(self, table: Table) -> None:
         self._table = table
+        self._lock = ProcessLock()
+        self._waiting: deque[_Note] = deque(maxlen=_MAX_WAITING)
+        """What is still to be noted, as another process had the table."""
 
     def get(self, block: Digest) -> Location | None:
         """Where the block lies, or None."""
-        try:
-            value = self._table.get(_KEY + block)
-        except TableDamagedError:
-            return None
+        value = self._table.get(_KEY + block)
         return None if value is None or len(value) != _VALUE.size else Location(*_VALUE.unpack(value))
 
     def add(self, blocks: Iterable[tuple[Digest, Location]], *, published_at: int) -> None:
@@ -69,18 +72,35 @@ class BlockIndex:
         for block, location in blocks:
             if not location.bases:
                 by_pack.setdefault(location.pack, []).append((block, location))
-        with contextlib.suppress(TableDamagedError), self._table.batch() as batch:
-            view = RefTable(batch)
-            head = view.head()
-            if head is None or published_at > head.n or published_at < view.horizon():
+        with self._lock:
+            self._waiting.extend(_Note(published_at, pack, items) for pack, items in by_pack.items())
+            try:
+                with self._table.batch(wait=False) as batch:  # no save waits for the cache
+                    for note in self._waiting:
+                        _write(batch, note)
+            except TableBusyError:
                 return
-            for pack, items in by_pack.items():
-                state = view.object_state(ObjectKey("pack", pack))
-                if state is not None and state.swept:
-                    continue
-                for block, location in items:
-                    batch.put(_KEY + block, _VALUE.pack(*location[:_FIELDS]))
-                batch.put(_PACK_KEY + pack + items[0][0], b"".join(block for block, _ in items))
+            except TableError:
+                pass
+            self._waiting.clear()
+
+
+class _Note(NamedTuple):
+    """Blocks of one pack."""
+
+    published_at: int
+    pack: Ulid
+    blocks: list[tuple[Digest, Location]]
+
+
+def _write(batch: Batch, note: _Note) -> None:
+    view = RefTable(batch)
+    head, state = view.head(), view.object_state(ObjectKey("pack", note.pack))
+    if head is None or not view.horizon() <= note.published_at <= head.n or (state is not None and state.swept):
+        return
+    for block, location in note.blocks:
+        batch.put(_KEY + block, _VALUE.pack(*location[:_FIELDS]))
+    batch.put(_PACK_KEY + note.pack + note.blocks[0][0], b"".join(block for block, _ in note.blocks))
 
 
 def forget_packs(batch: Batch, packs: Sequence[Ulid]) -> None:

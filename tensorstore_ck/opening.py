@@ -4,9 +4,8 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from tensorstore_ck.backend import open_backend, probe_create
 from tensorstore_ck.backend.limited import limited
@@ -27,10 +26,14 @@ from tensorstore_ck.index import BlockIndex, forget_packs
 from tensorstore_ck.log import Log, RefTable
 from tensorstore_ck.ratelimit import RateLimit
 from tensorstore_ck.room import MinFree, require_room
-from tensorstore_ck.table import MemoryTable, Table, TableDamagedError, open_table
+from tensorstore_ck.table import MemoryTable, Table, open_table
 from tensorstore_ck.tiers import Staging, Tier, TieredBackend, Uploader
 from tensorstore_ck.tiers.placed import PlacedBackend
 from tensorstore_ck.tiers.places import PlaceOpener
+
+_MIN_PATIENCE_SECONDS: Final = 0.005
+_MAX_PATIENCE_SECONDS: Final = 1.0
+"""Limits of how long to wait for the lock of the host's cache, while its holder shows no progress."""
 
 
 def open_engine(
@@ -52,7 +55,9 @@ def open_engine(
     limit = None if max_bytes_per_second is None else RateLimit(max_bytes_per_second)
     backend = open_backend(url, storage_options, no_sync=no_sync)
     try:
+        began = time.monotonic()
         config = read_config(backend)
+        round_trip_seconds = time.monotonic() - began
         if config is None and create:
             config = init_store(backend, single_writer_unsafe=single_writer_unsafe)
         if config is None:
@@ -62,7 +67,9 @@ def open_engine(
         require_room(backend, kept, 0, "the store")
         options = staging if staging is None or isinstance(staging, Staging) else Staging(staging)
         folder = options.open(config.uuid) if options is not None else None
-        table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
+        # A memory table costs a few round trips to fill, so waiting for the cache's lock as long as one at most doubles that.
+        patience_seconds = min(max(round_trip_seconds, _MIN_PATIENCE_SECONDS), _MAX_PATIENCE_SECONDS)
+        table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}", patience_seconds=patience_seconds)
         opener = PlaceOpener(backend.url, dict(storage_options or {}), no_sync)
         engine = make_engine(backend, config, table, single_writer=single_writer_unsafe, open_place=opener)
         backend = engine.backend
@@ -100,15 +107,14 @@ def make_engine(
     def look(anew: bool) -> RefTable:
         if not anew:
             return log.view()
-        with suppress(TableDamagedError):
-            if log.view().head() is not None:
-                log.sync()
-                return log.view()
+        if log.view().head() is not None:
+            log.sync()
+            return log.view()
         apart.sync()  # what keeps its own notes in the cache, and folds no log there, is to find them again
         return apart.view()
 
     placed = PlacedBackend(backend, open_place or PlaceOpener(backend.url), look, store=config.uuid)
-    return Engine(cast(Backend, placed), config, table, log, BlockIndex(table), clock, new_id, placed, single_writer)
+    return Engine(cast(Backend, placed), config, log.table, log, BlockIndex(log.table), clock, new_id, placed, single_writer)
 
 
 def read_config(backend: Backend) -> StoreConfig | None:

@@ -124,7 +124,7 @@ def _publish(engine: Engine, written: WrittenPart, captured: Captured, request: 
         return [operation, *going, *commit_rescue(engine, view, snapshot_ulid, [(part_ulid, part)])]
 
     appended = engine.log.append(build)
-    info = engine.log.view().snapshot(snapshot_ulid)
+    info = engine.log.published(appended, snapshot_ulid)
     if info is None:
         raise SnapshotAbortedError(
             f"the put to {request.ref!r} was aborted by another process before it was published", object_id=request.ref

@@ -13,7 +13,6 @@ from tensorstore_ck.catalog.schema import stores
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.ids import Digest, Ulid
 from tensorstore_ck.log import RefTable
-from tensorstore_ck.table import TableDamagedError
 
 REPLACED: Final = "the store's log is not the one that was read before: the store was restored or salvaged"
 ASKED: Final = "as it was asked for"
@@ -42,26 +41,23 @@ def sync_batch(connection: Connection, engine: Engine, url: str, *, size: int, n
     """
     uuid, log = engine.config.uuid, engine.log
     at = _lock(connection, uuid)
-    try:
-        head = log.sync()
-        reason = ""
-        if at.head_n:
-            before = log.chain.read(at.head_n)
-            if anew or at.log != engine.config.log or before is None or before.hash.hex() != at.head_hash:
-                reason = ASKED if anew else REPLACED
-                forget_store(connection, at.store_id)
-                at = at._replace(head_n=0, head_hash=log.chain.genesis.hex())
-        view, last_n, last_hash = log.view(), at.head_n, at.head_hash
-        replay = Replay(at.store_id, lambda n, txn: _counts(view, n, txn), lambda ulid: view.snapshot(ulid) is not None)
-        first_hash = Digest(bytes.fromhex(at.head_hash)) if at.head_n else log.chain.genesis
-        batches = log.chain.entries(at.head_n, first_hash, at_least=head.n)
-        for entry in islice((entry for batch in batches for entry in batch), min(size, max(0, head.n - at.head_n))):
-            replay.add(entry)
-            last_n, last_hash = entry.n, entry.hash.hex()
-        count = Feed(connection, at.store_id).write(replay, view)
-        _require_folded(view, head.n)
-    except TableDamagedError as exc:
-        raise CacheMovedError from exc
+    head = log.sync()
+    reason = ""
+    if at.head_n:
+        before = log.chain.read(at.head_n)
+        if anew or at.log != engine.config.log or before is None or before.hash.hex() != at.head_hash:
+            reason = ASKED if anew else REPLACED
+            forget_store(connection, at.store_id)
+            at = at._replace(head_n=0, head_hash=log.chain.genesis.hex())
+    view, last_n, last_hash = log.view(), at.head_n, at.head_hash
+    replay = Replay(at.store_id, lambda n, txn: _counts(view, n, txn), lambda ulid: view.snapshot(ulid) is not None)
+    first_hash = Digest(bytes.fromhex(at.head_hash)) if at.head_n else log.chain.genesis
+    batches = log.chain.entries(at.head_n, first_hash, at_least=head.n)
+    for entry in islice((entry for batch in batches for entry in batch), min(size, max(0, head.n - at.head_n))):
+        replay.add(entry)
+        last_n, last_hash = entry.n, entry.hash.hex()
+    count = Feed(connection, at.store_id).write(replay, view)
+    _require_folded(view, head.n)
     values = {"url": url, "log": engine.config.log, "head_n": last_n, "head_hash": last_hash, "synced_ns": now_ns}
     connection.execute(update(stores).where(stores.c.store_id == at.store_id).values(values))
     return Batch(last_n - at.head_n, count, last_n, reason, last_n >= head.n)

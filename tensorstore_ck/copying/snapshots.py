@@ -196,8 +196,7 @@ class SnapshotCopier:
         def build(view: RefTable) -> list[Op]:
             return [*arrange(view, put), *commit_rescue(self._target, view, ulid, parts)]
 
-        self._target.log.append(build)
-        info = self._target.log.view().snapshot(ulid)
+        info = self._target.log.published(self._target.log.append(build), ulid)
         if info is None:
             raise SnapshotAbortedError(f"the copy to {record.ref!r} was given up by another process: run it again", object_id=record.ref)
         for part_ulid, part in parts:

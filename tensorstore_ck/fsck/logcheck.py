@@ -20,7 +20,7 @@ from tensorstore_ck.log import Chain, Entry, Head, Log, RefTable, chain_break
 from tensorstore_ck.log.checkpoint import Checkpoint, checkpoint_folder, checkpoint_number, decode_checkpoint, dump, load
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.parallel import for_each
-from tensorstore_ck.table import MemoryTable, TableDamagedError
+from tensorstore_ck.table import MemoryTable
 
 CACHE_NAME: Final = "cache of this host"
 MAX_NUMBER: Final = (1 << 63) - 1
@@ -295,13 +295,10 @@ def cache_problem(check: LogCheck, log: Log) -> LogProblem | None:
     if check.last_hash is None or any(problem.kind == BrokenLogError.kind for problem in check.problems):
         return None
     head = Head(check.last, check.last_hash)
-    try:
-        if log.view().head() != head:
-            return None
-        is_same = all(one == other for one, other in zip_longest(log.view().items(), check.view.items()))
-        if is_same or log.view().head() != head:
-            return None
-    except TableDamagedError:
-        return None  # it was emptied, and is filled again
+    if log.view().head() != head:
+        return None
+    is_same = all(one == other for one, other in zip_longest(log.view().items(), check.view.items()))
+    if is_same or log.view().head() != head:
+        return None
     message = f"what this host's cache says of the log is not what the log says, at entry {check.last}: `tsck fsck --repair` makes it anew"
     return LogProblem("damaged_cache", CACHE_NAME, message)

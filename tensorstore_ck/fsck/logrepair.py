@@ -12,7 +12,7 @@ from tensorstore_ck.fsck.logcheck import CACHE_NAME, LogCheck, cache_problem
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import Entry, Head
 from tensorstore_ck.log.entry import MAX_ENTRY_BYTES
-from tensorstore_ck.table import TableDamagedError
+from tensorstore_ck.table import TableError
 
 
 def mend_config(engine: Engine) -> bool:
@@ -65,7 +65,7 @@ def mend_cache(engine: Engine, log: LogCheck) -> list[str]:
     log.follow(engine.log.chain)
     if cache_problem(log, engine.log) is None:
         return []
-    with contextlib.suppress(TableDamagedError), engine.table.batch() as batch:
+    with contextlib.suppress(TableError), engine.table.batch() as batch:
         batch.clear(b"")
     engine.log.sync()
     return [CACHE_NAME]

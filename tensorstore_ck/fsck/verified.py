@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Final
 
 from tensorstore_ck.ids import ULID_BYTES, Ulid
-from tensorstore_ck.table import Table, TableDamagedError
+from tensorstore_ck.table import Table, TableError
 
 _KEY: Final = b"f/"
 _FLUSH_PACKS: Final = 256
@@ -24,13 +24,12 @@ class Verified:
         self._times = dict.fromkeys(packs, 0)
         self._pending: dict[Ulid, int | None] = {}
         self._pending_bytes = 0
-        with contextlib.suppress(TableDamagedError):
-            for key, value in table.scan(_KEY):
-                pack = Ulid(key[len(_KEY) :])
-                if pack in self._times and len(pack) == ULID_BYTES:
-                    self._times[pack] = int.from_bytes(value, "big")
-                else:
-                    self._pending[pack] = None
+        for key, value in table.scan(_KEY):
+            pack = Ulid(key[len(_KEY) :])
+            if pack in self._times and len(pack) == ULID_BYTES:
+                self._times[pack] = int.from_bytes(value, "big")
+            else:
+                self._pending[pack] = None
 
     def order(self) -> list[Ulid]:
         """The packs: those first that were never verified, or longest ago."""
@@ -46,7 +45,7 @@ class Verified:
 
     def flush(self) -> None:
         """Writes what was noted."""
-        with contextlib.suppress(TableDamagedError), self._table.batch() as batch:
+        with contextlib.suppress(TableError), self._table.batch() as batch:
             for pack, time_ns in self._pending.items():
                 if time_ns is None:
                     batch.delete(_KEY + pack)

@@ -7,13 +7,15 @@ objects.py                   sets of stored objects, as operations name them
 reftable.py                  typed reads of it
 checkpoint.py                a dump of it, so that nobody must read the log from its start
 chain.py                     entries read from the backend
+follow.py                    brings a table to the log's head; writes checkpoints
 log.py                       sync and append: the commit protocol
 """
 
 from tensorstore_ck.log.chain import Chain, chain_break
 from tensorstore_ck.log.entry import Entry
 from tensorstore_ck.log.fold import fold
-from tensorstore_ck.log.log import Appended, Log, LogChangedWarning
+from tensorstore_ck.log.follow import LogChangedWarning
+from tensorstore_ck.log.log import Appended, Log
 from tensorstore_ck.log.names import validate_ref_name
 from tensorstore_ck.log.objects import FOLDERS, ObjectKey, Objects, pieces
 from tensorstore_ck.log.ops import Op

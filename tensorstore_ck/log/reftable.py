@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
 from tensorstore_ck.log import keys, rows
@@ -52,6 +52,12 @@ class SnapshotInfo(NamedTuple):
     reason: str
     logical_bytes: int
     new_bytes: int
+
+    @classmethod
+    def of_put(cls, put: Mapping[str, Any], n: int, time_ns: int) -> "SnapshotInfo":
+        """What entry `n`, of that time, publishes with the fields of a put."""
+        at = (put["snapshot"], put["root"], put["record"], put["parent"], put["ref"], put["step"], n, time_ns)
+        return cls(*at, put["metrics"], "", "", put["logical_bytes"], put["new_bytes"])
 
 
 class Pin(NamedTuple):

@@ -10,7 +10,7 @@ from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import Body, take, take_count
 from tensorstore_ck.errors import MissingObjectError, SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
-from tensorstore_ck.log import Objects, Op, RefTable
+from tensorstore_ck.log import Objects, Op, RefTable, SnapshotInfo
 from tensorstore_ck.partwriter import WrittenPart
 from tensorstore_ck.ranks.stages import read_part
 from tensorstore_ck.record import Record, record_name
@@ -111,8 +111,8 @@ def publish(
     *,
     txn: Ulid,
     mark: tuple[str, str] | None = None,
-) -> int:
-    """Publishes what all `ranks` have written as one snapshot, whose ULID is `txn`; the number of its log entry.
+) -> SnapshotInfo:
+    """Publishes what all `ranks` have written as one snapshot, whose ULID is `txn`.
 
     Args:
         engine: The store.
@@ -140,11 +140,10 @@ def publish(
         going = expire_at_put(view, request.ref, snapshot, record, engine.clock())
         return [put, *marks, *going, *([Op.rescue(condemned)] if condemned else [])]
 
-    engine.log.append(build)
-    found = engine.log.view().outcome(txn)
-    if found is None or not found.put:
+    info = engine.log.published(engine.log.append(build), txn)
+    if info is None:
         raise SnapshotAbortedError(f"the put to {request.ref!r} was aborted by another rank before it was published", object_id=request.ref)
-    return found.n
+    return info
 
 
 def condemned_of_ranks(engine: Engine, view: RefTable, snapshot: Ulid, ranks: Sequence[RankParts]) -> Objects:

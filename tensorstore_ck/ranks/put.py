@@ -289,7 +289,7 @@ class RankPut:
         """Says so in the log: the number of the entry."""
         record = self._record(dones)
         parts = [done.parts for done in dones]
-        return publish(self._engine, self._request, record, parts, txn=self._txn, mark=self._mark(drifted))
+        return publish(self._engine, self._request, record, parts, txn=self._txn, mark=self._mark(drifted)).n
 
     def _record(self, dones: Sequence[Done]) -> Record:
         parts, logical = [done.parts for done in dones], self._states.shared.logical_bytes + sum(done.told_bytes for done in dones)

@@ -63,7 +63,7 @@ class StagedPut:
                 self._handle.upload(course, self._tier, manifest, course.check)
             attempt = engine.new_id()
             with course.meter.timed("commit"):
-                patiently(course, "publishing", lambda: publish(engine, self._lead, txn, attempt, self._ref))
+                info = patiently(course, "publishing", lambda: publish(engine, self._lead, txn, attempt, self._ref))
         except SnapshotDroppedError:
             if course.dropped != "abandoned":
                 self._give_up(course)
@@ -76,8 +76,6 @@ class StagedPut:
                 "(it stays on the staging disk; a process that opens the store with it goes on, unless a later put was published meanwhile)"
             )
             raise
-        info = engine.log.view().snapshot(txn)
-        assert info is not None
         self._handle.published(self._ref, txn, info.root)
         for manifest in self._manifests:
             clean_up(self._tier, manifest, published=True)

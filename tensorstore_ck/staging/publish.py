@@ -18,8 +18,8 @@ from tensorstore_ck.staging.stage import check_accepted, owner_of, pin_for
 from tensorstore_ck.tiers import Tier
 
 
-def publish(engine: Engine, lead: Lead, txn: Ulid, attempt: Ulid, ref: str) -> int:
-    """Publishes a staged snapshot whose objects are in the store; the number of the entry that did, by whomever.
+def publish(engine: Engine, lead: Lead, txn: Ulid, attempt: Ulid, ref: str) -> SnapshotInfo:
+    """Publishes a staged snapshot whose objects are in the store; if another process did, returns that.
 
     Args:
         engine: The store.
@@ -48,11 +48,10 @@ def publish(engine: Engine, lead: Lead, txn: Ulid, attempt: Ulid, ref: str) -> i
         going = expire_at_put(view, ref, txn, record, engine.clock())
         return [put, *marks, *going, *_unpin(view, txn), *pins, *([Op.rescue(condemned)] if condemned else [])]
 
-    engine.log.append(build)
-    found = engine.log.view().snapshot(txn)
-    if found is None:
+    info = engine.log.published(engine.log.append(build), txn)
+    if info is None:
         raise SnapshotAbortedError(f"the staged put to {ref!r} was given up before it was published", object_id=ref)
-    return found.n
+    return info
 
 
 def give_up(engine: Engine, txn: Ulid) -> SnapshotInfo | None:
@@ -63,8 +62,7 @@ def give_up(engine: Engine, txn: Ulid) -> SnapshotInfo | None:
             return []
         return [Op.abort(txn), *_unpin(view, txn)]
 
-    engine.log.append(build)
-    return engine.log.view().snapshot(txn)
+    return engine.log.published(engine.log.append(build), txn)
 
 
 def clean_up(tier: Tier, manifest: Manifest, *, published: bool, needed: Iterable[str] = ()) -> None:

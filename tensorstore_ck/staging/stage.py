@@ -75,8 +75,8 @@ def pin_for(ref: str, txn: Ulid, root: Digest) -> Op:
     return Op.pin(root, owner_of(txn), f"a staged snapshot of {ref} shares its blocks", None)
 
 
-def announce(engine: Engine, lead: Lead, txn: Ulid, ref: str) -> None:
-    """Has the log say that it is staged, with pins on what it shares; nothing if it says so already, or how it ended.
+def announce(engine: Engine, lead: Lead, txn: Ulid, ref: str) -> int | None:
+    """Has the log say that it is staged, with pins on what it shares: the number of that entry; None if it says already how it ended.
 
     Raises:
         SnapshotExpiredError: gc has freed something that it shares.
@@ -95,7 +95,11 @@ def announce(engine: Engine, lead: Lead, txn: Ulid, ref: str) -> None:
                 pins += [*revive(engine, view, info), pin_for(ref, txn, info.root)]
         return [Op.staged(ref, txn, record, lead.record, txn=txn), *pins]
 
-    engine.log.append(build)
+    appended = engine.log.append(build)
+    if appended.ops:
+        return appended.n
+    staged = engine.log.view().staged(txn)
+    return staged.n if staged is not None else None
 
 
 class Stager:
@@ -291,13 +295,12 @@ class StagedRankPut(RankPut):
         lead = Lead(sealed, parts, self._accepts, base, self._links.txns, self._mark(drifted))
         self._manifest = self._manifest._replace(lead=lead)
         self._stager.keep(self._manifest)
-        announce(engine, lead, self._txn, request.ref)
-        found = engine.log.view().staged(self._txn)
-        if found is None:
+        n = announce(engine, lead, self._txn, request.ref)
+        if n is None:
             raise SnapshotAbortedError(
                 f"the put to {request.ref!r} was aborted by another rank before it was staged", object_id=request.ref
             )
-        return found.n
+        return n
 
     def _small(self) -> list[str]:
         """Parts, and the packs of the layout and large values."""

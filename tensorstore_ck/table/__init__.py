@@ -5,8 +5,21 @@ share a table by the first two bytes of their keys: ``r/`` is the ref table (see
 own bookkeeping, ``b/`` the block index.
 """
 
+from tensorstore_ck.table.failover import FailoverTable
 from tensorstore_ck.table.memory import MemoryTable
 from tensorstore_ck.table.opening import open_table
-from tensorstore_ck.table.protocol import MAX_KEY_BYTES, Batch, CacheWarning, Reader, Table, TableDamagedError
+from tensorstore_ck.table.protocol import MAX_KEY_BYTES, Batch, CacheWarning, Reader, Table, TableBusyError, TableDamagedError, TableError
 
-__all__ = ["MAX_KEY_BYTES", "Batch", "CacheWarning", "MemoryTable", "Reader", "Table", "TableDamagedError", "open_table"]
+__all__ = [
+    "MAX_KEY_BYTES",
+    "Batch",
+    "CacheWarning",
+    "FailoverTable",
+    "MemoryTable",
+    "Reader",
+    "Table",
+    "TableBusyError",
+    "TableDamagedError",
+    "TableError",
+    "open_table",
+]

@@ -1,67 +1,71 @@
 """One LMDB environment of this process, shared by all who open its folder.
 
 The only file that touches LMDB. py-lmdb refuses a second open of a path in one process (closing one would drop the
-other's file locks), therefore `acquire` counts users in a process-wide registry. Invariants: an environment is never
+other's file locks), therefore `lmdb_table` counts users in a process-wide registry. Invariants: an environment is never
 used by a forked child; `set_mapsize` never runs while a transaction of this process is open (`_map_lock`, and
-`_write_lock` before it); a batch holds `batch.lock` in the folder from start to end, so that it can begin anew, when
-the map has to grow, without any other process's batch in between. LMDB has no checksums: each value ends with a CRC.
+`_write_lock` before it); a batch holds `batch.lock` in the folder from start to end, so that it can begin again, when
+the map has to grow, without any other process's batch in between; an environment that failed is not used again, and stays
+open until it is closed, as a thread may have a transaction. LMDB has no checksums: each value ends with a CRC.
 """
 
-import fcntl
 import os
+import struct
 import threading
-import time
-import warnings
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 import lmdb
 
-from tensorstore_ck.table.memory import MemoryTable
-from tensorstore_ck.table.protocol import MAX_KEY_BYTES, PAGE_ITEMS, Batch, CacheWarning, Item, TableDamagedError, check_key, scan_pages
+from tensorstore_ck.table.batchlock import BatchLock
+from tensorstore_ck.table.protocol import MAX_KEY_BYTES, PAGE_ITEMS, Batch, Item, TableBusyError, TableDamagedError, check_key, scan_pages
 
 INITIAL_MAP_BYTES: Final = 64 << 20
 _CRC_BYTES = 4
-_LOCK_DELAYS: Final = [0.0005] * 100 + [0.01] * 100 + [0.1] * 290  # about 30 s
-
-
-class _LockedError(Exception):
-    """`batch.lock` was not to be had."""
+_META: Final = struct.Struct("<16xII112xQ")
+"""Of LMDB's meta page: magic, version, number of the last page in use."""
+_META_MAGIC: Final = 0xBEEFC0DE
+_DAMAGE: Final = (
+    lmdb.CorruptedError,
+    lmdb.InvalidError,
+    lmdb.PageNotFoundError,
+    lmdb.PanicError,
+    lmdb.VersionMismatchError,
+    lmdb.IncompatibleError,
+)
+"""What another opening would meet again, as the files stay as they are."""
 
 
 class Environment:
-    """The table in one folder; in memory where LMDB cannot go on."""
+    """The table in one folder."""
 
-    def __init__(self, folder: Path, map_bytes: int) -> None:
+    def __init__(self, folder: Path, map_bytes: int, patience_seconds: float, *, wait: bool) -> None:
+        """Raises:
+        TableBusyError: another process holds the lock.
+        lmdb.Error, OSError: the folder cannot be used.
+        """
         self.folder = folder
         self.users = 0
         self._map_bytes = map_bytes
-        self._pid = self._memory_pid = os.getpid()
-        self._memory: MemoryTable | None = None
+        self._pid = os.getpid()
+        self._failure = ""
+        self._data_file, self._page_bytes, self._intact = -1, 0, (0, 0)
         self._write_lock = threading.RLock()
         self._map_lock = threading.RLock()
-        self._was_rebuilt = False
-        self._lock_file = os.open(folder / "batch.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self.lock = BatchLock(folder / "batch.lock", patience_seconds)
         try:
-            with self._excluding_processes():  # LMDB's own open is not safe against another process's close
+            with self.lock.held(wait=wait):  # LMDB's own open is not safe against another process's close
                 try:
                     self._lmdb = self._open()
                 except lmdb.Error:
-                    self._lmdb = self._remove_and_open()
+                    self._remove()
+                    self._lmdb = self._open()
         except BaseException:
-            os.close(self._lock_file)
+            self._close_data_file()
+            self.lock.close()
             raise
-
-    def memory(self) -> MemoryTable | None:
-        """The table to use instead of LMDB: after a fork, or when LMDB failed for good."""
-        if self._memory_pid != os.getpid():
-            # The environment belongs to the parent, and any lock may be held by a thread that does not exist here.
-            self._memory_pid = os.getpid()
-            self._memory = MemoryTable()
-        return self._memory
 
     def get(self, key: bytes) -> bytes | None:
         """The value of `key`."""
@@ -76,12 +80,12 @@ class Environment:
             return _read_page(txn, low, high, reverse)
 
     @contextmanager
-    def batch(self) -> Iterator[Batch]:
+    def batch(self, *, wait: bool = True) -> Iterator[Batch]:
         """A batch that excludes those of all threads and processes."""
+        self._require_usable()
         with self._write_lock:
-            environment = self._lmdb
             try:
-                with self._excluding_processes():
+                with self.lock.held(wait=wait):
                     batch = _LmdbBatch(self)
                     try:
                         yield batch
@@ -90,12 +94,11 @@ class Environment:
                         batch.abort()
                         raise
             except lmdb.Error as exc:
-                raise self._rebuilt(environment, exc) from exc
-            except _LockedError as exc:
-                raise self._use_memory(exc) from exc
+                raise self._failed(exc) from exc
 
     def begin(self, *, write: bool) -> Any:
         """A transaction."""
+        self._require_intact()
         try:
             return self._lmdb.begin(write=write)
         except lmdb.ReadersFullError:
@@ -121,11 +124,12 @@ class Environment:
         if self._pid == os.getpid():
             with self._write_lock, self._map_lock:
                 self._lmdb.close()
-                os.close(self._lock_file)
+                self._close_data_file()
+                self.lock.close()
 
     @contextmanager
     def _reading(self) -> Iterator[Any]:
-        environment = self._lmdb
+        self._require_usable()
         try:
             try:
                 with self._map_lock, self.begin(write=False) as txn:
@@ -137,23 +141,22 @@ class Environment:
                     with self.begin(write=False) as txn:
                         yield txn
         except lmdb.Error as exc:
-            raise self._rebuilt(environment, exc) from exc
+            raise self._failed(exc) from exc
 
-    @contextmanager
-    def _excluding_processes(self) -> Iterator[None]:
-        """Holds `batch.lock`: a record lock, since flock's would be inherited by a forked child that lives on."""
-        for delay in _LOCK_DELAYS:
-            try:
-                fcntl.lockf(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                time.sleep(delay)
-        else:
-            raise _LockedError("another process has held its lock for long; it may be stopped")
-        try:
-            yield
-        finally:
-            fcntl.lockf(self._lock_file, fcntl.LOCK_UN)
+    def _require_usable(self) -> None:
+        if self._pid != os.getpid():
+            raise TableDamagedError(f"{self.folder} belongs to the parent process", object_id=str(self.folder))
+        if self._failure:
+            raise TableDamagedError(self._failure, object_id=str(self.folder))
+
+    def _failed(self, cause: lmdb.Error) -> TableDamagedError:
+        """Not to be used again. What is damaged is removed, so that other processes, and later ones, begin with an empty table."""
+        if not self._failure:
+            self._failure = f"{self.folder}: {cause}"
+            if isinstance(cause, _DAMAGE):
+                with suppress(OSError, TableBusyError), self.lock.held(wait=False):
+                    self._remove()
+        return TableDamagedError(self._failure, object_id=str(self.folder))
 
     def _open(self) -> Any:
         # With sync or metasync off a power failure leaves LMDB damaged, or back in time.
@@ -162,47 +165,44 @@ class Environment:
         )
         try:
             opened.reader_check()  # readers that were killed keep their slots, and the pages that they read
-            bytes_used = (opened.info()["last_pgno"] + 1) * opened.stat()["psize"]
-            # The map of a file that was cut short fails with SIGBUS, not with an error.
-            if opened.info()["last_txnid"] and (self.folder / "data.mdb").stat().st_size < bytes_used:
-                raise lmdb.CorruptedError(f"data.mdb is shorter than the {bytes_used} bytes that it uses")
+            self._page_bytes = opened.stat()["psize"]
+            self._close_data_file()
+            self._data_file, self._intact = os.open(self.folder / "data.mdb", os.O_RDONLY | os.O_CLOEXEC), (0, 0)
+            self._require_intact()
         except BaseException:
             opened.close()
             raise
         return opened
 
-    def _remove_and_open(self) -> Any:
+    def _require_intact(self) -> None:
+        """Refuses a file that was cut short or overwritten: LMDB would read beyond its end, which is a SIGBUS and not an error.
+
+        Looks at both meta pages (struct MDB_meta in LMDB's mdb.c), whenever the file was written since the last look.
+        """
+        found = os.fstat(self._data_file)
+        if (found.st_mtime_ns, found.st_size) == self._intact:
+            return
+        for at in (0, self._page_bytes):
+            meta = os.pread(self._data_file, _META.size, at)
+            if len(meta) < _META.size:
+                raise lmdb.CorruptedError("data.mdb is cut short")
+            magic, version, last_page = _META.unpack(meta)
+            if magic != _META_MAGIC or version != 1 or (last_page + 1) * self._page_bytes > found.st_size:
+                raise lmdb.CorruptedError("data.mdb is cut short or overwritten")
+        self._intact = found.st_mtime_ns, found.st_size
+
+    def _close_data_file(self) -> None:
+        if self._data_file >= 0:
+            os.close(self._data_file)
+            self._data_file = -1
+
+    def _remove(self) -> None:
         for name in ("data.mdb", "lock.mdb"):
             (self.folder / name).unlink(missing_ok=True)  # other processes go on with the files that they have open
-        return self._open()
-
-    def _rebuilt(self, broken: Any, cause: Exception) -> TableDamagedError:
-        """Makes an empty table: on disk the first time, in memory when that fails or does not last."""
-        with self._write_lock, self._map_lock:
-            if self._lmdb is not broken or self._memory is not None:
-                return self._damaged(cause)  # another thread was faster
-            self._lmdb.close()
-            if self._was_rebuilt:
-                return self._use_memory(cause)
-            self._was_rebuilt = True
-            try:
-                self._lmdb = self._remove_and_open()
-            except (OSError, lmdb.Error) as exc:
-                return self._use_memory(exc)
-            return self._damaged(cause)
-
-    def _use_memory(self, cause: Exception) -> TableDamagedError:
-        self._memory = MemoryTable()
-        advice = f"the cache in {self.folder} cannot be used ({cause}); using memory. Free space there, or delete the folder"
-        warnings.warn(CacheWarning(advice), stacklevel=2)
-        return self._damaged(cause)
-
-    def _damaged(self, cause: Exception) -> TableDamagedError:
-        return TableDamagedError(f"the cache in {self.folder} was emptied ({cause}); try again", object_id=str(self.folder))
 
 
 class _LmdbBatch:
-    """A write transaction that can begin anew in a larger map."""
+    """A write transaction that can begin again in a larger map."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
@@ -213,7 +213,7 @@ class _LmdbBatch:
         return _get(self._txn, key)
 
     def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
-        return scan_pages(lambda low, high, backwards: _read_page(self._txn, low, high, backwards), prefix, start, reverse)
+        return scan_pages(self._page, prefix, start, reverse)
 
     def put(self, key: bytes, value: bytes) -> None:
         check_key(key)
@@ -237,8 +237,14 @@ class _LmdbBatch:
     def abort(self) -> None:
         self._txn.abort()
 
+    def _page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
+        self._environment.lock.show_progress()
+        return _read_page(self._txn, low, high, reverse)
+
     def _write(self, key: bytes, value: bytes | None) -> None:
         self._journal.append((key, value))
+        if len(self._journal) % PAGE_ITEMS == 0:
+            self._environment.lock.show_progress()
         try:
             self._apply(key, value)
         except lmdb.MapFullError:
@@ -254,6 +260,7 @@ class _LmdbBatch:
         """Writes everything so far again. Nobody else wrote meanwhile, so what was read from this batch still holds."""
         while True:
             self._txn.abort()
+            self._environment.lock.show_progress()
             self._environment.grow()
             self._txn = self._environment.begin_writing()
             try:

@@ -29,7 +29,7 @@ class MemoryTable:
         return scan_pages(self._page, prefix, start, reverse)
 
     @contextmanager
-    def batch(self) -> Iterator[Batch]:
+    def batch(self, *, wait: bool = True) -> Iterator[Batch]:
         """See `Table.batch`."""
         with self._lock:
             batch = _MemoryBatch(self)

@@ -27,10 +27,11 @@ NETWORK_FILESYSTEM: Final = re.compile(
 _UNUSED_SECONDS: Final = 30 * 24 * 3600
 
 
-def open_table(cache_dir: Path | None, key: str) -> Table:
+def open_table(cache_dir: Path | None, key: str, *, patience_seconds: float = 0.1) -> Table:
     """The host's table for `key`, which is fit for a file name: in `cache_dir` or the user's cache directory, else local tmp, else memory.
 
-    Never fails: a cache that cannot be had costs time only, and a `CacheWarning` says so.
+    Never fails: a cache that cannot be had costs time only, and a `CacheWarning` says so. `patience_seconds` is how long to wait for
+    another process that holds its lock and makes no progress.
     """
     name = host_key(key)
     user_cache = platformdirs.user_cache_path("tensorstore_ck", appauthor=False) if cache_dir is None else cache_dir
@@ -45,7 +46,7 @@ def open_table(cache_dir: Path | None, key: str) -> Table:
             break
         try:
             folder = _private_folder(base, name)
-            table = open_lmdb_table(folder)
+            table = open_lmdb_table(folder, patience_seconds=patience_seconds)
             _remove_unused(base, name)
             return table
         except (OSError, lmdb.Error) as exc:

@@ -1,8 +1,9 @@
 """What the log and the block index ask of the host's cache: an ordered map of bytes with atomic batches.
 
-A table may lose everything at any moment, but only all of it, and it says so: `TableDamagedError` means that it is empty
-now and works again. It never returns bytes that were not put. Methods may be called from several threads and, for tables
-on disk, processes; a batch excludes all other batches.
+A table on disk may fail at any call: `TableDamagedError` means that it cannot be used by this process any more,
+`TableBusyError` that another process holds its lock. It never returns bytes that were not put. `FailoverTable` puts a table
+in memory in its place, so that whoever reads the fold of the log meets neither. Methods may be called from several threads
+and, for tables on disk, processes; a batch excludes all other batches.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,8 +25,16 @@ class CacheWarning(UserWarning):
     """The host's cache is of less use than it should be; nothing is lost."""
 
 
-class TableDamagedError(RetryableError):
-    """The cache was damaged and has been emptied; the same call builds it again."""
+class TableError(RetryableError):
+    """The cache on disk did not answer."""
+
+
+class TableDamagedError(TableError):
+    """The cache is damaged, its disk is full or fails, or it belongs to a parent process."""
+
+
+class TableBusyError(TableError):
+    """Another process holds the cache's lock."""
 
 
 class Reader(Protocol):
@@ -57,8 +66,16 @@ class Batch(Reader, Protocol):
 class Table(Reader, Protocol):
     """An ordered map of bytes."""
 
-    def batch(self) -> AbstractContextManager[Batch]:
-        """A batch: committed at the end of the ``with`` block, dropped when that raises."""
+    def batch(self, *, wait: bool = True) -> AbstractContextManager[Batch]:
+        """A batch: committed at the end of the ``with`` block, dropped when that raises.
+
+        Args:
+            wait: False: raise `TableBusyError` at once where another process is in a batch.
+
+        Raises:
+            TableBusyError: another process is in a batch, and makes no progress.
+            TableDamagedError: the batch failed, and left nothing.
+        """
 
     def close(self) -> None:
         """Gives the table up; idempotent."""

@@ -12,7 +12,6 @@ from tensorstore_ck.backend.protocol import Backend, ObjectInfo
 from tensorstore_ck.errors import CorruptObjectError, GcRefusedError, MissingObjectError, PlaceUnavailableError, StoreError
 from tensorstore_ck.ids import Ulid, parse_ulid
 from tensorstore_ck.locks import ProcessLock
-from tensorstore_ck.table import TableDamagedError
 from tensorstore_ck.tiers.places import Mark, read_mark, require_apart, write_mark
 
 PACKS: Final = "packs/"
@@ -212,7 +211,7 @@ class PlacedBackend:
             return None
         url = self._found.get(pack)
         if url is None and self._look is not None:
-            with suppress(TableDamagedError, *((StoreError,) if anew else ())):
+            with suppress(*((StoreError,) if anew else ())):
                 url = self._look(anew).place_of(pack)
             if url is not None:
                 self._found[pack] = url

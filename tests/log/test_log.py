@@ -14,7 +14,7 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, CorruptObjectError, FormatVersionError, MissingObjectError
 from tensorstore_ck.log import LogChangedWarning, Op, RefTable, keys, rows
 from tensorstore_ck.log.entry import decode_entry, entry_name, folder_name, genesis_hash
-from tensorstore_ck.table import MemoryTable, Table, TableDamagedError
+from tensorstore_ck.table import CacheWarning, MemoryTable, Table
 from tensorstore_ck.table.lmdb_table import open_lmdb_table
 from tests.log.scripted import (
     UUID,
@@ -159,19 +159,25 @@ def test_a_cache_that_is_damaged_meanwhile_is_built_again(tmp_path: Path, met_by
     def build(view: RefTable) -> list[Op]:
         return [put_op("runs/gpt", 5, step=view.branch("runs/gpt").step)]  # type: ignore[union-attr]
 
-    match met_by:
-        case "build":
-            assert log.append(build).n == 6
-        case "fold":
-            append_puts(open_log(backend), 1, first=5)
-        case "view":
-            log.sync()
-            with pytest.raises(TableDamagedError):
-                log.view().branch("runs/gpt")
-    log.sync()
-    assert follow(log.view(), "runs/gpt") == [0, 1, 2, 3, 4] + {"build": [4], "fold": [5], "view": []}[met_by]
-    assert dump_of(log) == dump_of(open_log(backend, _synced(backend)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        match met_by:
+            case "build":
+                assert log.append(build).n == 6
+            case "fold":
+                append_puts(open_log(backend), 1, first=5)
+            case "view":
+                log.sync()
+                assert log.view().branch("runs/gpt").step == 4  # type: ignore[union-attr]
+        log.sync()
+        assert follow(log.view(), "runs/gpt") == [0, 1, 2, 3, 4] + {"build": [4], "fold": [5], "view": []}[met_by]
+        assert dump_of(log) == dump_of(open_log(backend, _synced(backend)))
+    assert [each.category for each in caught] == [CacheWarning]
     table.close()
+    again = open_log(backend, open_lmdb_table(tmp_path))
+    again.sync()
+    assert dump_of(again) == dump_of(log), "what was damaged is gone from the disk, too"
+    again.table.close()
 
 
 @pytest.mark.parametrize("row", [b"", b"\x93\x01\x02", b"\xc1", rows.encode_row(rows.Head(3, genesis_hash(UUID), 99))])
@@ -474,7 +480,7 @@ def test_an_entry_missing_before_others_is_noticed_by_a_warm_follower_too() -> N
     table = MemoryTable()
     log = open_log(Tricky(long_log(0)), table)
     for n in range(1, 4):
-        log._fold([next(open_log(backend.inner).entries(n))])
+        log._follower.fold(table, [next(open_log(backend.inner).entries(n))])
     backend.inner.delete([entry_name("log", 5)])
     with pytest.raises(BrokenLogError, match=entry_name("log", 5)):
         open_log(backend, table).sync()
@@ -574,7 +580,7 @@ def _folded(backend: MemoryBackend, count: int) -> Table:
     log = open_log(MemoryBackend(), table)
     for entry in open_log(backend).entries():
         if entry.n <= count:
-            log._fold([entry])
+            log._follower.fold(table, [entry])
     return table
 
 

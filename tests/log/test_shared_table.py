@@ -18,11 +18,11 @@ class Interrupted(MemoryTable):
     after: Callable[[], object] = staticmethod(lambda: None)
 
     @contextmanager
-    def batch(self) -> Iterator[Batch]:
+    def batch(self, *, wait: bool = True) -> Iterator[Batch]:
         self.at -= 1
         if self.at == 0:
             self.before()
-        with super().batch() as batch:
+        with super().batch(wait=wait) as batch:
             yield batch
         self.after()
 

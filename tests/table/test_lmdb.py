@@ -5,13 +5,14 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import lmdb
 import pytest
 
-from tensorstore_ck.table import CacheWarning, Table, TableDamagedError
+from tensorstore_ck.table import Table, TableBusyError, TableDamagedError, batchlock
 from tensorstore_ck.table import environment as environment_module
 from tensorstore_ck.table.lmdb_table import open_lmdb_table
 
@@ -120,8 +121,10 @@ def test_a_forked_child_has_a_table_of_its_own(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:  # the thread that holds every lock does not exist here
         try:
-            assert table.get(b"k000000") is None
-            fill(table, 1, b"child")
+            with pytest.raises(TableDamagedError, match="parent"):
+                table.get(b"k000000")
+            with pytest.raises(TableDamagedError, match="parent"):
+                fill(table, 1, b"child")
             mine = open_lmdb_table(tmp_path)
             assert list(mine.scan(b"")) == []
             fill(mine, 1, b"other")
@@ -208,8 +211,11 @@ def test_a_flipped_bit_is_never_returned(tmp_path: Path, read: Callable[[Table],
     table.close()
     flip_value(tmp_path)
     table = open_lmdb_table(tmp_path)
-    with pytest.raises(TableDamagedError, match="emptied"):
-        read(table)
+    for use in (read, read, get_in_batch):
+        with pytest.raises(TableDamagedError, match="checksum"):
+            use(table)
+    table.close()
+    table = open_lmdb_table(tmp_path)
     assert list(table.scan(b"")) == []
     with table.batch() as batch:
         batch.put(b"key", b"precious")
@@ -219,49 +225,130 @@ def test_a_flipped_bit_is_never_returned(tmp_path: Path, read: Callable[[Table],
     table.close()
 
 
-def test_damage_that_comes_again_ends_in_memory_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [lmdb.DiskError("no space"), lmdb.MemoryError("none"), lmdb.CorruptedError("bad")])
+def test_an_environment_that_failed_is_not_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: lmdb.Error) -> None:
     table = open_lmdb_table(tmp_path)
     fill(table, 1)
 
     def broken(_txn: object, _key: bytes) -> bytes:
-        raise lmdb.DiskError("no space")
+        raise error
 
-    monkeypatch.setattr(environment_module, "_get", broken)
+    with monkeypatch.context() as patched:
+        patched.setattr(environment_module, "_get", broken)
+        with pytest.raises(TableDamagedError):
+            table.get(b"k000000")
     with pytest.raises(TableDamagedError):
         table.get(b"k000000")
-    with pytest.warns(CacheWarning, match="using memory"), pytest.raises(TableDamagedError):
-        table.get(b"k000000")
-    assert table.get(b"k000000") is None
-    fill(table, 3)
-    assert len(list(table.scan(b"k"))) == 3
+    table.close()
+    table = open_lmdb_table(tmp_path)
+    is_damage = isinstance(error, lmdb.CorruptedError)
+    assert (table.get(b"k000000") is None) is is_damage, "a full disk is no reason to throw away what all processes share"
     table.close()
 
 
-def test_a_process_that_stands_still_in_a_batch_holds_up_nobody_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment_module, "_LOCK_DELAYS", [0.0] * 3)
+@pytest.mark.parametrize("kind", ["garbage", "cut short", "no data"])
+@pytest.mark.parametrize("use", [lambda table: table.get(b"k000001"), lambda table: list(table.scan(b"k")), lambda table: fill(table, 1)])
+def test_a_file_that_is_cut_or_overwritten_while_it_is_mapped_is_an_error_and_no_crash(
+    tmp_path: Path, kind: str, use: Callable[[Table], object]
+) -> None:
     table = open_lmdb_table(tmp_path)
-    holder = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import fcntl, os, sys\n"
-            "file = os.open(sys.argv[1], os.O_RDWR)\n"
-            "fcntl.lockf(file, fcntl.LOCK_EX)\n"
-            "print('held', flush=True)\n"
-            "sys.stdin.read()",
-            str(tmp_path / "batch.lock"),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == b"held\n"
-    with pytest.warns(CacheWarning, match="stopped"), pytest.raises(TableDamagedError):
+    fill(table, 500)
+    damage(tmp_path, kind)
+    with pytest.raises(TableDamagedError, match="cut short"):
+        use(table)
+    table.close()
+
+
+# --- the lock -------------------------------------------------------------------------------------------------------------
+
+HOLDER = """
+import sys, threading
+from pathlib import Path
+from tensorstore_ck.table.batchlock import BatchLock
+lock = BatchLock(Path(sys.argv[1]) / "batch.lock", 1.0)
+with lock.held(wait=True):
+    print("held", flush=True)
+    for line in sys.stdin:
+        if line == "release\\n":
+            break
+        lock.show_progress()
+        print("moved", flush=True)
+print("released", flush=True)
+sys.stdin.read()
+"""
+
+
+class Holder:
+    """Another process that holds the lock of a table's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-c", HOLDER, str(folder)]
+        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        assert self.read() == "held"
+
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def say(self, line: str) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        return self.read()
+
+    def end(self) -> None:
+        self.process.communicate(timeout=30)
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Holder]:
+    holder = Holder(tmp_path)
+    yield holder
+    holder.end()
+
+
+def test_a_process_that_stands_still_with_the_lock_holds_up_nobody(tmp_path: Path, holder: Holder) -> None:
+    table = open_lmdb_table(tmp_path, patience_seconds=0.01)
+    message = f"process {holder.process.pid} holds"
+    with pytest.raises(TableBusyError, match=message):
+        table.get(b"k")
+    with pytest.raises(TableBusyError, match=message):
+        list(table.scan(b""))
+    with pytest.raises(TableBusyError, match=message):
         fill(table, 1)
+    holder.say("release")
     fill(table, 2)
     assert len(list(table.scan(b"k"))) == 2
     table.close()
-    holder.communicate(timeout=30)
+
+
+def test_what_must_not_wait_does_not(tmp_path: Path, holder: Holder) -> None:
+    table = open_lmdb_table(tmp_path, patience_seconds=0.01)
+    with pytest.raises(TableBusyError), table.batch(wait=False):
+        pass
+    holder.say("release")
+    with table.batch(wait=False) as batch:
+        batch.put(b"k", b"v")
+    assert table.get(b"k") == b"v"
+    table.close()
+
+
+def test_a_holder_that_works_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that runs out at the second look, unless the holder shows progress between them."""
+    table = open_lmdb_table(tmp_path, patience_seconds=1.0)
+    holder, looks = Holder(tmp_path), 0
+
+    def sleep(_seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        holder.say("release" if looks == 50 else "move")
+
+    monkeypatch.setattr(batchlock, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: looks * 0.6))
+    fill(table, 2)
+    assert looks == 50
+    assert len(list(table.scan(b"k"))) == 2
+    table.close()
+    holder.end()
 
 
 def test_readers_that_were_killed_are_cleared(tmp_path: Path) -> None:

@@ -278,17 +278,15 @@ class Writer(StorageWriter):
                 written, own = self._complete(begun, captured)
                 parts = [own, *others]
                 record = record_of(engine, request, parts, logical_bytes=captured.logical_bytes)
-                n = publish(engine, request, record, parts, txn=txn)
+                info = publish(engine, request, record, parts, txn=txn)
             except SnapshotExpiredError:
                 if attempt == MAX_TRIES:
                     raise
                 begun = self._begin(begun.role, captured)  # gc freed something that this relies on: the bytes are still in memory
             else:
-                engine.index.add(written.added.items(), published_at=n)
-                break
-        info = engine.log.view().snapshot(txn)
-        assert info is not None
-        return info
+                engine.index.add(written.added.items(), published_at=info.n)
+                return info
+        raise AssertionError
 
 
 def _filled(begun: Begun, metadata: Metadata, values: Mapping[str, Subtree]) -> Captured:

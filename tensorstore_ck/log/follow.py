@@ -1,0 +1,191 @@
+"""Brings a table to the head of the log: from its own head, or from the newest checkpoint; and writes checkpoints.
+
+What lies in the table is a cache of the fold: one that does not continue this log is emptied and filled again.
+"""
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Final
+
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.envelope import MAX_OBJECT_BYTES
+from tensorstore_ck.errors import DamageError, FormatVersionError, StoreError
+from tensorstore_ck.ids import Ulid
+from tensorstore_ck.log import checkpoint
+from tensorstore_ck.log.chain import Chain
+from tensorstore_ck.log.checkpoint import Checkpoint, Tail
+from tensorstore_ck.log.entry import Entry
+from tensorstore_ck.log.fold import fold
+from tensorstore_ck.log.reftable import RefTable
+from tensorstore_ck.log.rows import Head
+from tensorstore_ck.table import Batch, Table
+
+_CHECKPOINT_TRIES: Final = 4
+
+
+class EmptiedError(Exception):
+    """Another process of this host emptied the table."""
+
+
+class LogChangedWarning(UserWarning):
+    """The log does not continue what this host read earlier: the store was restored from a copy, or entries were destroyed."""
+
+
+class Follower:
+    """Reads one log for any number of tables."""
+
+    def __init__(self, backend: Backend, chain: Chain, *, prefix: str, on_swept: Callable[[Batch, Sequence[Ulid]], None]) -> None:
+        """`on_swept` is passed the packs that an entry sweeps, in the batch that folds it."""
+        self._backend = backend
+        self._chain = chain
+        self._prefix = prefix
+        self._on_swept = on_swept
+        self._verified: Head | None = None
+        self._next_checkpoint_try = 0
+
+    def follow(self, table: Table) -> Head:
+        """Folds every entry that was acknowledged before this call, and returns the head.
+
+        Raises:
+            BrokenLogError: an entry is missing, damaged or off the hash chain.
+            EmptiedError, TableError: try again.
+        """
+        cached, at_least = RefTable(table).head(), 0
+        while cached is None or not self._is_of_this_log(cached):
+            if _forget(table, cached):
+                cached = self._start_from_checkpoint(table)
+                at_least = self._chain.last_listed(cached.n)
+                break
+            cached = RefTable(table).head()  # another process of this host was faster
+        head = cached
+        for entries in self._chain.entries(head.n, head.hash, at_least=at_least):
+            self.fold(table, entries)
+            head = Head(entries[-1].n, entries[-1].hash)
+        self._verified = head
+        return head
+
+    def fold(self, table: Table, entries: Sequence[Entry]) -> None:
+        """Folds entries that follow the table's head, or that it has already.
+
+        Raises:
+            EmptiedError, TableError: try again.
+        """
+        with table.batch() as batch:
+            head = RefTable(batch).head() or Head(0, self._chain.genesis)
+            tail = Tail.read(batch)
+            for entry in entries:
+                if entry.n <= head.n:
+                    continue  # another process of this host was faster
+                if entry.n != head.n + 1 or entry.prev != head.hash:
+                    raise EmptiedError
+                swept = fold(entry, batch)
+                if swept:
+                    self._on_swept(batch, swept)
+                head = Head(entry.n, entry.hash)
+                tail = tail._replace(entries=tail.entries + 1, entry_bytes=tail.entry_bytes + entry.size_bytes)
+            tail.write(batch)
+
+    def fold_own(self, table: Table, entry: Entry) -> None:
+        """Folds an entry that this process appended: no need to look for it again."""
+        self.fold(table, [entry])
+        self._verified = Head(entry.n, entry.hash)
+
+    def _is_of_this_log(self, head: Head) -> bool:
+        """Whether the table's head is an entry of this log."""
+        if head == self._verified:
+            return True
+        entry = self._chain.read(head.n)
+        if entry is not None and entry.hash == head.hash:
+            return True
+        warnings.warn(
+            LogChangedWarning(
+                f"{self._backend.url}: log entry {self._chain.name(head.n)} is not what this host read earlier. If the store was not "
+                "restored from a copy, entries were destroyed: see `tsck fsck`"
+            ),
+            stacklevel=2,
+        )
+        return False
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _start_from_checkpoint(self, table: Table) -> Head:
+        """Fills the empty table from the newest checkpoint that fits the log."""
+        for n, size_bytes in itertools.islice(self._listed_checkpoints(), _CHECKPOINT_TRIES):
+            found = self._read_checkpoint(n)
+            if found is not None:
+                with table.batch() as batch:
+                    if RefTable(batch).head() is None:  # else another process of this host was faster
+                        checkpoint.load(batch, found)
+                        Tail(n, size_bytes, 0, 0).write(batch)
+                return Head(n, found.entry_hash)
+        return Head(0, self._chain.genesis)
+
+    def _read_checkpoint(self, n: int) -> Checkpoint | None:
+        """The checkpoint at `n`, when it can be used and was made from this log."""
+        name = checkpoint.checkpoint_name(self._prefix, n)
+        try:
+            found = checkpoint.decode_checkpoint(self._backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
+        except (DamageError, FormatVersionError):
+            return None
+        entry = self._chain.read(n)
+        if entry is None:
+            raise self._chain.broken(n, f"is missing, though {name} was made from it")
+        return found if found.n == n and found.entry_hash == entry.hash else None
+
+    def write_checkpoint_if_due(self, table: Table, n: int, make_durable: Callable[[int], None]) -> None:
+        """Writes one when reading the entries since the last has come to cost more. `make_durable` is called with its entry's number."""
+        if n < self._next_checkpoint_try:
+            return
+        with suppress(StoreError):  # a checkpoint saves time: nothing is lost without it
+            tail = Tail.read(table)
+            if tail.is_due():
+                self._next_checkpoint_try = n + checkpoint.MIN_TAIL_ENTRIES
+                tail = self._written_by_others(tail, n)
+                if tail.is_due():
+                    tail = self._write_checkpoint(table, make_durable) or tail
+                with table.batch() as batch:
+                    tail.write(batch)
+
+    def _written_by_others(self, tail: Tail, n: int) -> Tail:
+        """The tail since the newest checkpoint in the store."""
+        for other, size_bytes in self._listed_checkpoints():
+            if tail.checkpoint_n < other <= n:
+                entries = n - other
+                return Tail(other, size_bytes, entries, tail.entry_bytes * entries // max(tail.entries, 1))
+        return tail
+
+    def _write_checkpoint(self, table: Table, make_durable: Callable[[int], None]) -> Tail | None:
+        with table.batch() as batch:  # so that nobody folds on meanwhile
+            head = RefTable(batch).head()
+            sealed = checkpoint.dump(batch, head.n, head.hash) if head is not None else None
+        if head is None or sealed is None:
+            return None
+        make_durable(head.n)  # a checkpoint must not outlive its entry
+        self._backend.create(checkpoint.checkpoint_name(self._prefix, head.n), sealed)
+        return Tail(head.n, len(sealed), 0, 0)
+
+    def _listed_checkpoints(self) -> Iterator[tuple[int, int]]:
+        """(entry number, bytes), newest first."""
+        listed = self._backend.list(checkpoint.checkpoint_folder(self._prefix))
+        numbered = [(checkpoint.checkpoint_number(info.name), info.size_bytes) for info in listed]
+        yield from sorted(((n, size) for n, size in numbered if n), reverse=True)
+
+
+def _forget(table: Table, head: Head | None) -> bool:
+    """Empties the whole table: the block index in it is only as good as the fold that it was kept beside.
+
+    Unless its head is no longer `head`, which cannot be used: then another process has begun again. Whether it did.
+    """
+    with table.batch() as batch:
+        if RefTable(batch).head() != head:
+            return False
+        empty(batch)
+    return True
+
+
+def empty(batch: Batch) -> None:
+    """Removes every row."""
+    batch.clear(b"")
+    Tail(0, 0, 0, 0).write(batch)
