@@ -5,18 +5,21 @@ where a block is, never what it is; a place is good for the view that it was res
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.errors import MissingObjectError, SnapshotExpiredError
+from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, SnapshotExpiredError
 from tensorstore_ck.ids import Ulid
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, SnapshotInfo
 from tensorstore_ck.part import Extents, Part
 
 Entries = npt.NDArray[Any]
+
+_MAX_HOPS: Final = 500
+"""How often a block may have been moved: gc moves one a few times in its life."""
 
 
 class Places(NamedTuple):
@@ -42,12 +45,13 @@ def resolve(engine: Engine, view: RefTable, part: Part) -> Places:
     """The places of a part's blocks.
 
     Raises:
-        DamageError: a moved object cannot be read.
+        DamageError: a moved object cannot be read, or relocations lead in a circle.
     """
     packs, extents, moved = list(part.packs), part.extents, set[Ulid]()
-    numbers = list(range(len(packs)))
+    numbers = [(number, 0) for number in range(len(packs))]
     while numbers:
-        number = numbers.pop()
+        number, hops = numbers.pop()
+        _require_end(packs[number], hops)
         relocations = view.relocations(packs[number])
         rows = np.flatnonzero(extents["pack"] == number) if relocations else np.empty(0, np.int64)
         for relocation in relocations:
@@ -61,7 +65,7 @@ def resolve(engine: Engine, view: RefTable, part: Part) -> Places:
             moved.add(relocation.moved)
             first, to = len(packs), found.rows[at[hit]]
             packs += found.targets
-            numbers += range(first, len(packs))
+            numbers += [(new, hops + 1) for new in range(first, len(packs))]
             for field in ("entry", "stored", "offset", "codec"):
                 extents[field][rows[hit]] = to[field]
             extents["pack"][rows[hit]] = to["target"] + first
@@ -69,11 +73,22 @@ def resolve(engine: Engine, view: RefTable, part: Part) -> Places:
     return Places(packs, extents, frozenset(moved))
 
 
-def follow(engine: Engine, view: RefTable, pack: Ulid, entries: Entries) -> Iterator[tuple[Ulid, Entries, Ulid | None]]:
+def _require_end(pack: Ulid, hops: int) -> None:
+    """Refuses relocations that lead back to where they began: nobody writes those, as a pack's name is never used again."""
+    if hops > _MAX_HOPS:
+        name = ObjectKey("pack", pack).name
+        raise CorruptObjectError(f"the relocations of {name} lead in a circle: check the store with `tsck fsck`", object_id=name)
+
+
+def follow(engine: Engine, view: RefTable, pack: Ulid, entries: Entries, hops: int = 0) -> Iterator[tuple[Ulid, Entries, Ulid | None]]:
     """(pack, entries, moved object on the way) for each place where sorted `entries` of `pack` are now, step by step.
 
-    What a moved object leads to is followed on; it is yielded with no entries.
+    What a moved object leads to is followed on; it is yielded with no entries. `hops`: how often the entries were moved before.
+
+    Raises:
+        CorruptObjectError: the relocations lead in a circle.
     """
+    _require_end(pack, hops)
     for relocation in view.relocations(pack):
         found = engine.read_moved(relocation)
         at = np.minimum(np.searchsorted(found.rows["from"], entries), len(found.rows) - 1)
@@ -82,7 +97,7 @@ def follow(engine: Engine, view: RefTable, pack: Ulid, entries: Entries) -> Iter
             yield pack, entries[:0], relocation.moved
             to = found.rows[at[hit]]
             for number in np.unique(to["target"]).tolist():
-                yield from follow(engine, view, found.targets[number], np.sort(to["entry"][to["target"] == number]))
+                yield from follow(engine, view, found.targets[number], np.sort(to["entry"][to["target"] == number]), hops + 1)
             entries = entries[~hit]
     if len(entries):
         yield pack, entries, None

@@ -23,6 +23,7 @@ from tensorstore_ck.log import Log, Op, RefTable
 from tensorstore_ck.log.entry import entry_name
 from tensorstore_ck.log.log import RESEND_DELAYS
 from tests.log.scripted import Tricky, append_puts, mark_op, names_in, new_id, open_log, put_op
+from tests.table.faultytable import CacheFaults, FaultyTable
 
 
 def append(log: Log, name: str) -> int:
@@ -46,6 +47,27 @@ def other_writer(backend: Tricky, name: str = "other") -> Callable[[], object]:
 def test_created(backend: Tricky) -> None:
     assert append(open_log(backend), "mine") == 2
     assert names_in(backend.inner) == ["first", "mine"]
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_what_is_published_is_known_though_neither_cache_nor_log_can_be_read_then(backend: Tricky, is_busy: bool) -> None:
+    faults = CacheFaults()
+    log = open_log(backend, FaultyTable(faults))
+    put = put_op("runs/gpt", 7, step=7)
+
+    def land(name: str, data: bytes) -> Created:
+        faults.reset(range(1 << 30), is_busy=is_busy)
+        backend.before = fail
+        return backend.inner.create(name, data)
+
+    def fail(_what: str, _name: str) -> None:
+        raise BackendUnavailableError("injected: down")
+
+    backend.on_create = [land]
+    appended = log.append(lambda _view: [put])
+    info = log.published(appended, put.fields["snapshot"])
+    assert info is not None
+    assert (info.root, info.step, info.n, info.time_ns) == (put.fields["root"], 7, 2, appended.time_ns)
 
 
 @pytest.mark.parametrize("how", ["lands_unknown", "lands_exists", "lands_lost"])
