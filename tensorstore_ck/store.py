@@ -114,9 +114,7 @@ class Store(SavingStore):
         else:
             found = find(address)
             state = read(found.info)
-        self._seen.note_restored(found.info.root)
-        if found.branch is not None:
-            self._seen.note(found.branch, found.branch_root, found.info.root)
+        self._seen.note_restored(found)
         return state
 
     def rank_state(

@@ -171,9 +171,7 @@ class Reader(StorageReader):
         self._content = open_snapshot(store.engine, found.info)
         metadata = self._describe(address)
         self.snapshot = snapshot
-        store.seen.note_restored(found.info.root)
-        if found.branch is not None and found.branch_root is not None:
-            store.seen.note(found.branch, found.branch_root, found.info.root)
+        store.seen.note_restored(found)
         return metadata
 
     def _describe(self, address: str) -> Metadata:
