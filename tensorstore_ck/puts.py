@@ -14,6 +14,7 @@ from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.events import Callback, log_event
 from tensorstore_ck.grouped import TIMEOUT_SECONDS, Groups
+from tensorstore_ck.keeping import changes
 from tensorstore_ck.manage import ManagedStore
 from tensorstore_ck.saving import DrainReport, OnFull, PendingSnapshot, Preemption, Saver
 from tensorstore_ck.saving.exiting import finish_at_exit
@@ -58,6 +59,7 @@ class SavingStore(ManagedStore):
         """The process groups that this handle has met, for what is built on top of a store."""
         return self._groups
 
+    @changes
     def put_snapshot(
         self,
         state: object,
@@ -117,6 +119,7 @@ class SavingStore(ManagedStore):
             lambda: self._job(ask, state, rank_state, ref=ref, step=step, group=group, frozen=frozen, timeout_seconds=timeout_seconds)
         )
 
+    @changes
     def put_snapshot_async(
         self,
         state: object,

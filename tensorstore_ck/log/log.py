@@ -68,10 +68,11 @@ class Log:
         new_id: IdSource,
         on_swept: Callable[[Batch, Sequence[Ulid]], None] = lambda batch, packs: None,
         shared: bool = True,
+        read_only: bool = False,
         sleep: Callable[[float], object] = time.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`shared` is false where `create` may overwrite, and one process alone writes.
+        """`shared` is false where `create` may overwrite, and one process alone writes. `read_only`: no checkpoints are written.
 
         `on_swept` is told the packs that an entry sweeps, in the batch that folds it: what is kept beside the fold must
         forget them at that very moment.
@@ -85,6 +86,7 @@ class Log:
         self._new_id = new_id
         self._on_swept = on_swept
         self._shared = shared
+        self._read_only = read_only
         self._sleep = sleep
         self._jitter = jitter
         self._lock = ProcessLock()
@@ -342,7 +344,7 @@ class Log:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def _write_checkpoint_if_due(self, n: int) -> None:
-        if n < self._next_checkpoint_try:
+        if self._read_only or n < self._next_checkpoint_try:
             return
         with suppress(StoreError):  # a checkpoint saves time: nothing is lost without it
             tail = Tail.read(self._table)

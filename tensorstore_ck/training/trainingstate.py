@@ -31,6 +31,7 @@ from tensorstore_ck.training.parts import Part, is_stateful, load
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from tensorstore_ck.readonlystore import ReadOnlyStore
     from tensorstore_ck.seen import LastSeen
     from tensorstore_ck.writer import Anything
 
@@ -160,7 +161,7 @@ class TrainingState:
 
     def restore(
         self,
-        store: Store,
+        store: "ReadOnlyStore",
         address: str,
         *,
         group: "ProcessGroup | None" = None,
