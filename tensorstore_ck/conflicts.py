@@ -3,12 +3,15 @@
 import shlex
 from contextlib import suppress
 from datetime import UTC, datetime
+from typing import Final
 
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import ConflictError, StoreError
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import BranchHead, RefTable
 from tensorstore_ck.log.names import is_ref_name
+
+MAX_TRIES: Final = 9
 
 
 def moved_away(engine: Engine, view: RefTable, branch: BranchHead, expected: Digest | None) -> ConflictError:
@@ -48,13 +51,11 @@ def branch_command(engine: Engine, view: RefTable, branch: BranchHead) -> str:
 
 def _names(view: RefTable, branch: BranchHead) -> tuple[str, str]:
     """The name that such a command gave another branch there before, if one did; and one that is free."""
-    kept = ""
-    for digits in (8, 12, 16, 64):
-        short = branch.root.hex()[:digits]
-        name = next(name for name in (f"{branch.name}-{short}", f"kept/at-{short}") if is_ref_name(name))
-        found = view.branch(name)
-        if found is not None and found.root == branch.root:
-            kept = kept or name
-        elif found is None and view.tag(name) is None:
-            return kept, name
-    return kept, f"{name}-{branch.n}"
+    short = branch.root.hex()[:8]
+    name = f"{branch.name}-{short}"
+    if not is_ref_name(f"{name}-{MAX_TRIES}"):
+        name = f"kept/at-{short}"
+    tries = [name, *(f"{name}-{number}" for number in range(2, MAX_TRIES + 1))]
+    kept = (each for each in tries if (found := view.branch(each)) is not None and found.root == branch.root)
+    free = (each for each in tries if view.branch(each) is None and view.tag(each) is None)
+    return next(kept, ""), next(free, tries[-1])

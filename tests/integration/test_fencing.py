@@ -275,6 +275,20 @@ def test_the_conflict_tells_of_a_branch_that_keeps_the_other_side(store: tsck.St
     assert steps(store) == [2, 2, 1]
 
 
+@pytest.mark.parametrize("ref", ["job", "r" * 128])
+def test_the_commands_work_where_their_name_is_taken(store: tsck.Store, open_store: Callable[[], tsck.Store], ref: str) -> None:
+    first = store.put_snapshot(state(1), ref=ref, step=1)
+    store.tag(f"job-{first.root[:8]}", ref)
+    notebook = restored(open_store, ref)
+    with pytest.raises(tsck.InvalidOptionError) as caught:
+        notebook.put_snapshot(state(0), ref=ref, step=0)
+    for _ in range(2):
+        run_printed(str(caught.value))
+        assert first.root in {snapshot.root for name, snapshot in store.branches().items() if name != ref}
+        with pytest.raises(tsck.InvalidOptionError) as caught:
+            notebook.put_snapshot(state(0), ref=ref, step=0)
+
+
 def test_the_conflict_is_told_where_the_log_entry_cannot_be_read(
     store: tsck.Store, open_store: Callable[[], tsck.Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:

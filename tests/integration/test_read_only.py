@@ -16,11 +16,13 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 
 import tensorstore_ck as tsck
+from tensorstore_ck import opening
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.readonly import ReadOnlyBackend
 from tensorstore_ck.cli import main
 from tensorstore_ck.copying import copy_refs
+from tensorstore_ck.engine import Engine
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.integrations.dcp import Reader, Writer
 from tensorstore_ck.integrations.filesystem import SnapshotFileSystem
@@ -128,14 +130,22 @@ def test_commands_that_look_change_nothing(
     place: Path, attempts: list[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(place.parent)
-    before = contents(place)
+    before, make, opened = contents(place), opening.make_engine, list[bool]()
+
+    def make_engine(*args: Any, **options: Any) -> Engine:
+        opened.append(options["read_only"])
+        return make(*args, **options)
+
+    monkeypatch.setattr(opening, "make_engine", make_engine)
     result = run(place, *arguments)
     assert result.exit_code == 0, result.output
+    assert opened == [True]
     assert attempts == []
     assert contents(place) == before
 
 
-def test_a_copy_reads_its_source_alone(place: Path, tmp_path: Path) -> None:
+def test_a_copy_reads_its_source_alone(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tail, "is_due", lambda self: True)
     before = contents(place)
     with tsck.open(tmp_path / "copy", create=True, cache_dir=tmp_path / "cache") as target:
         tsck.copy(place, target)
