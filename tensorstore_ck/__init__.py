@@ -38,6 +38,7 @@ from tensorstore_ck.errors import (
     WaitTimeoutError,
 )
 from tensorstore_ck.events import Event
+from tensorstore_ck.readonlystore import ReadOnlyStore
 from tensorstore_ck.samples import SampleCursor
 from tensorstore_ck.saving import PendingSnapshot
 from tensorstore_ck.seen import LAST_SEEN
@@ -148,6 +149,7 @@ __all__ = [
     "PendingSnapshot",
     "PermissionDeniedError",
     "ProgressLine",
+    "ReadOnlyStore",
     "ResumeReport",
     "RetryableError",
     "SampleCursor",

@@ -14,6 +14,7 @@ from typing import Final, Self, TypeVar
 
 from tensorstore_ck.backend.limited import limited_to
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.readonly import read_only_error
 from tensorstore_ck.codec import CodecChoice
 from tensorstore_ck.config import StoreConfig
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES
@@ -52,6 +53,8 @@ class Engine:
     """Knows which packs lie elsewhere; `backend` reads through it."""
     single_writer: bool = False
     """Opened by a caller who vouches that no other process writes."""
+    read_only: bool = False
+    """Opened to look at: its backends refuse every change."""
     observers: Observers = field(default_factory=Observers)
     """Who is told what happens."""
     tier: Tier | None = None
@@ -66,8 +69,10 @@ class Engine:
     _moved: "OrderedDict[Ulid, Moved]" = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def require_writable(self) -> None:
-        """Refuses to write where two writers could overwrite each other's commits."""
+    def require_writable(self, what: str = "this") -> None:
+        """Refuses to write to a store that was opened to look at, and where two writers could overwrite each other's commits."""
+        if self.read_only:
+            raise read_only_error(what, self.backend.url)
         if not self.config.exclusive_create and not self.single_writer:
             raise UnsafeBackendError(
                 f"{self.backend.url} does not create objects exclusively, so two writers could lose each other's commits: "

@@ -167,7 +167,7 @@ class UnsafeBackendError(InputError):
 
 
 class PermissionDeniedError(InputError):
-    """The backend refused access, or the filesystem is read-only."""
+    """The backend refused access, the filesystem is read-only, or the store was opened with ``read_only=True``."""
 
     kind = "permission_denied"
     exit_code = 33

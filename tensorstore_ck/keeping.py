@@ -5,7 +5,8 @@ What takes long to load is loaded only by the methods that need it, so that a co
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Self
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from tensorstore_ck import forgetting
 from tensorstore_ck.address import Resolved, resolve
@@ -28,6 +29,21 @@ if TYPE_CHECKING:
     from tensorstore_ck.gc.tiering import TierReport
     from tensorstore_ck.retaining import RetentionReport
     from tensorstore_ck.retention import Policy
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def changes(method: Method) -> Method:
+    """Marks a method that changes the store: on one that was opened to look at it is refused, unless it is a dry run."""
+
+    @wraps(method)
+    def checked(self: "KeepingStore", *args: Any, **kwargs: Any) -> Any:
+        if self._engine.read_only and not kwargs.get("dry_run"):
+            self._engine.require_writable(f"{method.__name__}()")
+        return method(self, *args, **kwargs)
+
+    return cast(Method, checked)
 
 
 class KeepingStore:
@@ -67,21 +83,25 @@ class KeepingStore:
 
     # --- refs ---------------------------------------------------------------------------------------------------------
 
+    @changes
     def branch(self, name: str, at: str) -> Snapshot:
         """Makes branch `name` at a snapshot."""
         validate_ref_name(name)
         return self._move(lambda root: Op.branch(name, root), at, name)
 
+    @changes
     def reset(self, name: str, to: str) -> Snapshot:
         """Moves an existing branch to any snapshot, from wherever it is; its history keeps where it was."""
         validate_ref_name(name)
         return self._move(lambda root: Op.reset(name, root), to, name)
 
+    @changes
     def tag(self, name: str, at: str) -> Snapshot:
         """Names a snapshot for good: a tag never moves."""
         validate_ref_name(name)
         return self._move(lambda root: Op.tag(name, root), at, None)
 
+    @changes
     def untag(self, name: str) -> None:
         """Removes a tag; what nothing else holds goes like what is forgotten."""
         self._engine.require_writable()
@@ -97,11 +117,13 @@ class KeepingStore:
         view = self._synced()
         return {name: Snapshot.from_info(resolve(view, name).info) for name in view.tags()}
 
+    @changes
     def annotate(self, address: str, metrics: Mapping[str, float]) -> Snapshot:
         """Adds metrics that came later than the put; a name that is there already gets the new number."""
         checked = check_metrics(metrics)
         return self._move(lambda root: Op.annotate(root, checked), address, None)
 
+    @changes
     def mark(self, address: str, mark: str = "bad", *, reason: str = "") -> Snapshot:
         """Marks a snapshot ``bad``, so that `checkout` refuses it; the empty mark takes that back."""
         if mark not in ("bad", ""):
@@ -110,6 +132,7 @@ class KeepingStore:
 
     # --- what stays, and what goes ------------------------------------------------------------------------------------
 
+    @changes
     def pin(self, address: str, *, reason: str = "", owner: str | None = None, expires: "str | float | None" = None) -> Snapshot:
         """Holds a snapshot until it is unpinned or `expires` has passed. An owner's second pin replaces the first.
 
@@ -123,6 +146,7 @@ class KeepingStore:
         expires_ns = None if seconds is None else self._engine.clock() + int(seconds * 1e9)
         return self._move(lambda root: Op.pin(root, owner or current_user(), reason, expires_ns), address, None)
 
+    @changes
     def unpin(self, address: str, *, owner: str | None = None) -> None:
         """Takes this user's pin, or `owner`'s, from a snapshot, and from any other one that has the same root."""
         self._engine.require_writable()
@@ -141,8 +165,8 @@ class KeepingStore:
         Args:
             ref: The branch; it need not be there yet.
             options: ``since_step=0``: also those that are there already, from that step on; ``newest_only=True``: of several that came
-                meanwhile only the newest; ``pin_for="1d"``: how long a pin holds at most; ``poll_seconds=2.0``; ``until=``: a function
-                that ends it.
+                meanwhile only the newest; ``pin_for="1d"``: how long a pin holds at most, None: nothing is pinned; ``poll_seconds=2.0``;
+                ``until=``: a function that ends it.
         """
         from tensorstore_ck.watching import watch  # noqa: PLC0415
 
@@ -150,6 +174,7 @@ class KeepingStore:
             for info in found:
                 yield Snapshot.from_info(info)
 
+    @changes
     def forget(self, *addresses: str) -> "tuple[Forgotten, ...]":
         """Takes snapshots out of their branches' histories, or whole branches and tags. `gc` frees them after the undo window.
 
@@ -163,6 +188,7 @@ class KeepingStore:
                 self._seen.drop(one.ref)
         return found
 
+    @changes
     def set_policy(self, glob: str, **rules: object) -> "Policy":
         """Says what stays of the histories of branches, in the store: applied with each put, by whomever, and by `retain`.
 
@@ -193,6 +219,7 @@ class KeepingStore:
         self._engine.log.sync()
         return retaining.kept_by(self._engine, ref)
 
+    @changes
     def remove_policy(self, glob: str) -> None:
         """Takes a policy back: what it did not let go stays."""
         from tensorstore_ck import retaining  # noqa: PLC0415
@@ -206,6 +233,7 @@ class KeepingStore:
         self._engine.log.sync()
         return retaining.policies(self._engine)
 
+    @changes
     def retain(self, *refs: str, dry_run: bool = False, rules: Mapping[str, object] | None = None) -> "RetentionReport":
         """Lets go what the policies let go, in one log entry; says of each snapshot why it stays or goes, and what that frees.
 
@@ -222,6 +250,7 @@ class KeepingStore:
         self._engine.log.sync()
         return retaining.retain(self._engine.of_store(), refs, dry_run=dry_run, instead=None if rules is None else Policy.of(**rules))
 
+    @changes
     def undo(self, address: str | None = None) -> "tuple[Forgotten, ...]":
         """Brings back what was forgotten last, or last of a ref, or one snapshot: until gc ends the undo window."""
         return forgetting.undo(self._engine, address)
@@ -231,6 +260,7 @@ class KeepingStore:
         self._engine.log.sync()
         return forgetting.forgotten(self._engine)
 
+    @changes
     def gc(self, options: "GcOptions | None" = None, *, dry_run: bool = False, progress: "GcProgress | None" = None) -> "GcReport":
         """Frees what nothing holds any more; from any host, beside writers and readers. With `dry_run` tells what would go.
 
@@ -242,6 +272,7 @@ class KeepingStore:
 
         return run_gc(self._engine.of_store(), options, dry_run=dry_run, **({"progress": progress} if progress else {}))
 
+    @changes
     def recode(
         self,
         *addresses: str,
@@ -276,6 +307,7 @@ class KeepingStore:
         engine = self._engine.of_store().limited_to(max_bytes_per_second)
         return run_recode(engine, choose, mode, dry_run=dry_run, **({"progress": progress} if progress else {}))
 
+    @changes
     def tier(
         self,
         *,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tensorstore_ck.address import resolve
-from tensorstore_ck.keeping import KeepingStore
+from tensorstore_ck.keeping import KeepingStore, changes
 from tensorstore_ck.snapshot import Snapshot, SnapshotDetails
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ class ManagedStore(KeepingStore):
 
         return run_fsck(self._engine.of_store(), options, read_data=read_data, progress=progress)
 
+    @changes
     def repair(self, *, read_data: bool = False, other: "ManagedStore | None" = None) -> "RepairReport":
         """Mends what `fsck` finds: makes anew what is derived, and damaged objects from other copies, here or in another store.
 

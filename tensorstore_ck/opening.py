@@ -10,6 +10,7 @@ from typing import Any, Final, cast
 from tensorstore_ck.backend import open_backend, probe_create
 from tensorstore_ck.backend.limited import limited
 from tensorstore_ck.backend.protocol import Backend, Created
+from tensorstore_ck.backend.readonly import ReadOnlyBackend
 from tensorstore_ck.codec import CodecChoice, CodecOption, DeltaOption
 from tensorstore_ck.config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
 from tensorstore_ck.engine import Engine, current_actor
@@ -17,6 +18,7 @@ from tensorstore_ck.errors import (
     AlreadyExistsError,
     BackendUnavailableError,
     CorruptObjectError,
+    InvalidOptionError,
     MissingObjectError,
     NotAStoreError,
     UnsafeBackendError,
@@ -49,11 +51,17 @@ def open_engine(
     max_bytes_per_second: float | None = None,
     codec: CodecOption = "auto",
     delta: DeltaOption = None,
+    read_only: bool = False,
 ) -> Engine:
-    """The engine of the store at `url`; with `create`, makes the store if there is none."""
+    """The engine of the store at `url`; with `create`, makes the store if there is none; with `read_only`, changes nothing in it."""
+    if read_only and (create or staging is not None):
+        name = "create" if create else "staging"
+        raise InvalidOptionError(f"{name}= is for what puts to the store: leave it out with read_only=True", object_id=name)
     kept, codecs = MinFree.parse(min_free), CodecChoice(codec, delta)
     limit = None if max_bytes_per_second is None else RateLimit(max_bytes_per_second)
     backend = open_backend(url, storage_options, no_sync=no_sync)
+    if read_only:
+        backend = cast(Backend, ReadOnlyBackend(backend))
     try:
         began = time.monotonic()
         config = read_config(backend)
@@ -64,14 +72,15 @@ def open_engine(
             raise NotAStoreError(
                 f"there is no store at {backend.url}: make one with `tsck init`, or open(..., create=True)", object_id=backend.url
             )
-        require_room(backend, kept, 0, "the store")
+        if not read_only:
+            require_room(backend, kept, 0, "the store")
         options = staging if staging is None or isinstance(staging, Staging) else Staging(staging)
         folder = options.open(config.uuid) if options is not None else None
         # A memory table costs a few round trips to fill, so waiting for the cache's lock as long as one at most doubles that.
         patience_seconds = min(max(round_trip_seconds, _MIN_PATIENCE_SECONDS), _MAX_PATIENCE_SECONDS)
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}", patience_seconds=patience_seconds)
-        opener = PlaceOpener(backend.url, dict(storage_options or {}), no_sync)
-        engine = make_engine(backend, config, table, single_writer=single_writer_unsafe, open_place=opener)
+        opener = PlaceOpener(backend.url, dict(storage_options or {}), no_sync, read_only)
+        engine = make_engine(backend, config, table, single_writer=single_writer_unsafe, open_place=opener, read_only=read_only)
         backend = engine.backend
         engine.limit, engine.min_free, engine.codecs = limit, kept, codecs
         codecs.first_mode = "light" if backend.is_local else "fast"
@@ -98,11 +107,13 @@ def make_engine(
     new_id: IdSource = new_ulid,
     sleep: Callable[[float], object] = time.sleep,
     open_place: Callable[[str], Backend] | None = None,
+    read_only: bool = False,
 ) -> Engine:
     """An engine from its pieces; tests pass a clock, ids and delays of their own. `open_place` opens what packs were moved to."""
     options: dict[str, Any] = {"uuid": uuid.UUID(config.uuid).bytes, "prefix": config.log, "clock": clock, "new_id": new_id, "sleep": sleep}
-    log = Log(backend, table, **options, actor=current_actor(), on_swept=forget_packs, shared=not single_writer)
-    apart = Log(backend, MemoryTable(), **options, actor=current_actor())
+    options |= {"actor": current_actor(), "read_only": read_only}
+    log = Log(backend, table, **options, on_swept=forget_packs, shared=not single_writer)
+    apart = Log(backend, MemoryTable(), **options)
 
     def look(anew: bool) -> RefTable:
         if not anew:
@@ -114,7 +125,7 @@ def make_engine(
         return apart.view()
 
     placed = PlacedBackend(backend, open_place or PlaceOpener(backend.url), look, store=config.uuid)
-    return Engine(cast(Backend, placed), config, log.table, log, BlockIndex(log.table), clock, new_id, placed, single_writer)
+    return Engine(cast(Backend, placed), config, log.table, log, BlockIndex(log.table), clock, new_id, placed, single_writer, read_only)
 
 
 def read_config(backend: Backend) -> StoreConfig | None:

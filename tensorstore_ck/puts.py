@@ -14,6 +14,7 @@ from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.events import Callback, log_event
 from tensorstore_ck.grouped import TIMEOUT_SECONDS, Groups
+from tensorstore_ck.keeping import changes
 from tensorstore_ck.manage import ManagedStore
 from tensorstore_ck.saving import DrainReport, OnFull, PendingSnapshot, Preemption, Saver
 from tensorstore_ck.saving.exiting import finish_at_exit
@@ -58,6 +59,7 @@ class SavingStore(ManagedStore):
         """The process groups that this handle has met, for what is built on top of a store."""
         return self._groups
 
+    @changes
     def put_snapshot(
         self,
         state: object,
@@ -67,6 +69,7 @@ class SavingStore(ManagedStore):
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, object] | None = None,
         expect: "str | Snapshot | Anything | LastSeen | None" = LAST_SEEN,
+        parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
         group: "ProcessGroup | None" = None,
         rank_state: object = None,
         frozen: Sequence[str] = (),
@@ -77,8 +80,9 @@ class SavingStore(ManagedStore):
         """Stores `state` and moves branch `ref` to it. Durable and published when it returns; else it raises and nothing is visible.
 
         The ref moves only from the root that this handle last put or restored there, so a job that was given up for dead
-        cannot overwrite its successor's work. A ref that this handle has not seen must not exist yet. Puts of this handle that are
-        under way (`put_snapshot_async`) are waited for first.
+        cannot overwrite its successor's work. A ref that this handle has not seen must not exist yet. Where it has only restored the
+        newest snapshot of a ref, its first put there may not have a lower step, unless `expect` is given: a job may be running there.
+        Puts of this handle that are under way (`put_snapshot_async`) are waited for first.
 
         Args:
             state: Any nesting of dicts, lists and tuples with tensors, numpy arrays and plain values.
@@ -87,6 +91,8 @@ class SavingStore(ManagedStore):
             metrics: Numbers to rank by.
             metadata: What the run knows: config, learning rate, git commit. At most 1 MiB; part of the root.
             expect: A root, `ANY`, or None for "the ref must not exist", instead of what this handle last saw.
+            parent: The snapshot that this one continues, by its address; None: none. By default what this handle last put or restored on
+                the ref; on one that it has not seen, what its branch is at; and none where there is no branch. Part of the root.
             group: All ranks of it put together, each its own side of the state: DTensors and `FlatShard` its share, other tensors whole.
             rank_state: With `group`: what is this rank's alone, such as random number generators.
             frozen: Globs over names such as ``model.base.*``, of tensors that do not change while this store is open: they are read at
@@ -98,11 +104,14 @@ class SavingStore(ManagedStore):
         Raises:
             UnsupportedValueError: `state` holds something that cannot be stored; the message has the path.
             ConflictError: the ref is elsewhere; nothing was written.
+            InvalidOptionError: an argument is not what it must be, or the step is lower than that of the head which was only restored.
             SnapshotAbortedError: with `group`: a rank failed, is gone, or came with something else; the message names it.
         """
 
         def ask() -> Asked:
-            return asked(self._engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect, codec=codec, delta=delta)
+            return asked(
+                self._engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect, parent=parent, codec=codec, delta=delta
+            )
 
         if group is not None:
             self._saver.require_no_lane()
@@ -110,6 +119,7 @@ class SavingStore(ManagedStore):
             lambda: self._job(ask, state, rank_state, ref=ref, step=step, group=group, frozen=frozen, timeout_seconds=timeout_seconds)
         )
 
+    @changes
     def put_snapshot_async(
         self,
         state: object,
@@ -119,6 +129,7 @@ class SavingStore(ManagedStore):
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, object] | None = None,
         expect: "str | Snapshot | Anything | LastSeen | None" = LAST_SEEN,
+        parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
         group: "ProcessGroup | None" = None,
         rank_state: object = None,
         frozen: Sequence[str] = (),
@@ -139,6 +150,7 @@ class SavingStore(ManagedStore):
             metrics: Likewise.
             metadata: Likewise.
             expect: Likewise.
+            parent: Likewise.
             group: Likewise.
             rank_state: Likewise.
             frozen: Likewise; these tensors are not copied either.
@@ -156,7 +168,9 @@ class SavingStore(ManagedStore):
         """
 
         def ask() -> Asked:
-            return asked(self._engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect, codec=codec, delta=delta)
+            return asked(
+                self._engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect, parent=parent, codec=codec, delta=delta
+            )
 
         from tensorstore_ck.saving.alone import AloneJob  # noqa: PLC0415 - loads torch
 

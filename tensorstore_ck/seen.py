@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from tensorstore_ck.address import resolve
+from tensorstore_ck.address import Resolved, resolve
 from tensorstore_ck.codec import CodecName, DeltaOption, require_delta, require_name
+from tensorstore_ck.conflicts import branch_command
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.ids import Digest
@@ -22,7 +23,7 @@ class LastSeen:
 
 
 LAST_SEEN: Final = LastSeen()
-"""As ``expect=``, the default: move the ref from where this handle last put or restored it."""
+"""The default. As ``expect=``: move the ref from where this handle last put or restored it. As ``parent=``: what that was."""
 
 
 class _Ref(NamedTuple):
@@ -30,6 +31,10 @@ class _Ref(NamedTuple):
 
     head: Digest | None
     current: Digest
+    is_moved: bool
+    """Whether this handle has moved the ref, and not only restored it."""
+    least_step: int | None = None
+    """A put may not have a lower step, unless it says what it expects: this handle only restored the head, which has this one."""
 
 
 class Seen:
@@ -40,13 +45,13 @@ class Seen:
         self._restored: Digest | None = None
 
     def note(self, ref: str, head: Digest | None, current: Digest) -> None:
-        """The ref is at `head`, and the state in memory is `current`."""
-        self._refs[ref] = _Ref(head, current)
+        """This handle moved the ref to `head`, or goes on from there; the state in memory is `current`."""
+        self._refs[ref] = _Ref(head, current, is_moved=True)
 
     def note_staged(self, ref: str, root: Digest) -> None:
         """The state in memory is `root`, which will be on the ref once it is published."""
         seen = self._refs.get(ref)
-        self._refs[ref] = _Ref(seen.head if seen is not None else None, root)
+        self._refs[ref] = _Ref(seen.head if seen is not None else None, root, is_moved=True)
 
     def note_published(self, ref: str, root: Digest) -> None:
         """What was staged before is on the ref now; the state in memory may be what was staged after it."""
@@ -70,9 +75,35 @@ class Seen:
         """This handle forgot the ref: its next put there begins it anew."""
         self._refs.pop(ref, None)
 
-    def note_restored(self, root: Digest) -> None:
-        """The state in memory is `root`."""
-        self._restored = root
+    def note_restored(self, found: Resolved) -> None:
+        """The state in memory is what was found at an address."""
+        info, ref = found.info, found.branch
+        self._restored = info.root
+        if ref is None:
+            return
+        is_moved = ref in self._refs and self._refs[ref].is_moved
+        is_fenced = not is_moved and info.root == found.branch_root and info.ref == ref  # else nobody has put to the branch yet
+        self._refs[ref] = _Ref(found.branch_root, info.root, is_moved, info.step if is_fenced else None)
+
+    def check_step(self, engine: Engine, view: RefTable, asked: "Asked") -> None:
+        """Refuses what takes a ref over by mistake: a script that looked at the newest snapshot of a job, and then begins its own.
+
+        Raises:
+            InvalidOptionError: the step is lower than that of the head, which this handle restored, and it has not put there yet.
+        """
+        seen, branch = self._refs.get(asked.ref), view.branch(asked.ref)
+        if seen is None or seen.least_step is None or asked.step is None or asked.step >= seen.least_step:
+            return
+        if branch is None or branch.root != seen.head or not isinstance(asked.expect, LastSeen):
+            return  # that is the other check's to say
+        root = branch.root.hex()[:16]
+        raise InvalidOptionError(
+            f"step {asked.step} is lower than step {seen.least_step}, where this store handle restored ref {asked.ref!r}, and it has put "
+            "nothing there: if the job that did is still running, its next put would be refused. Put to another ref, which its first put "
+            f"makes, or which `{branch_command(engine, view, branch)}` makes. To begin again on {asked.ref!r} itself: restore an earlier "
+            f"step first, or put with expect={root!r}",
+            object_id="step",
+        )
 
     def expected(self, view: RefTable, ref: str, expect: object) -> Expected:
         """Where a put to `ref` must find it."""
@@ -96,33 +127,45 @@ class Seen:
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, object] | None = None,
         expect: object = LAST_SEEN,
+        parent: object = LAST_SEEN,
         codec: object = None,
         delta: object = None,
+        any_step: bool = False,
     ) -> PutRequest:
-        """A put to `ref` as of now, checked as far as it can be before its state is known.
+        """A put to `ref` as of now, checked as far as it can be before its state is known; `any_step`: see `check_step`.
 
         Raises:
             InvalidOptionError, InvalidNameError: an argument is not what it must be.
         """
-        return self.as_of_now(
-            engine, asked(engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect, codec=codec, delta=delta)
-        )
+        said = asked(engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect, parent=parent, codec=codec, delta=delta)
+        return self.as_of_now(engine, said, any_step=any_step)
 
-    def as_of_now(self, engine: Engine, asked: "Asked", *, sync: bool = True) -> PutRequest:
+    def as_of_now(self, engine: Engine, asked: "Asked", *, sync: bool = True, any_step: bool = False) -> PutRequest:
         """A put as of now; asks the log, or goes by what is known of it."""
         if sync:
             engine.log.sync()
         view = engine.log.view()
-        parent, expected = self.parent(view, asked.ref), self.expected(view, asked.ref, asked.expect)
+        if not any_step:
+            self.check_step(engine, view, asked)
+        parent, expected = self.parent(view, asked.ref, asked.parent), self.expected(view, asked.ref, asked.expect)
         coding = engine.codecs.coding(asked.ref, asked.codec, asked.delta)
-        return PutRequest(asked.ref, asked.step, parent, expected, asked.metadata, asked.metrics, coding)
+        nearest = self.current(asked.ref) or parent or self._head(view, asked.ref) or self._restored
+        return PutRequest(asked.ref, asked.step, parent, expected, asked.metadata, asked.metrics, coding, nearest)
 
-    def parent(self, view: RefTable, ref: str) -> Digest | None:
-        """What a new snapshot continues: what this handle last put or restored on the ref; for others, the ref's head."""
-        if ref in self._refs:
-            return self._refs[ref].current
+    def parent(self, view: RefTable, ref: str, said: object = LAST_SEEN) -> Digest | None:
+        """What a new snapshot continues: what this handle last put or restored on the ref; for others, the ref's head.
+
+        Raises:
+            NotFoundError: something else was said, and is not there.
+        """
+        if isinstance(said, LastSeen):
+            return self.current(ref) or self._head(view, ref)
+        return None if said is None else resolve(view, said.root if isinstance(said, Snapshot) else str(said)).info.root
+
+    @staticmethod
+    def _head(view: RefTable, ref: str) -> Digest | None:
         branch = view.branch(ref)
-        return branch.root if branch else self._restored
+        return branch.root if branch is not None else None
 
 
 class Asked(NamedTuple):
@@ -135,6 +178,7 @@ class Asked(NamedTuple):
     metrics: dict[str, float]
     codec: CodecName | None
     delta: DeltaOption
+    parent: object
 
 
 def asked(
@@ -145,6 +189,7 @@ def asked(
     metrics: Mapping[str, float] | None = None,
     metadata: Mapping[str, object] | None = None,
     expect: object = LAST_SEEN,
+    parent: object = LAST_SEEN,
     codec: object = None,
     delta: object = None,
 ) -> Asked:
@@ -162,7 +207,8 @@ def asked(
         raise InvalidOptionError(f"step {number} must be from 0 to {MAX_STEP}", object_id="step")
     if not (expect is None or isinstance(expect, LastSeen | Anything | Snapshot | str)):
         raise InvalidOptionError(f"expect must be a root, tsck.ANY or None, not {type(expect).__name__}", object_id="expect")
+    if not (parent is None or isinstance(parent, LastSeen | Snapshot | str)):
+        raise InvalidOptionError(f"parent must be an address, a Snapshot or None, not {type(parent).__name__}", object_id="parent")
     engine.require_writable()
-    return Asked(
-        ref, number, expect, packed_metadata, checked_metrics, None if codec is None else require_name(codec), require_delta(delta)
-    )
+    chosen = None if codec is None else require_name(codec)
+    return Asked(ref, number, expect, packed_metadata, checked_metrics, chosen, require_delta(delta), parent)

@@ -7,18 +7,20 @@ that a command starts fast.
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from tensorstore_ck.address import Resolved
 from tensorstore_ck.blockreader import read_blocks
 from tensorstore_ck.codec import CodecOption, DeltaOption
 from tensorstore_ck.errors import MismatchError, NotFoundError
 from tensorstore_ck.grouped import TIMEOUT_SECONDS, Reading
+from tensorstore_ck.keeping import changes
 from tensorstore_ck.layout import Content
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.merged import count_rank_states, open_rank_state, open_snapshot
 from tensorstore_ck.opening import open_engine
 from tensorstore_ck.puts import SavingStore
+from tensorstore_ck.readonlystore import ReadOnlyStore
 from tensorstore_ck.seen import LAST_SEEN
 from tensorstore_ck.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.streams import RULE, Streams
@@ -114,9 +116,7 @@ class Store(SavingStore):
         else:
             found = find(address)
             state = read(found.info)
-        self._seen.note_restored(found.info.root)
-        if found.branch is not None:
-            self._seen.note(found.branch, found.branch_root, found.info.root)
+        self._seen.note_restored(found)
         return state
 
     def rank_state(
@@ -183,6 +183,7 @@ class Store(SavingStore):
 
         yield LazySnapshot(open_snapshot(self._engine, self._resolve(address).info))
 
+    @changes
     def check(self, state: object) -> "StateCheck":
         """What `put_snapshot(state)` would do: what cannot be stored, sizes, free space, expected time. Publishes nothing."""
         from tensorstore_ck.state import check_state  # noqa: PLC0415 - loads torch
@@ -196,6 +197,15 @@ class Store(SavingStore):
         return self._groups.restore(group, address, self._resolve, read, timeout_seconds=timeout_seconds)[0]
 
 
+@overload
+def open_store(
+    url: str | os.PathLike[str],
+    *,
+    read_only: Literal[True],
+    storage_options: Mapping[str, Any] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> ReadOnlyStore: ...
+@overload
 def open_store(
     url: str | os.PathLike[str],
     *,
@@ -210,6 +220,23 @@ def open_store(
     max_bytes_per_second: float | None = None,
     codec: CodecOption = "auto",
     delta: DeltaOption = None,
+    read_only: Literal[False] = False,
+) -> Store: ...
+def open_store(
+    url: str | os.PathLike[str],
+    *,
+    create: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    single_writer_unsafe: bool = False,
+    no_sync: bool = False,
+    cache_dir: str | os.PathLike[str] | None = None,
+    host_memory_bytes: int | None = None,
+    staging: str | os.PathLike[str] | Staging | None = None,
+    min_free: str | int = 0,
+    max_bytes_per_second: float | None = None,
+    codec: CodecOption = "auto",
+    delta: DeltaOption = None,
+    read_only: bool = False,
 ) -> Store:
     """Opens the store at a path or URL (``file://``, ``s3://bucket/prefix``, ``memory://``, any fsspec URL).
 
@@ -231,6 +258,8 @@ def open_store(
             refs, of which the first that fits counts: ``{"runs/*": "small"}``.
         delta: Whether blocks may be stored as differences to those of the snapshot before, which must then be read: by default with
             ``"small"``. A number says after how many snapshots a block that changes all over is stored in full again, else 8.
+        read_only: Open it to look: nothing in the store is ever changed, and no right to write there is needed. Whatever would change
+            something is refused; for a type checker, what is returned has no such methods.
 
     Raises:
         NotAStoreError: nothing there, and `create` is false.
@@ -251,6 +280,7 @@ def open_store(
             max_bytes_per_second=max_bytes_per_second,
             codec=codec,
             delta=delta,
+            read_only=read_only,
         ),
         host_memory_bytes=host_memory_bytes,
     )

@@ -26,7 +26,7 @@ def watch(
     since_step: int | None = None,
     newest_only: bool = False,
     owner: str | None = None,
-    pin_for: float | str = PIN_SECONDS,
+    pin_for: float | str | None = PIN_SECONDS,
     poll_seconds: float = POLL_SECONDS,
     sleep: Callable[[float], object] = time.sleep,
     until: Callable[[], bool] = lambda: False,
@@ -41,14 +41,15 @@ def watch(
         since_step: Also those that are there already, of this step and later ones.
         newest_only: Of several that came while one was worked on, only the newest.
         owner: Of the pins; by default one of this watch alone, so that another one does not take them back.
-        pin_for: How long a pin holds at most.
+        pin_for: How long a pin holds at most; None: nothing is pinned, and the store not changed.
         poll_seconds: How often to look.
         sleep: Waits; for tests.
         until: Ends it, between two looks.
     """
-    engine.require_writable()
+    if pin_for is not None:
+        engine.require_writable("watch() with pins (pin_for=None has none)")
     owner = owner or f"watch {ulid_text(engine.new_id())}"
-    seconds = parse_seconds(pin_for, "pin_for")
+    seconds = None if pin_for is None else parse_seconds(pin_for, "pin_for")
     seen_n = engine.log.sync().n
     new = [] if since_step is None else _put_after(engine.log.view(), ref, 0)
     new = [info for info in new if info.step is not None and since_step is not None and info.step >= since_step]
@@ -59,6 +60,9 @@ def watch(
         new += _put_after(engine.log.view(), ref, seen_n)
         seen_n = head.n if head is not None else seen_n
         for info in new[-1:] if newest_only else new:
+            if seconds is None:
+                yield info
+                continue
             if not _pin(engine, info, owner, engine.clock() + int(seconds * 1e9)):
                 continue
             try:

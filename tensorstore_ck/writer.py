@@ -10,12 +10,13 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.closure import condemned_among, resolve
 from tensorstore_ck.codec import Coding
+from tensorstore_ck.conflicts import moved_away
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import ConflictError, InvalidOptionError, MissingObjectError, SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.ids import Digest, Ulid
 from tensorstore_ck.knownblocks import KnownBlocks
 from tensorstore_ck.layout import Captured
-from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, SnapshotInfo
+from tensorstore_ck.log import BranchHead, ObjectKey, Objects, Op, RefTable, SnapshotInfo
 from tensorstore_ck.metering import Meter
 from tensorstore_ck.part import Part
 from tensorstore_ck.partwriter import ALONE, WrittenPart, write_part
@@ -45,10 +46,18 @@ class PutRequest(NamedTuple):
     ref: str
     step: int | None
     parent: Digest | None
+    """What the new snapshot continues: part of its root."""
     expect: Expected
     metadata: bytes
     metrics: dict[str, float]
     coding: Coding = Coding("raw")
+    base: Digest | None = None
+    """Another snapshot than the parent that more likely has the same blocks."""
+
+    @property
+    def nearest(self) -> Digest | None:
+        """The snapshot in which blocks are looked for first: a hint, of which the new snapshot's root knows nothing."""
+        return self.base or self.parent
 
 
 def put(engine: Engine, captured: Captured, request: PutRequest, meter: Meter | None = None) -> SnapshotInfo:
@@ -74,28 +83,32 @@ def put(engine: Engine, captured: Captured, request: PutRequest, meter: Meter | 
 
 def _try_put(engine: Engine, captured: Captured, request: PutRequest, meter: Meter | None) -> SnapshotInfo:
     head = engine.log.view().head()
-    known = KnownBlocks(engine, request.parent)
+    known = KnownBlocks(engine, request.nearest)
     seat = ALONE._replace(layout_of=b"") if captured.explicit else ALONE  # the part id covers regions only together with it
     written = write_part(engine, captured, known, anchor=head.n if head else 0, seat=seat, coding=request.coding, meter=meter)
     with (meter or Meter()).timed("commit"):
         return _publish(engine, written, captured, request)
 
 
-def check_expected(view: RefTable, ref: str, expect: Expected) -> None:
-    """The precondition of a put: fencing, so that a job that was given up for dead cannot move its successor's ref."""
+def check_expected(engine: Engine, view: RefTable, ref: str, expect: Expected) -> None:
+    """The precondition of a put: fencing, so that a job that was given up for dead cannot move its successor's ref.
+
+    Raises:
+        ConflictError: the ref is elsewhere; the message says who moved it, and how to go on.
+    """
     if view.tag(ref) is not None:
         raise InvalidOptionError(f"{ref!r} is a tag, and tags never move: put to a branch", object_id=ref)
     branch = view.branch(ref)
-    if expect is ANY or (branch.root if branch else None) == expect:
+    if is_expected(branch, expect):
         return
     if branch is None:
         raise ConflictError(f"ref {ref!r} does not exist, but was expected to", object_id=ref)
-    seen = f"this store handle last saw {expect.hex()[:16]} there" if isinstance(expect, bytes) else "this store handle has not restored it"
-    raise ConflictError(
-        f"ref {ref!r} is at {branch.root.hex()[:16]}, and {seen}: another process moved it. "
-        f"Resume with checkout({ref!r}), or pass expect=root or expect=tsck.ANY to put on top of it",
-        object_id=ref,
-    )
+    raise moved_away(engine, view, branch, expect if isinstance(expect, bytes) else None)
+
+
+def is_expected(branch: BranchHead | None, expect: Expected) -> bool:
+    """Whether a branch is where a put expects it."""
+    return expect is ANY or (branch.root if branch else None) == expect
 
 
 def _publish(engine: Engine, written: WrittenPart, captured: Captured, request: PutRequest) -> SnapshotInfo:
@@ -119,7 +132,7 @@ def _publish(engine: Engine, written: WrittenPart, captured: Captured, request: 
     operation = Op.put(request.ref, snapshot_ulid, record, encoded_record, anchor=part.anchor, txn=snapshot_ulid)
 
     def build(view: RefTable) -> list[Op]:
-        check_expected(view, request.ref, request.expect)
+        check_expected(engine, view, request.ref, request.expect)
         going = expire_at_put(view, request.ref, snapshot_ulid, record, engine.clock())
         return [operation, *going, *commit_rescue(engine, view, snapshot_ulid, [(part_ulid, part)])]
 

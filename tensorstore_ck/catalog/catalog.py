@@ -17,7 +17,7 @@ from tensorstore_ck.catalog.standing import LIVE
 from tensorstore_ck.catalog.syncing import Batch, CacheMovedError, sync_batch
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError
 from tensorstore_ck.ids import Clock
-from tensorstore_ck.keeping import KeepingStore
+from tensorstore_ck.readonlystore import ReadOnlyStore
 
 BATCH_ENTRIES: Final = 2000
 _TRIES: Final = 4
@@ -63,7 +63,7 @@ class Catalog:
 
     # --- fill ---------------------------------------------------------------------------------------------------------
 
-    def sync(self, store: KeepingStore, *, progress: Progress = lambda done, total: None) -> SyncReport:
+    def sync(self, store: ReadOnlyStore, *, progress: Progress = lambda done, total: None) -> SyncReport:
         """Reads what came into the store's log since it was synced last. Any number of processes may, at once; killed, the next goes on.
 
         Raises:
@@ -74,14 +74,14 @@ class Catalog:
             making.make(connection, self.url)
         return self._feed(store, progress, anew=False)
 
-    def rebuild(self, store: KeepingStore, *, progress: Progress = lambda done, total: None) -> SyncReport:
+    def rebuild(self, store: ReadOnlyStore, *, progress: Progress = lambda done, total: None) -> SyncReport:
         """Reads the store's log from its first entry on. A catalog of another version is dropped first, with all stores in it."""
         with self._database.writing() as connection:
             making.drop_if_other(connection)
             making.make(connection, self.url)
         return self._feed(store, progress, anew=True)
 
-    def _feed(self, store: KeepingStore, progress: Progress, *, anew: bool) -> SyncReport:
+    def _feed(self, store: ReadOnlyStore, progress: Progress, *, anew: bool) -> SyncReport:
         head_n = store.engine.log.sync().n  # so that the lock is not held for it
         entries = found = 0
         reason = ""
@@ -95,7 +95,7 @@ class Catalog:
                     self._database.count_anew(snapshots.name, metrics.name)
                 return SyncReport(store.engine.config.uuid, store.url, entries, found, batch.head_n, reason)
 
-    def _batch(self, store: KeepingStore, *, anew: bool) -> Batch:
+    def _batch(self, store: ReadOnlyStore, *, anew: bool) -> Batch:
         for _ in range(_TRIES):
             try:
                 with self._database.writing() as connection:

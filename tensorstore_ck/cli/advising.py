@@ -42,7 +42,7 @@ def advise(
     as_json: bool,
 ) -> None:
     """Tell how often the job of the branch REF should save, so that it loses least time to saves, failures and restarts."""
-    with choice.open() as store:
+    with choice.look() as store:
         found = store.advise(ref, stall=stall, lag=lag, restart=restart, mtbf=mtbf, bytes_per_second=bandwidth, bytes_per_day=daily)
     if plot is not None:
         draw(found, plot)

@@ -51,7 +51,7 @@ def catalog(action: str, urls: tuple[str, ...], choice: StoreChoice, *, db: str 
             return
         reports = []
         for one in [replace(choice, url=url) for url in urls] or [choice]:
-            with one.open() as store:
+            with one.look() as store:
                 reports.append(opened.rebuild(store) if action == "rebuild" else opened.sync(store))
         emit({"catalog": opened.url, "stores": reports}, _sync_lines(opened.url, reports), as_json=as_json)
 

@@ -58,7 +58,7 @@ def fsck(
     if dask is not None and repair:
         raise click.UsageError("--dask checks; --repair runs here.")
     with ExitStack() as stack:
-        engine = stack.enter_context(closing(choice.open_engine()))
+        engine = stack.enter_context(closing(choice.open_engine(read_only=not (repair or abort_uploads))))
         aborted = abort_stale_uploads(engine) if abort_uploads else []
         executor: DaskCluster | None = None
         if dask is not None:
@@ -70,7 +70,9 @@ def fsck(
             options = replace(options, progress=bar)
         repaired: RepairReport | None = None
         if repair:
-            source = StoreChoice(other, dict(from_storage_option), choice.cache_dir).open_engine() if other is not None else None
+            source = (
+                StoreChoice(other, dict(from_storage_option), choice.cache_dir).open_engine(read_only=True) if other is not None else None
+            )
             repaired = run_repair(engine, options, other=stack.enter_context(closing(source)) if source is not None else None)
             report = repaired.after
         else:

@@ -54,7 +54,8 @@ def copy(
     to_choice = StoreChoice(target, dict(dst_storage_option), cache_dir, single_writer_unsafe, no_sync)
     pace = Pace.limited(rate_limit)
     with ExitStack() as stack:
-        from_engine, to_engine = (stack.enter_context(closing(choice.open_engine())) for choice in (from_choice, to_choice))
+        from_engine = stack.enter_context(closing(from_choice.open_engine(read_only=True)))
+        to_engine = stack.enter_context(closing(to_choice.open_engine()))
         executor: DaskCluster | None = None
         if dask is not None:
             from_choice.make_portable(from_engine)

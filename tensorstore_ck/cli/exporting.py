@@ -61,7 +61,7 @@ def export(
     """
     from tensorstore_ck.exporting import export_snapshot  # noqa: PLC0415 - loads torch
 
-    with Bar("exporting") as bar, choice.open(bar) as store:
+    with Bar("exporting") as bar, choice.look(bar) as store:
         bar.expect(store.resolve(address).logical_bytes)
         report = export_snapshot(
             store,

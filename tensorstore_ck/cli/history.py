@@ -41,7 +41,7 @@ def log(ref: str | None, limit: int | None, choice: StoreChoice, *, metric: str 
     """
     if output is not None and metric is None:
         raise click.UsageError("--output is for --plot.")
-    with choice.open() as store:
+    with choice.look() as store:
         snapshots = store.log(ref, limit=limit)
         kept_by = store.kept_by(ref) if ref else {}
     if metric is not None:
@@ -61,7 +61,7 @@ def log(ref: str | None, limit: int | None, choice: StoreChoice, *, metric: str 
 @store_options()
 def show(address: str, choice: StoreChoice, *, everything: bool, as_json: bool) -> None:
     """Show what is in the snapshot at ADDRESS: its metrics and metadata, tensors and values."""
-    with choice.open() as store:
+    with choice.look() as store:
         details = store.show(address)
     emit(details, _details_lines(details, None if everything else MAX_SHOWN), as_json=as_json)
 
@@ -125,7 +125,7 @@ def _rest(count: int) -> list[str]:
 @store_options()
 def diff(old: str, new: str, choice: StoreChoice, *, as_json: bool) -> None:
     """Show which tensors and values differ between two snapshots, and by how many bytes."""
-    with choice.open() as store:
+    with choice.look() as store:
         found = store.diff(old, new)
     emit(found, _diff_lines(found), as_json=as_json)
 

@@ -24,7 +24,7 @@ MAX_SHOWN = 40
 @store_options(writes=True)
 def pin(address: str | None, reason: str, owner: str | None, expires: float | None, choice: StoreChoice, *, as_json: bool) -> None:
     """Hold the snapshot ADDRESS, whatever is forgotten, until it is unpinned; without ADDRESS list all pins."""
-    with choice.open() as store:
+    with choice.open(read_only=address is None) as store:
         if address is None:
             pins = store.pins()
             emit(pins, _pin_lines(pins), as_json=as_json)
@@ -80,7 +80,7 @@ def forget(addresses: tuple[str, ...], choice: StoreChoice, *, by_policy: bool, 
 
     `tsck undo` brings them back for a day; then `tsck gc` frees what nothing else holds. Without ADDRESS list what can be undone.
     """
-    with choice.open() as store:
+    with choice.open(read_only=dry_run or not (addresses or by_policy)) as store:
         if by_policy or dry_run:
             report = store.retain(*addresses, dry_run=dry_run)
             emit(report, verdict_lines(report), as_json=as_json)
@@ -157,7 +157,7 @@ def gc(
         compact_below=compact_below,
         max_bytes_per_second=rate_limit,
     )
-    with choice.open() as store, Phases(sys.stderr) as phases:
+    with choice.open(read_only=dry_run) as store, Phases(sys.stderr) as phases:
         report = store.gc(options, dry_run=dry_run, progress=phases)
     document = {"report": report, "freed_bytes": report.freed_bytes}
     emit(document, _gc_lines(report), as_json=as_json)

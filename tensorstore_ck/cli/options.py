@@ -16,6 +16,7 @@ import click
 from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.portable import PortableBackend
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.readonly import ReadOnlyBackend
 from tensorstore_ck.cli.progress import Bar, CountingBackend
 from tensorstore_ck.codec import CodecName
 from tensorstore_ck.config import CONFIG_NAME
@@ -23,6 +24,7 @@ from tensorstore_ck.durations import parse_seconds
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, NotAStoreError, StoreError
 from tensorstore_ck.opening import open_engine
+from tensorstore_ck.readonlystore import ReadOnlyStore
 from tensorstore_ck.sizes import parse_bytes
 from tensorstore_ck.store import Store
 from tensorstore_ck.tiers.placed import PlacedBackend
@@ -60,14 +62,18 @@ class StoreChoice:
             )
         return "."
 
-    def open(self, bar: Bar | None = None, codec: CodecName = "auto") -> Store:
+    def look(self, bar: Bar | None = None) -> ReadOnlyStore:
+        """The store, for a command that only looks."""
+        return self.open(bar, read_only=True)
+
+    def open(self, bar: Bar | None = None, codec: CodecName = "auto", *, read_only: bool = False) -> Store:
         """The store; close it, or use it as a context manager. `bar` is told of the blocks' bytes that are read and written."""
-        engine = self.open_engine(codec)
+        engine = self.open_engine(codec, read_only=read_only)
         if bar is not None:
             engine.backend = cast(Backend, CountingBackend(engine.backend, bar))
         return Store(engine)
 
-    def open_engine(self, codec: CodecName = "auto") -> Engine:
+    def open_engine(self, codec: CodecName = "auto", *, read_only: bool = False) -> Engine:
         """The engine of the store, for operations that `Store` does not offer."""
         return open_engine(
             self.require_url(),
@@ -76,19 +82,24 @@ class StoreChoice:
             no_sync=self.no_sync,
             cache_dir=self.cache_dir,
             codec=codec,
+            read_only=read_only,
         )
 
     def make_portable(self, engine: Engine) -> None:
         """Lets an engine reach its store in a form that travels to workers elsewhere."""
         own = cast(Backend, PortableBackend(self.require_url(), self.storage_options, self.no_sync))
+        if engine.read_only:
+            own = cast(Backend, ReadOnlyBackend(own))
         with suppress(StoreError):  # a log that cannot be read is for the command to tell
             engine.log.sync()
-        placed = PlacedBackend(own, self.place_opener(own.url), lambda _: engine.log.view(), store=engine.config.uuid)
+        placed = PlacedBackend(
+            own, self.place_opener(own.url, read_only=engine.read_only), lambda _: engine.log.view(), store=engine.config.uuid
+        )
         engine.placed, engine.backend = placed, cast(Backend, placed)
 
-    def place_opener(self, url: str) -> PlaceOpener:
+    def place_opener(self, url: str, *, read_only: bool = False) -> PlaceOpener:
         """Opens the places to which packs of the store at `url` were moved."""
-        return PlaceOpener(url, self.storage_options, self.no_sync)
+        return PlaceOpener(url, self.storage_options, self.no_sync, read_only)
 
     def open_backend(self) -> Backend:
         """The place alone, where there may be no store (yet, or any more)."""

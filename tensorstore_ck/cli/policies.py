@@ -40,7 +40,7 @@ def policy(action: str, target: str | None, rules: tuple[str, ...], choice: Stor
     if bool(rules) != (action == "set") and action != "test":
         raise click.UsageError("RULE=VALUE is for set, which needs one at least, and for test.")
     said = _rules(rules)
-    with choice.open() as store:
+    with choice.open(read_only=action in ("show", "test")) as store:
         if action == "set":
             made = store.set_policy(str(target), **said)
             emit({"glob": target, "policy": made.encode()}, [f"{printable(str(target))}: {made}"], as_json=as_json)

@@ -40,7 +40,7 @@ def recode(
     """
     if everything == bool(addresses):
         raise click.UsageError("Give branches or snapshots, or --all.")
-    with choice.open() as store, Phases(sys.stderr) as phases:
+    with choice.open(read_only=dry_run) as store, Phases(sys.stderr) as phases:
         report = store.recode(
             *addresses, codec=codec, older_than=older_than, dry_run=dry_run, max_bytes_per_second=rate_limit, progress=phases
         )

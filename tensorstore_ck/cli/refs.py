@@ -15,7 +15,7 @@ from tensorstore_ck.snapshot import Snapshot
 @store_options(writes=True)
 def branch(name: str | None, address: str | None, choice: StoreChoice, *, as_json: bool) -> None:
     """List the branches, or make branch NAME at the snapshot ADDRESS."""
-    with choice.open() as store:
+    with choice.open(read_only=name is None) as store:
         if name is None:
             _list_refs(store.branches(), "BRANCH", "no branches yet: `tsck put FILE --ref NAME` makes one", as_json=as_json)
             return
@@ -39,7 +39,7 @@ def reset(name: str, address: str, choice: StoreChoice, *, as_json: bool) -> Non
 @store_options(writes=True)
 def tag(name: str | None, address: str | None, choice: StoreChoice, *, as_json: bool) -> None:
     """List the tags, or give the snapshot ADDRESS the tag NAME, a name that never moves."""
-    with choice.open() as store:
+    with choice.open(read_only=name is None) as store:
         if name is None:
             _list_refs(store.tags(), "TAG", "no tags yet: `tsck tag NAME ADDRESS` makes one", as_json=as_json)
             return

@@ -89,6 +89,7 @@ def _open(choice: StoreChoice, path: str | None, *, writes: bool) -> Engine:
         no_sync=choice.no_sync,
         cache_dir=choice.cache_dir,
         staging=Staging(path) if path is not None and writes else None,
+        read_only=not writes,
     )
 
 

@@ -25,7 +25,7 @@ def tier(choice: StoreChoice, *, dry_run: bool, take_places: bool, rate_limit: f
     A pack goes where the youngest snapshot that needs it lets it go; what is pinned comes back. All is read through this store as before,
     wherever it lies. What was replaced goes with the next `tsck gc`. From any host, beside jobs; may be killed and run again.
     """
-    with choice.open() as store, Phases(sys.stderr) as phases:
+    with choice.open(read_only=dry_run) as store, Phases(sys.stderr) as phases:
         report = store.tier(dry_run=dry_run, take_places=take_places, max_bytes_per_second=rate_limit, progress=phases)
     emit(report, _lines(report), as_json=as_json)
 

@@ -69,7 +69,7 @@ def get(address: str, file: str, select: tuple[str, ...], choice: StoreChoice, *
     from tensorstore_ck.cli.files import check_target, save_file  # noqa: PLC0415 - only put and get need torch
 
     check_target(file, overwrite=force)
-    with Bar("getting") as bar, choice.open(bar) as store:
+    with Bar("getting") as bar, choice.look(bar) as store:
         snapshot = store.resolve(address)
         if not allow_bad:
             refuse_marked(snapshot, address, "give --allow-bad")

@@ -26,7 +26,7 @@ def usage(choice: StoreChoice, *, snapshots: bool, jobs: bool, packs: bool, code
     LOGICAL is what was put, UNIQUE what is left of it without repetitions, STORED what that takes on disk, SHARED how much of it
     another one holds as well, and EXCLUSIVE what would go with it: what forgetting it frees, when the undo window has ended.
     """
-    with choice.open() as store:
+    with choice.look() as store:
         found = store.usage(per_snapshot=snapshots)
     if snapshots:
         lines = _snapshot_lines(found.by_snapshot or ())

@@ -38,7 +38,7 @@ def verify_resume(context: click.Context, function: str, address: str, steps: in
     make = load_function(function)
     from tensorstore_ck.training import verify_resume as verify  # noqa: PLC0415 - loads torch
 
-    with choice.open() as store:
+    with choice.look() as store:
         report = verify(make, store, address, steps)
     colour = green if report.ok else red
     emit({"ok": report.ok, "report": report}, [colour(printable(report))], as_json=as_json)

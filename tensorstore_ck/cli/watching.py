@@ -11,6 +11,7 @@ from tensorstore_ck.cli.options import StoreChoice, command, seconds, store_opti
 from tensorstore_ck.cli.output import json_line, printable, snapshot_line
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.snapshot import Snapshot
+from tensorstore_ck.watching import PIN_SECONDS
 
 
 @command(
@@ -23,7 +24,7 @@ from tensorstore_ck.snapshot import Snapshot
 @click.option("--since-step", type=int, metavar="N", help="Also those that are there already, from step N on.")
 @click.option("--newest-only", is_flag=True, help="Of several that came while CMD ran only the newest.")
 @click.option("--count", type=click.IntRange(1), metavar="N", help="End after N snapshots.")
-@click.option("--pin-for", type=seconds, default="1d", show_default=True, metavar="TIME", help="How long a pin holds at most.")
+@click.option("--pin-for", type=seconds, metavar="TIME", help="How long a pin holds at most. Default: 1d with --exec; else no pins.")
 @click.option("--poll", type=seconds, default="2s", show_default=True, metavar="TIME", help="How often to look.")
 @store_options(writes=True)
 def watch(
@@ -34,17 +35,18 @@ def watch(
     since_step: int | None,
     newest_only: bool,
     count: int | None,
-    pin_for: float,
+    pin_for: float | None,
     poll: float,
     as_json: bool,
 ) -> None:
-    """Wait for snapshots of the branch REF and say each, or run CMD, while a pin holds it whatever policies say; until interrupted.
+    """Wait for snapshots of the branch REF and say each; or run CMD, while a pin holds it whatever policies say; until interrupted.
 
-    A CMD that fails is told, and does not end the watch. With --json one line for each.
+    A CMD that fails is told, and does not end the watch. With --json one line for each. Without --exec the store is not changed.
     """
     words = _words(program) if program is not None else None
-    options = {"since_step": since_step, "newest_only": newest_only, "pin_for": pin_for, "poll_seconds": poll}
-    with choice.open() as store, closing(store.watch(ref, **options)) as watched:
+    held = PIN_SECONDS if pin_for is None and words is not None else pin_for
+    options = {"since_step": since_step, "newest_only": newest_only, "pin_for": held, "poll_seconds": poll}
+    with choice.open(read_only=held is None) as store, closing(store.watch(ref, **options)) as watched:
         for number, snapshot in enumerate(watched, start=1):
             click.echo(json_line(snapshot) if as_json else snapshot_line("published", snapshot))
             if words is not None:

@@ -25,7 +25,9 @@ __all__ = ["CopiedRef", "CopyReport", "Pace", "Progress", "RateLimit", "copy", "
 class OpenStore(Protocol):
     """An open `Store`."""
 
-    _engine: Engine
+    @property
+    def engine(self) -> Engine:
+        """What it works on."""
 
 
 def copy(
@@ -56,7 +58,7 @@ def copy(
     globs = (refs,) if isinstance(refs, str) else tuple(refs)
     pace = Pace.limited(rate_limit_bytes_per_second)
     with ExitStack() as stack:
-        engines = [_engine(place, stack) for place in (source, target)]
+        engines = _engine(source, stack, read_only=True), _engine(target, stack)
         report = copy_refs(*engines, refs=globs, pace=pace, progress=progress)
     errors = [ref.error for ref in report.refs if ref.error is not None]
     for other in errors[1:]:
@@ -66,9 +68,9 @@ def copy(
     return report
 
 
-def _engine(place: str | os.PathLike[str] | OpenStore, stack: ExitStack) -> Engine:
+def _engine(place: str | os.PathLike[str] | OpenStore, stack: ExitStack, *, read_only: bool = False) -> Engine:
     if not isinstance(place, str | os.PathLike):
-        return place._engine
-    engine = open_engine(place)
+        return place.engine
+    engine = open_engine(place, read_only=read_only)
     stack.callback(engine.close)
     return engine

@@ -1,7 +1,9 @@
 """Where the histories of one branch in two stores stand to each other. Reads refs and logs only."""
 
+import shlex
 from typing import NamedTuple
 
+from tensorstore_ck.conflicts import branch_command, moved_by
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import ConflictError
 from tensorstore_ck.ids import Digest
@@ -48,9 +50,10 @@ def plan_branch(source: Engine, target: Engine, name: str) -> BranchPlan:
     if moves[-1].root in theirs or _was_at(target, name, moves[-1].root) is not None:
         return BranchPlan(name, branch.root, [], is_ahead=True)
     raise ConflictError(
-        f"branch {name!r} went apart: {target.backend.url} has it at {branch.root.hex()[:16]}, which the source never had there, and the "
-        f"source at {moves[-1].root.hex()[:16]}. Nothing was copied to it; to take the source's, keep the target's under another name "
-        f"(`tsck branch OTHER {name}`), `tsck forget {name}` there, and copy again",
+        f"branch {name!r} went apart: {target.backend.url} has it at {branch.root.hex()[:16]} ({moved_by(target, branch)}), which the "
+        f"source never had there, and the source at {moves[-1].root.hex()[:16]}. Nothing was copied to it; to take the source's and lose "
+        f"neither, keep the target's under another name (`{branch_command(target, view, branch)}`), let go of it under this one "
+        f"(`tsck forget {name} -s {shlex.quote(target.backend.url)}`), and copy again",
         object_id=name,
     )
 

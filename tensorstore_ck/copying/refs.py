@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Final, NamedTuple
 
 from tensorstore_ck.closure import revive
+from tensorstore_ck.conflicts import moved_by
 from tensorstore_ck.copying.blocks import Pace
 from tensorstore_ck.copying.history import BranchPlan, plan_branch
 from tensorstore_ck.copying.report import CopiedRef, CopyReport, Progress
@@ -231,8 +232,9 @@ class _Copy:
         def arrange(view: RefTable, put: Op | None) -> list[Op]:
             branch = view.branch(name)
             if (branch.root if branch is not None else None) != head or view.tag(name) is not None:
+                how = "" if branch is None else f" ({moved_by(self._target, branch)})"
                 raise ConflictError(
-                    f"{name!r} was moved in {self._target.backend.url} by another process while it was copied: run the copy again",
+                    f"{name!r} was moved in {self._target.backend.url} by another process while it was copied{how}: run the copy again",
                     object_id=name,
                 )
             move = put or (Op.branch(name, info.root) if branch is None else Op.reset(name, info.root))

@@ -4,16 +4,16 @@ import fnmatch
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import Final, Literal, Protocol, get_args
+from typing import Final, Literal, get_args
 
 from tensorstore_ck.address import resolve
-from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.exporting import safetensors_files, torch_file
 from tensorstore_ck.exporting.job import Job, Written
 from tensorstore_ck.exporting.report import ExportedFile, ExportReport
 from tensorstore_ck.exporting.target import Target, staged, target_of
 from tensorstore_ck.merged import open_snapshot
+from tensorstore_ck.readonlystore import ReadOnlyStore
 from tensorstore_ck.record import decode_metadata, record_name
 from tensorstore_ck.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.state.build import NOTHING
@@ -26,14 +26,8 @@ MAX_FILE_BYTES: Final = 5_000_000_000
 """As Hugging Face splits models."""
 
 
-class OpenStore(Protocol):
-    """An open `Store`."""
-
-    _engine: Engine
-
-
 def export_snapshot(
-    store: OpenStore,
+    store: ReadOnlyStore,
     address: str,
     path: str | os.PathLike[str],
     *,
@@ -69,7 +63,7 @@ def export_snapshot(
     """
     target = _target(path, format, max_file_bytes)
     target.check(overwrite=overwrite)
-    engine = store._engine
+    engine = store.engine
     engine.log.sync()
     info = resolve(engine.log.view(), address).info
     snapshot = Snapshot.from_info(info)

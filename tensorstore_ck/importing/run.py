@@ -57,6 +57,7 @@ def import_checkpoint(
     metadata: Mapping[str, object] | None = None,
     leave_out: Sequence[str] = (),
     expect: str | Snapshot | Anything | LastSeen | None = LAST_SEEN,
+    parent: str | Snapshot | LastSeen | None = LAST_SEEN,
     started: Callable[[Contents], None] = lambda contents: None,
 ) -> Imported:
     """Puts what another library saved as the next snapshot on a branch: the tree that its own reader would give.
@@ -73,6 +74,7 @@ def import_checkpoint(
         metadata: What the run knows, beside what the checkpoint says about itself.
         leave_out: Globs over paths such as ``hyper_parameters.*``: what fits is not imported.
         expect: As in `Store.put_snapshot`.
+        parent: Likewise.
         started: Told what it is before its bytes are read.
 
     Raises:
@@ -92,6 +94,7 @@ def import_checkpoint(
             metrics=metrics,
             metadata={**contents.metadata, **(metadata or {})},
             expect=expect,
+            parent=parent,
         )
     return Imported(snapshot, contents)
 
@@ -136,10 +139,13 @@ def _put(
     metrics: Mapping[str, float] | None,
     metadata: Mapping[str, object],
     expect: str | Snapshot | Anything | LastSeen | None,
+    parent: str | Snapshot | LastSeen | None,
 ) -> Snapshot:
     """`Store.put_snapshot` of what was taken apart already."""
-    request = store.seen.request(store.engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect)
-    check_expected(store.engine.log.view(), ref, request.expect)
+    request = store.seen.request(
+        store.engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect, parent=parent, any_step=True
+    )
+    check_expected(store.engine, store.engine.log.view(), ref, request.expect)
     info = put(store.engine, captured, request)
     store.seen.note(ref, info.root, info.root)
     return Snapshot.from_info(info)

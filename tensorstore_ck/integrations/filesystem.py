@@ -200,7 +200,7 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _get_engine(self) -> Engine:
         with self._lock:
             if self._engine is None:
-                self._engine = open_engine(self.store, storage_options=self._options, cache_dir=self._cache_dir)
+                self._engine = open_engine(self.store, storage_options=self._options, cache_dir=self._cache_dir, read_only=True)
             return self._engine
 
     # --- no writing ---------------------------------------------------------------------------------------------------

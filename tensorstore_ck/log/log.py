@@ -64,10 +64,11 @@ class Log:
         new_id: IdSource,
         on_swept: Callable[[Batch, Sequence[Ulid]], None] = lambda batch, packs: None,
         shared: bool = True,
+        read_only: bool = False,
         sleep: Callable[[float], object] = time.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`shared` is false where `create` may overwrite, and one process alone writes.
+        """`shared` is false where `create` may overwrite, and one process alone writes. `read_only`: no checkpoints are written.
 
         `on_swept` is told the packs that an entry sweeps, in the batch that folds it: what is kept beside the fold must
         forget them at that very moment.
@@ -81,6 +82,7 @@ class Log:
         self._actor = actor
         self._new_id = new_id
         self._shared = shared
+        self._read_only = read_only
         self._sleep = sleep
         self._jitter = jitter
         self._lock = ProcessLock()
@@ -113,8 +115,12 @@ class Log:
 
     def _sync(self) -> Head:
         head = self._follower.follow(self.table)
-        self._follower.write_checkpoint_if_due(self.table, head.n, self._make_durable)
+        self._write_checkpoint_if_due(head.n)
         return head
+
+    def _write_checkpoint_if_due(self, n: int) -> None:
+        if not self._read_only:
+            self._follower.write_checkpoint_if_due(self.table, n, self._make_durable)
 
     def entries(self, start: int = 1) -> Iterator[Entry]:
         """The entries from `start` on, each checked against the one before; reads no cache.
@@ -249,7 +255,7 @@ class Log:
                 self._follower.fold_own(self.table, entry)
             except (EmptiedError, TableError):
                 self.sync()
-            self._follower.write_checkpoint_if_due(self.table, entry.n, self._make_durable)
+            self._write_checkpoint_if_due(entry.n)
 
     def _refuse_unknown_operations(self) -> None:
         stop = self.view().stop()

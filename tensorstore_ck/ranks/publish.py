@@ -134,7 +134,7 @@ def publish(
     def build(view: RefTable) -> list[Op]:
         if view.outcome(txn) is not None:
             return []
-        check_expected(view, request.ref, request.expect)
+        check_expected(engine, view, request.ref, request.expect)
         condemned = condemned_of_ranks(engine, view, snapshot, ranks)
         marks = [Op.mark(put.fields["root"], *mark)] if mark is not None else []
         going = expire_at_put(view, request.ref, snapshot, record, engine.clock())

@@ -183,12 +183,17 @@ class RankPut:
     def work(self, go: Body) -> Body:
         """Writes this rank's part."""
         layout_of, turn = take(go, "layout_of", bytes), take_count(go, "turn")
+        self.follow(go)
         for _ in range(MAX_TRIES - 1):
             try:
                 return self._write(layout_of, turn).record()
             except SnapshotExpiredError:
                 continue  # gc freed something that this relies on: the bytes are still in memory
         return self._write(layout_of, turn).record()
+
+    def follow(self, go: Body) -> None:
+        """All ranks look for blocks in the snapshot that rank 0 does: it alone has it held while one is staged."""
+        self._request = self._request._replace(base=None if go["nearest"] is None else take_digest(go, "nearest"))
 
     def settle(self, reason: str) -> Body | None:
         """The outcome is what the log says first."""
@@ -248,7 +253,7 @@ class RankPut:
         return Done(checked_parts(engine, self._written, anchor), self._told_bytes(seat), replicas, sightings)
 
     def _known(self, number: int) -> Known:
-        return KnownBlocks(self._engine, self._request.parent, number, self._group.ranks)
+        return KnownBlocks(self._engine, self._request.nearest, number, self._group.ranks)
 
     def _told_bytes(self, seat: Seat) -> int:
         """Logical bytes that rank 0 does not know: of this rank's own state, and of a layout that begins with this rank."""
@@ -272,7 +277,7 @@ class RankPut:
         self._layout_of = np.array(layout_of, "<u2").tobytes() if len(numbers) > 1 else b""
         self._regions = [take(hello, "regions", bytes) for hello in hellos]
         self._layouts = derived_hash("layouts of a put", *numbers, self._layout_of, *self._regions)
-        return {"layout_of": self._layout_of, "turn": self._checked.get(self._layouts, 0)}
+        return {"layout_of": self._layout_of, "turn": self._checked.get(self._layouts, 0), "nearest": self._request.nearest}
 
     def commit(self, records: list[Body]) -> Body:
         """Appends the entry for all."""

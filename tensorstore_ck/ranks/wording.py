@@ -8,7 +8,7 @@ from typing import Any, Final
 
 MAX_RUNS: Final = 8
 MAX_SAYINGS: Final = 4
-MAX_TEXT: Final = 500
+MAX_TEXT: Final = 1200
 
 
 def named_ranks(ranks: Sequence[int]) -> str:

@@ -45,9 +45,11 @@ class AloneJob:
 
         Raises:
             ConflictError: the ref is not where it must be.
+            InvalidOptionError: see `Seen.check_step`.
         """
         view = self._handle.engine.log.view()
-        check_expected(view, self.ref, self._handle.seen.expected(view, self.ref, self._asked.expect))
+        self._handle.seen.check_step(self._handle.engine, view, self._asked)
+        check_expected(self._handle.engine, view, self.ref, self._handle.seen.expected(view, self.ref, self._asked.expect))
 
     def agree(self, decide: Callable[[], Turn]) -> Turn:
         """Nobody else is asked."""
@@ -76,7 +78,7 @@ class AloneJob:
             self._staged.announce_soon()
             return None
         request = seen.as_of_now(engine, self._asked)
-        check_expected(engine.log.view(), request.ref, request.expect)
+        check_expected(engine, engine.log.view(), request.ref, request.expect)
         info = put(engine, self._captured, request, course.meter)
         self._handle.note_speed(course, "write")
         seen.note(self.ref, info.root, info.root)

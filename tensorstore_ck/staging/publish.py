@@ -40,7 +40,7 @@ def publish(engine: Engine, lead: Lead, txn: Ulid, attempt: Ulid, ref: str) -> S
         staged = view.staged(txn)
         if view.outcome(attempt) is not None or staged is None:
             return []
-        check_accepted(view, ref, lead.accepts)
+        check_accepted(engine, view, ref, lead.accepts)
         condemned = condemned_of_ranks(engine, view, txn, lead.parts)
         marks = [Op.mark(record.root(), *lead.mark)] if lead.mark is not None else []
         later = [other for other, info in view.all_staged() if info.ref == ref and info.n > staged.n]

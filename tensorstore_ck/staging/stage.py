@@ -15,7 +15,6 @@ from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import Body, object_hash
 from tensorstore_ck.errors import (
     BackendUnavailableError,
-    ConflictError,
     SnapshotAbortedError,
     SnapshotExpiredError,
     StoreError,
@@ -34,7 +33,7 @@ from tensorstore_ck.record import Record, decode_record, record_name
 from tensorstore_ck.staging.chain import ChainedBlocks, Link, Links, StagedChain
 from tensorstore_ck.staging.manifest import Accepts, Lead, Manifest, manifest_key
 from tensorstore_ck.tiers import StagingWrites, Tier
-from tensorstore_ck.writer import Anything, PutRequest, check_expected
+from tensorstore_ck.writer import Anything, PutRequest, check_expected, is_expected
 
 SMALL_BYTES: Final = 16 << 20
 
@@ -46,23 +45,14 @@ class Staged(NamedTuple):
     manifest: Manifest
 
 
-def check_accepted(view: RefTable, ref: str, accepts: Accepts) -> None:
+def check_accepted(engine: Engine, view: RefTable, ref: str, accepts: Accepts) -> None:
     """The precondition of a staged put.
 
     Raises:
         ConflictError: the ref is nowhere where it may be.
     """
-    if isinstance(accepts, Anything):
-        check_expected(view, ref, accepts)
-        return
-    for number, root in enumerate(accepts, start=1):
-        try:
-            check_expected(view, ref, root)
-        except ConflictError:
-            if number == len(accepts):
-                raise
-        else:
-            return
+    branch, roots = view.branch(ref), (accepts,) if isinstance(accepts, Anything) else accepts
+    check_expected(engine, view, ref, next((root for root in roots if is_expected(branch, root)), roots[-1]))
 
 
 def owner_of(txn: Ulid) -> str:
@@ -183,7 +173,7 @@ def _stage_alone(
 ) -> tuple[Staged, Link]:
     stager = Stager(engine, tier, links)
     view, accepts = engine.log.view(), links.accepts(request.expect)
-    check_accepted(view, request.ref, accepts)
+    check_accepted(engine, view, request.ref, accepts)
     head, base = view.head(), None if offline else base_of(view, request)
     anchor = head.n if head else 0
     try:
@@ -247,13 +237,14 @@ class StagedRankPut(RankPut):
         record = super().hello()
         self._accepts = self._links.accepts(self._request.expect)
         if self._group.rank == 0:
-            check_accepted(self._store_engine.log.view(), self._request.ref, self._accepts)
+            check_accepted(self._store_engine, self._store_engine.log.view(), self._request.ref, self._accepts)
         return record | {"expect": None}
 
     def work(self, go: Body) -> Body:
         """Stages this rank's side; what others need to open the snapshot goes to the store at once: it is small."""
         self._engine = self._stager.engine
         self._store_engine.log.sync()
+        self.follow(go)
         self._base = base_of(self._store_engine.log.view(), self._request)
         record = super().work(go)
         request, stager, group = self._request, self._stager, self._group
@@ -315,7 +306,7 @@ class StagedRankPut(RankPut):
 def base_of(view: RefTable, request: PutRequest) -> SnapshotInfo | None:
     """The published snapshot that a put most likely shares blocks with."""
     branch = view.branch(request.ref)
-    for root in (request.parent, branch.root if branch is not None else None):
+    for root in (request.nearest, branch.root if branch is not None else None):
         info = view.by_root(root) if root is not None else None
         if info is not None and view.is_live(info.ulid):
             return info

@@ -9,11 +9,12 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 from urllib.parse import parse_qsl, urlsplit
 
 from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.readonly import ReadOnlyBackend
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MissingObjectError
 
 MARK_NAME: Final = "place.json"
@@ -31,6 +32,7 @@ class PlaceOpener:
     store_url: str = ""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     no_sync: bool = False
+    read_only: bool = False
 
     def __call__(self, url: str) -> Backend:
         """The backend of a place."""
@@ -38,7 +40,8 @@ class PlaceOpener:
         options = dict(self.storage_options) if _protocol(where) == _protocol(self.store_url) else {}
         if storage_class is not None:
             options["s3_additional_kwargs"] = {**options.get("s3_additional_kwargs", {}), "StorageClass": storage_class}
-        return open_backend(where, options, no_sync=self.no_sync)
+        backend = open_backend(where, options, no_sync=self.no_sync)
+        return cast(Backend, ReadOnlyBackend(backend)) if self.read_only else backend
 
 
 class Mark(NamedTuple):

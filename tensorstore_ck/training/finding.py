@@ -7,8 +7,8 @@ from tensorstore_ck.envelope import Body, take
 from tensorstore_ck.errors import ConflictError, NotFoundError
 from tensorstore_ck.ranks import Duties
 from tensorstore_ck.ranks.wording import disagreements
+from tensorstore_ck.readonlystore import ReadOnlyStore
 from tensorstore_ck.snapshot import Snapshot
-from tensorstore_ck.store import Store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -17,7 +17,7 @@ _REF: Final = re.compile(r"(?![0-9a-f]{8,64}$)[^@~]+")
 """An address that names a branch or tag, and nothing in its past: a job that begins has none yet."""
 
 
-def find(store: Store, address: str, group: "ProcessGroup | None", timeout_seconds: float) -> Snapshot | None:
+def find(store: ReadOnlyStore, address: str, group: "ProcessGroup | None", timeout_seconds: float) -> Snapshot | None:
     """The snapshot at `address`: what the first rank of `group` finds. None where there is no such ref yet.
 
     Raises:
@@ -44,7 +44,7 @@ def find(store: Store, address: str, group: "ProcessGroup | None", timeout_secon
     return store.resolve(roots[0]) if roots[0] else None
 
 
-def require_still(store: Store, address: str, found: Snapshot) -> None:
+def require_still(store: ReadOnlyStore, address: str, found: Snapshot) -> None:
     """Checks that what was read in several calls was one snapshot.
 
     Raises:
@@ -56,7 +56,7 @@ def require_still(store: Store, address: str, found: Snapshot) -> None:
         )
 
 
-def _at(store: Store, address: str) -> Snapshot | None:
+def _at(store: ReadOnlyStore, address: str) -> Snapshot | None:
     try:
         return store.resolve(address)
     except NotFoundError:

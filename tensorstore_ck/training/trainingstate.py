@@ -31,6 +31,7 @@ from tensorstore_ck.training.parts import Part, is_stateful, load
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from tensorstore_ck.readonlystore import ReadOnlyStore
     from tensorstore_ck.seen import LastSeen
     from tensorstore_ck.writer import Anything
 
@@ -109,6 +110,7 @@ class TrainingState:
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, object] | None = None,
         expect: "str | Snapshot | Anything | LastSeen | None" = LAST_SEEN,
+        parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Snapshot:
         """Stores all of it as the next snapshot on `ref`, without a copy of any tensor; else as `Store.put_snapshot`.
@@ -125,6 +127,7 @@ class TrainingState:
             metrics: Numbers to rank by.
             metadata: What the run knows.
             expect: See `Store.put_snapshot`.
+            parent: Likewise.
             timeout_seconds: With `group`: when to give up on ranks that do not come.
         """
         state, rank_state = self._sides(group, gradients)
@@ -135,6 +138,7 @@ class TrainingState:
             metrics=metrics,
             metadata=metadata,
             expect=expect,
+            parent=parent,
             group=group,
             rank_state=rank_state,
             timeout_seconds=timeout_seconds,
@@ -157,7 +161,7 @@ class TrainingState:
 
     def restore(
         self,
-        store: Store,
+        store: "ReadOnlyStore",
         address: str,
         *,
         group: "ProcessGroup | None" = None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
-from tensorstore_ck.store import Store
+from tensorstore_ck.readonlystore import ReadOnlyStore
 from tensorstore_ck.training.compare import Difference, Leaves, copied, first_difference, leaves_of
 from tensorstore_ck.training.trainingstate import TrainingState
 
@@ -48,7 +48,7 @@ class ResumeReport:
         return f"from {where}, {when}: {found.name} differs: {found.what}"
 
 
-def verify_resume(make: Make, store: Store, address: str, steps: int = 3, *, group: "ProcessGroup | None" = None) -> ResumeReport:
+def verify_resume(make: Make, store: ReadOnlyStore, address: str, steps: int = 3, *, group: "ProcessGroup | None" = None) -> ResumeReport:
     """Restores the snapshot at `address` into two fresh jobs, one after the other, makes some steps with each, and compares them.
 
     Everything that the states hold is compared bit by bit, after the restore and after each step, and what the step returned.
@@ -74,7 +74,7 @@ def verify_resume(make: Make, store: Store, address: str, steps: int = 3, *, gro
     return ResumeReport(found.root, found.step, steps, len(expected[-1]), first)
 
 
-def _run(make: Make, store: Store, root: str, steps: int, group: "ProcessGroup | None") -> Iterator[Leaves]:
+def _run(make: Make, store: ReadOnlyStore, root: str, steps: int, group: "ProcessGroup | None") -> Iterator[Leaves]:
     """What one job holds after the restore, and after each step."""
     made = make()
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], TrainingState) or not callable(made[1]):

@@ -23,7 +23,8 @@ Open = Callable[..., tsck.Store]
 def opened(tmp_path: Path) -> Open:
     def begin(name: str = "store", **options: Any) -> tsck.Store:
         found: dict[str, Any] = {"create": True, "cache_dir": tmp_path / f"cache-{name}"}
-        return tsck.open(tmp_path / name, **(found | options))
+        store: tsck.Store = tsck.open(tmp_path / name, **(found | options))
+        return store
 
     return begin
 

@@ -55,7 +55,7 @@ def put_labels(engine: Engine, ref: str, labels: str, *, step: int | None = None
     """What `Store.put_snapshot` does: one tensor per word of `labels`."""
     words = labels.split()
     view = _synced(engine)
-    check_expected(view, ref, expect)
+    check_expected(engine, view, ref, expect)
     branch = view.branch(ref)
     before = branch.root if branch else None
     return put(engine, captured(words), PutRequest(ref, step, before, expect, encode_metadata({"labels": words}), {}))

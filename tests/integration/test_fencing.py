@@ -1,15 +1,19 @@
 """Which put may move a ref, and what the new snapshot continues: a job that was given up for dead cannot overwrite its successor's work."""
 
 import os
+import re
 import select
+import shlex
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import tensorstore_ck as tsck
+from tensorstore_ck.cli import main
 
 CHILD_SECONDS = 60
 
@@ -123,7 +127,7 @@ def test_a_checkout_by_root_does_not_take_the_ref_over(store: tsck.Store, open_s
     with pytest.raises(tsck.ConflictError):
         put(other, 2)
     forked = other.put_snapshot(state(2), ref="fork")
-    assert forked.parent == first.root
+    assert forked.parent is None, "a new ref continues nothing, whatever was restored last"
 
 
 def test_reset_fences_others(store: tsck.Store, open_store: Callable[[], tsck.Store]) -> None:
@@ -147,6 +151,195 @@ def test_a_branch_begins_a_ref(store: tsck.Store, open_store: Callable[[], tsck.
     assert steps(store) == [2, 1]
     with pytest.raises(tsck.StoreError, match="exp"):
         open_store().branch("exp", at="job")
+
+
+# --- looking takes nothing over -----------------------------------------------------------------------------------------------
+
+
+def restored(open_store: Callable[[], tsck.Store], address: str = "job") -> tsck.Store:
+    """One more handle, which has restored what is at an address."""
+    other = open_store()
+    other.checkout(address)
+    return other
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_notebook_that_only_restored_the_newest_snapshot_may_not_begin_there(
+    store: tsck.Store, open_store: Callable[[], tsck.Store], tmp_path: Path, beside: bool
+) -> None:
+    head = put(store, 1000)
+    notebook = restored(open_store)
+    before = files(tmp_path / "store")
+
+    def put_lower() -> object:  # beside the training it is told where it is called
+        return notebook.put_snapshot_async(state(1), ref="job", step=1) if beside else put(notebook, 1)
+
+    with pytest.raises(tsck.InvalidOptionError, match=r"step 1 is lower than step 1000, where .* restored ref 'job'.*expect=") as caught:
+        put_lower()
+    assert caught.value.object_id == "step"
+    assert files(tmp_path / "store") == before
+    assert put(store, 1001).parent == head.root, "the running job goes on"
+    run_printed(str(caught.value))
+    assert store.resolve(f"job-{head.root[:8]}").root == head.root
+
+
+def test_a_put_of_no_lower_step_goes_on(store: tsck.Store, open_store: Callable[[], tsck.Store]) -> None:
+    put(store, 10)
+    again = restored(open_store)
+    assert put(again, 10).step == 10, "the same step, as where the last one is saved once more"
+    assert put(again, 3).step == 3, "it has put there: its own steps are its own to count"
+    again.checkout("job")
+    assert put(again, 2).step == 2
+    without = restored(open_store)
+    assert without.put_snapshot(state(4), ref="job").step is None
+    assert put(without, 1).step == 1
+
+
+def test_what_means_it_may_put_a_lower_step(store: tsck.Store, open_store: Callable[[], tsck.Store]) -> None:
+    first, head = put(store, 900), put(store, 1000)
+    assert put(restored(open_store), 5, expect=head).step == 5
+    put(store, 1000, expect=tsck.ANY)
+    assert put(restored(open_store, "job@900"), 6).parent == first.root
+    operator = restored(open_store)
+    operator.reset("job", to="job@1000")
+    assert put(operator, 7).step == 7
+    assert steps(store) == [7, 1000, 6, 1000, 5, 1000, 900]
+
+
+def test_the_first_put_to_a_branch_may_have_any_step(store: tsck.Store, open_store: Callable[[], tsck.Store]) -> None:
+    head = put(store, 1000)
+    notebook = restored(open_store)
+    assert notebook.put_snapshot(state(1), ref="new", step=1).parent is None
+    notebook.branch("exp", at="job")
+    assert notebook.put_snapshot(state(1), ref="exp", step=1).parent == head.root
+    store.branch("exp2", at="job")
+    tuning = restored(open_store, "exp2")
+    assert tuning.put_snapshot(state(1), ref="exp2", step=1).parent == head.root
+    later = restored(open_store, "exp2")
+    with pytest.raises(tsck.InvalidOptionError, match="step 0 is lower than step 1"):
+        later.put_snapshot(state(1), ref="exp2", step=0)
+
+
+def test_an_import_may_have_a_lower_step(store: tsck.Store, open_store: Callable[[], tsck.Store], tmp_path: Path) -> None:
+    put(store, 1000)
+    torch.save(state(3), tmp_path / "old.pt")
+    found = tsck.import_checkpoint(restored(open_store), tmp_path / "old.pt", ref="job", step=3)
+    assert found.snapshot.step == 3
+
+
+# --- a job that lost its ref learns how to go on ----------------------------------------------------------------------------
+
+
+def printed_commands(text: str) -> list[list[str]]:
+    """The commands that a message gives, as a shell would take them apart."""
+    return [shlex.split(command) for command in re.findall(r"`(tsck [^`]*)`", text)]
+
+
+def run_printed(text: str) -> None:
+    """Runs all of them, in the order in which they are told."""
+    commands = printed_commands(text)
+    assert commands
+    for _, *arguments in commands:
+        result = CliRunner().invoke(main, arguments, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+
+
+def test_the_conflict_says_who_and_how_to_go_on(store: tsck.Store, open_store: Callable[[], tsck.Store], tmp_path: Path) -> None:
+    own, other = put(store, 1), put(restored(open_store), 2)
+    with pytest.raises(tsck.ConflictError) as caught:
+        put(store, 2)
+    said = str(caught.value)
+    when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+    assert re.search(rf"another process moved it \(to step 2, by \S+@\S+:{os.getpid()} at {when}\)", said)
+    assert [words[1] for words in printed_commands(said)] == ["branch", "reset"]
+    run_printed(said)
+    mine = put(store, 2)
+    assert mine.parent == own.root, "the job goes on as if nothing had been, by commands alone"
+    kept = f"job-{other.root[:8]}"
+    assert store.resolve(kept).root == other.root, "and the other one has lost nothing"
+    put(open_store(), 3, expect=mine)
+    with pytest.raises(tsck.ConflictError) as again:
+        put(store, 3)
+    assert str(tmp_path / "store") in str(again.value)
+
+
+def test_the_conflict_tells_of_a_branch_that_keeps_the_other_side(store: tsck.Store, open_store: Callable[[], tsck.Store]) -> None:
+    put(store, 1)
+    other = put(restored(open_store), 2)
+    store.branch("job-" + other.root[:8], at=other.root)
+    with pytest.raises(tsck.ConflictError, match=rf"branch 'job-{other.root[:8]}' keeps the other one") as caught:
+        put(store, 2)
+    expected = re.search(r"expect='([0-9a-f]+)'", str(caught.value))
+    assert expected is not None
+    assert put(store, 2, expect=expected[1]).step == 2
+    assert steps(store) == [2, 2, 1]
+
+
+@pytest.mark.parametrize("ref", ["job", "r" * 128])
+def test_the_commands_work_where_their_name_is_taken(store: tsck.Store, open_store: Callable[[], tsck.Store], ref: str) -> None:
+    first = store.put_snapshot(state(1), ref=ref, step=1)
+    store.tag(f"job-{first.root[:8]}", ref)
+    notebook = restored(open_store, ref)
+    with pytest.raises(tsck.InvalidOptionError) as caught:
+        notebook.put_snapshot(state(0), ref=ref, step=0)
+    for _ in range(2):
+        run_printed(str(caught.value))
+        assert first.root in {snapshot.root for name, snapshot in store.branches().items() if name != ref}
+        with pytest.raises(tsck.InvalidOptionError) as caught:
+            notebook.put_snapshot(state(0), ref=ref, step=0)
+
+
+def test_the_conflict_is_told_where_the_log_entry_cannot_be_read(
+    store: tsck.Store, open_store: Callable[[], tsck.Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, 1)
+    put(restored(open_store), 2)
+    read, broken = store.engine.log.chain.read, store.resolve("job").entry
+
+    def fail(n: int) -> object:
+        if n == broken:
+            raise tsck.BackendUnavailableError("no answer")
+        return read(n)
+
+    monkeypatch.setattr(store.engine.log.chain, "read", fail)
+    with pytest.raises(tsck.ConflictError, match=r"moved it \(to step 2, at [0-9]{4}-"):
+        put(store, 2)
+
+
+# --- what a snapshot continues ----------------------------------------------------------------------------------------------
+
+
+def test_equal_states_on_new_refs_have_equal_roots(store: tsck.Store, open_store: Callable[[], tsck.Store]) -> None:
+    put(store, 1)
+    other = restored(open_store)
+    roots = {
+        store.put_snapshot(state(5), ref="a", step=5).root,
+        other.put_snapshot(state(5), ref="b", step=5).root,
+        open_store().put_snapshot_async(state(5), ref="c", step=5).wait().root,
+        other.put_snapshot(state(5), ref="d", step=5, parent=None).root,
+    }
+    assert len(roots) == 1
+
+
+def test_a_parent_that_is_told(store: tsck.Store, open_store: Callable[[], tsck.Store]) -> None:
+    first, second = put(store, 1), put(store, 2)
+    assert store.put_snapshot(state(3), ref="tuned", parent="job@1").parent == first.root
+    assert store.put_snapshot(state(4), ref="tuned", parent=second).parent == second.root
+    assert store.put_snapshot_async(state(5), ref="tuned", parent=first.root[:12]).wait().parent == first.root
+    assert put(store, 3, parent=None).parent is None
+    with pytest.raises(tsck.NotFoundError):
+        store.put_snapshot(state(6), ref="tuned", parent="nothing")
+    with pytest.raises(tsck.InvalidOptionError, match="parent must be"):
+        store.put_snapshot(state(6), ref="tuned", parent=3)  # type: ignore[arg-type]
+
+
+def test_blocks_of_what_was_restored_are_found_without_being_its_child(store: tsck.Store, open_store: Callable[[], tsck.Store]) -> None:
+    weights = torch.randn(1 << 18)
+    store.put_snapshot({"weights": weights}, ref="base", step=1)
+    fresh = restored(open_store, "base")  # with a cache of its own, which knows no blocks
+    tuned = fresh.put_snapshot({"weights": weights}, ref="tuned", step=0)
+    assert tuned.parent is None
+    assert tuned.new_bytes < weights.nbytes // 100
 
 
 def run_in_child(work: Callable[[], str]) -> str:

@@ -31,13 +31,13 @@ from tensorstore_ck.integrations.dcp.items import zipped
 from tensorstore_ck.integrations.dcp.target import CheckpointId, Target
 from tensorstore_ck.layout import Content, WantedBox
 from tensorstore_ck.merged import open_snapshot
+from tensorstore_ck.readonlystore import ReadOnlyStore
 from tensorstore_ck.sharding import Box
 from tensorstore_ck.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.state.build import build, require_buildable
 from tensorstore_ck.state.fresh import FreshTensors, form_of
 from tensorstore_ck.state.memory import target_of
 from tensorstore_ck.state.types import decode_torch
-from tensorstore_ck.store import Store
 from tensorstore_ck.tree import REQUIRES_GRAD, Branch, Leaf, Tree, leaves, parse
 from tensorstore_ck.values import decode
 
@@ -48,7 +48,7 @@ class Reader(StorageReader):
     """A `StorageReader` over a store: ``dcp.load(state, storage_reader=Reader("./ckpt", "runs/gpt@1000"))``."""
 
     def __init__(
-        self, store: str | os.PathLike[str] | Store, address: str | None = None, *, allow_bad: bool = False, **open_options: Any
+        self, store: str | os.PathLike[str] | ReadOnlyStore, address: str | None = None, *, allow_bad: bool = False, **open_options: Any
     ) -> None:
         """Opens nothing yet.
 
@@ -171,9 +171,7 @@ class Reader(StorageReader):
         self._content = open_snapshot(store.engine, found.info)
         metadata = self._describe(address)
         self.snapshot = snapshot
-        store.seen.note_restored(found.info.root)
-        if found.branch is not None and found.branch_root is not None:
-            store.seen.note(found.branch, found.branch_root, found.info.root)
+        store.seen.note_restored(found)
         return metadata
 
     def _describe(self, address: str) -> Metadata:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.store import Store, open_store
+from tensorstore_ck.readonlystore import ReadOnlyStore
+from tensorstore_ck.store import open_store
 
 CheckpointId = str | os.PathLike[str] | None
 _NUMBER: Final = re.compile(r"([0-9]{1,18})/?$")
@@ -15,12 +16,12 @@ _NUMBER: Final = re.compile(r"([0-9]{1,18})/?$")
 class Target:
     """A store that is opened when it is first needed, and a place in it. Picklable where it was given by its URL."""
 
-    def __init__(self, store: str | os.PathLike[str] | Store, place: str | None, options: Mapping[str, Any]) -> None:
-        if isinstance(store, Store) and options:
+    def __init__(self, store: str | os.PathLike[str] | ReadOnlyStore, place: str | None, options: Mapping[str, Any]) -> None:
+        if options and not isinstance(store, str | os.PathLike):
             raise InvalidOptionError(f"the store is open already, so {', '.join(options)} has no use", object_id=next(iter(options)))
-        self._url = None if isinstance(store, Store) else os.fspath(store)
+        self._url = os.fspath(store) if isinstance(store, str | os.PathLike) else None
         self._options = dict(options)
-        self._store = store if isinstance(store, Store) else None
+        self._store = None if isinstance(store, str | os.PathLike) else store
         self._place = place
 
     def __getstate__(self) -> dict[str, Any]:
@@ -33,7 +34,7 @@ class Target:
         return {**vars(self), "_store": None}
 
     @property
-    def store(self) -> Store:
+    def store(self) -> ReadOnlyStore:
         """The open store."""
         if self._store is None:
             assert self._url is not None

@@ -228,14 +228,14 @@ class Writer(StorageWriter):
         if not self._target.is_shared:
             store.seen.adopt(self._engine.log.view(), ref)
         request = store.seen.request(self._engine, ref, step=step, metrics=self._metrics, metadata=self._metadata)
-        check_expected(self._engine.log.view(), ref, request.expect)
+        check_expected(self._engine, self._engine.log.view(), ref, request.expect)
         return request
 
     def _known(self, role: Role) -> KnownBlocks:
         """The blocks of the snapshot before."""
         request, branch = self._saving.request, self._engine.log.view().branch(self._saving.ref)
-        parent = request.parent if request is not None else None if branch is None else branch.root
-        return KnownBlocks(self._engine, parent, role.part, role.parts)
+        nearest = request.nearest if request is not None else None if branch is None else branch.root
+        return KnownBlocks(self._engine, nearest, role.part, role.parts)
 
     def _coding(self) -> Coding:
         return self._engine.codecs.coding(self._saving.ref)
