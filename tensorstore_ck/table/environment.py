@@ -82,7 +82,7 @@ class Environment:
     @contextmanager
     def batch(self, *, wait: bool = True) -> Iterator[Batch]:
         """A batch that excludes those of all threads and processes."""
-        self._require_usable()
+        self._require_usable()  # a child's locks may be held by a thread that it does not have
         with self._write_lock:
             try:
                 with self.lock.held(wait=wait):
@@ -98,6 +98,7 @@ class Environment:
 
     def begin(self, *, write: bool) -> Any:
         """A transaction."""
+        self._require_usable()
         self._require_intact()
         try:
             return self._lmdb.begin(write=write)
@@ -123,6 +124,7 @@ class Environment:
         """Closes the files, unless they are a parent's."""
         if self._pid == os.getpid():
             with self._write_lock, self._map_lock:
+                self._failure = self._failure or f"{self.folder} was closed"
                 self._lmdb.close()
                 self._close_data_file()
                 self.lock.close()

@@ -43,6 +43,16 @@ def test_two_users_of_one_process_share_an_environment(tmp_path: Path) -> None:
     third.close()
 
 
+def test_what_was_closed_is_an_error(tmp_path: Path) -> None:
+    table = open_lmdb_table(tmp_path)
+    fill(table, 1)
+    table.close()
+    with pytest.raises(TableDamagedError, match="closed"):
+        table.get(b"k000000")
+    with pytest.raises(TableDamagedError, match="closed"):
+        fill(table, 1)
+
+
 def test_it_grows_within_a_batch_that_keeps_what_it_read_and_wrote(tmp_path: Path) -> None:
     table = open_lmdb_table(tmp_path, map_bytes=1 << 16)
     fill(table, 10, b"a")
