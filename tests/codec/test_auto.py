@@ -1,5 +1,6 @@
 """`auto` encodes nothing, unless puts have shown that the store is so slow that puts and restores gain; then as `fast`."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,10 +8,12 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.limited import limited
+from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.codec import CodecChoice
 from tensorstore_ck.metering import Meter
 from tensorstore_ck.ratelimit import RateLimit
+from tensorstore_ck.tiers import Uploader
 from tests.gc.stores import open_store, same, stay_in_one_thread
 
 PUT = 1 << 30
@@ -121,3 +124,16 @@ def test_a_small_put_says_nothing(time: Time) -> None:
         for seed in range(3):
             store.put_snapshot(weights(seed, 1 << 20), ref="run")
         assert {codec for group in store.show("run").groups for codec in group.codecs} == {"raw"}
+
+
+def test_behind_a_staging_disk_blocks_stay_as_they_are(time: Time, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload = Uploader.upload
+
+    def upload_slowly(uploader: Uploader, *args: Any, **options: Any) -> None:
+        time.sleep(10)
+        upload(uploader, *args, **options)
+
+    monkeypatch.setattr(Uploader, "upload", upload_slowly)
+    monkeypatch.setattr(LocalBackend, "is_local", False)
+    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache", staging=tmp_path / "stage") as store:
+        assert codecs_of(store, 2) == [{"raw"}] * 2
