@@ -132,12 +132,12 @@ def bench(place: Place, rounds: int) -> None:
     target = {name: torch.zeros_like(tensor) for name, tensor in states[0].items()}
     size_bytes = sum(tensor.nbytes for tensor in target.values())
     seconds: Seconds = {}
-    shares: dict[str, float] = {}
+    shares: dict[str, list[float]] = {}
     for number in range(rounds + 1):
         if number <= 1:
             seconds = {}  # the first round warms up
         for who in random.Random(number).sample(ways, len(ways)):
-            shares[who] = take_turn(seconds, who, states, target, place)
+            shares.setdefault(who, []).append(take_turn(seconds, who, states, target, place))
     shutil.rmtree(place.folder, ignore_errors=True)
     where = f"a store of {place.rate / 1e6:.0f} MB/s" if place.rate else str(place.folder)
     print(f"\n{where}, {size_bytes / 2**20:.0f} MiB of fp32: GB/s, median (best) of {rounds}\n")
@@ -145,7 +145,7 @@ def bench(place: Place, rounds: int) -> None:
     for who in ways:
         speeds = [size_bytes / 1e9 / each for taken in seconds.values() for each in (statistics.median(taken[who]), min(taken[who]))]
         cells = [f"{middle:.3g} ({best:.3g})" for middle, best in zip(speeds[::2], speeds[1::2], strict=True)]
-        print(f"| {who} | {' | '.join(cells)} | {shares[who]:.3f} |")
+        print(f"| {who} | {' | '.join(cells)} | {statistics.mean(shares[who]):.3f} |")
     cells = []
     for what, taken in seconds.items():
         reached, must = ratio(taken, "auto", "raw"), PUT_MUST if what.endswith("put") else RESTORE_MUST
