@@ -19,10 +19,8 @@ import torch
 
 import tensorstore_ck as tsck
 from benches._codecpeers import PEERS, Peer
-from benches._peers import save_dcp
 from benches._traces import TRACES, State, copy_of, flat, pretraining
-from benches.local import make_state, timed
-from tensorstore_ck.codec import CodecChoice, CodecName, Elements, Encoder, decode
+from tensorstore_ck.codec import CodecName, Elements, Encoder, decode
 
 BLOCK_BYTES = 4 << 20
 
@@ -100,29 +98,6 @@ def restores(folder: Path, rounds: int = 7) -> Iterator[tuple[str, float, float]
         yield way, share, raw_bytes / statistics.median(seconds[way]) / 1e9
 
 
-def puts(folder: Path, rounds: int = 5) -> Iterator[tuple[str, float]]:
-    """(who, GB/s) of saving a gibibyte of fp32 side by side; `auto` goes by its own puts before, as in one handle."""
-    state = {name: tensor * 0.02 for name, tensor in make_state(64, (1 << 30) // 64).items()}
-    size_bytes = sum(tensor.nbytes for tensor in state.values())
-    codecs: dict[str, CodecName] = {"raw": "raw", "auto": "auto", "fast": "fast"}
-    seconds: dict[str, list[float]] = {who: [] for who in ("DCP, 2 threads", *codecs)}
-    known: CodecChoice | None = None
-    for _ in range(rounds + 1):
-        for who, taken in seconds.items():
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            if who not in codecs:
-                taken.append(timed(lambda: save_dcp(folder, state)))
-                continue
-            with tsck.open(folder / "store", create=True, cache_dir=folder / "cache", codec=codecs[who]) as store:
-                if who == "auto":
-                    known = store.engine.codecs = known or store.engine.codecs
-                taken.append(timed(lambda store=store: store.put_snapshot(state, ref="b")))  # type: ignore[misc]
-    shutil.rmtree(folder)
-    for who, taken in seconds.items():
-        yield who, size_bytes / statistics.median(taken[1:]) / 1e9
-
-
 def draw(results: dict[str, dict[str, list[float]]], path: Path) -> None:
     """Stored bytes over snapshots, ours against theirs."""
     from matplotlib import pyplot  # type: ignore[import-not-found,import-untyped,unused-ignore]  # noqa: PLC0415 - only here
@@ -153,9 +128,6 @@ def main() -> None:
     print("\n| restore of the fifth snapshot, 10 steps apart | stored / raw | GB/s |\n|---|---|---|")
     for what, share, speed in restores(options.folder / "restores"):
         print(f"| {what} | {share:.3f} | {speed:.2f} |", flush=True)
-    print("\n| put of 1 GiB | GB/s |\n|---|---|")
-    for what, speed in puts(options.folder / "puts"):
-        print(f"| {what} | {speed:.2f} |", flush=True)
     results: dict[str, Any] = {}
     print("\n| trace | who | first | mean after the first | largest after the first |\n|---|---|---|---|---|")
     for name in options.only:

@@ -83,7 +83,6 @@ def open_engine(
         engine = make_engine(backend, config, table, single_writer=single_writer_unsafe, open_place=opener, read_only=read_only)
         backend = engine.backend
         engine.limit, engine.min_free, engine.codecs = limit, kept, codecs
-        codecs.first_mode = "light" if backend.is_local else "fast"
         guard = kept if kept != MinFree() else None
         if folder is None or options is None:
             engine.backend = limited(backend, writes=limit, min_free=guard)

@@ -254,10 +254,12 @@ def open_store(
         min_free: What must stay free where the store is: ``"5%"``, ``"50GB"`` or bytes; checked here, at each put and while it writes.
         max_bytes_per_second: How fast a job may write to the store: its ranks share it evenly.
         codec: How blocks are encoded, always without loss: ``"raw"`` not at all; ``"fast"`` at about a gigabyte a second and core;
-            ``"small"`` as small as they get; ``"auto"`` takes one of these by how slow the store is. Or a dict of globs over
-            refs, of which the first that fits counts: ``{"runs/*": "small"}``.
+            ``"small"`` as small as they get; ``"auto"`` not at all, unless earlier puts of this handle have shown that an object store
+            is so slow that puts and restores gain from ``"fast"``. Or a dict of globs over refs, of which the first that fits
+            counts: ``{"runs/*": "small"}``.
         delta: Whether blocks may be stored as differences to those of the snapshot before, which must then be read: by default with
-            ``"small"``. A number says after how many snapshots a block that changes all over is stored in full again, else 8.
+            ``"small"``; if so, ``"auto"`` means ``"fast"``. A number says after how many snapshots a block that changes all over
+            is stored in full again, else 8.
         read_only: Open it to look: nothing in the store is ever changed, and no right to write there is needed. Whatever would change
             something is refused; for a type checker, what is returned has no such methods.
 

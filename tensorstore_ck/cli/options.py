@@ -183,7 +183,7 @@ def rate_option(command: Command) -> Command:
 
 def codec_option(command: Command) -> Command:
     """Adds ``--codec`` as the argument `codec`."""
-    text = "How blocks are encoded, never with loss; auto goes by how slow the store is."
+    text = "How blocks are encoded, never with loss; auto: as they are, unless puts have shown that the store is slow."
     choices = click.Choice(get_args(CodecName))
     return click.option("--codec", type=choices, default="auto", show_default=True, help=text)(command)
 

@@ -1,7 +1,7 @@
 """Encodes the blocks of a put, as cheaply or as small as its mode says.
 
-`fast` takes what a pure entropy coder gains at about a gigabyte a second and core; `light` the same of every other block only, unless it
-gains a lot; `small` whatever the codecs here can; `raw` nothing.
+`fast` takes what a pure entropy coder gains at about a gigabyte a second and core; `small` whatever the codecs here can; `raw` nothing
+of tensors.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,10 @@ from tensorstore_ck.codec.entropy import Coder
 from tensorstore_ck.codec.general import Codec, encode_lz4, encode_zstd
 from tensorstore_ck.codec.planes import Elements, encode_planes, likely_elements, planes_bytes
 
-Mode = Literal["raw", "light", "fast", "small"]
-A_LOT: Final = 0.6
-"""`light` encodes what becomes smaller than this, in any case."""
+Mode = Literal["raw", "fast", "small"]
 WORTH: Final = 0.97
 """A difference that is not smaller than this costs more to read than it saves."""
-LEVELS: Final = {"light": 1, "fast": 1, "small": 9}
+LEVELS: Final = {"fast": 1, "small": 9}
 """zstd's."""
 
 
@@ -40,9 +38,6 @@ class Encoder:
     def numbers(self, raw: Buffer, elements: Elements) -> Encoded:
         """Encodes a tensor's block."""
         if self._mode == "raw" or not len(raw):
-            return Encoded(Codec.RAW, (raw,))
-        # The lowest bit of the first number is as good as a coin, and always the same for the same block.
-        if self._mode == "light" and raw[0] & 1 and planes_bytes(memoryview(raw), elements) > A_LOT * len(raw):
             return Encoded(Codec.RAW, (raw,))
         pieces = encode_planes(memoryview(raw), elements, self._coder_of_mode())
         return Encoded(Codec.RAW, (raw,)) if pieces is None else Encoded(Codec.PLANES, tuple(pieces))

@@ -80,7 +80,7 @@ class AloneJob:
         request = seen.as_of_now(engine, self._asked)
         check_expected(engine, engine.log.view(), request.ref, request.expect)
         info = put(engine, self._captured, request, course.meter)
-        self._handle.note_speed(course, "write")
+        self._handle.note_speed(course)
         seen.note(self.ref, info.root, info.root)
         return info
 

@@ -14,7 +14,6 @@ from tensorstore_ck.events import Event
 from tensorstore_ck.grouped import Groups
 from tensorstore_ck.ids import Digest, Ulid
 from tensorstore_ck.layout import Captured
-from tensorstore_ck.metering import Stage as MeterStage
 from tensorstore_ck.parallel import cpu_threads
 from tensorstore_ck.room import require_room
 from tensorstore_ck.saving.course import Course
@@ -58,12 +57,18 @@ class Handle:
             self.seen.note_published(ref, root)
         self.chain(ref).remove(txn)
 
-    def note_speed(self, course: Course, stage: MeterStage) -> None:
-        """How long the store took for what a put wrote, beside what hashing it took, which the next ones go by."""
+    def note_speed(self, course: Course) -> None:
+        """Notes how long the store took to write what a put gave it, for the next puts to choose a codec by.
+
+        Says nothing of file systems, whose reads come from the page cache however slow their writes are, nor of a store whose writes a
+        rate limit slows down.
+        """
+        if self.engine.backend.is_local or self.engine.limit is not None:
+            return
         meter, cores = course.meter, cpu_threads()
         hashing = meter.seconds_per_byte("hash", cores)
         if hashing:
-            self.engine.codecs.note_written(meter.snapshot().stage_bytes[stage], meter.seconds_per_byte(stage, cores) / hashing)
+            self.engine.codecs.note_written(meter.snapshot().stage_bytes["write"], meter.seconds_per_byte("write", cores) / hashing)
 
     def make_room(self, ref: str, needed_bytes: int) -> None:
         """Makes sure that a put has room: on the staging disk, if need be by waiting for uploads; else in the store.
@@ -98,7 +103,6 @@ class Handle:
                 on_bytes=lambda count: meter.count("upload", count),
                 on_retry=lambda exc, seconds: self.retried(course, "an upload", exc, seconds),
             )
-        self.note_speed(course, "upload")
 
     def patiently(self, course: Course, what: str, action: Callable[[], T]) -> T:
         """What `action` returns; while the backend does not answer it is done again, until the put is asked to give up."""

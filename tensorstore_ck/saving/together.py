@@ -138,7 +138,7 @@ class GroupJob:
 
         if engine.tier is None:
             info = run_put(engine, self._own, self._attempt, prepare, checked=self._checked, meter=course.meter)
-            self._handle.note_speed(course, "write")
+            self._handle.note_speed(course)
             seen.note(self.ref, info.root, info.root)
             return info
         staged = self._stage(engine.tier, prepare, course)

@@ -1,4 +1,4 @@
-"""`auto`: as much encoding as a store is slow, which is told beside hashing."""
+"""`auto` encodes nothing, unless puts have shown that the store is so slow that puts and restores gain; then as `fast`."""
 
 from pathlib import Path
 from typing import Any
@@ -7,44 +7,133 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
+from tensorstore_ck.backend.limited import limited
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.codec import CodecChoice
+from tensorstore_ck.metering import Meter
+from tensorstore_ck.ratelimit import RateLimit
+from tensorstore_ck.tiers import Uploader
+from tests.gc.stores import open_store, same, stay_in_one_thread
 
 PUT = 1 << 30
-LITTLE = 1 << 20
+SLOW, FAST = 100.0, 20.0
+HASH_SECONDS = 0.001
+"""For each 4 MiB."""
+
+
+class Time:
+    """Goes on by `HASH_SECONDS` when it is looked at, and by what somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += HASH_SECONDS
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    """What the meters of puts go by, each of which stays in one thread."""
+    time = Time()
+    monkeypatch.setattr(Meter.__init__, "__defaults__", (time,))
+    stay_in_one_thread(monkeypatch)
+    return time
+
+
+def weights(seed: int, count: int = 5 << 20) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"w{number}": torch.randn(count // 4, generator=generator) * 0.02 for number in range(4)}
+
+
+def open_throttled(time: Time, rate: float, *, is_local: bool = False) -> tsck.Store:
+    backend = MemoryBackend()
+    backend.is_local = is_local
+    store = open_store(backend)
+    store.engine.backend = limited(store.engine.backend, writes=RateLimit(rate, clock=lambda: time.now), sleep=time.sleep)
+    return store
+
+
+def codecs_of(store: tsck.Store, puts: int, **options: Any) -> list[set[str]]:
+    """The codecs of each of so many snapshots, which come back as they were put."""
+    found = []
+    for seed in range(puts):
+        state = weights(seed)
+        store.put_snapshot(state, ref="run", **options)
+        found.append({codec for group in store.show("run").groups for codec in group.codecs})
+        assert same(store.checkout("run"), state)
+    return found
+
+
+def test_a_slow_store_gets_fewer_bytes_from_the_second_put_on(time: Time) -> None:
+    with open_throttled(time, 20e6) as store:
+        assert codecs_of(store, 3) == [{"raw"}, {"planes"}, {"planes"}]
+        first, *later = reversed(store.log("run"))
+        assert all(snapshot.new_bytes < 0.9 * first.new_bytes for snapshot in later)
+
+
+def test_a_fast_store_gets_blocks_as_they_are(time: Time) -> None:
+    with open_throttled(time, 500e6) as store:
+        assert codecs_of(store, 3) == [{"raw"}] * 3
+
+
+def test_a_file_system_gets_blocks_as_they_are_however_slowly_it_writes(time: Time) -> None:
+    with open_throttled(time, 20e6, is_local=True) as store:
+        assert codecs_of(store, 3) == [{"raw"}] * 3
+
+
+def test_a_rate_limit_says_nothing_of_the_store(time: Time) -> None:
+    with open_throttled(time, 20e6) as store:
+        store.engine.limit = RateLimit(20e6)
+        assert codecs_of(store, 3) == [{"raw"}] * 3
 
 
 @pytest.mark.parametrize(
-    ("pace", "mode"), [(1, "raw"), (3.9, "raw"), (4.1, "light"), (12, "light"), (20, "fast"), (70, "fast"), (99, "small")]
+    ("options", "codecs"),
+    [({"codec": "fast"}, {"planes"}), ({"codec": "small"}, {"planes"}), ({"delta": True}, {"planes"}), ({"delta": False}, {"raw"})],
 )
-def test_it_encodes_what_is_worth_it(pace: float, mode: str) -> None:
+def test_who_asks_for_fewer_bytes_gets_them_at_once(time: Time, options: dict[str, Any], codecs: set[str]) -> None:
+    with open_throttled(time, 500e6, is_local=True) as store:
+        assert codecs_of(store, 1, **options) == [codecs]
+
+
+@pytest.mark.parametrize(
+    ("paces", "mode"),
+    [
+        ([], "raw"),
+        ([SLOW], "fast"),
+        ([FAST, SLOW], "raw"),
+        ([SLOW, SLOW, FAST], "raw"),
+        ([FAST, SLOW, SLOW], "raw"),
+        ([FAST, SLOW, SLOW, SLOW], "fast"),
+    ],
+)
+def test_one_slow_put_does_not_outweigh_fast_ones(paces: list[float], mode: str) -> None:
     codecs = CodecChoice()
-    assert codecs.coding("run").mode == "light"
-    codecs.note_written(PUT, pace)
+    for pace in paces:
+        codecs.note_written(PUT, pace)
     assert codecs.coding("run").mode == mode
-    assert codecs.coding("run", "raw").mode == "raw"
 
 
-def test_it_forgets_and_does_not_listen_to_little() -> None:
-    codecs = CodecChoice()
-    codecs.note_written(PUT, 1)
-    codecs.note_written(LITTLE, 100)
-    assert codecs.coding("run").mode == "raw"
-    codecs.note_written(PUT, 100)
-    assert codecs.coding("run").mode == "fast"
-    for _ in range(6):
-        codecs.note_written(PUT, 1)
-    assert codecs.coding("run").mode == "raw"
+def test_a_small_put_says_nothing(time: Time) -> None:
+    with open_throttled(time, 20e6) as store:
+        for seed in range(3):
+            store.put_snapshot(weights(seed, 1 << 20), ref="run")
+        assert {codec for group in store.show("run").groups for codec in group.codecs} == {"raw"}
 
 
-def test_a_slow_store_gets_strong_codecs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorstore_ck.codec.choice.TELLING_BYTES", LITTLE)
-    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache", max_bytes_per_second=10_000_000) as store:
-        first = store.put_snapshot(weights(0), ref="run")
-        second = store.put_snapshot(weights(1), ref="run")
-        assert second.new_bytes < first.new_bytes
-        assert {codec for group in store.show("run").groups for codec in group.codecs} == {"planes"}
+def test_behind_a_staging_disk_blocks_stay_as_they_are(time: Time, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload = Uploader.upload
 
+    def upload_slowly(uploader: Uploader, *args: Any, **options: Any) -> None:
+        time.sleep(10)
+        upload(uploader, *args, **options)
 
-def weights(seed: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    return {f"w{number}": torch.randn(50_000, generator=generator) * 0.02 for number in range(8)}
+    monkeypatch.setattr(Uploader, "upload", upload_slowly)
+    monkeypatch.setattr(LocalBackend, "is_local", False)
+    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache", staging=tmp_path / "stage") as store:
+        assert codecs_of(store, 2) == [{"raw"}] * 2
