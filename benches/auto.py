@@ -113,7 +113,7 @@ def take_turn(seconds: Seconds, who: str, states: tuple[State, State], target: S
         turn.measure(lambda state, number: save_dcp(folders[number], state), lambda number: load_dcp(folders[number], target))
         return 1.0
     with ExitStack() as stack:
-        store = stack.enter_context(tsck.open(folder / "store", create=True, cache_dir=folder / "cache", codec=who))  # type: ignore[arg-type]
+        store = stack.enter_context(tsck.open(folder / "store", create=True, cache_dir=folder / "cache", codec=who))  # type: ignore[call-overload]
         if place.rate:
             throttled = Throttled(store.engine.backend, place.rate)
             store.engine.backend, turn.begin = cast(Backend, throttled), throttled.begin
