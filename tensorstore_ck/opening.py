@@ -22,6 +22,7 @@ from tensorstore_ck.errors import (
     NotAStoreError,
     UnsafeBackendError,
 )
+from tensorstore_ck.events import logged_observers
 from tensorstore_ck.ids import Clock, IdSource, new_ulid
 from tensorstore_ck.index import BlockIndex, forget_packs
 from tensorstore_ck.log import Log, RefTable
@@ -50,7 +51,8 @@ def open_engine(
     """The engine of the store at `url`; with `create`, makes the store if there is none."""
     kept, codecs = MinFree.parse(min_free), CodecChoice(codec, delta)
     limit = None if max_bytes_per_second is None else RateLimit(max_bytes_per_second)
-    backend = open_backend(url, storage_options, no_sync=no_sync)
+    observers = logged_observers()
+    backend = open_backend(url, storage_options, no_sync=no_sync, on_wait=observers.emit)
     try:
         config = read_config(backend)
         if config is None and create:
@@ -63,9 +65,9 @@ def open_engine(
         options = staging if staging is None or isinstance(staging, Staging) else Staging(staging)
         folder = options.open(config.uuid) if options is not None else None
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
-        opener = PlaceOpener(backend.url, dict(storage_options or {}), no_sync)
+        opener = PlaceOpener(backend.url, dict(storage_options or {}), no_sync, observers.emit)
         engine = make_engine(backend, config, table, single_writer=single_writer_unsafe, open_place=opener)
-        backend = engine.backend
+        backend, engine.observers = engine.backend, observers
         engine.limit, engine.min_free, engine.codecs = limit, kept, codecs
         codecs.first_mode = "light" if backend.is_local else "fast"
         guard = kept if kept != MinFree() else None
