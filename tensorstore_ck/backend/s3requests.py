@@ -17,7 +17,7 @@ from concurrent.futures import wait as wait_for_futures
 from typing import Any, BinaryIO, Final, Generic, NamedTuple, TypeVar
 
 from tensorstore_ck.backend.remote import error_code, http_status, remote_errors
-from tensorstore_ck.errors import BackendUnavailableError, MissingObjectError, StoreError
+from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, MissingObjectError, StoreError
 from tensorstore_ck.events import Callback, Event
 
 RETRY_SECONDS: Final = 45.0
@@ -45,6 +45,8 @@ _PASSING_CODES: Final = {
     "XAmzContentSHA256Mismatch",
 }
 """Of replies with other statuses, mostly 400."""
+_PASSING_BOTOCORE_ERRORS: Final = {"HTTPClientError", "IncompleteReadError", "ChecksumError", "FlexibleChecksumError"}
+"""The others are of options, credentials and arguments."""
 _NOT_THE_SERVER: Final = (ValueError, TypeError, AttributeError, LookupError, AssertionError, RuntimeError)
 """Also what an interpreter that is shutting down raises."""
 
@@ -54,16 +56,20 @@ Moved = Callable[[], None]
 
 
 def without_retries(storage_options: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
-    """s3fs's options with botocore's own retries off, and the number of tries that they allowed; None: no number was given."""
+    """s3fs's options with botocore's own retries off, and the number of tries that they allowed; None: no number was given.
+
+    Raises:
+        InvalidOptionError: what they say of retries cannot be meant.
+    """
     config = storage_options.get("config_kwargs") or {}
-    retries = config.get("retries") or {} if isinstance(config, Mapping) else None
+    retries = (config.get("retries") or {}) if isinstance(config, Mapping) else None
     if not isinstance(retries, Mapping):
-        return dict(storage_options), None  # botocore says what is wrong
-    again, tries = retries.get("max_attempts"), retries.get("total_max_attempts")
-    if tries is None and again is not None:
-        tries = again + 1 if isinstance(again, int) else again
+        raise InvalidOptionError("config_kwargs in storage_options is a dict, and so is its retries", object_id="config_kwargs")
+    tries = retries.get("total_max_attempts")
+    if tries is None and isinstance(tries := retries.get("max_attempts"), int):
+        tries += 1
     if tries is not None and (not isinstance(tries, int) or tries < 1):
-        return dict(storage_options), None
+        raise InvalidOptionError(f"retries in storage_options: {dict(retries)!r} gives no number of tries", object_id="retries")
     kept = {name: value for name, value in retries.items() if name != "max_attempts"}
     return {**storage_options, "config_kwargs": {**config, "retries": {**kept, "total_max_attempts": 1}}}, tries
 
@@ -73,9 +79,12 @@ def is_passing(error: StoreError) -> bool:
     cause = error.__cause__
     if not isinstance(error, BackendUnavailableError) or cause is None:
         return False
-    wrapped = getattr(cause, "kwargs", {}).get("error")  # botocore's way to keep what aiohttp raised
-    if isinstance(cause, _NOT_THE_SERVER) or isinstance(wrapped, RuntimeError):
+    if isinstance(cause, _NOT_THE_SERVER):
         return False
+    kinds = {kind.__name__ for kind in type(cause).__mro__}
+    if "BotoCoreError" in kinds:
+        wrapped = getattr(cause, "kwargs", {}).get("error")  # what aiohttp raised
+        return not kinds.isdisjoint(_PASSING_BOTOCORE_ERRORS) and not isinstance(wrapped, RuntimeError)
     status = http_status(cause)
     if status in _PASSING_STATUSES or not status or error_code(cause) in _PASSING_CODES:
         return True

@@ -24,6 +24,7 @@ class Fault(Enum):
     CUT_HEADERS = "forward it, then hang up in the middle of the reply's headers"
     CUT_BODY = "forward it, then hang up in the middle of the reply's body"
     HANG_IN_BODY = "forward it, then fall silent in the middle of the reply's body"
+    REPLY_THEN_HANG = "forward it, and its reply, but serve this connection no more"
     CUT_404 = "hang up in the middle of a 404's body"
     CUT_503 = "hang up in the middle of a 503's body"
     BAD_503 = "503 with a body that is no XML"
@@ -83,8 +84,12 @@ class ChaosProxy:
         self.seen: list[Request] = []
         self.url = ""
         self.answer: tuple[int, bytes] = (200, b"")
-        self.closing = threading.Event()
-        """Ends the silence of connections that hang."""
+        self.silence_ends = threading.Event()
+
+    def hang_up(self) -> None:
+        """Closes all connections that hang."""
+        self.silence_ends.set()
+        self.silence_ends = threading.Event()
 
 
 @contextlib.contextmanager
@@ -103,7 +108,7 @@ def chaos_proxy(port: int) -> Iterator[ChaosProxy]:
         try:
             yield proxy
         finally:
-            proxy.closing.set()
+            proxy.hang_up()
             server.shutdown()
             thread.join()
 
@@ -146,19 +151,23 @@ class _Handler(BaseHTTPRequestHandler):
             case Fault.LOSE_REPLY:
                 self._forward(body)
             case Fault.HANG:
-                self.chaos.closing.wait()
+                self.chaos.silence_ends.wait()
             case Fault.HANG_AFTER:
                 self._forward(body)
-                self.chaos.closing.wait()
+                self.chaos.silence_ends.wait()
             case Fault.CUT_HEADERS:
                 self._forward(body)
                 self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Le")
             case Fault.CUT_BODY | Fault.HANG_IN_BODY:
                 status, headers, reply = self._forward(body)
                 self._reply(status, headers, reply[: len(reply) // 2])
-                if fault is Fault.HANG_IN_BODY:
+                if fault is Fault.HANG_IN_BODY and reply:
                     self.wfile.flush()
-                    self.chaos.closing.wait()
+                    self.chaos.silence_ends.wait()
+            case Fault.REPLY_THEN_HANG:
+                self._reply(*self._forward(body))
+                self.wfile.flush()
+                self.chaos.silence_ends.wait()
             case Fault.CUT_404:
                 self._cut_error(404, b"NoSuchKey")
             case Fault.CUT_503:
