@@ -194,7 +194,7 @@ CASES = [(kind, fault) for kind in REPEATED for fault in PASSING if fault not in
 def test_one_fault_costs_nothing(kind: str, fault: Fault, backend: S3Backend, direct: Backend, proxy: ChaosProxy) -> None:
     method, marker, act = REPEATED[kind]
     prepare(kind, direct)
-    plan, struck = once(fault, method, marker), []
+    plan, struck = once(fault, method, marker), list[Fault]()
     proxy.plan = lambda request: _note(plan(request), struck)
     act(backend, direct)
     assert struck == [fault], "the fault was met"

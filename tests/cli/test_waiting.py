@@ -1,6 +1,7 @@
 """A server that takes the connection and never answers: a line on stderr says so, in a command and in Python."""
 
 import logging
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,7 +12,8 @@ import torch
 
 import tensorstore_ck
 from tensorstore_ck import Store
-from tensorstore_ck.backend import s3, s3requests
+from tensorstore_ck.backend import s3requests
+from tensorstore_ck.backend.s3 import S3Backend
 from tensorstore_ck.events import KINDS, Event
 from tests.backend.chaos import ChaosProxy, Fault, chaos_proxy, once, silent_server
 from tests.cli.conftest import Tsck
@@ -23,7 +25,8 @@ TIMEOUTS = {"connect_timeout": 0.3, "read_timeout": 0.3, "retries": {"max_attemp
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes five seconds is said at once."""
-    monkeypatch.setattr(s3requests, "Timing", partial(s3.Timing, notice_seconds=0.01))
+    assert S3Backend.__module__ in sys.modules, "it is loaded, and refers to the class"
+    monkeypatch.setattr(s3requests, "Timing", partial(s3requests.Timing, notice_seconds=0.01))
 
 
 COMMANDS = ["log", "show runs/gpt", "usage", "fsck", "gc", "put model.safetensors --ref runs/gpt", "probe", "salvage"]
