@@ -45,7 +45,7 @@ _PASSING_CODES: Final = {
     "XAmzContentSHA256Mismatch",
 }
 """Of replies with other statuses, mostly 400."""
-_PASSING_BOTOCORE_ERRORS: Final = {"HTTPClientError", "IncompleteReadError", "ChecksumError", "FlexibleChecksumError"}
+_PASSING_BOTOCORE_ERRORS: Final = {"HTTPClientError", "ConnectionError", "IncompleteReadError", "ChecksumError", "FlexibleChecksumError"}
 """The others are of options, credentials and arguments."""
 _NOT_THE_SERVER: Final = (ValueError, TypeError, AttributeError, LookupError, AssertionError, RuntimeError)
 """Also what an interpreter that is shutting down raises."""

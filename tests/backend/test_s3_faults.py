@@ -32,7 +32,7 @@ from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, P
 from tensorstore_ck.events import Event, event_text
 from tests.backend.chaos import ChaosProxy, Fault, chaos_proxy, first, once, silent_server
 from tests.backend.chaos import Request as Seen
-from tests.servers import BUCKET, S3Server, storage_options
+from tests.servers import BUCKET, S3Server, free_port, storage_options
 
 MIB = 1 << 20
 HANGING = {Fault.HANG, Fault.HANG_AFTER, Fault.HANG_IN_BODY, Fault.REPLY_THEN_HANG}
@@ -487,3 +487,12 @@ def test_wrong_options_are_not_tried_again(options: dict[str, Any]) -> None:
     with pytest.raises(StoreError):
         backend.get("a/b", max_bytes=1)
     assert not slept
+
+
+def test_a_server_that_is_not_there_yet_is_tried_again() -> None:
+    slept: list[float] = []
+    filesystem = connect(f"http://127.0.0.1:{free_port()}", SHORT_TIMEOUTS)
+    backend = S3Backend(lambda: filesystem, BUCKET, "x", timing=Timing(max_tries=3, sleep=slept.append))
+    with pytest.raises(BackendUnavailableError):
+        backend.get("a/b", max_bytes=1)
+    assert len(slept) == 2
