@@ -19,7 +19,7 @@ from tensorstore_ck.codec import CodecChoice
 from tensorstore_ck.config import StoreConfig
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES
 from tensorstore_ck.errors import CorruptObjectError, UnsafeBackendError
-from tensorstore_ck.events import Observers
+from tensorstore_ck.events import Observers, logged_observers
 from tensorstore_ck.ids import DIGEST_BYTES, Clock, IdSource, Ulid
 from tensorstore_ck.index import BlockIndex
 from tensorstore_ck.log import Log, ObjectKey, Relocation, SnapshotInfo
@@ -55,7 +55,7 @@ class Engine:
     """Opened by a caller who vouches that no other process writes."""
     read_only: bool = False
     """Opened to look at: its backends refuse every change."""
-    observers: Observers = field(default_factory=Observers)
+    observers: Observers = field(default_factory=logged_observers)
     """Who is told what happens."""
     tier: Tier | None = None
     """The staging disk, where there is one; `backend` then reads through it."""

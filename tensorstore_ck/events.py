@@ -1,4 +1,4 @@
-"""What a put tells about itself: events, who is told of them, and the line of text that each is in the log.
+"""What a put tells about itself, and what is waited for: events, who is told of them, and the line of text that each is in the log.
 
 The put path emits; logging, `integrations.otel`, the progress line and callbacks of the user consume. None of them can slow down or
 disturb a put more than by the time that a callback takes. "Saved" is said of what is durable and published, and of nothing else.
@@ -15,7 +15,7 @@ from typing import Final, Literal, Protocol
 
 from tensorstore_ck.sizes import human_bytes
 
-Kind = Literal["captured", "staged", "published", "failed", "dropped", "stalled", "retried"]
+Kind = Literal["captured", "staged", "published", "failed", "dropped", "stalled", "retried", "waiting"]
 Reason = Literal["skipped", "replaced", "cancelled", "abandoned"]
 
 _STAGE_SECONDS: Final = {
@@ -82,6 +82,12 @@ KINDS: Final[Mapping[Kind, Mapping[str, str]]] = {
         "error": "that it failed with",
         "delay_seconds": "before the next try",
     },
+    "waiting": {
+        "what": "is waited for, such as `read store.json in s3://bucket/runs`; of no put, ref or step",
+        "try_number": "of the try that is under way, from 1",
+        "wait_seconds": "without a byte, or since the trouble began where a try failed",
+        "error": "that the last try failed with; empty in the first",
+    },
 }
 """The fields of each kind of event."""
 
@@ -93,6 +99,7 @@ LEVELS: Final[Mapping[Kind, int]] = {
     "dropped": logging.WARNING,
     "stalled": logging.WARNING,
     "retried": logging.WARNING,
+    "waiting": logging.WARNING,
 }
 _REASONS: Final[Mapping[str, str]] = {
     "skipped": "no memory was free for it",
@@ -106,7 +113,7 @@ _logger: Final = logging.getLogger("tensorstore_ck")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to a put."""
+    """Something that happened to a put, or to a request to the store."""
 
     kind: Kind
     put: str
@@ -160,6 +167,13 @@ class Observers:
             subscription.tell(event)
 
 
+def logged_observers() -> Observers:
+    """Observers whose events go to the log, too."""
+    observers = Observers()
+    observers.subscribe(log_event)
+    return observers
+
+
 class _Subscription:
     def __init__(self, callback: Callback) -> None:
         self._callback = callback
@@ -211,6 +225,9 @@ def event_text(event: Event) -> str:
             text += "save less often, raise host_memory_bytes, or pass on_full='skip' or 'replace'"
         case "retried":
             text = f"{of('what')} of {name} failed, next try in {of('delay_seconds')}: {of('error')}"
+        case "waiting":
+            text = f"still waiting after {of('wait_seconds')} to {of('what')} (try {of('try_number')}"
+            text += f"; the last one failed: {of('error')})" if event.fields["error"] else ")"
     return one_line(text)
 
 

@@ -23,6 +23,7 @@ from tensorstore_ck.errors import (
     NotAStoreError,
     UnsafeBackendError,
 )
+from tensorstore_ck.events import logged_observers
 from tensorstore_ck.ids import Clock, IdSource, new_ulid
 from tensorstore_ck.index import BlockIndex, forget_packs
 from tensorstore_ck.log import Log, RefTable
@@ -59,7 +60,8 @@ def open_engine(
         raise InvalidOptionError(f"{name}= is for what puts to the store: leave it out with read_only=True", object_id=name)
     kept, codecs = MinFree.parse(min_free), CodecChoice(codec, delta)
     limit = None if max_bytes_per_second is None else RateLimit(max_bytes_per_second)
-    backend = open_backend(url, storage_options, no_sync=no_sync)
+    observers = logged_observers()
+    backend = open_backend(url, storage_options, no_sync=no_sync, on_wait=observers.emit)
     if read_only:
         backend = cast(Backend, ReadOnlyBackend(backend))
     try:
@@ -79,9 +81,9 @@ def open_engine(
         # A memory table costs a few round trips to fill, so waiting for the cache's lock as long as one at most doubles that.
         patience_seconds = min(max(round_trip_seconds, _MIN_PATIENCE_SECONDS), _MAX_PATIENCE_SECONDS)
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}", patience_seconds=patience_seconds)
-        opener = PlaceOpener(backend.url, dict(storage_options or {}), no_sync, read_only)
+        opener = PlaceOpener(backend.url, dict(storage_options or {}), no_sync, read_only, observers.emit)
         engine = make_engine(backend, config, table, single_writer=single_writer_unsafe, open_place=opener, read_only=read_only)
-        backend = engine.backend
+        backend, engine.observers = engine.backend, observers
         engine.limit, engine.min_free, engine.codecs = limit, kept, codecs
         guard = kept if kept != MinFree() else None
         if folder is None or options is None:

@@ -12,7 +12,7 @@ from tensorstore_ck.address import is_staged_address, resolve
 from tensorstore_ck.codec import CodecName, DeltaOption
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, StoreError
-from tensorstore_ck.events import Callback, log_event
+from tensorstore_ck.events import Callback
 from tensorstore_ck.grouped import TIMEOUT_SECONDS, Groups
 from tensorstore_ck.keeping import changes
 from tensorstore_ck.manage import ManagedStore
@@ -48,7 +48,6 @@ class SavingStore(ManagedStore):
         self._saver = Saver(self._open_arena, engine.observers)
         self._handle = Handle(engine, self._seen, self._groups, self._saver.wait_for_upload)
         self._resumed_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
-        engine.observers.subscribe(log_event)
         if engine.tier is not None:
             finish_at_exit(self._saver)
             for job in resume_alone(self._handle, engine.tier):

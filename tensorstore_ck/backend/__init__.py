@@ -13,6 +13,7 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.probe import ProbeResult, probe, probe_create
 from tensorstore_ck.backend.protocol import Backend, Buffer, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.errors import InvalidOptionError, InvalidUrlError, MissingExtraError
+from tensorstore_ck.events import Callback, log_event
 
 __all__ = ["Backend", "Buffer", "Created", "ObjectInfo", "ObjectWriter", "ProbeResult", "open_backend", "probe", "probe_create"]
 
@@ -20,10 +21,13 @@ _URL = re.compile(r"(?P<protocol>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DO
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 
 
-def open_backend(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, *, no_sync: bool = False) -> Backend:
+def open_backend(
+    url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, *, no_sync: bool = False, on_wait: Callback = log_event
+) -> Backend:
     """The backend for a path, ``file://``, ``s3://bucket/prefix``, ``memory://name`` or another fsspec URL.
 
-    Nothing is asked of the place yet: it need not exist. `no_sync` gives up local durability against power failures.
+    Nothing is asked of the place yet: it need not exist. `no_sync` gives up local durability against power failures. `on_wait` is called
+    with an event of the kind ``waiting`` when a request to S3 has waited long; by default it goes to the log.
 
     Raises:
         InvalidUrlError: not a URL that a store can be at.
@@ -39,7 +43,7 @@ def open_backend(url: str | os.PathLike[str], storage_options: Mapping[str, Any]
             raise InvalidOptionError(f"storage_options are for remote stores, and {text} is a local folder", object_id=text)
         return LocalBackend(os.path.expanduser(text) if match is None else _file_path(text), sync=not no_sync)
     protocol = match["protocol"].lower()
-    return _open_remote(protocol, f"{protocol}://{match['rest']}", dict(storage_options or {}))
+    return _open_remote(protocol, f"{protocol}://{match['rest']}", dict(storage_options or {}), on_wait)
 
 
 def _file_path(url: str) -> str:
@@ -49,7 +53,7 @@ def _file_path(url: str) -> str:
     return unquote(parts.path)
 
 
-def _open_remote(protocol: str, url: str, options: dict[str, Any]) -> Backend:
+def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Callback) -> Backend:
     from fsspec.registry import available_protocols, get_filesystem_class  # noqa: PLC0415 - takes longer than a local command
 
     if protocol not in available_protocols():
@@ -68,7 +72,7 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any]) -> Backend:
     if ".." in root.split("/"):
         raise InvalidUrlError(f"{url} has a `..` in it; write the prefix that you mean", object_id=url)
 
-    def connect() -> Any:
+    def connect(options: Mapping[str, Any] = options) -> Any:
         try:
             return filesystem_class(**options)
         except (TypeError, ValueError, KeyError) as exc:
@@ -76,9 +80,11 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any]) -> Backend:
 
     if _EXTRAS.get(protocol) == "s3":
         from tensorstore_ck.backend.s3 import S3Backend  # noqa: PLC0415 - loads fsspec
+        from tensorstore_ck.backend.s3requests import Timing, without_retries  # noqa: PLC0415
 
         bucket, _, prefix = root.partition("/")
-        return S3Backend(connect, bucket, prefix.strip("/"))
+        single_shot, tries = without_retries(options)
+        return S3Backend(lambda: connect(single_shot), bucket, prefix.strip("/"), timing=Timing(max_tries=tries), on_wait=on_wait)
     from tensorstore_ck.backend.objectstore import CREATE_CALLS, FsspecBackend  # noqa: PLC0415 - loads fsspec
 
     return FsspecBackend(connect, root, f"{protocol}://{root.lstrip('/')}", CREATE_CALLS.get(protocol))

@@ -29,6 +29,8 @@ _CREDENTIAL_ERRORS: Final = {
     "ProfileNotFound",
     "TokenRetrievalError",
 }
+_UNREADABLE: Final = "HttpProcessingError"
+"""aiohttp's, of a reply that broke off or is no HTTP: the status that it has, 400, came from no server."""
 _OPTION_ERRORS: Final = {"ParamValidationError", "NoRegionError", "InvalidEndpointConfigurationError", "UnknownEndpointError"}
 
 
@@ -58,6 +60,8 @@ class ProcessLocal:
 def http_status(exc: BaseException) -> int:
     """The HTTP status that `exc`, or the error it was translated from, came with; 0 without."""
     for error in (exc, exc.__cause__):
+        if any(kind.__name__ == _UNREADABLE for kind in type(error).__mro__):
+            continue
         response = getattr(error, "response", None)
         if isinstance(response, dict):
             return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))

@@ -1,97 +1,95 @@
 """An S3 bucket's prefix, through s3fs's raw calls.
 
-Knows S3's requests, no format. Every write is one PutObject, or a multipart upload under a name never used; `create` is a single
-PutObject with ``If-None-Match: *``. botocore and aiohttp resend requests whose reply was lost, so a refusal may hide our own
-success: a 412 is EXISTS, and whatever is no clear answer is UNKNOWN. Failed requests are repeated by botocore (for about
-10 s), and by nobody else; only a reply that breaks off in its body is repeated here.
+Knows S3's requests, no format. Every write is one PutObject, or a multipart upload under a name never used. Reads, listings, deletions
+and writes under a name of our own may be sent again after a failure (`s3requests`). `create` is a PutObject with ``If-None-Match: *``:
+after a try whose outcome is unknown it looks for the object, and sends again only where that is absent. A request may arrive twice, so
+a refusal may hide our own success: a 412 is EXISTS, and whatever is no clear answer is UNKNOWN.
 """
 # ruff: noqa: D102 - protocol.py and resumable.py document the methods
 
 import io
-import random
-import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from datetime import datetime
 from itertools import islice
 from typing import Any, Final
-
-from fsspec.asyn import sync
 
 from tensorstore_ck.backend import s3upload
 from tensorstore_ck.backend.names import check_name, check_prefix
 from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.backend.remote import ProcessLocal, error_code, http_status, remote_errors
 from tensorstore_ck.backend.resumable import Upload
+from tensorstore_ck.backend.s3requests import Moved, Request, S3Requests, Timing, is_passing
 from tensorstore_ck.backend.s3writer import S3Writer
-from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, StoreError, UnsafeBackendError
+from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, StoreError, UnsafeBackendError
+from tensorstore_ck.events import Callback, log_event
 from tensorstore_ck.room import Space
 
 DELETE_BATCH: Final = 1000
-READ_TRIES: Final = 4
+READ_BYTES: Final = 1 << 20
 
 _UPLOAD_MARK = "?uploadId="
 
 
-class _BodyLostError(Exception):
-    """A reply broke off while its body was read."""
-
-
 class S3Backend:
-    """Objects as `bucket`/`prefix`/name; `connect` makes an `s3fs.S3FileSystem`, once per process."""
+    """Objects as `bucket`/`prefix`/name; `connect` makes an `s3fs.S3FileSystem` whose botocore repeats nothing, once per process.
+
+    `on_wait` is called with an event when a request has waited long, on the thread that waits.
+    """
 
     is_local = False
 
-    def __init__(self, connect: Callable[[], Any], bucket: str, prefix: str) -> None:
+    def __init__(
+        self, connect: Callable[[], Any], bucket: str, prefix: str, *, timing: Timing | None = None, on_wait: Callback = log_event
+    ) -> None:
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self._filesystem = ProcessLocal(lambda: _single_shot(connect()))
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self._has_condition = False
+        self._requests = S3Requests(self.url, bucket, self._filesystem.get, timing or Timing(), on_wait)
 
     # --- read ---
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        async def read(filesystem: Any) -> bytes:
+        async def read(filesystem: Any, moved: Moved) -> bytes:
             reply = await filesystem._call_s3("get_object", Bucket=self._bucket, Key=self._key(name))
             async with reply["Body"] as body:
                 size = int(reply["ContentLength"])
                 if size > max_bytes:
                     raise CorruptObjectError(f"{name} has {size} bytes, more than the {max_bytes} it may have", object_id=name)
-                try:
-                    data: bytes = await body.read()
-                except Exception as exc:
-                    raise _BodyLostError from exc
-            return data
+                chunks = []
+                while chunk := await body.read(READ_BYTES):
+                    chunks.append(chunk)
+                    moved()
+            return b"".join(chunks)
 
-        found: bytes = self._read(name, read)
-        return found
+        return self._requests.begin("read", name).repeat(Request(read))
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        async def read(filesystem: Any) -> int:
+        async def read(filesystem: Any, moved: Moved) -> int:
             span = f"bytes={offset}-{offset + len(target) - 1}"
             reply = await filesystem._call_s3("get_object", Bucket=self._bucket, Key=self._key(name), Range=span)
             done = 0
             async with reply["Body"] as body:
-                try:
-                    while chunk := await body.read(len(target) - done):
-                        target[done : done + len(chunk)] = chunk
-                        done += len(chunk)
-                except Exception as exc:
-                    raise _BodyLostError from exc
+                while chunk := await body.read(len(target) - done):
+                    target[done : done + len(chunk)] = chunk
+                    done += len(chunk)
+                    moved()
             return done
 
-        count = self._read(name, read) if len(target) else 0
+        count = self._requests.begin("read", name).repeat(Request(read)) if len(target) else 0
         if count < len(target):
             raise CorruptObjectError(f"{name} ends at {offset + count}, before byte {offset + len(target)}", object_id=name)
 
     def size(self, name: str) -> int:
-        return int(self.call("look at", name, "head_object", Key=self._key(name))["ContentLength"])
+        return int(self._requests.call("look at", name, "head_object", Key=self._key(name))["ContentLength"])
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         check_prefix(prefix)
-        more: dict[str, str] = {}
+        more: dict[str, Any] = {}
         while True:
-            page = self.call("list", prefix, "list_objects_v2", Prefix=self._prefix + prefix, **more)
+            page = self._requests.call("list", prefix, "list_objects_v2", Prefix=self._prefix + prefix, **more)
             for entry in page.get("Contents", ()):
                 if not entry["Key"].endswith("/"):  # some tools make such objects to stand for folders
                     yield ObjectInfo(entry["Key"].removeprefix(self._prefix), entry["Size"], _nanoseconds(entry["LastModified"]))
@@ -105,7 +103,7 @@ class S3Backend:
     # --- write ---
 
     def put(self, name: str, data: Buffer) -> None:
-        self.call("write", name, "put_object", Key=self._key(name), Body=io.BytesIO(data))
+        self._requests.call("write", name, "put_object", Key=self._key(name), Body=io.BytesIO(data))
 
     def replace(self, name: str, data: Buffer) -> None:
         self.put(name, data)
@@ -113,38 +111,51 @@ class S3Backend:
     def create(self, name: str, data: Buffer) -> Created:
         key = self._key(name)
         self._require_condition(name)
-        try:
-            self.call("create", name, "put_object", Key=key, Body=io.BytesIO(data), IfNoneMatch="*")
-        except BackendUnavailableError as exc:
-            status = http_status(exc.__cause__) if exc.__cause__ else 0
+        operation = self._requests.begin("create", name)
+        put = self._requests.request("put_object", Key=key, Body=io.BytesIO(data), IfNoneMatch="*")
+        while True:
+            try:
+                operation.once(put)
+            except StoreError as exc:
+                error = exc
+            else:
+                return Created.CREATED
+            status = http_status(error.__cause__) if error.__cause__ else 0
+            if status == 412:
+                return Created.EXISTS
+            if not is_passing(error) and operation.attempt > 1:
+                return Created.UNKNOWN  # what an earlier try did is not known
             if status == 501:
                 raise UnsafeBackendError(
                     f"{self.url} does not know conditional writes, so commits cannot be exclusive on it", object_id=name
-                ) from exc
-            return Created.EXISTS if status == 412 else Created.UNKNOWN
-        return Created.CREATED
+                ) from error
+            if not is_passing(error):
+                raise error
+            is_there = operation.look(error, self._requests.is_there(key))
+            if is_there is not False:
+                return Created.EXISTS if is_there else Created.UNKNOWN
 
     def sync_folders(self, name: str) -> None:
         check_name(name)
 
     def open_writer(self, name: str) -> ObjectWriter:
-        return S3Writer(self, name, self._key(name))
+        return S3Writer(self._requests, name, self._key(name))
 
     def delete(self, names: Iterable[str]) -> None:
         remaining = iter(names)
         while batch := [{"Key": self._key(name)} for name in islice(remaining, DELETE_BATCH)]:
-            reply = self.call("delete", "", "delete_objects", Delete={"Objects": batch, "Quiet": True})
+            reply = self._requests.call("delete", "", "delete_objects", Delete={"Objects": batch, "Quiet": True})
             for error in reply.get("Errors", ()):
                 if error.get("Code") != "NoSuchKey":
                     key = str(error.get("Key"))
                     # Asked for alone, the object's own status becomes the right error of ours.
-                    self.call("delete", key.removeprefix(self._prefix), "delete_object", Key=key)
+                    self._requests.call("delete", key.removeprefix(self._prefix), "delete_object", Key=key)
 
     def list_uploads(self) -> Iterator[ObjectInfo]:
-        more: dict[str, str] = {}
+        more: dict[str, Any] = {}
         while True:
             try:
-                page = self.call("list the uploads of", "", "list_multipart_uploads", Prefix=self._prefix, **more)
+                page = self._requests.call("list the uploads of", "", "list_multipart_uploads", Prefix=self._prefix, **more)
             except StoreError as exc:
                 if exc.__cause__ is not None and error_code(exc.__cause__) == "NoSuchUpload":
                     return  # rclone's way to say that there are none
@@ -161,18 +172,14 @@ class S3Backend:
         object_name, mark, upload = name.partition(_UPLOAD_MARK)
         if not mark:
             raise CorruptObjectError(f"{name} is not an upload of this store", object_id=name)
-        with remote_errors("abort the upload of", name, self.url):
-            try:
-                self._filesystem.get().call_s3("abort_multipart_upload", Bucket=self._bucket, Key=self._key(object_name), UploadId=upload)
-            except Exception as exc:
-                if error_code(exc) != "NoSuchUpload" and http_status(exc) != 404:
-                    raise
+        with suppress(MissingObjectError):
+            self._requests.call("abort the upload of", name, "abort_multipart_upload", Key=self._key(object_name), UploadId=upload)
 
     def begin_upload(self, name: str, size_bytes: int) -> Upload:
-        return s3upload.begin(s3upload.Destination(self, name, self._key(name), size_bytes))
+        return s3upload.begin(s3upload.Destination(self._requests, name, self._key(name), size_bytes))
 
     def resume_upload(self, name: str, size_bytes: int, token: str) -> Upload:
-        return s3upload.resume(s3upload.Destination(self, name, self._key(name), size_bytes), token)
+        return s3upload.resume(s3upload.Destination(self._requests, name, self._key(name), size_bytes), token)
 
     def give_up_upload(self, name: str, token: str) -> None:
         if upload_id := s3upload.upload_id_of(token):
@@ -183,27 +190,8 @@ class S3Backend:
 
     # --- requests ---
 
-    def call(self, action: str, name: str, method: str, **arguments: Any) -> dict[str, Any]:
-        """One request on the bucket; `action` and `name` are for messages."""
-        with remote_errors(action, name, self.url):
-            reply: dict[str, Any] = self._filesystem.get().call_s3(method, Bucket=self._bucket, **arguments)
-        return reply
-
     def _key(self, name: str) -> str:
         return self._prefix + check_name(name)
-
-    def _read(self, name: str, read: Callable[[Any], Any]) -> Any:
-        for attempt in range(READ_TRIES):
-            with remote_errors("read", name, self.url):
-                filesystem = self._filesystem.get()
-                try:
-                    return sync(filesystem.loop, read, filesystem)
-                except _BodyLostError as exc:
-                    lost = exc.__cause__
-            time.sleep(random.uniform(0, 0.1 * 4**attempt))  # noqa: S311 - jitter, not a secret
-        raise BackendUnavailableError(
-            f"cannot read {name} in {self.url}: {lost}; check the connection, then try again", object_id=name
-        ) from lost
 
     def _require_condition(self, name: str) -> None:
         """s3fs drops arguments that botocore does not know: without this check an old botocore would overwrite."""
@@ -217,7 +205,7 @@ class S3Backend:
 
 
 def _single_shot(filesystem: Any) -> Any:
-    """Leaves all repeating to botocore, which rewinds the body; s3fs on top of it would send what is left of the body: nothing."""
+    """s3fs repeats nothing: it would send what is left of a body, nothing."""
     filesystem.retries = 1
     return filesystem
 

@@ -1,8 +1,7 @@
 """One S3 object, uploaded in pieces that another process can go on with.
 
 Knows S3's requests, no files and no journal: what it takes to go on is the upload's token. Pieces have the sizes that `s3writer` gives
-them. An object of one piece is a single PutObject, and has no token. A completion whose reply was lost is settled by looking: the name
-is ours alone, so an object of the right size under it is the one.
+them. An object of one piece is a single PutObject, and has no token.
 """
 # ruff: noqa: D102 - resumable.py documents the methods
 
@@ -12,6 +11,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 from tensorstore_ck.backend import s3writer
 from tensorstore_ck.backend.remote import error_code
 from tensorstore_ck.backend.resumable import Piece, Upload, UploadGoneError
+from tensorstore_ck.backend.s3requests import UploadedPieces
 from tensorstore_ck.backend.s3writer import Requests
 from tensorstore_ck.errors import MissingObjectError, StoreError
 
@@ -113,16 +113,15 @@ class MultipartUpload:
         self._tags[piece.number] = str(reply["ETag"])
 
     def complete(self) -> None:
-        parts = [{"PartNumber": number, "ETag": tag} for number, tag in sorted(self._tags.items())]
+        requests, name, key, size_bytes = self._destination
         try:
-            self._destination.call("complete", "complete_multipart_upload", UploadId=self._upload_id, MultipartUpload={"Parts": parts})
+            requests.complete(UploadedPieces(name, key, self._upload_id, self._tags, size_bytes))
         except StoreError as exc:
-            if self._destination.is_there():
-                return
             code = error_code(exc.__cause__) if exc.__cause__ is not None else ""
-            if isinstance(exc, MissingObjectError) or code in _NOT_THE_PIECES:
-                raise UploadGoneError(f"the upload of {self._destination.name} cannot be completed") from exc
-            raise
+            if not isinstance(exc, MissingObjectError) and code not in _NOT_THE_PIECES:
+                raise
+            if not self._destination.is_there():
+                raise UploadGoneError(f"the upload of {name} cannot be completed") from exc
 
 
 def _tags(destination: Destination, upload_id: str, pieces: Sequence[Piece]) -> dict[int, str]:

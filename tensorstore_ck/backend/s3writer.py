@@ -1,8 +1,7 @@
 """One large S3 object, uploaded in pieces while it grows.
 
 Pieces fill up in reused buffers under a lock and go out on a few threads, so memory is bounded by `PIECES_IN_FLIGHT` + 1 pieces.
-An object that fits into one piece is a single PutObject. A failed piece is final. A completion whose reply was lost is settled by
-looking: the name is ours alone, so an object of the right size under it is the one.
+An object that fits into one piece is a single PutObject. A failed piece is final.
 """
 # ruff: noqa: D102 - protocol.py documents the methods
 
@@ -16,6 +15,7 @@ from typing import Any, Final, Protocol
 
 from tensorstore_ck.backend.localfile import byte_views
 from tensorstore_ck.backend.protocol import Buffer
+from tensorstore_ck.backend.s3requests import UploadedPieces
 from tensorstore_ck.errors import BackendUnavailableError, StoreError
 
 PIECE_BYTES: Final = 15 << 20
@@ -28,7 +28,10 @@ class Requests(Protocol):
     """What the writer needs of a backend."""
 
     def call(self, action: str, name: str, method: str, **arguments: Any) -> dict[str, Any]:
-        """One request on the bucket."""
+        """See `S3Requests`."""
+
+    def complete(self, upload: UploadedPieces) -> None:
+        """See `S3Requests`."""
 
 
 class S3Writer:
@@ -73,10 +76,10 @@ class S3Writer:
             if self._piece.tell():
                 self._send()
             try:
-                tags = [sent.result() for sent in self._sent]
+                tags = {number: sent.result() for number, sent in enumerate(self._sent, 1)}
             finally:
                 self._stop_threads()
-            self._complete(tags)
+            self._requests.complete(UploadedPieces(self._name, self._key, self._upload_id, tags, self._end))
 
     def abort(self) -> None:
         with self._lock:
@@ -84,7 +87,8 @@ class S3Writer:
             self._stop_threads()
             if self._upload_id:
                 with contextlib.suppress(StoreError):
-                    self._requests.call("abort", self._name, "abort_multipart_upload", Key=self._key, UploadId=self._upload_id)
+                    arguments = {"Key": self._key, "UploadId": self._upload_id}
+                    self._requests.call("abort", self._name, "abort_multipart_upload", max_tries=1, **arguments)
 
     def _add(self, view: memoryview) -> None:
         while len(view):
@@ -124,28 +128,6 @@ class S3Writer:
             if sent.done():
                 sent.result()  # a failure ends the whole object
         return self._spare.get() if len(self._sent) > PIECES_IN_FLIGHT else io.BytesIO()
-
-    def _complete(self, tags: list[str]) -> None:
-        parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
-        try:
-            self._requests.call(
-                "complete",
-                self._name,
-                "complete_multipart_upload",
-                Key=self._key,
-                UploadId=self._upload_id,
-                MultipartUpload={"Parts": parts},
-            )
-        except StoreError:
-            if not self._is_there():
-                raise
-
-    def _is_there(self) -> bool:
-        try:
-            reply = self._requests.call("look at", self._name, "head_object", Key=self._key)
-        except StoreError:
-            return False
-        return int(reply["ContentLength"]) == self._end
 
     def _stop_threads(self) -> None:
         if self._threads is not None:

@@ -4,6 +4,7 @@ Every `StoreError` becomes one line on stderr (with ``--json``: a document on st
 misuse of the command line, 130 an interrupt. Anything else is a bug, and keeps its traceback.
 """
 
+import logging
 import sys
 import warnings
 from collections.abc import Sequence
@@ -67,9 +68,14 @@ class Program(click.Group):
         """Runs one command and exits."""
         arguments = list(sys.argv[1:] if args is None else args)
         more["standalone_mode"] = False
+        logger, lines = logging.getLogger("tensorstore_ck"), _Lines(logging.WARNING)
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            sys.exit(self._run(arguments, prog_name or "tsck", *others, **more))
+            logger.addHandler(lines)
+            try:
+                sys.exit(self._run(arguments, prog_name or "tsck", *others, **more))
+            finally:
+                logger.removeHandler(lines)
 
     def _run(self, arguments: list[str], *others: Any, **more: Any) -> int:
         as_json = "--json" in arguments
@@ -94,6 +100,15 @@ def _fail(kind: str, message: str, object_id: str, *, as_json: bool) -> None:
         emit({"error": {"kind": kind, "message": message, "object": object_id}}, (), as_json=True)
     else:
         click.echo(f"tsck: {printable(message)}", err=True)
+
+
+class _Lines(logging.Handler):
+    """Prints what goes to the log as warnings are printed, and takes away the progress bar that the terminal's last line may be."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        clear = "\r\x1b[K" if sys.stderr.isatty() else ""
+        trace = "" if not record.exc_info else "\n" + logging.Formatter().formatException(record.exc_info)
+        click.echo(f"{clear}tsck: warning: {printable(record.getMessage())}{trace}", err=True)
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:

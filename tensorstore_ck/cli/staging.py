@@ -1,5 +1,6 @@
 """The command about what is durable on a host's disk, and not published yet: look, resume, drop."""
 
+import logging
 import os
 import sys
 import time
@@ -12,7 +13,7 @@ from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import counted, emit, green, indented, printable, red, short_root, snapshot_line, table
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
-from tensorstore_ck.events import event_text
+from tensorstore_ck.events import LEVELS, Event, event_text
 from tensorstore_ck.grouped import Groups
 from tensorstore_ck.ids import Ulid, parse_ulid
 from tensorstore_ck.log import SnapshotInfo
@@ -95,7 +96,7 @@ def _open(choice: StoreChoice, path: str | None, *, writes: bool) -> Engine:
 
 def _resume(context: click.Context, engine: Engine, *, as_json: bool) -> None:
     assert engine.tier is not None
-    engine.observers.subscribe(lambda event: click.echo(f"tsck: {event_text(event)}", err=True))
+    engine.observers.subscribe(_echo)
     handle = Handle(engine, Seen(), Groups(engine), wait_for_upload=lambda: False)
     published: list[SnapshotInfo] = []
     failed: list[tuple[str, StoreError]] = []
@@ -114,6 +115,12 @@ def _resume(context: click.Context, engine: Engine, *, as_json: bool) -> None:
     emit({"published": snapshots, "failed": failures, "left": left}, lines, as_json=as_json)
     if failed:
         context.exit(failed[0][1].exit_code)
+
+
+def _echo(event: Event) -> None:
+    """Prints what is no warning: those are printed for every command."""
+    if LEVELS[event.kind] < logging.WARNING:
+        click.echo(f"tsck: {event_text(event)}", err=True)
 
 
 def _drop(engine: Engine, folder: StagingFolder | None, txns: Sequence[str], *, yes: bool, as_json: bool) -> None:

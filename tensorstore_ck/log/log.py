@@ -29,7 +29,9 @@ Build = Callable[[RefTable], Sequence[Op]]
 _CACHE_TRIES: Final = 4
 _MAX_CONFLICT_DELAY: Final = 1.0
 RESEND_DELAYS: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 10, 10, 10, 10, 10, 10, 10, 10)
-"""Seconds between tries to settle an entry: about 100 in all."""
+"""Seconds between tries to find out what came of an entry: about 100 in all."""
+_RESEND_SECONDS: Final = 120.0
+"""No try begins later than that: each may itself wait long for a server that hangs."""
 
 
 class Appended(NamedTuple):
@@ -209,8 +211,10 @@ class Log:
         """
         name = self.chain.name(entry.n)
         self._make_durable(entry.n - 1)
-        sent, trouble = False, "it did not say what came of it"
+        sent, trouble, began_ns = False, "it did not say what came of it", self._clock()
         for delay in RESEND_DELAYS:
+            if self._clock() - began_ns > _RESEND_SECONDS * 1e9:
+                break
             try:
                 outcome = self._backend.create(name, sealed)
             except BackendUnavailableError as exc:

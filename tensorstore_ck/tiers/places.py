@@ -16,6 +16,7 @@ from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.readonly import ReadOnlyBackend
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MissingObjectError
+from tensorstore_ck.events import Callback, log_event
 
 MARK_NAME: Final = "place.json"
 MAX_MARK_BYTES: Final = 1 << 16
@@ -33,6 +34,11 @@ class PlaceOpener:
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     no_sync: bool = False
     read_only: bool = False
+    on_wait: Callback = log_event
+    """See `open_backend`. It does not travel to other processes, where the log is told."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlaceOpener, (self.store_url, self.storage_options, self.no_sync, self.read_only)
 
     def __call__(self, url: str) -> Backend:
         """The backend of a place."""
@@ -40,7 +46,7 @@ class PlaceOpener:
         options = dict(self.storage_options) if _protocol(where) == _protocol(self.store_url) else {}
         if storage_class is not None:
             options["s3_additional_kwargs"] = {**options.get("s3_additional_kwargs", {}), "StorageClass": storage_class}
-        backend = open_backend(where, options, no_sync=self.no_sync)
+        backend = open_backend(where, options, no_sync=self.no_sync, on_wait=self.on_wait)
         return cast(Backend, ReadOnlyBackend(backend)) if self.read_only else backend
 
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import http.client
+import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,9 +18,24 @@ class Fault(Enum):
     NONE = "forward it, and its reply"
     LOSE_REPLY = "forward it, then hang up instead of replying"
     LOSE_REQUEST = "hang up without forwarding it"
+    RESET = "reset the connection without forwarding it"
+    HANG = "never answer it, and do not forward it"
+    HANG_AFTER = "forward it, but never answer"
+    CUT_HEADERS = "forward it, then hang up in the middle of the reply's headers"
     CUT_BODY = "forward it, then hang up in the middle of the reply's body"
+    HANG_IN_BODY = "forward it, then fall silent in the middle of the reply's body"
+    REPLY_THEN_HANG = "forward it, and its reply, but serve this connection no more"
+    CUT_404 = "hang up in the middle of a 404's body"
+    CUT_503 = "hang up in the middle of a 503's body"
+    BAD_503 = "503 with a body that is no XML"
+    ERROR_IN_200 = "200 with an error in the body"
+    BAD_200 = "forward it, then 200 with a body that is no XML"
+    ANSWER = "reply with `ChaosProxy.answer`"
+    STATUS_403 = "403"
     STATUS_409 = "409"
     STATUS_412 = "412"
+    STATUS_429 = "429"
+    STATUS_500 = "500"
     STATUS_501 = "501"
     STATUS_503 = "503"
 
@@ -55,6 +72,9 @@ def first(count: int, fault: Fault, method: str, marker: str = "") -> Plan:
     return plan
 
 
+_ERROR = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>Said by the proxy.</Message></Error>"
+
+
 class ChaosProxy:
     """Forwards to `port` as `plan` tells; `seen` has every request that came."""
 
@@ -63,6 +83,13 @@ class ChaosProxy:
         self.plan: Plan = lambda _: Fault.NONE
         self.seen: list[Request] = []
         self.url = ""
+        self.answer: tuple[int, bytes] = (200, b"")
+        self.silence_ends = threading.Event()
+
+    def hang_up(self) -> None:
+        """Closes all connections that hang."""
+        self.silence_ends.set()
+        self.silence_ends = threading.Event()
 
 
 @contextlib.contextmanager
@@ -81,8 +108,16 @@ def chaos_proxy(port: int) -> Iterator[ChaosProxy]:
         try:
             yield proxy
         finally:
+            proxy.hang_up()
             server.shutdown()
             thread.join()
+
+
+@contextlib.contextmanager
+def silent_server() -> Iterator[str]:
+    """The URL of a server that takes connections, and neither reads nor answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -100,18 +135,59 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.value.isdigit():
             self._reply(int(fault.value), {}, b"")
             return
-        if fault is Fault.LOSE_REQUEST:
+        if fault is Fault.NONE:
+            self._reply(*self._forward(body))
+        else:
             self.close_connection = True
-            return
-        status, headers, reply = self._forward(body)
-        if fault is Fault.LOSE_REPLY:
-            self.close_connection = True
-            return
-        if fault is Fault.CUT_BODY:
-            self._reply(status, headers, reply[: len(reply) // 2])
-            self.close_connection = True
-            return
-        self._reply(status, headers, reply)
+            self._disturb(fault, body)
+
+    def _disturb(self, fault: Fault, body: bytes) -> None:
+        match fault:
+            case Fault.LOSE_REQUEST:
+                pass
+            case Fault.RESET:
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.close()
+            case Fault.LOSE_REPLY:
+                self._forward(body)
+            case Fault.HANG:
+                self.chaos.silence_ends.wait()
+            case Fault.HANG_AFTER:
+                self._forward(body)
+                self.chaos.silence_ends.wait()
+            case Fault.CUT_HEADERS:
+                self._forward(body)
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Le")
+            case Fault.CUT_BODY | Fault.HANG_IN_BODY:
+                status, headers, reply = self._forward(body)
+                self._reply(status, headers, reply[: len(reply) // 2])
+                if fault is Fault.HANG_IN_BODY and reply:
+                    self.wfile.flush()
+                    self.chaos.silence_ends.wait()
+            case Fault.REPLY_THEN_HANG:
+                self._reply(*self._forward(body))
+                self.wfile.flush()
+                self.chaos.silence_ends.wait()
+            case Fault.CUT_404:
+                self._cut_error(404, b"NoSuchKey")
+            case Fault.CUT_503:
+                self._cut_error(503, b"SlowDown")
+            case Fault.BAD_503:
+                self._reply(503, {}, b"<html>busy<br></html>")
+            case Fault.ERROR_IN_200:
+                self._reply(200, {}, _ERROR % b"InternalError")
+            case Fault.BAD_200:
+                self._forward(body)
+                self._reply(200, {}, b"<html>busy<br></html>")
+            case Fault.ANSWER:
+                status, text = self.chaos.answer
+                self._reply(status, {}, text)
+            case _:
+                raise AssertionError(fault)
+
+    def _cut_error(self, status: int, code: bytes) -> None:
+        text = _ERROR % code
+        self._reply(status, {"Content-Type": "application/xml", "Content-Length": str(len(text))}, text[: len(text) // 2])
 
     def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
         """Sends the request on; the Host header stays, since the signature covers it."""

@@ -1,5 +1,6 @@
 """Every way in which adding an entry can end: nothing acknowledged is lost, nothing happens twice, nobody says "failed" too early."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -22,7 +23,8 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.log import Log, Op, RefTable
 from tensorstore_ck.log.entry import entry_name
 from tensorstore_ck.log.log import RESEND_DELAYS
-from tests.log.scripted import Tricky, append_puts, mark_op, names_in, new_id, open_log, put_op
+from tensorstore_ck.table import MemoryTable
+from tests.log.scripted import UUID, Tricky, append_puts, mark_op, names_in, new_id, open_log, put_op
 from tests.table.faultytable import CacheFaults, FaultyTable
 
 
@@ -122,6 +124,15 @@ def test_a_refusal_after_something_was_sent_decides_nothing(backend: Tricky) -> 
     backend.on_create = [backend.absent_unknown, *[backend.refused] * len(RESEND_DELAYS)]
     with pytest.raises(UndecidedError, match="injected: full"):
         append(open_log(backend), "mine")
+
+
+def test_a_server_that_hangs_at_each_try_is_given_up_in_time(backend: Tricky) -> None:
+    seconds = itertools.count(step=45)
+    log = Log(backend, MemoryTable(), uuid=UUID, clock=lambda: next(seconds) * 10**9, actor="me", new_id=new_id, sleep=lambda _: None)
+    backend.on_create = [backend.absent_down] * len(RESEND_DELAYS)
+    with pytest.raises(UndecidedError):
+        append(log, "mine")
+    assert len(backend.sent) == 3
 
 
 def test_undecided_names_the_write_id_and_the_log_tells_later(backend: Tricky) -> None:

@@ -16,6 +16,7 @@ from tensorstore_ck.backend import s3upload, s3writer
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.resumable import Upload
+from tensorstore_ck.backend.s3requests import UploadedPieces
 from tensorstore_ck.backend.s3upload import Destination
 from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.events import Event
@@ -58,6 +59,11 @@ class Client(FaultyBackend):
 
     def give_up_upload(self, name: str, token: str) -> None:
         self._faults.call(f"give up {name}", lambda: self._inner.give_up_upload(name, token))  # type: ignore[attr-defined]
+
+    def complete(self, upload: UploadedPieces) -> None:
+        parts = {"Parts": [{"PartNumber": number, "ETag": tag} for number, tag in sorted(upload.tags.items())]}
+        arguments = {"Key": upload.key, "UploadId": upload.upload_id, "MultipartUpload": parts}
+        self.call("complete", upload.name, "complete_multipart_upload", **arguments)
 
     def call(self, action: str, name: str, method: str, **arguments: Any) -> dict[str, Any]:
         inner = cast(PieceStore, self._inner)

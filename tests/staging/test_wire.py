@@ -20,7 +20,7 @@ SECONDS = 60.0
 MIB = 1 << 20
 STEPS_PUT = (0, 1)
 FEW_TRIES = {"retries": {"max_attempts": 1, "mode": "legacy"}}
-MORE_THAN_BOTOCORE_REPEATS = 5
+MORE_THAN_ONE_REQUEST_IS_TRIED = 5
 STEPS = [
     ("POST", "?uploads"),
     ("PUT", "partNumber=1"),
@@ -47,7 +47,6 @@ def proxy(moto_proxy: ChaosProxy) -> Iterator[ChaosProxy]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3writer, "PIECE_BYTES", 5 * MIB)  # the smallest that S3 takes
-    monkeypatch.setattr(random, "random", lambda: 0.0)  # what botocore waits in proportion to
     monkeypatch.setattr(random, "uniform", lambda *_: 0.01)
     monkeypatch.setattr(patience, "FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(log, "RESEND_DELAYS", (0.01,) * 16)
@@ -67,7 +66,7 @@ def run(path: Path, endpoint: str, proxy: ChaosProxy, faults: list[Fault]) -> No
     """Puts through faults; then another host looks, past the proxy."""
     url = f"s3://{BUCKET}/{uuid.uuid4()}"
     opened(path, url, proxy.url).close()
-    plans = [first(MORE_THAN_BOTOCORE_REPEATS, fault, *step) for fault in faults for step in STEPS]
+    plans = [first(MORE_THAN_ONE_REQUEST_IS_TRIED, fault, *step) for fault in faults for step in STEPS]
 
     def plan(request: Request) -> Fault:
         return next((found for each in plans if (found := each(request)) is not Fault.NONE), Fault.NONE)

@@ -11,6 +11,7 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.resumable import Upload
+from tensorstore_ck.backend.s3requests import UploadedPieces
 from tensorstore_ck.backend.s3upload import Destination
 from tensorstore_ck.errors import MissingObjectError
 from tensorstore_ck.tiers.folder import StagingFolder
@@ -46,6 +47,11 @@ class PieceStore(MemoryBackend):
     def size(self, name: str) -> int:
         size: int = self.faults.call(f"size {name}", lambda: super(PieceStore, self).size(name))
         return size
+
+    def complete(self, upload: UploadedPieces) -> None:
+        parts = {"Parts": [{"PartNumber": number, "ETag": tag} for number, tag in sorted(upload.tags.items())]}
+        arguments = {"Key": upload.key, "UploadId": upload.upload_id, "MultipartUpload": parts}
+        self.call("complete", upload.name, "complete_multipart_upload", **arguments)
 
     def call(self, action: str, name: str, method: str, **arguments: Any) -> dict[str, Any]:
         reply: dict[str, Any] = self.faults.call(f"{method} {name}", lambda: getattr(self, f"_{method}")(**arguments))
