@@ -83,6 +83,10 @@ def require_reachable(backend: Backend, exc: StoreError) -> None:
             return
 
 
+DAMAGED: Final = "damaged"
+"""The mark of snapshots that repair left damaged."""
+
+
 class Findings:
     """Gathers findings from several threads, one per object and kind."""
 
