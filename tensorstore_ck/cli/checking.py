@@ -127,7 +127,7 @@ def _suspects_part(report: FsckReport) -> Iterator[str]:
     if not report.read_packs:
         yield "data not read (--read-data does)"
     else:
-        yield f"of the data only {counted(report.read_packs, 'pack')} read, where damage was found before (--read-data reads all)"
+        yield f"data read only of {counted(report.read_packs, 'pack')} known or suspected to be damaged (--read-data reads all)"
 
 
 def _data_parts(report: FsckReport) -> Iterator[str]:

@@ -148,7 +148,7 @@ class Fsck:
         sizes = (listed.size_bytes for kind in ("part", "snapshot") for listed in self.objects.by_kind[kind].values())
         self._total_bytes = sum(sizes) + sum(packs.listed[pack].size_bytes for pack in data.chosen)
         data.run(self._advance, self._executor)
-        self.read = data.read
+        self.read, self._data = data.read, data
         snapshots = self._check_snapshots()
         if self._known_bad is None:
             judge_marks(self.at_log, self._found, damaged=self.damaged, read=data.read)
@@ -222,6 +222,11 @@ class Fsck:
         """
         infos = {info.ulid: info for info in self.log.view.snapshots()}
         suspects = self._check_all(infos.values())
+        met = {damage.object for found in suspects.values() for damage in found.damages if damage.blocks is None}
+        unread = self.packs.unread(met)
+        if unread:  # met on the way to a layout: reading all of a pack tells which of its blocks are damaged
+            self._data.read_also(unread)
+            suspects = self._check_all(infos.values())
         for _ in range(CONFIRM_ROUNDS):
             if not suspects or not self.log.follow(self.engine.log.chain):
                 break

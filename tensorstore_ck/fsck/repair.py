@@ -120,7 +120,9 @@ class _Repair:
 
     def _look_again(self) -> tuple[Fsck, FsckReport]:
         fsck = Fsck(self._engine, FsckOptions(), known_bad=self._bad)
-        return fsck, fsck.run()
+        report = fsck.run()
+        self._bad = fsck.packs.bad
+        return fsck, report
 
     def _all_mended(self) -> tuple[Mended, ...]:
         return tuple(Mended(name, how) for name, how in sorted(self._mended.items()))
