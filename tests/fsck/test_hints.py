@@ -82,7 +82,9 @@ def follow(tsck: Tsck, result: Result, host: str) -> Result:
     for _ in range(4):
         if not result.commands:
             return result
-        result = tsck(*arguments(result.commands[-1]), host=host)
+        command = result.commands[-1]
+        result = tsck(*arguments(command), host=host)
+        assert result.code == 0 or "--repair" not in command, result.out
     raise AssertionError(f"the printed commands lead nowhere: {result.out}")
 
 
@@ -96,7 +98,7 @@ def require_whole(tsck: Tsck) -> None:
 @pytest.mark.parametrize("how", ["gone", "cut", "flipped", "flipped at the end"])
 @pytest.mark.parametrize("folder", ["packs", "parts", "snapshots", "log", ""], ids=["packs", "parts", "snapshots", "log", "store.json"])
 def test_what_fsck_prints(tsck: Tsck, folder: str, how: str, check: tuple[str, ...], host: str) -> None:
-    for last in (False, True) if folder == "packs" else (False,):
+    for last in (True, False) if folder == "packs" else (False,):  # the newest pack is damaged in data alone
         name = damage(folder, how, last=last)
         found = tsck(*check, *STORE)
         if found.code == 0:
