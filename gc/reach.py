@@ -112,10 +112,10 @@ class Reach:
             if not view.is_live(ulid):
                 return  # let go meanwhile
             labels = roots(view).get(ulid, [])
+            assert info is not None
             raise UnreadableError(
-                f"cannot tell what snapshot {info.root.hex()[:16] if info else ''} ({', '.join(labels)}) needs, "
-                f"so nothing may be freed: {exc}. "
-                f"Mend it with `tsck fsck --repair`, or let it go with {how_to_let_go(labels)}",
+                f"cannot tell what snapshot {info.root.hex()[:16]} ({', '.join(labels)}) needs, so nothing may be freed: {exc}. "
+                f"`tsck fsck` says how to repair it; or let it go with {how_to_let_go(view, info)}",
                 object_id=exc.object_id,
             ) from exc
 

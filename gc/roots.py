@@ -1,13 +1,15 @@
 """The roots: which snapshots are kept, and by what."""
 
-from collections.abc import Sequence
+from shlex import quote
 from typing import Final
 
 from tensorstore_ck.ids import Ulid
-from tensorstore_ck.log import RefTable
+from tensorstore_ck.log import RefTable, SnapshotInfo
 
 UNDO: Final = "undo window"
 """Label of what is held by one; no ref can be called so."""
+ROOT_DIGITS: Final = 16
+"""Of a root in a command."""
 
 
 def roots(view: RefTable) -> dict[Ulid, list[str]]:
@@ -34,10 +36,25 @@ def roots(view: RefTable) -> dict[Ulid, list[str]]:
     return held
 
 
-def how_to_let_go(labels: Sequence[str]) -> str:
-    """The commands that take from a snapshot all that holds it."""
-    pins = sum(label.startswith("pin:") for label in labels)
-    commands = ["`tsck unpin`"] if pins else []
-    commands += ["`tsck forget`"] if len(labels) > pins + (UNDO in labels) else []
-    commands += ["`tsck gc --undo-window 0s`, which ends all undo windows"] if len(labels) > pins else []
-    return " and ".join(commands)
+def how_to_let_go(view: RefTable, info: SnapshotInfo) -> str:
+    """The commands that take from a snapshot all that holds it, in order."""
+    root = info.root.hex()[:ROOT_DIGITS]
+    commands = [f"unpin {root} --owner {quote(pin.owner)}" for pin in view.pins() if pin.ulid == info.ulid]
+    going = [tag for tag in view.tags() if (row := view.tag_row(tag)) is not None and row.ulid == info.ulid]
+    is_behind = False
+    for branch in view.branches():
+        moves = [move.ulid for move in view.moves(branch)]
+        if info.ulid not in moves:
+            continue
+        if set(moves) == {info.ulid}:
+            going.append(branch)
+            continue
+        is_behind = True
+        if moves[0] == info.ulid:
+            back = next(number for number, ulid in enumerate(moves) if ulid != info.ulid)
+            commands.append(f"reset {branch} {branch}~{back}")
+    going += [root] if is_behind else []
+    commands += [f"forget {' '.join(going)}"] if going else []
+    is_undoable = bool(going) or any(move.ulid == info.ulid for window in view.windows() for move in window.moves)
+    ends = ["`tsck gc --undo-window 0s`, which ends all undo windows"] if is_undoable else []
+    return " and ".join([*(f"`tsck {each}`" for each in commands), *ends])

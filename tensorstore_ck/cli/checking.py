@@ -1,8 +1,9 @@
-"""The command fsck: check, and mend. It needs no torch."""
+"""The command fsck: check, and repair. It needs no torch."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 
 import click
 
@@ -17,7 +18,7 @@ from tensorstore_ck.sizes import human_bytes
 
 
 @command(
-    "Check that everything is there and unaltered, and mend it.",
+    "Check that everything is there and unaltered, and repair it.",
     "tsck fsck",
     "tsck fsck --read-data",
     "tsck fsck --max-time 10m",
@@ -26,13 +27,13 @@ from tensorstore_ck.sizes import human_bytes
 @click.option("--read-data", is_flag=True, help="Also read and hash every stored byte.")
 @click.option("--sample", type=fraction, metavar="PART", help="Read so much of it, e.g. 5%: what was verified longest ago first.")
 @click.option("--max-time", type=seconds, metavar="TIME", help="Read for so long, in that order; the next run goes on.")
-@click.option("--repair", is_flag=True, help="Mend what is damaged, and mark what cannot be mended; deletes nothing.")
+@click.option("--repair", is_flag=True, help="Repair what is damaged, and mark what cannot be repaired; deletes nothing.")
 @click.option("--from", "other", metavar="URL", help="With --repair: another store to take lost data from.")
 @click.option("--from-storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help="For its storage service (repeatable).")
 @click.option("--abort-uploads", is_flag=True, help="Also free what unfinished uploads of more than a day ago left behind.")
 @rate_option
 @click.option("--dask", metavar="ADDRESS", help="Read the data on the workers of a Dask cluster.")
-@store_options()
+@store_options(writes=True)
 @click.pass_context
 def fsck(
     context: click.Context,
@@ -51,7 +52,9 @@ def fsck(
 ) -> None:
     """Check the store: is everything that branches, tags and pins hold there, whole and unaltered? Ends with 40 where not.
 
-    Runs beside jobs and gc. Without options it reads no data: log, records, parts and the packs' tables.
+    Runs beside jobs and gc. Without options it reads log, records, parts and the packs' tables, and of the data only packs in which this
+    host found damage before; --repair also reads the data of snapshots that are marked as damaged. Damage in other data is found by
+    --read-data, with and without --repair.
     """
     if other is not None and not repair:
         raise click.UsageError("--from is for --repair.")
@@ -70,29 +73,38 @@ def fsck(
             options = replace(options, progress=bar)
         repaired: RepairReport | None = None
         if repair:
-            source = (
-                StoreChoice(other, dict(from_storage_option), choice.cache_dir).open_engine(read_only=True) if other is not None else None
-            )
+            source = None
+            if other is not None:  # a copy of this store's files has its uuid, and must not share its cache
+                folder = stack.enter_context(TemporaryDirectory(prefix="tsck-"))
+                source = StoreChoice(other, dict(from_storage_option), folder).open_engine(read_only=True)
             repaired = run_repair(engine, options, other=stack.enter_context(closing(source)) if source is not None else None)
+            repaired = replace(repaired, before=_completed(repaired.before, choice), after=_completed(repaired.after, choice))
             report = repaired.after
         else:
-            report = run_fsck(engine, options, executor=executor)
+            report = _completed(run_fsck(engine, options, executor=executor), choice)
     lines = [f"freed {printable(name)}" for name in aborted] + (_repair_lines(repaired) if repaired else [])
-    lines += _fsck_lines(report, read_data=options.reads_data and repaired is None)
+    lines += _fsck_lines(report, repaired.before if repaired else report, options)
     document = {"ok": report.ok, "report": report, "aborted_uploads": aborted, **({"repair": repaired} if repaired else {})}
     emit(document, lines, as_json=as_json)
     if not report.ok:
         context.exit(DamageError.exit_code)
 
 
+def _completed(report: FsckReport, choice: StoreChoice) -> FsckReport:
+    return replace(report, findings=tuple(replace(finding, message=choice.complete(finding.message)) for finding in report.findings))
+
+
 def _repair_lines(report: RepairReport) -> list[str]:
-    lines = [f"{green('mended')}  {printable(mended.object)}: {printable(mended.how)}" for mended in report.mended]
+    lines = [f"{green('repaired')}  {printable(mended.object)}: {printable(mended.how)}" for mended in report.mended]
     lines += [f"{red('marked damaged')}  {root}" for root in report.marked]
     lines += [f"{green('whole again')}  {root}" for root in report.unmarked]
-    return [*lines, ""] if lines else ["nothing to mend", ""]
+    if lines:
+        return [*lines, ""]
+    return ["nothing was repaired" if not report.ok else "nothing to repair in what was checked", ""]
 
 
-def _fsck_lines(report: FsckReport, *, read_data: bool) -> list[str]:
+def _fsck_lines(report: FsckReport, looked_at: FsckReport, options: FsckOptions) -> list[str]:
+    """`report` says what is damaged now, `looked_at` what was read to find that out."""
     lines = [line for finding in report.findings for line in _finding_lines(finding)]
     errors = sum(finding.severity == "error" for finding in report.findings)
     looked = ", ".join(
@@ -103,12 +115,19 @@ def _fsck_lines(report: FsckReport, *, read_data: bool) -> list[str]:
             counted(report.blocks, "block"),
         )
     )
-    lines += [f"checked {looked}; {_data_line(report) if read_data else 'data not read (--read-data does)'}"]
-    return [*lines, green("no errors") if report.ok else red(counted(errors, "error"))]
+    data = _data_parts(looked_at) if options.reads_data else _suspects_part(looked_at)
+    lines += [f"checked {looked}; {'; '.join(data)}"]
+    if not report.ok:
+        return [*lines, red(counted(errors, "error"))]
+    is_all_read = options.read_data and not looked_at.out_of_time
+    return [*lines, green("no errors" if is_all_read else "no errors in what was checked")]
 
 
-def _data_line(report: FsckReport) -> str:
-    return "; ".join(_data_parts(report))
+def _suspects_part(report: FsckReport) -> Iterator[str]:
+    if not report.read_packs:
+        yield "data not read (--read-data does)"
+    else:
+        yield f"data read only of {counted(report.read_packs, 'pack')} known or suspected to be damaged (--read-data reads all)"
 
 
 def _data_parts(report: FsckReport) -> Iterator[str]:

@@ -160,7 +160,7 @@ def gc(
     with choice.open(read_only=dry_run) as store, Phases(sys.stderr) as phases:
         report = store.gc(options, dry_run=dry_run, progress=phases)
     document = {"report": report, "freed_bytes": report.freed_bytes}
-    emit(document, _gc_lines(report), as_json=as_json)
+    emit(document, map(choice.complete, _gc_lines(report)), as_json=as_json)
 
 
 def _gc_lines(report: GcReport) -> list[str]:

@@ -122,7 +122,7 @@ def salvage(choice: StoreChoice, *, dry_run: bool, as_json: bool) -> None:
     """
     with closing(choice.open_backend()) as backend:
         report = run_salvage(backend, dry_run=dry_run, open_place=choice.place_opener(backend.url))
-    emit(report, _salvage_lines(report, dry_run=dry_run), as_json=as_json)
+    emit(report, map(choice.complete, _salvage_lines(report, dry_run=dry_run)), as_json=as_json)
 
 
 def _salvage_lines(report: SalvageReport, *, dry_run: bool) -> list[str]:

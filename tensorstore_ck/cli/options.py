@@ -17,6 +17,7 @@ from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.portable import PortableBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.readonly import ReadOnlyBackend
+from tensorstore_ck.cli.hints import complete, store_arguments
 from tensorstore_ck.cli.progress import Bar, CountingBackend
 from tensorstore_ck.codec import CodecName
 from tensorstore_ck.config import CONFIG_NAME
@@ -46,6 +47,8 @@ class StoreChoice:
     cache_dir: str | None = None
     single_writer_unsafe: bool = False
     no_sync: bool = False
+    complete: Callable[[str], str] = str
+    """Completes the commands that a message names, so that they work on this store as they are printed."""
 
     def require_url(self) -> str:
         """Where the store is.
@@ -212,8 +215,14 @@ def store_options(*, writes: bool = False, url_argument: bool = False) -> Callab
             url: str | None = None,
             **kwargs: Any,
         ) -> None:
-            choice = StoreChoice(url or store, dict(storage_option), cache_dir, single_writer_unsafe, no_sync)
-            command(*args, choice=choice, **kwargs)
+            context, chosen, given = click.get_current_context(), url or store, dict(storage_option)
+            arguments = store_arguments(context, chosen, given, cache_dir)
+            choice = StoreChoice(chosen, given, cache_dir, single_writer_unsafe, no_sync, lambda text: complete(context, text, arguments))
+            try:
+                command(*args, choice=choice, **kwargs)
+            except StoreError as exc:
+                exc.args = (choice.complete(str(exc)),)
+                raise
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__click_params__ = getattr(command, "__click_params__", [])  # type: ignore[attr-defined]

@@ -7,7 +7,8 @@ snapshotcheck.py  one snapshot: record, part, layout, extents
 packcheck.py      packs: footers, and what is known of their blocks
 datacheck.py      every stored byte, in pieces; verified.py: when that was done last
 blocks.py         tables of blocks, and where there are copies of them
-mending.py        how damage can be mended
+marked.py         snapshots that repair left damaged
+mending.py        how damage can be repaired
 findings.py       what is reported
 repair.py         mends; logrepair.py: the log and what is derived from it; remake.py: records and parts; repack.py: packs;
 sources.py        where it takes things from

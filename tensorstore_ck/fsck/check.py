@@ -8,7 +8,7 @@ the log says then, until it was damaged while it was needed. What no snapshot re
 import contextlib
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -21,7 +21,8 @@ from tensorstore_ck.fsck.blocks import BlockTables, find_copies
 from tensorstore_ck.fsck.datacheck import DataCheck
 from tensorstore_ck.fsck.findings import Finding, Findings, FsckReport, Severity, require_reachable
 from tensorstore_ck.fsck.logcheck import LogCheck, cache_problem, check_log, host_saw_more
-from tensorstore_ck.fsck.mending import FROM_OTHER, REPAIR, pack_advice, readable_parts, rebuild_moved
+from tensorstore_ck.fsck.marked import judge_marks, packs_of_marked
+from tensorstore_ck.fsck.mending import command, from_other, pack_advice, readable_parts, rebuild_moved
 from tensorstore_ck.fsck.options import FsckOptions, Progress
 from tensorstore_ck.fsck.packcheck import BadBlocks, Listed, Packs
 from tensorstore_ck.fsck.snapshotcheck import SnapshotCheck, check_snapshot, hit_text, merged, parts_of
@@ -93,12 +94,17 @@ class Fsck:
         options: FsckOptions,
         *,
         known_bad: Mapping[Ulid, BadBlocks] | None = None,
+        reads_marked: bool = False,
         executor: Executor | None = None,
     ) -> None:
-        """`known_bad`: blocks that an earlier check of this store found bad."""
+        """`known_bad`: blocks that an earlier check found bad; where it is given, no data is read, and marks are not judged.
+
+        `reads_marked`: reads, whatever `options` say, the data of snapshots that are marked as damaged.
+        """
         self._backend = engine.backend
         self._options = options
-        self._known_bad = known_bad or {}
+        self._known_bad = known_bad
+        self._reads_marked = reads_marked
         self._executor = executor
         self._started_ns = engine.clock()
         self._found = Findings()
@@ -123,6 +129,8 @@ class Fsck:
         """Blocks that snapshots need and cannot be read."""
         self.damaged: dict[Ulid, SnapshotCheck] = {}
         """Snapshots that are damaged."""
+        self.read: Collection[Ulid] = ()
+        """Packs of which every block was read."""
 
     def run(self) -> FsckReport:
         """Looks at everything."""
@@ -130,15 +138,20 @@ class Fsck:
         self._check_log()
         self._list()
         self.packs = packs = Packs(self._backend, self.objects.by_kind["pack"])
-        packs.bad.update(self._known_bad)
+        packs.bad.update(self._known_bad or {})
         packs.check_footers()
         max_seconds = self._options.max_seconds
         deadline_ns = None if max_seconds is None else self._started_ns + int(max_seconds * _NS)
-        data = DataCheck(self.engine, packs, self._options, deadline_ns=deadline_ns)
+        suspects = packs_of_marked(self.at_log) if self._reads_marked else ()
+        chosen: list[Ulid] | None = None if self._known_bad is None else []
+        data = DataCheck(self.engine, packs, self._options, deadline_ns=deadline_ns, chosen=chosen, suspects=suspects)
         sizes = (listed.size_bytes for kind in ("part", "snapshot") for listed in self.objects.by_kind[kind].values())
         self._total_bytes = sum(sizes) + sum(packs.listed[pack].size_bytes for pack in data.chosen)
         data.run(self._advance, self._executor)
+        self.read, self._data = data.read, data
         snapshots = self._check_snapshots()
+        if self._known_bad is None:
+            judge_marks(self.at_log, self._found, damaged=self.damaged, read=data.read)
         self._judge_packs()
         self._check_leftovers()
         self._advise()
@@ -175,6 +188,9 @@ class Fsck:
             head = self.engine.log.view().head()
         self.log = log = check_log(self._backend, prefix=config.log, uuid=uuid.UUID(config.uuid).bytes)
         self.at_log, self.anchor = still_engine(self.engine, log), log.last
+        if head is None and not log.problems:  # a later first sync would empty the host's cache, and lose what this check notes there
+            with contextlib.suppress(StoreError):
+                self.engine.log.sync()
         more = [host_saw_more(log, head, self.engine.log.chain), cache_problem(log, self.engine.log)]
         for problem in [*log.problems, *(found for found in more if found)]:
             severity: Severity = "error" if problem.is_error else "notice"
@@ -206,6 +222,11 @@ class Fsck:
         """
         infos = {info.ulid: info for info in self.log.view.snapshots()}
         suspects = self._check_all(infos.values())
+        met = {damage.object for found in suspects.values() for damage in found.damages if damage.blocks is None}
+        unread = self.packs.unread(met)
+        if unread:  # met on the way to a layout: reading all of a pack tells which of its blocks are damaged
+            self._data.read_also(unread)
+            suspects = self._check_all(infos.values())
         for _ in range(CONFIRM_ROUNDS):
             if not suspects or not self.log.follow(self.engine.log.chain):
                 break
@@ -256,7 +277,7 @@ class Fsck:
                 )
             elif problem is not None:
                 rest = (
-                    f"what snapshots refer to in it is intact: {REPAIR} copies that to a new pack"
+                    f"what snapshots refer to in it is intact: {command()} copies that to a new pack"
                     if self._options.reads_data
                     else "its data was not read: run `tsck fsck --read-data`"
                 )
@@ -266,16 +287,16 @@ class Fsck:
 
     def _advise(self) -> None:
         """Says of what is damaged how it can be mended."""
-        for pack, (advice, repairable) in pack_advice(self.packs, self.hit).items():
+        for pack, (advice, repairable) in pack_advice(self.packs, self.hit, reads_data=self._options.reads_data).items():
             self._found.advise(ObjectKey("pack", pack).name, advice, repairable=repairable)
         moved = {ObjectKey("moved", moved).name: relocation for moved, relocation in self.relocations().items()}
         objects = {damage.object for found in self.damaged.values() for damage in found.damages if damage.blocks is None}
         for name in objects:
             relocation = moved.get(name)
             if relocation is not None and (self.rebuild(relocation) is not None or self._has_blocks_of(name)):
-                self._found.advise(name, f"{REPAIR} makes it anew, or what needs it", repairable=True)
+                self._found.advise(name, f"{command()} makes it again, or what needs it", repairable=True)
             elif name.partition("/")[0] in _KIND_OF:
-                self._found.advise(name, FROM_OTHER, repairable=False)
+                self._found.advise(name, from_other(), repairable=False)
 
     def _has_blocks_of(self, name: str) -> bool:
         """Whether all blocks of the snapshots that an object hits are somewhere."""

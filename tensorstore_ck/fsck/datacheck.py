@@ -4,7 +4,7 @@
 choice, by default threads of this process. `DataCheck` chooses the packs, keeps the time and gathers results.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -67,16 +67,28 @@ class DataCheck:
     """The data of a store's packs, those first that were never verified, or longest ago."""
 
     def __init__(
-        self, engine: Engine, packs: Packs, options: FsckOptions, *, deadline_ns: int | None = None, chosen: list[Ulid] | None = None
+        self,
+        engine: Engine,
+        packs: Packs,
+        options: FsckOptions,
+        *,
+        deadline_ns: int | None = None,
+        chosen: list[Ulid] | None = None,
+        suspects: Collection[Ulid] = (),
     ) -> None:
-        """What to read is told by `options`, or is `chosen`; `deadline_ns` is by the engine's clock."""
+        """Reads `chosen`; else what `options` say, and, whatever they say, the `suspects` and packs in which damage was found earlier.
+
+        `deadline_ns` is by the engine's clock.
+        """
         self._engine = engine
         self._packs = packs
         self._deadline_ns = deadline_ns
         self._verified = Verified(engine.table, packs.listed)
         self._left: dict[Ulid, int] = {}
-        self.chosen = self._choose(options) if chosen is None else chosen
+        self.chosen = self._choose(options, suspects) if chosen is None else chosen
         """Packs to be read, in order."""
+        self.read: set[Ulid] = set()
+        """Packs of which every block was read."""
         self.read_bytes = 0
         """Bytes of blocks that were read."""
         self.packs = 0
@@ -106,6 +118,13 @@ class DataCheck:
         finally:
             self._verified.flush()
 
+    def read_also(self, packs: list[Ulid]) -> None:
+        """Reads these packs now, however late it is."""
+        was_late = self.is_out_of_time
+        self.chosen, self._deadline_ns, self.is_out_of_time = packs, None, False
+        self.run(lambda count: None)
+        self.is_out_of_time = was_late
+
     def _check_in_time(self, piece: Piece) -> PieceResult | None:
         """Pieces are drawn some time before it is their turn."""
         return None if self._is_late() else check_piece(self._engine.backend, piece)
@@ -115,13 +134,17 @@ class DataCheck:
             self.is_out_of_time = True
         return self.is_out_of_time
 
-    def _choose(self, options: FsckOptions) -> list[Ulid]:
+    def _choose(self, options: FsckOptions, suspects: Collection[Ulid]) -> list[Ulid]:
+        listed = self._packs.listed
+        chosen = sorted(listed.keys() & {*self._verified.damaged(), *suspects})
         if not options.reads_data:
-            return []
-        order, listed = self._verified.order(), self._packs.listed
+            return chosen
+        first = frozenset(chosen)
         wanted_bytes = (options.sample_fraction or 1) * sum(found.size_bytes for found in listed.values())
-        chosen = []
-        for pack in order:
+        wanted_bytes -= sum(listed[pack].size_bytes for pack in chosen)
+        for pack in self._verified.order():
+            if pack in first:
+                continue
             if wanted_bytes <= 0 and options.sample_fraction is not None:
                 break
             chosen.append(pack)
@@ -153,6 +176,8 @@ class DataCheck:
 
     def _finish(self, pack: Ulid, *, is_sound: bool) -> None:
         self.packs += 1
+        if pack not in self._packs.problems:
+            self.read.add(pack)
         self._verified.note(pack, self._packs.listed[pack].size_bytes, self._engine.clock() if is_sound else None)
 
 

@@ -3,6 +3,7 @@
 Damage to one object is one finding, however many snapshots it hits; the first few of them are named and the rest counted.
 """
 
+import re
 import threading
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -12,6 +13,8 @@ from tensorstore_ck.config import CONFIG_NAME
 from tensorstore_ck.errors import BackendUnavailableError, PlaceUnavailableError, StoreError
 
 MAX_HITS: Final = 10
+_RUN_FSCK: Final = re.compile(r"; run `tsck fsck[^`]*`( to see what it hits, and restore an older snapshot)?")
+"""What errors advise everybody but fsck."""
 
 Severity = Literal["error", "notice"]
 """``error``: something that a ref reaches, or the store needs, is damaged. ``notice``: worth knowing, and nothing is lost by it."""
@@ -83,6 +86,10 @@ def require_reachable(backend: Backend, exc: StoreError) -> None:
             return
 
 
+DAMAGED: Final = "damaged"
+"""The mark of snapshots that repair left damaged."""
+
+
 class Findings:
     """Gathers findings from several threads, one per object and kind."""
 
@@ -94,6 +101,7 @@ class Findings:
         self, kind: str, object_name: str, message: str, *, hit: str | None = None, severity: Severity = "error", repairable: bool = False
     ) -> None:
         """Notes damage; of several messages for one object the first is kept, and of several severities the worst."""
+        message = _RUN_FSCK.sub("", message)
         with self._lock:
             gathered = self._found.setdefault((object_name, kind), _Gathered(message, severity, repairable))
             if severity == "error":

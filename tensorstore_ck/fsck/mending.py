@@ -4,7 +4,6 @@ Reads footers and parts, no data, and only when something is damaged. What is to
 """
 
 from collections.abc import Collection, Iterable, Iterator
-from typing import Final
 
 import numpy as np
 
@@ -22,22 +21,33 @@ from tensorstore_ck.moved import MOVED_DTYPE, Moved
 from tensorstore_ck.pack import ENTRY_DTYPE, Entries, Footer
 from tensorstore_ck.part import Part, decode_part, part_name
 
-FROM_OTHER: Final = "`tsck fsck --repair --from OTHER_STORE` takes it from a store that has it"
-REPAIR: Final = "`tsck fsck --repair`"
+
+def command(*, reads_data: bool = False) -> str:
+    """The command that repairs; `reads_data` where only a check that reads data finds the damage, on any host."""
+    return f"`tsck fsck {'--read-data ' if reads_data else ''}--repair`"
 
 
-def pack_advice(packs: Packs, hit: BlockTables) -> dict[Ulid, tuple[str, bool]]:
-    """Damaged pack -> what can be done, and whether with this store alone; `hit` has the blocks that cannot be read."""
+def from_other(*, reads_data: bool = False) -> str:
+    """What to do where this store alone does not have it."""
+    return f"{command(reads_data=reads_data)[:-1]} --from OTHER_STORE` takes it from a store that has it"
+
+
+def pack_advice(packs: Packs, hit: BlockTables, *, reads_data: bool) -> dict[Ulid, tuple[str, bool]]:
+    """Damaged pack -> what can be done, and whether with this store alone; `hit` has the blocks that cannot be read.
+
+    `reads_data`: whether data was read to find them.
+    """
     wanted = set[Digest]().union(*(hit.ids(pack) for pack in hit.packs))
     copies = find_copies(packs, wanted, unless={pack: set(hit.entries(pack)) for pack in hit.packs})
     advice = {}
     for pack in hit.packs:
-        ids = hit.ids(pack)
+        ids, needs_data = hit.ids(pack), pack in packs.bad or (reads_data and pack in packs.listed)
         lost = len(ids - copies.keys())
         if lost:
-            advice[pack] = (f"{lost} of {len(ids)} damaged blocks are nowhere else in this store: {FROM_OTHER}", False)
+            other = from_other(reads_data=needs_data)
+            advice[pack] = (f"{lost} of {len(ids)} damaged blocks are nowhere else in this store: {other}", False)
         else:
-            advice[pack] = (f"every damaged block is in other packs, too: {REPAIR} takes it from there", True)
+            advice[pack] = (f"every damaged block is in other packs, too: {command(reads_data=needs_data)} takes it from there", True)
     return advice
 
 

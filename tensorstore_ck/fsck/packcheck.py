@@ -6,7 +6,7 @@ a bound and read again after that, so memory is bounded whatever the number of p
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -15,7 +15,7 @@ from tensorstore_ck.codec import BASED, decode
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.fsck.findings import require_reachable
 from tensorstore_ck.gc.compact import read_footer
-from tensorstore_ck.ids import Ulid, block_id
+from tensorstore_ck.ids import Ulid, block_id, parse_ulid
 from tensorstore_ck.pack import Footer, pack_name
 from tensorstore_ck.parallel import for_each
 
@@ -100,6 +100,11 @@ class Packs:
             bad = self.bad.setdefault(pack, BadBlocks())
             bad.entries.add(entry)
             bad.message = bad.message or message
+
+    def unread(self, names: Collection[str]) -> list[Ulid]:
+        """The listed packs of these names of which no damaged block is known yet."""
+        found = {ulid for name in names if (ulid := parse_ulid(name[-26:])) is not None and pack_name(ulid) == name}
+        return sorted((found & self.listed.keys()) - self.bad.keys())
 
     def is_intact(self, pack: Ulid, row: tuple[Any, ...], block: bytes) -> bool:
         """Whether one block that an extent names can be read: for packs whose footer cannot be used."""

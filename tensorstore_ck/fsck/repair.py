@@ -5,7 +5,7 @@ again, since what was unreadable may hide more. What stays damaged is marked, so
 are taken back, when all its data was read.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,9 +14,10 @@ from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import BrokenLogError, DamageError, SnapshotExpiredError, StoreError
 from tensorstore_ck.fsck.check import Fsck
 from tensorstore_ck.fsck.datacheck import DataCheck
-from tensorstore_ck.fsck.findings import FsckReport
+from tensorstore_ck.fsck.findings import DAMAGED, FsckReport
 from tensorstore_ck.fsck.logcheck import LogCheck, host_saw_more
 from tensorstore_ck.fsck.logrepair import mend_cache, mend_checkpoints, mend_config, mend_entries
+from tensorstore_ck.fsck.marked import packs_of
 from tensorstore_ck.fsck.mending import blocks_in
 from tensorstore_ck.fsck.options import FsckOptions
 from tensorstore_ck.fsck.packcheck import BadBlocks
@@ -30,7 +31,6 @@ from tensorstore_ck.pack import pack_name
 from tensorstore_ck.part import part_name
 from tensorstore_ck.record import Record, record_name
 
-DAMAGED: Final = "damaged"
 GIVES_WAY: Final = ("", "drift")
 """Marks that `DAMAGED` takes the place of: one may still resume from such a snapshot."""
 MAX_ROUNDS: Final = 8
@@ -92,13 +92,15 @@ class _Repair:
         self._other: Other | None = None
         self._mended: dict[str, str] = {}
         self._bad: dict[Ulid, BadBlocks] = {}
-        """Blocks that were found bad; bad for good, since no pack is ever written twice."""
+        """Blocks that were found bad; no pack is ever written twice, so they stay bad."""
+        self._read: Collection[Ulid] = ()
+        """Packs of which every block was read."""
 
     def run(self) -> RepairReport:
         host_head = _host_head(self._engine)
-        fsck = Fsck(self._engine, self._options)
+        fsck = Fsck(self._engine, self._options, reads_marked=True)
         before = after = fsck.run()
-        self._bad = fsck.packs.bad
+        self._bad, self._read = fsck.packs.bad, fsck.read
         fsck = self._mend_log(fsck, host_head)
         if self._is_broken(fsck.log, host_head):
             after = self._look_again()[1] if self._mended else before
@@ -112,11 +114,15 @@ class _Repair:
                 break
             fsck, after = self._look_again()
         marked, unmarked = self._mark(fsck)
+        if unmarked:
+            after = self._look_again()[1]
         return RepairReport(before, self._all_mended(), marked, unmarked, after)
 
     def _look_again(self) -> tuple[Fsck, FsckReport]:
         fsck = Fsck(self._engine, FsckOptions(), known_bad=self._bad)
-        return fsck, fsck.run()
+        report = fsck.run()
+        self._bad = fsck.packs.bad
+        return fsck, report
 
     def _all_mended(self) -> tuple[Mended, ...]:
         return tuple(Mended(name, how) for name, how in sorted(self._mended.items()))
@@ -235,10 +241,8 @@ class _Repair:
 
     def _verified(self, fsck: Fsck, infos: list[SnapshotInfo]) -> Iterable[SnapshotInfo]:
         """Those whose data is all there, now that it is read."""
-        packs = {
-            pack for info in infos for _, places in placed_parts(fsck.at_log, info) for pack in places.packs if pack in fsck.packs.listed
-        }
-        DataCheck(self._engine, fsck.packs, FsckOptions(), chosen=sorted(packs)).run(lambda count: None)
+        packs = {pack for info in infos for pack in packs_of(fsck.at_log, info)} & fsck.packs.listed.keys()
+        DataCheck(self._engine, fsck.packs, FsckOptions(), chosen=sorted(packs - set(self._read))).run(lambda count: None)
         return [info for info in infos if not check_snapshot(fsck.at_log, fsck.packs, info, read_data=True).damages]
 
     def _append(self, marks: list[tuple[bytes, Op]]) -> None:

@@ -1,7 +1,8 @@
 """When this host last read a pack whole and found it sound. A cache: what is lost is only the order in which packs are read.
 
 Kept in the host's table, so each host has its own opinion, and goes through the store by itself; a host that begins anew, or whose
-cache was emptied, begins with any pack. Keys ``f/<pack>``, values nanoseconds since 1970.
+cache was emptied, begins with any pack. Keys ``f/<pack>``, values nanoseconds since 1970; 0 where damage was found, until the pack is
+read again and found sound.
 """
 
 import contextlib
@@ -22,23 +23,30 @@ class Verified:
     def __init__(self, table: Table, packs: Collection[Ulid]) -> None:
         self._table = table
         self._times = dict.fromkeys(packs, 0)
+        self._damaged: set[Ulid] = set()
         self._pending: dict[Ulid, int | None] = {}
         self._pending_bytes = 0
         for key, value in table.scan(_KEY):
             pack = Ulid(key[len(_KEY) :])
             if pack in self._times and len(pack) == ULID_BYTES:
                 self._times[pack] = int.from_bytes(value, "big")
+                if not self._times[pack]:
+                    self._damaged.add(pack)
             else:
                 self._pending[pack] = None
 
     def order(self) -> list[Ulid]:
-        """The packs: those first that were never verified, or longest ago."""
-        return sorted(self._times, key=lambda pack: (self._times[pack], pack))
+        """The packs: those first in which damage was found, then those that were never verified, or longest ago."""
+        return sorted(self._times, key=lambda pack: (pack not in self._damaged, self._times[pack], pack))
+
+    def damaged(self) -> list[Ulid]:
+        """The packs in which damage was found when they were last read."""
+        return sorted(self._damaged)
 
     def note(self, pack: Ulid, size_bytes: int, time_ns: int | None) -> None:
-        """Notes that a pack was found sound; without a time, that it was not: it is looked at first the next time."""
+        """Notes that a pack was found sound; without a time, that it was not: every later check reads it."""
         self._times[pack] = time_ns or 0
-        self._pending[pack] = time_ns
+        self._pending[pack] = time_ns or 0
         self._pending_bytes += size_bytes
         if len(self._pending) >= _FLUSH_PACKS or self._pending_bytes >= _FLUSH_BYTES:
             self.flush()

@@ -1,8 +1,9 @@
 """A put of one process. Knows torch, loaded by whoever has tensors to put."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-from tensorstore_ck.errors import BackendUnavailableError
+from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.parallel import cpu_threads
 from tensorstore_ck.saving.course import Course
@@ -70,7 +71,7 @@ class AloneJob:
         course.check()
         engine, seen, tier = self._handle.engine, self._handle.seen, self._handle.engine.tier
         course.meter.expect("hash", self._captured.logical_bytes)
-        self._handle.make_room(self.ref, self._captured.logical_bytes)
+        self._make_room(course)
         if tier is not None:
             staged = stage_alone(engine, tier, self._captured, self._request, chain=self._handle.chain(self.ref), meter=course.meter)
             seen.note_staged(self.ref, staged.info.root)
@@ -91,6 +92,25 @@ class AloneJob:
         """Uploads what was staged, and publishes it."""
         assert self._staged is not None
         return self._staged.publish(course)
+
+    def _make_room(self, course: Course) -> None:
+        """See `Handle.make_room`. What could not be published before takes room until it is."""
+        while True:
+            try:
+                self._handle.make_room(self.ref, self._captured.logical_bytes)
+            except NoSpaceError:
+                if not self._publish_left(course):
+                    raise
+            else:
+                return
+
+    def _publish_left(self, course: Course) -> bool:
+        """Publishes a put whose publication failed before; whether one is published or given up now."""
+        for staged in [puts[0] for puts in self._handle.unpublished.values() if puts and isinstance(puts[0], StagedPut)]:
+            with suppress(StoreError):  # it stays; its error was raised before
+                staged.publish_before(course)
+                return True
+        return False
 
     def _request(self) -> tuple[PutRequest, bool]:
         """What is put, and whether the store does not answer: then it is staged all the same, by what is known of the log."""

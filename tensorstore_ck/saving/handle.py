@@ -1,15 +1,16 @@
 """What a store handle gives to its puts, and what both ways to put have in common."""
 
+import logging
 import random
 import time
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, UndecidedError
+from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError, UndecidedError
 from tensorstore_ck.events import Event
 from tensorstore_ck.grouped import Groups
 from tensorstore_ck.ids import Digest, Ulid
@@ -21,15 +22,18 @@ from tensorstore_ck.saving.frozen import FrozenTensors
 from tensorstore_ck.seen import Seen
 from tensorstore_ck.staging.chain import StagedChain
 from tensorstore_ck.staging.manifest import Manifest
+from tensorstore_ck.staging.publish import clean_up
 from tensorstore_ck.tiers import Tier
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from tensorstore_ck.peers import Replicator
+    from tensorstore_ck.saving.inorder import PublishedInOrder
 
 T = TypeVar("T")
 
+_logger: Final = logging.getLogger("tensorstore_ck")
 LONGEST_PAUSE_SECONDS: Final = 30.0
 
 
@@ -44,6 +48,8 @@ class Handle:
     """Waits until an upload has ended; False if there is none."""
     frozen: FrozenTensors = field(default_factory=FrozenTensors)
     chains: dict[str, StagedChain] = field(default_factory=dict)
+    unpublished: "dict[str, list[PublishedInOrder]]" = field(default_factory=dict)
+    """Ref -> what was staged on it, and is neither published nor given up, oldest first."""
     replicators: "weakref.WeakKeyDictionary[ProcessGroup, Replicator]" = field(default_factory=weakref.WeakKeyDictionary)
     """Of the groups whose ranks keep copies of each other's staged files."""
 
@@ -103,6 +109,15 @@ class Handle:
                 on_bytes=lambda count: meter.count("upload", count),
                 on_retry=lambda exc, seconds: self.retried(course, "an upload", exc, seconds),
             )
+
+    def clean_up(self, tier: Tier, manifests: Sequence[Manifest], course: Course, *, published: bool) -> None:
+        """Frees what the staging disk has of a put that is published or given up. A disk that fails does not change how the put ended."""
+        try:
+            for manifest in manifests:
+                clean_up(tier, manifest, published=published, needed=() if published else self.chain(manifest.ref).needed(manifest.txn))
+        except StoreError as exc:
+            how = "published" if published else "given up"
+            _logger.warning("%s is %s; the next process that opens the store with this staging disk frees it there: %s", course, how, exc)
 
     def patiently(self, course: Course, what: str, action: Callable[[], T]) -> T:
         """What `action` returns; while the backend does not answer it is done again, until the put is asked to give up."""

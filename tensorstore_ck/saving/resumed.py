@@ -122,6 +122,7 @@ def resume_ranks(handle: Handle, tier: Tier, group: "ProcessGroup", timeout_seco
                     Ulid(txn),
                     info.ref,
                     mine,
+                    step=info.step,
                     timeout_seconds=timeout_seconds,
                     on_end=partial(_drop_copies, tier, others),
                 )

@@ -20,8 +20,9 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.saving.course import Course
 from tensorstore_ck.saving.handle import Handle
+from tensorstore_ck.saving.inorder import PublishedInOrder
 from tensorstore_ck.staging.manifest import Manifest
-from tensorstore_ck.staging.publish import clean_up, give_up, publish
+from tensorstore_ck.staging.publish import give_up, publish
 from tensorstore_ck.staging.stage import announce
 from tensorstore_ck.tiers import Tier
 
@@ -29,35 +30,32 @@ _FINAL: Final = (ConflictError, SnapshotAbortedError, SnapshotExpiredError, Corr
 """After these it can never be published."""
 
 
-class StagedPut:
+class StagedPut(PublishedInOrder):
     """One staged put, by the process that staged it or by one that found it."""
 
     def __init__(self, handle: Handle, tier: Tier, manifests: Sequence[Manifest]) -> None:
         """`manifests` are those of all its ranks, the first one that of rank 0."""
-        lead = manifests[0].lead
+        first, lead = manifests[0], manifests[0].lead
         assert lead is not None
-        self._handle = handle
+        super().__init__(handle, first.txn, first.ref, first.step)
         self._tier = tier
         self._manifests = manifests
         self._lead = lead
-        self._txn = manifests[0].txn
-        self._ref = manifests[0].ref
 
     def announce_soon(self) -> None:
         """Has the log say that it is staged; if that fails, `publish` will meet it again."""
         with suppress(StoreError):
             announce(self._handle.engine, self._lead, self._txn, self._ref)
 
-    def publish(self, course: Course) -> SnapshotInfo:
-        """Uploads and publishes it.
+    def is_given_up_alone(self, course: Course) -> bool:
+        """See `PublishedInOrder`."""
+        return bool(course.dropped)
 
-        Raises:
-            SnapshotDroppedError: it was cancelled; or abandoned, and stays on the disk for the next process.
-            ConflictError: the ref is elsewhere: it is given up.
-            StoreError: likewise; or it stays on the disk, which the error's note says.
-        """
+    def publish_one(self, course: Course) -> SnapshotInfo:
+        """See `PublishedInOrder`."""
         engine, txn, patiently = self._handle.engine, self._txn, self._handle.patiently
         try:
+            course.check()
             patiently(course, "the log entry of what was staged", lambda: announce(engine, self._lead, txn, self._ref))
             for manifest in self._manifests if engine.log.view().staged(txn) is not None else ():
                 self._handle.upload(course, self._tier, manifest, course.check)
@@ -73,21 +71,19 @@ class StagedPut:
             raise
         except StoreError as exc:
             exc.add_note(
-                "(it stays on the staging disk; a process that opens the store with it goes on, unless a later put was published meanwhile)"
+                "(it stays on the staging disk; the next put to this ref, or process that opens the store with that disk, publishes it)"
             )
             raise
         self._handle.published(self._ref, txn, info.root)
-        for manifest in self._manifests:
-            clean_up(self._tier, manifest, published=True)
+        self.ended()
+        self._handle.clean_up(self._tier, self._manifests, course, published=True)
         return info
 
     def _give_up(self, course: Course) -> None:
         """It will never be published: the log says so, if it answers, and the disk is freed."""
-        chain = self._handle.chain(self._ref)
         try:
             give_up(self._handle.engine, self._txn)
         except RetryableError as exc:  # whoever looks through the log finds it: see `tsck staging`
             self._handle.retried(course, "giving up what was staged", exc, 0.0)
-        chain.remove(self._txn)
-        for manifest in self._manifests:
-            clean_up(self._tier, manifest, published=False, needed=chain.needed(self._txn))
+        self.ended()
+        self._handle.clean_up(self._tier, self._manifests, course, published=False)

@@ -24,13 +24,14 @@ from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.ranks import Duties, Group
 from tensorstore_ck.saving.course import Course
 from tensorstore_ck.saving.handle import Handle
+from tensorstore_ck.saving.inorder import PublishedInOrder
 from tensorstore_ck.staging.manifest import Lead, Manifest, decode_lead, encode_lead
-from tensorstore_ck.staging.publish import clean_up, give_up, publish
+from tensorstore_ck.staging.publish import give_up, publish
 
 TRIES: Final = 5
 
 
-class StagedRanks:
+class StagedRanks(PublishedInOrder):
     """One rank's side of one staged put."""
 
     def __init__(
@@ -41,26 +42,29 @@ class StagedRanks:
         ref: str,
         manifests: Sequence[Manifest],
         *,
+        step: int | None,
         timeout_seconds: float,
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
         """`manifests` are those that this rank uploads; `on_end` is called when the snapshot is published, or given up."""
         assert handle.engine.tier is not None
-        self._handle = handle
+        super().__init__(handle, txn, ref, step)
         self._tier = handle.engine.tier
-        self._txn = txn
-        self._ref = ref
         self._manifests = manifests
         self._group = group
         self._timeout_seconds = timeout_seconds
         self._on_end = on_end
         self._lead: Lead | None = None
 
-    def publish(self, course: Course) -> SnapshotInfo:
-        """Uploads and publishes it.
+    def is_given_up_alone(self, course: Course) -> bool:
+        """See `PublishedInOrder`. Ranks give up together, but for one that leaves."""
+        return course.dropped == "abandoned"
+
+    def publish_one(self, course: Course) -> SnapshotInfo:
+        """See `PublishedInOrder`.
 
         Raises:
-            SnapshotAbortedError: it was given up; or ranks did not come, again and again, and it stays on the disks for the next job.
+            SnapshotAbortedError: it was given up; or ranks did not come, again and again, and it stays on the disks.
         """
         for tries_left in reversed(range(TRIES)):
             outcome = self._try(course, self._upload(course), is_last=not tries_left)
@@ -155,11 +159,9 @@ class StagedRanks:
         return {"lost": "the log says that it was given up"} if view.outcome(self._txn) is not None else None
 
     def _end(self, outcome: Body, course: Course) -> SnapshotInfo:
-        chain = self._handle.chain(self._ref)
         if "lost" in outcome:
-            chain.remove(self._txn)
-            for manifest in self._manifests:
-                clean_up(self._tier, manifest, published=False, needed=chain.needed(self._txn))
+            self.ended()
+            self._handle.clean_up(self._tier, self._manifests, course, published=False)
             self._on_end()
             raise SnapshotAbortedError(f"the put to {self._ref!r} was staged, but not published: {outcome['lost']}", object_id=self._ref)
         self._handle.patiently(course, "the log", self._handle.engine.log.sync)
@@ -167,8 +169,8 @@ class StagedRanks:
         if info is None:
             raise CorruptObjectError(f"this rank does not see the snapshot that was published for {self._ref!r}", object_id=self._ref)
         self._handle.published(self._ref, self._txn, info.root)
-        for manifest in self._manifests:
-            clean_up(self._tier, manifest, published=True)
+        self.ended()
+        self._handle.clean_up(self._tier, self._manifests, course, published=True)
         self._on_end()
         return info
 

@@ -151,6 +151,7 @@ class GroupJob:
             manifest.txn,
             manifest.ref,
             [manifest],
+            step=manifest.step,
             timeout_seconds=self._timeout_seconds,
             on_end=self._forget_copies,
         )

@@ -3,7 +3,7 @@
 The rank that commits (rank 0) has a `Lead` in its own: everything that the publishing entry needs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.envelope import Body, pack_body, take, take_count, unpack_body
@@ -111,7 +111,7 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
 
 
 def read_manifests(folder: StagingFolder) -> tuple[list[Manifest], dict[str, StoreError]]:
-    """What lies in a folder, oldest first; and what cannot be read, by key."""
+    """What lies in a folder, in the order in which it was staged; and what cannot be read, by key."""
     found, damaged = [], {}
     for key in folder.list_manifests():
         try:
@@ -121,7 +121,21 @@ def read_manifests(folder: StagingFolder) -> tuple[list[Manifest], dict[str, Sto
         except StoreError as exc:
             damaged[key] = exc
     times = {manifest.txn: decode_record(manifest.lead.record, manifest.key).time_ns for manifest in found if manifest.lead is not None}
-    return sorted(found, key=lambda manifest: (times.get(manifest.txn, 0), manifest.txn, manifest.rank)), damaged
+    order = _order(
+        sorted({manifest.txn for manifest in found}, key=lambda txn: (times.get(txn, 0), txn)),
+        {manifest.txn: manifest.lead.after for manifest in found if manifest.lead is not None},
+    )
+    return sorted(found, key=lambda manifest: (order[manifest.txn], manifest.rank)), damaged
+
+
+def _order(by_time: list[Ulid], after: Mapping[Ulid, Sequence[Ulid]]) -> dict[Ulid, int]:
+    """By time, but each after those that it was staged after: a host's clock may have been set back in between."""
+    order: dict[Ulid, int] = {}
+    while by_time:
+        ready = next((txn for txn in by_time if not set(by_time).intersection(after.get(txn, ()))), by_time[0])
+        order[ready] = len(order)
+        by_time = [txn for txn in by_time if txn != ready]
+    return order
 
 
 def encode_lead(lead: Lead) -> Body:

@@ -146,10 +146,13 @@ class StagingFolder:
         names = list(names)
         for name in names:
             source, target = f"{self.path}/unsent/{check_name(name)}", self.copies.path(name)
-            with os_errors("publish", name), contextlib.suppress(FileNotFoundError):
-                os.utime(source)
-                os.makedirs(os.path.dirname(target), exist_ok=True)
-                os.rename(source, target)
+            try:
+                with os_errors("publish", name), contextlib.suppress(FileNotFoundError):
+                    os.utime(source)
+                    os.makedirs(os.path.dirname(target), exist_ok=True)
+                    os.rename(source, target)
+            except NoSpaceError:  # a copy is only a cache
+                self.unsent.delete([name])
         # A journal that is gone says that the upload was never begun: so first it must be certain that no object is left to upload.
         for name in {os.path.dirname(name): name for name in names}.values():
             with contextlib.suppress(MissingObjectError):

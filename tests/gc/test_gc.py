@@ -352,9 +352,9 @@ def test_an_undo_window_that_cannot_be_read_can_be_ended() -> None:
         return str(refused.value).partition("let it go with ")[2]
 
     window = "`tsck gc --undo-window 0s`, which ends all undo windows"
-    assert advice() == f"`tsck unpin` and `tsck forget` and {window}"
+    assert advice() == f"`tsck unpin {pinned[:16]} --owner me` and `tsck forget best {pinned[:16]}` and {window}"
     store.unpin(pinned, owner="me")
-    assert advice() == f"`tsck forget` and {window}"
+    assert advice() == f"`tsck forget best {pinned[:16]}` and {window}"
     store.forget("job@1", "best")
     assert advice() == window
     collect(store)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import PermissionDeniedError, StoreError
 from tensorstore_ck.ranks import Group
-from tensorstore_ck.saving import resumed
+from tensorstore_ck.saving import resumed, stagedranks
 from tensorstore_ck.tiers import Uploader
 from tests.ranks.pool import GROUPS
 
@@ -141,6 +141,31 @@ def cancel(folder: str, ranks: int, disks: tuple[str, ...], canceller: int) -> t
         except StoreError as exc:
             error = type(exc).__name__
         return error, job.put(2).wait(SECONDS).step
+
+
+def fail_all_tries(folder: str, ranks: int, disks: tuple[str, ...], failing: int) -> tuple[str, list[int | None]]:
+    """One rank's upload is refused at each try of one put; then all put another one: the first error, and what is published."""
+    real, left = Uploader.upload, [1] * stagedranks.TRIES if dist.get_rank() == failing else []
+
+    def upload(self: Uploader, names: Any, **options: Any) -> None:
+        if "on_retry" in options and left:
+            left.pop()
+            raise PermissionDeniedError("the token has expired")
+        real(self, names, **options)
+
+    Uploader.upload = upload  # type: ignore[method-assign]
+    try:
+        with Job(folder, ranks, disks) as job:
+            job.restore("job")
+            error = ""
+            try:
+                job.put(1).wait(SECONDS)
+            except StoreError as exc:
+                error = type(exc).__name__
+            job.put(2).wait(SECONDS)
+            return error, job.steps()
+    finally:
+        Uploader.upload = real  # type: ignore[method-assign]
 
 
 def fail_once(folder: str, ranks: int, disks: tuple[str, ...], failing: int) -> tuple[list[str], list[int | None]]:

@@ -1,6 +1,7 @@
 """A store in memory that takes uploads in pieces, a staging folder on a disk, and processes that fail, die and come back in between."""
 
 import contextlib
+import errno
 import os
 import random
 import threading
@@ -18,7 +19,7 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.resumable import Upload
 from tensorstore_ck.backend.s3requests import UploadedPieces
 from tensorstore_ck.backend.s3upload import Destination
-from tensorstore_ck.errors import BackendUnavailableError
+from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError
 from tensorstore_ck.events import Event
 from tensorstore_ck.opening import init_store, make_engine, read_config
 from tensorstore_ck.saving import PendingSnapshot
@@ -117,7 +118,10 @@ class FaultyOs:
         return lambda *args, **kwargs: self._strike(f"{name} {_tail(args[0])}", lambda: found(*args, **kwargs))
 
     def _strike(self, what: str, effect: Callable[[], Any]) -> Any:
-        return effect() if self.faults is None else self.faults.call(what, effect)
+        try:
+            return effect() if self.faults is None else self.faults.call(what, effect)
+        except NoSpaceError as exc:
+            raise OSError(errno.ENOSPC, str(exc)) from exc
 
 
 def _tail(path: object) -> str:

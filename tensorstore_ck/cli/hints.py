@@ -1,0 +1,44 @@
+"""Commands that messages name, completed so that they work as they are printed: for the store that this command was given."""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import click
+from click.core import ParameterSource
+
+_COMMAND: Final = re.compile(r"`tsck ([a-z-]+)([^`]*)`")
+_SECRET: Final = re.compile(r"key|secret|token|password|credential", re.IGNORECASE)
+
+
+def store_arguments(context: click.Context, url: str | None, storage_options: Mapping[str, Any], cache_dir: str | None) -> list[str]:
+    """What chose the store on this command line. What the environment and the current folder said, they say again to the next command.
+
+    The values of secrets are not repeated.
+    """
+
+    def is_given(name: str) -> bool:
+        return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+    arguments = ["-s", url] if url and (is_given("store") or is_given("url")) else []
+    for name, value in storage_options.items():
+        text = name.upper() if _SECRET.search(name) else value if isinstance(value, str) else json.dumps(value)
+        arguments += ["--storage-option", f"{name}={text}"]
+    return [*arguments, *(["--cache-dir", cache_dir] if cache_dir and is_given("cache_dir") else [])]
+
+
+def complete(context: click.Context, text: str, arguments: Sequence[str]) -> str:
+    """`text`, with `arguments` added to each command in it that works on a store and names none."""
+    root = context.find_root().command
+    commands = root.commands if isinstance(root, click.Group) else {}
+
+    def completed(found: re.Match[str]) -> str:
+        name, rest = found.groups()
+        takes_store = name in commands and any(parameter.name == "store" for parameter in commands[name].params)
+        if not takes_store or not arguments or {"-s", "--store"} & set(rest.split()):
+            return found[0]
+        return f"`tsck {name}{rest} {shlex.join(arguments)}`"
+
+    return _COMMAND.sub(completed, text)
