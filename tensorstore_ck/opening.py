@@ -25,6 +25,8 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.ids import Clock, IdSource, new_ulid
 from tensorstore_ck.index import BlockIndex, forget_packs
 from tensorstore_ck.log import Log, RefTable
+from tensorstore_ck.processes import Process, this_process
+from tensorstore_ck.putids import PutIds
 from tensorstore_ck.ratelimit import RateLimit
 from tensorstore_ck.room import MinFree, require_room
 from tensorstore_ck.table import MemoryTable, Table, TableDamagedError, open_table
@@ -64,7 +66,7 @@ def open_engine(
         folder = options.open(config.uuid) if options is not None else None
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
         opener = PlaceOpener(backend.url, dict(storage_options or {}), no_sync)
-        engine = make_engine(backend, config, table, single_writer=single_writer_unsafe, open_place=opener)
+        engine = make_engine(backend, config, table, single_writer=single_writer_unsafe, open_place=opener, find_process=this_process)
         backend = engine.backend
         engine.limit, engine.min_free, engine.codecs = limit, kept, codecs
         codecs.first_mode = "light" if backend.is_local else "fast"
@@ -91,8 +93,12 @@ def make_engine(
     new_id: IdSource = new_ulid,
     sleep: Callable[[float], object] = time.sleep,
     open_place: Callable[[str], Backend] | None = None,
+    find_process: Callable[[], Process | None] | None = None,
 ) -> Engine:
-    """An engine from its pieces; tests pass a clock, ids and delays of their own. `open_place` opens what packs were moved to."""
+    """An engine from its pieces; tests pass a clock, ids and delays of their own. `open_place` opens what packs were moved to.
+
+    `find_process`: by whom the store is opened, for the writer records; without it no put leaves one.
+    """
     options: dict[str, Any] = {"uuid": uuid.UUID(config.uuid).bytes, "prefix": config.log, "clock": clock, "new_id": new_id, "sleep": sleep}
     log = Log(backend, table, **options, actor=current_actor(), on_swept=forget_packs, shared=not single_writer)
     apart = Log(backend, MemoryTable(), **options, actor=current_actor())
@@ -108,7 +114,10 @@ def make_engine(
         return apart.view()
 
     placed = PlacedBackend(backend, open_place or PlaceOpener(backend.url), look, store=config.uuid)
-    return Engine(cast(Backend, placed), config, table, log, BlockIndex(table), clock, new_id, placed, single_writer)
+    engine = Engine(cast(Backend, placed), config, table, log, BlockIndex(table), clock, new_id, placed, single_writer)
+    if find_process is not None:
+        engine.find_process, engine.put_ids = find_process, PutIds(backend, new_id, clock, find_process)
+    return engine
 
 
 def read_config(backend: Backend) -> StoreConfig | None:
