@@ -15,7 +15,7 @@ from tensorstore_ck.errors import DamageError
 from tensorstore_ck.gc.compact import SparsePack, live_bytes, read_footer
 from tensorstore_ck.gc.listing import Listed, list_objects
 from tensorstore_ck.gc.reach import Needs, Reach, at_newest
-from tensorstore_ck.gc.report import Freeable, FreedLater, GcOptions, Progress, gc_command, unpin_command
+from tensorstore_ck.gc.report import Freeable, FreedLater, GcOptions, Progress, gc_command, iso_time, unpin_command
 from tensorstore_ck.gc.writers import Writers
 from tensorstore_ck.ids import ZERO_DIGEST, Ulid
 from tensorstore_ck.log import FOLDERS, Entry, ObjectKey, Op, Pin, RefTable, SnapshotInfo, fold
@@ -42,13 +42,18 @@ class Plan(NamedTuple):
     young: frozenset[ObjectKey]
     """Nothing refers to them, and they are too young to be judged."""
     sparse: list[SparsePack]
-    doomed: list[ObjectKey]
+    doomed: frozenset[ObjectKey]
     """What will be deleted in this run."""
     expired: list[SnapshotInfo]
     """Nothing holds them."""
     useless_records: list[str]
     """Writer records."""
     freeable: Freeable
+    options: GcOptions
+
+    def when_old(self, key: ObjectKey) -> str:
+        """When an object that is too young is old enough."""
+        return f"by {iso_time(self.listed[key].modified_ns + int(self.options.min_age_seconds * _NS))}"
 
 
 class _Level(NamedTuple):
@@ -178,12 +183,13 @@ class Planner:
             garbage,
             frozenset(young),
             packs,
-            doomed,
+            frozenset(doomed),
             [*self._view.snapshots(live=False)],
             writers.useless(ended, self._now_ns, options.min_age_seconds),
             self._freeable(
                 states, unneeded, young, doomed=doomed, sparse=[each.packs for each in sparse], rewritable_bytes=rewritable_bytes
             ),
+            options,
         )
 
     def _is_young(self, key: ObjectKey) -> bool:

@@ -71,7 +71,7 @@ class FreedLater:
             "pins": "held by pins that expire",
             "packs in use": "at least, in packs that are not sparse enough to be rewritten",
         }[self.why]
-        date = "" if self.due_ns is None else f"by {_iso_time(self.due_ns)}: "
+        date = "" if self.due_ns is None else f"by {iso_time(self.due_ns)}: "
         shown = " && ".join(self.commands[-3:])
         more = f"{len(self.commands) - 3} more pins, which `tsck pin` lists, and " if len(self.commands) > 3 else ""
         return f"{human_bytes(self.bytes)} {'later, ' if date else ''}{date}{reason} ({more}`{shown}` frees it now)"
@@ -180,7 +180,8 @@ def unpin_command(url: str, root: str, owner: str) -> str:
     return shlex.join(["tsck", "unpin", root, "--owner", owner, "-s", url])
 
 
-def _iso_time(time_ns: int) -> str:
+def iso_time(time_ns: int) -> str:
+    """Nanoseconds since 1970 -> ``2026-01-31T12:00:00Z``, not before it."""
     try:
         return datetime.fromtimestamp(-(-time_ns // 1_000_000_000), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     except (OverflowError, OSError, ValueError):  # a clock can say anything
