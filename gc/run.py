@@ -5,7 +5,7 @@ so that the next run, of anybody, goes on with them. Clocks decide only when som
 nothing: marks and plan are made as if what has run out had ended, and only an accepted plan is carried out.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -192,7 +192,7 @@ class _Gc:
     def _report(
         self,
         plan: Plan,
-        deleted: Sequence[ObjectKey],
+        deleted: Collection[ObjectKey],
         rewritten: Sequence[SparsePack],
         written_bytes: int,
         refusal: StoreError | None = None,

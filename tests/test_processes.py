@@ -63,17 +63,19 @@ def test_this_process_goes_on() -> None:
 
 @pytest.mark.parametrize(
     "elsewhere",
-    [{"host": "node8/0123abcd"}, {"host": "node7/ffff"}, {"pid_namespace": CONTAINER}],
+    [("node8/0123abcd", ROOT_PID_NAMESPACE), ("node7/ffff", ROOT_PID_NAMESPACE), ("node7/0123abcd", CONTAINER)],
     ids=["name", "machine", "namespace"],
 )
-def test_nothing_is_known_of_other_hosts_and_containers(elsewhere: dict[str, str], child: Child) -> None:
+def test_nothing_is_known_of_other_hosts_and_containers(elsewhere: tuple[str, str], child: Child) -> None:
     child.popen.kill()
     child.popen.communicate()
-    ended = child.process._replace(host="node7/0123abcd")
-    observer = us()._replace(host="node7/0123abcd")
+    ended = child.process._replace(host="node7/0123abcd", pid_namespace=ROOT_PID_NAMESPACE)
+    observer = us()._replace(host="node7/0123abcd", pid_namespace=ROOT_PID_NAMESPACE)
     assert has_ended(ended, observer)
-    assert not has_ended(ended._replace(**elsewhere), observer)
-    assert not has_ended(ended._replace(**elsewhere, boot_id="before"), observer)
+    host, namespace = elsewhere
+    far = ended._replace(host=host, pid_namespace=namespace)
+    assert not has_ended(far, observer)
+    assert not has_ended(far._replace(boot_id="before"), observer)
 
 
 def test_a_reboot_ends_all_processes_of_the_host() -> None:

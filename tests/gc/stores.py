@@ -55,13 +55,18 @@ def open_store(
     backend = backend if backend is not None else (MemoryBackend(clock=clock) if clock is not None else MemoryBackend())
     config = read_config(backend) or init_store(backend)
     table = MemoryTable() if table is None else table
-    clock = clock or time.time_ns
     find_process = None if process is None else lambda: process
-    return Store(
-        make_engine(
-            backend, config, table, sleep=lambda _: None, clock=clock, new_id=new_id, open_place=open_place, find_process=find_process
-        )
+    engine = make_engine(
+        backend,
+        config,
+        table,
+        sleep=lambda _: None,
+        clock=clock or time.time_ns,
+        new_id=new_id,
+        open_place=open_place,
+        find_process=find_process,
     )
+    return Store(engine)
 
 
 def tensor(number: int, size: int = TENSOR_BYTES) -> torch.Tensor:

@@ -78,7 +78,7 @@ def put_in_child(url: Path, cache: Path, step: int, what: str, strike: Callable[
         ids = store.engine.put_ids
         assert ids is not None
 
-        def strike_once_recorded() -> None:
+        def strike_once_recorded(*_: object) -> None:
             assert ids._thread is not None
             ids._thread.join(30)
             strike(store)
@@ -86,7 +86,7 @@ def put_in_child(url: Path, cache: Path, step: int, what: str, strike: Callable[
         faults = Strikes(what, strike_once_recorded, after=after)
         store.engine.backend = FaultyBackend(store.engine.backend, faults, atomic_put=True)
         if what == "publish":
-            store.engine.log.append = lambda _: strike_once_recorded()  # type: ignore[method-assign, assignment]
+            store.engine.log.append = strike_once_recorded  # type: ignore[method-assign, assignment]
         store.put_snapshot(state(step, size=200_000), ref="job", step=step, expect=tsck.ANY)
         store.close()
         os._exit(0)
