@@ -14,10 +14,11 @@ from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.gc.compact import SparsePack, live_bytes, read_footer
 from tensorstore_ck.gc.listing import Listed, list_objects
+from tensorstore_ck.gc.packcounts import PackCounts
 from tensorstore_ck.gc.reach import Needs, Reach, at_newest
 from tensorstore_ck.gc.report import Freeable, FreedLater, GcOptions, Progress, gc_command, iso_time, unpin_command
 from tensorstore_ck.gc.writers import Writers
-from tensorstore_ck.ids import ZERO_DIGEST, Ulid
+from tensorstore_ck.ids import ZERO_DIGEST
 from tensorstore_ck.log import FOLDERS, Entry, ObjectKey, Op, Pin, RefTable, SnapshotInfo, fold
 from tensorstore_ck.log.rows import ObjectRow
 from tensorstore_ck.moved import MOVED_DTYPE, Moved
@@ -78,19 +79,10 @@ class _Sparse(NamedTuple):
 class Planner:
     """Plans one run."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        options: GcOptions,
-        progress: Progress = lambda what, done, total: None,
-        *,
-        fully_live: Collection[Ulid] = frozenset(),
-    ) -> None:
-        """`fully_live`: packs of which every block is known to be needed, so that their footers need not be read."""
+    def __init__(self, engine: Engine, options: GcOptions, progress: Progress = lambda what, done, total: None) -> None:
         self._engine = engine
         self._options = options
         self._progress = progress
-        self._fully_live = fully_live
         self._now_ns = engine.clock()
         self._view = engine.log.view()
         self._ends: list[Op] = []
@@ -202,18 +194,20 @@ class Planner:
         rewritable: list[int] = []
         below = self._options.compact_below
         candidates = [key for key in self._listed if key.kind == "pack" and key not in states and self.reach.needs(key)]
-        if not self._levels:
-            candidates = [key for key in candidates if key.ulid not in self._fully_live]
+        counts = PackCounts(self._engine.table, {key.ulid for key in self._listed if key.kind == "pack"})
 
         def judge(key: ObjectKey) -> None:
-            size_bytes = self._listed[key].size_bytes
+            size_bytes, count = self._listed[key].size_bytes, counts.get(key.ulid)
+            live = [needs.live_entries(key.ulid) for needs in stages]
+            if count is not None and all(len(entries) in {0, count} for entries in live):
+                return
             try:
                 footer = read_footer(self._engine.backend, key.ulid, size_bytes)
             except DamageError as exc:
                 self.notes.append(f"{key.name} was left as it is: {exc}")
                 return
-            for packs, needs in zip(found, stages, strict=True):
-                entries = needs.live_entries(key.ulid)
+            counts.note(key.ulid, len(footer.entries))
+            for packs, needs, entries in zip(found, stages, live, strict=True):
                 if len(entries) and int(entries[-1]) < len(footer.entries):
                     pack = SparsePack(key.ulid, footer, entries, size_bytes)
                     if live_bytes(pack) < below * _stored_bytes(footer):
@@ -225,6 +219,7 @@ class Planner:
         if below:
             for_each(candidates, judge, 1 if is_all_local else THREADS)
             self.requests += 3 * len(candidates)
+            counts.flush()
         return [self._within_budget(packs) for packs in found], sum(freed for freed in rewritable if freed > 0)
 
     def _within_budget(self, packs: list[SparsePack]) -> _Sparse:
@@ -249,6 +244,8 @@ class Planner:
         rewritable_bytes: int,
     ) -> Freeable:
         """What is freed now, and what later; `sparse` is of each level, and then of now."""
+        if not self._engine.config.exclusive_create:
+            return Freeable(0, "", ())  # gc never runs there
         total = sum(listed.size_bytes for listed in self._listed.values())
         now_bytes = freed = self._size(doomed) - written_bytes(sparse[-1])
         later: list[FreedLater] = []
@@ -299,13 +296,13 @@ class Planner:
         return info.root.hex() if info is not None else ""
 
 
-def plan_gc(engine: Engine, options: GcOptions | None = None, *, fully_live: Collection[Ulid] = frozenset()) -> Plan:
-    """What gc would do, for those who only tell it; see `Planner`.
+def plan_gc(engine: Engine, options: GcOptions | None = None) -> Plan:
+    """What gc would do, for those who only tell it.
 
     Raises:
         UnreadableError: something that is held cannot be read, so that nobody knows what it needs.
     """
-    return Planner(engine, options or GcOptions(), fully_live=fully_live).make()
+    return Planner(engine, options or GcOptions()).make()
 
 
 def simulated(view: RefTable, ops: Sequence[Op]) -> RefTable:

@@ -66,7 +66,7 @@ class FreedLater:
         """One line for a person."""
         reason = {
             "grace": "condemned, until the grace period ends",
-            "age": "nothing refers to it, but a save may be under way; not proven to be of a process of this host that has ended",
+            "age": "left by a save that is under way, or whose process is not known to have ended",
             "undo window": "forgotten, held until the undo window ends",
             "pins": "held by pins that expire",
             "packs in use": "at least, in packs that are not sparse enough to be rewritten",
@@ -83,7 +83,7 @@ class Freeable:
 
     now_bytes: int
     command: str
-    """What frees them."""
+    """What frees them; empty where gc never runs."""
     later: tuple[FreedLater, ...]
 
     def said(self) -> list[str]:
@@ -137,7 +137,7 @@ class GcReport:
     refused: str | None
     """In a dry run: why a real one would refuse; None when it would not."""
     command: str = ""
-    """What does what the report says, typed into a shell."""
+    """What does what the report says, typed into a shell; empty where gc never runs."""
     later: tuple[FreedLater, ...] = ()
     """What this run does not free, and when a later one does."""
 

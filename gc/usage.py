@@ -1,6 +1,6 @@
 """Who uses how many bytes: per ref, job and pack, per snapshot when asked, and in all; and what gc can free of it.
 
-One pass over the parts; of packs no data is read, and footers only of those with dead blocks, or while something will run out.
+One pass over the parts; of packs no data is read, and footers only of those that have dead blocks, or that this host never looked at.
 
 Exact, because extents say what each block takes: every block counts once per holder, and where relocations have put it. What is
 nobody's in particular (headers, footers and dead blocks of packs) is in no figure but `objects_bytes`.
@@ -242,7 +242,7 @@ class _Measurement:
             undo_bytes=self._tally.sums(lambda mask: mask == undo).stored_bytes,
             objects_bytes=sum(self._sizes.values()),
             unreferenced_bytes=max(0, kept_bytes - held.stored_bytes - overhead),
-            freeable=plan_gc(self._engine, fully_live=self._fully_live()).freeable,
+            freeable=plan_gc(self._engine).freeable,
         )
 
     def _held_by(self, group: int, every: int, undo: int) -> dict[str, int]:
@@ -266,11 +266,6 @@ class _Measurement:
                 ratio = min((live_bytes + count * ENTRY_DTYPE.itemsize) / filled, 1.0)
                 packs.append(PackUsage(name=name, bytes=size, live_bytes=live_bytes, live_ratio=ratio))
         return tuple(sorted(packs, key=lambda pack: (pack.live_ratio, pack.name)))
-
-    def _fully_live(self) -> set[Ulid]:
-        """Packs of which something holds every block, as far as that shows without reading them."""
-        sizes = {ulid: self._sizes.get(ObjectKey("pack", ulid).name, 0) - HEADER.size - TRAILER.size for ulid in self._tally.live}
-        return {ulid for ulid, (count, size) in self._tally.live.items() if size + count * ENTRY_DTYPE.itemsize >= sizes[ulid]}
 
     def _places(self) -> tuple[PlaceUsage, ...]:
         sizes: dict[str, list[int]] = {}

@@ -17,7 +17,7 @@ def freeable_said(engine: Engine) -> Iterator[None]:
         if engine.tier is not None or not engine.backend.is_local:
             raise
         said: list[str] = []
-        with suppress(StoreError):
+        with suppress(StoreError, OSError):  # the cache may have no space, either
             said = plan_gc(engine.of_store()).freeable.said()
         if not said:
             raise
