@@ -150,22 +150,30 @@ def test_a_save_of_a_living_process_is_left_alone(tmp_path: Path, us: Process) -
         os.read(go[0], 1)
 
     alive = put_in_child(url, cache, 1, "put parts/", wait)
-    os.read(ready[0], 1)
-    killed = put_in_child(url, cache, 2, "put parts/", kill_yourself)
-    os.waitpid(killed, 0)
-    with tsck.open(url, cache_dir=cache) as store:
-        of_one = sum(sizes(LocalBackend(str(url))).values())
-        report = store.gc(GENTLE)
-        assert report.deleted == {"pack": 1, "part": 1, "snapshot": 0, "moved": 0}
-        [later] = report.later
-        assert later.why == "age"
-        assert later.objects == 2
-        left = sizes(LocalBackend(str(url)))
-        assert of_one - sum(left.values()) == report.freed_bytes
-        os.write(go[1], b"!")
-        assert os.waitpid(alive, 0)[1] == 0
-        assert left.items() <= sizes(LocalBackend(str(url))).items(), "nothing was written a second time"
-        require_sound(store, {"job@0": state(0, size=100_000), "job": state(1, size=200_000)})
+    try:
+        os.read(ready[0], 1)
+        killed = put_in_child(url, cache, 2, "put parts/", kill_yourself)
+        os.waitpid(killed, 0)
+        backend = LocalBackend(str(url))
+        with tsck.open(url, cache_dir=cache) as store:
+            crashed = sum(sizes(backend).values())
+            report = store.gc(GENTLE)
+            assert report.deleted == {"pack": 1, "part": 1, "snapshot": 0, "moved": 0}
+            [later] = report.later
+            assert (later.why, later.objects) == ("age", 2)
+            left = sizes(backend)
+            assert crashed - sum(left.values()) == report.freed_bytes
+            os.write(go[1], b"!")
+            status = os.waitpid(alive, 0)[1]
+            alive = 0
+            assert status == 0
+            assert left.items() <= sizes(backend).items()
+            assert len(sizes(backend)) == len(left) + 1, "the record alone: nothing was written a second time"
+            require_sound(store, {"job@0": state(0, size=100_000), "job": state(1, size=200_000)})
+    finally:
+        if alive:
+            os.kill(alive, signal.SIGKILL)
+            os.waitpid(alive, 0)
 
 
 # --- whose they are -----------------------------------------------------------------------------------------------------
