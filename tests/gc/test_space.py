@@ -19,6 +19,7 @@ from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.gc.report import Freeable
 from tensorstore_ck.room import MinFree
 from tensorstore_ck.store import Store
+from tests.crash.faulty import Faults, FaultyBackend
 from tests.gc.stores import Clock, leave_orphans, open_store, sizes, state, stay_in_one_thread
 
 DAY = 86_400
@@ -294,3 +295,23 @@ def test_gc_options_that_are_given_are_those_of_the_prediction() -> None:
     [later] = said(store, options).later
     assert later.due_ns == clock.now_ns + 3600 * NS
     assert come_true(store, clock, options)["undo window"] == later.bytes
+
+
+def test_footers_of_packs_that_are_needed_whole_are_read_once_a_host() -> None:
+    faults = Faults()
+    clock = Clock()
+    backend = FaultyBackend(MemoryBackend(clock=clock), faults, atomic_put=True)
+    store = open_store(backend, clock=clock)
+    for step in range(5):
+        store.put_snapshot(state(step), ref="job", step=step)
+    store.put_snapshot(state(10, 11), ref="job", step=10)
+    store.put_snapshot(state(10), ref="job", step=11)
+    read = []
+    for _ in range(3):
+        before = faults.calls
+        store.gc(dry_run=True)
+        read.append(faults.calls - before)
+        if len(read) == 2:
+            store.forget("job@10")
+    assert read[0] - read[1] >= 3 * 6, "three reads a pack"
+    assert read[1] < read[2] < read[1] + 12, "of one pack, which is not needed whole once the window ends"
