@@ -267,7 +267,8 @@ class Planner:
             due_ns = max(due_ns, self._now_ns + int(self._options.grace_seconds * _NS) if begun else 0)
             add("grace", freed + self._size(waiting) + self._size(begun), len(waiting) + len(begun), due_ns=due_ns, options=at_once)
         ageless = replace(at_once, min_age_seconds=0.0)
-        add("age", freed + self._size(young), len(young), due_ns=self._old_ns(young), options=ageless)
+        grace_ns = int(self._options.grace_seconds * _NS)
+        add("age", freed + self._size(young), len(young), due_ns=self._old_ns(young) + grace_ns, options=ageless)
         gone = {*unneeded}
         for level, packs in zip(self._levels, sparse, strict=False):
             more = [key for key in self._listed if key not in states and key not in gone and not level.needs.needs(key)]
@@ -278,7 +279,8 @@ class Planner:
             if self._levels[0].why == "undo window":
                 options = replace(options, undo_window_seconds=0.0)
             unpins = dict.fromkeys(unpin_command(self._engine.backend.url, self._root(pin), pin.owner) for pin in level.pins)
-            add(level.why, then_bytes, len(more), due_ns=max(level.due_ns, self._old_ns(more)), options=options, before=unpins)
+            due_ns = max(level.due_ns, self._old_ns(more)) + grace_ns
+            add(level.why, then_bytes, len(more), due_ns=due_ns, options=options, before=unpins)
         if rewritable_bytes:
             every = replace(at_once, compact_below=1.0)
             later.append(FreedLater("packs in use", rewritable_bytes, 0, None, (command(every, now_bytes + rewritable_bytes),)))

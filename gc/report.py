@@ -21,7 +21,7 @@ class GcOptions:
     """How gc decides. None of it bears on safety: whatever is given, nothing that is held is freed."""
 
     min_age_seconds: float = DAY_SECONDS
-    """Younger objects that nothing refers to are left alone: they are likely to belong to a save that is under way."""
+    """Younger objects that nothing refers to are left alone, unless their process is known to have ended: a save may be under way."""
     grace_seconds: float = 0.0
     """Objects are freed when they have been condemned for that long: what takes hold of them meanwhile needs no second write."""
     undo_window_seconds: float = DAY_SECONDS
@@ -66,7 +66,7 @@ class FreedLater:
         """One line for a person."""
         reason = {
             "grace": "condemned, until the grace period ends",
-            "age": "left by a save that is under way, or whose process is not known to have ended",
+            "age": "left by a save that is under way or staged, or whose process is not known to have ended",
             "undo window": "forgotten, held until the undo window ends",
             "pins": "held by pins that expire",
             "packs in use": "at least, in packs that are not sparse enough to be rewritten",
@@ -74,7 +74,8 @@ class FreedLater:
         date = "" if self.due_ns is None else f"by {iso_time(self.due_ns)}: "
         shown = " && ".join(self.commands[-3:])
         more = f"{len(self.commands) - 3} more pins, which `tsck pin` lists, and " if len(self.commands) > 3 else ""
-        return f"{human_bytes(self.bytes)} {'later, ' if date else ''}{date}{reason} ({more}`{shown}` frees it now)"
+        caution = "; not while a save is under way or staged" if "--min-age" in self.commands[-1] else ""
+        return f"{human_bytes(self.bytes)} {'later, ' if date else ''}{date}{reason} ({more}`{shown}` frees it now{caution})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,14 @@ def _forgotten_lines(found: tuple[Forgotten, ...], verb: str) -> list[str]:
 @click.option(
     "--max-delete", type=fraction, default="50%", show_default=True, metavar="PART", help="Refuse when more of all bytes would go."
 )
-@click.option("--min-age", type=seconds, default="1d", show_default=True, metavar="TIME", help="Leave younger leftovers of saves alone.")
+@click.option(
+    "--min-age",
+    type=seconds,
+    default="1d",
+    show_default=True,
+    metavar="TIME",
+    help="Leave younger leftovers of saves alone, unless their process is known to have ended.",
+)
 @click.option("--undo-window", type=seconds, default="1d", show_default=True, metavar="TIME", help="Let go what was forgotten longer ago.")
 @click.option(
     "--compact-below", type=fraction, default="50%", show_default=True, metavar="PART", help="Rewrite packs with less live bytes."

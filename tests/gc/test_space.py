@@ -177,6 +177,21 @@ def test_grace_is_a_reason_of_its_own() -> None:
     assert store.gc(options).freed_bytes == plan.later[0].bytes
 
 
+def test_what_runs_out_waits_for_the_grace_period_after_that() -> None:
+    clock = Clock()
+    store = store_with_all_that_is_kept(clock)
+    options = GcOptions(grace_seconds=600)
+    orphans(store, clock)
+    begin_ns = clock.now_ns
+    [later] = said(store, options).later
+    assert later.due_ns == begin_ns + (DAY + 600) * NS
+    clock.advance(DAY)
+    store.gc(options)
+    clock.advance(600)
+    assert store.gc(options).freed_bytes == later.bytes
+    assert "not while a save is under way or staged" in later.said()
+
+
 def test_dead_blocks_of_packs_in_use_are_never_freed_unless_asked_for() -> None:
     """What `usage` calls held by nothing, and gc leaves."""
     clock = Clock()
