@@ -74,7 +74,7 @@ class FreedLater:
         date = "" if self.due_ns is None else f"by {iso_time(self.due_ns)}: "
         shown = " && ".join(self.commands[-3:])
         more = f"{len(self.commands) - 3} more pins, which `tsck pin` lists, and " if len(self.commands) > 3 else ""
-        caution = "; not while a save is under way or staged" if "--min-age" in self.commands[-1] else ""
+        caution = "; not while a save is under way or staged" if "--min-age 0s" in self.commands[-1] else ""
         return f"{human_bytes(self.bytes)} {'later, ' if date else ''}{date}{reason} ({more}`{shown}` frees it now{caution})"
 
 
