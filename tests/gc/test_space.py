@@ -330,3 +330,15 @@ def test_footers_of_packs_that_are_needed_whole_are_read_once_a_host() -> None:
             store.forget("job@10")
     assert read[0] - read[1] >= 3 * 6, "three reads a pack"
     assert read[1] < read[2] < read[1] + 12, "of one pack, which is not needed whole once the window ends"
+
+
+def test_what_was_put_and_forgotten_at_once_waits_for_its_age_too() -> None:
+    clock = Clock()
+    store = store_with_all_that_is_kept(clock)
+    forgotten_and_young(store, clock)
+    options = GcOptions(undo_window_seconds=3600)
+    [later] = said(store, options).later
+    assert (later.why, later.due_ns) == ("undo window", clock.now_ns + DAY * NS)
+    clock.advance(3600)
+    assert [later.why for later in said(store, options).later] == ["age"]
+    assert come_true(store, clock, options)["age"] == later.bytes
