@@ -4,8 +4,9 @@ roots.py, reach.py            what is needed: snapshots, and all that they need
 mark.py, summary.py           as bits per pack; what is kept of a part that was read
 usage.py, tally.py            who uses how many bytes
 increments.py                 what some snapshots take beyond others
-listing.py                    what lies in the backend
+listing.py, packcounts.py     what lies in the backend
 compact.py                    live entries of sparse packs, copied
+plan.py, writers.py           what a run of gc would free, and later ones; what ended processes left behind
 run.py, report.py             a run of gc
 recode.py                     blocks of cold snapshots, encoded anew
 """

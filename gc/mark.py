@@ -60,6 +60,13 @@ class PackArray:
         start, size = self._regions[self._slots[pack]].tolist()
         return self.values[start : start + size]
 
+    def copy(self) -> "PackArray":
+        """One of its own with the same values."""
+        copied = PackArray(self.values.dtype)
+        copied.values, copied._regions, copied._end = self.values.copy(), self._regions.copy(), self._end
+        copied._slots = defaultdict(itertools.count(len(self._slots)).__next__, self._slots)
+        return copied
+
     def _grow(self, slot: int, size: int) -> None:
         """Gives a pack a new region at the end. It doubles at least, so that what is left behind stays small."""
         start, old_size = self._regions[slot].tolist()
@@ -88,6 +95,12 @@ class Marks:
     def size_bytes(self) -> int:
         """Memory in use."""
         return self._words.values.nbytes
+
+    def copy(self) -> "Marks":
+        """Marks of their own, that say the same."""
+        copied = Marks()
+        copied._words = self._words.copy()
+        return copied
 
     def mark(self, summary: PartSummary) -> None:
         """Marks what a part refers to."""

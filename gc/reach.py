@@ -36,7 +36,24 @@ def at_newest(engine: Engine, look: Callable[[int, RefTable], T]) -> T:
     raise AssertionError
 
 
-class Reach:
+class Needs:
+    """What some roots need."""
+
+    def __init__(self, marks: Marks, objects: set[ObjectKey]) -> None:
+        self._marks = marks
+        self._objects = objects
+        """Records, parts and moved objects."""
+
+    def needs(self, key: ObjectKey) -> bool:
+        """Whether a root needs an object."""
+        return key.ulid in self._marks.packs if key.kind == "pack" else key in self._objects
+
+    def live_entries(self, pack: Ulid) -> Entries:
+        """The entries of a pack that are needed, in order."""
+        return self._marks.live_entries(pack)
+
+
+class Reach(Needs):
     """The closure of all roots."""
 
     def __init__(
@@ -50,9 +67,11 @@ class Reach:
         self._relocations: frozenset[tuple[Ulid, Ulid]] = frozenset()
         self._relocated: frozenset[Ulid] = frozenset()
         self._snapshots: set[Ulid] = set()
-        self._marks = Marks()
-        self._objects: set[ObjectKey] = set()
-        """Records, parts and moved objects."""
+        super().__init__(Marks(), set())
+
+    def now(self) -> Needs:
+        """What the roots need that were taken in until now, whatever is taken in later. It costs a bit of memory per stored block."""
+        return Needs(self._marks.copy(), set(self._objects))
 
     def update(self, view: RefTable) -> None:
         """Takes in whatever the roots of `view` need.
@@ -76,14 +95,6 @@ class Reach:
 
         for_each(new, add, cpu_threads() if self._engine.backend.is_local else REMOTE_THREADS)
         self._summaries.flush()
-
-    def needs(self, key: ObjectKey) -> bool:
-        """Whether a root needs an object."""
-        return key.ulid in self._marks.packs if key.kind == "pack" else key in self._objects
-
-    def live_entries(self, pack: Ulid) -> Entries:
-        """The entries of a pack that are needed, in order."""
-        return self._marks.live_entries(pack)
 
     def packs_of(self, view: RefTable, info: SnapshotInfo) -> set[Ulid]:
         """The packs where the blocks of a snapshot are now; its parts are read only if their summaries are not at hand.

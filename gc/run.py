@@ -5,24 +5,19 @@ so that the next run, of anybody, goes on with them. Clocks decide only when som
 nothing: marks and plan are made as if what has run out had ended, and only an accepted plan is carried out.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Final, NamedTuple
-
-import numpy as np
+from typing import Final
 
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.errors import DamageError, GcRefusedError, StoreError, UnsafeBackendError
-from tensorstore_ck.gc.compact import Compacted, Move, SparsePack, compact, live_bytes, put_in_force, read_footer
-from tensorstore_ck.gc.listing import Listed, list_objects
-from tensorstore_ck.gc.reach import Reach, at_newest
+from tensorstore_ck.errors import GcRefusedError, StoreError, UnsafeBackendError
+from tensorstore_ck.gc.compact import Compacted, Move, SparsePack, compact, live_bytes, put_in_force
+from tensorstore_ck.gc.listing import Listed
+from tensorstore_ck.gc.plan import Plan, Planner, written_bytes
 from tensorstore_ck.gc.report import GcOptions, GcReport, GoneSnapshot, Progress, RewrittenPack, Summed
-from tensorstore_ck.ids import ZERO_DIGEST, ulid_text
-from tensorstore_ck.log import FOLDERS, Entry, ObjectKey, Objects, Op, RefTable, SnapshotInfo, fold, pieces
-from tensorstore_ck.moved import MOVED_DTYPE, Moved
-from tensorstore_ck.pack import ENTRY_DTYPE, HEADER, PACK_LIMIT_BYTES, TRAILER
+from tensorstore_ck.ids import ulid_text
+from tensorstore_ck.log import FOLDERS, ObjectKey, Objects, Op, RefTable, pieces
 from tensorstore_ck.parallel import for_each
-from tensorstore_ck.table import MemoryTable
 
 OBJECTS_AN_ENTRY: Final = 40_000
 """16 bytes each: well below the megabyte that an entry may have."""
@@ -47,51 +42,23 @@ def run_gc(
     return _Gc(engine.limited_to(options.max_bytes_per_second), options, dry_run, progress).run()
 
 
-class _Plan(NamedTuple):
-    """What would be done at `view`."""
-
-    view: RefTable
-    ending: list[Op]
-    """Undo windows and pins that have run out, and that `view` has no more."""
-    listed: dict[ObjectKey, Listed]
-    garbage: list[ObjectKey]
-    """To be condemned, unless something has come to need it."""
-    sparse: list[SparsePack]
-    doomed: list[ObjectKey]
-    """What will be deleted in this run."""
-    expired: list[SnapshotInfo]
-    """Nothing holds them."""
-    young: int
-
-
 class _Gc:
     def __init__(self, engine: Engine, options: GcOptions, dry_run: bool, progress: Progress) -> None:
         self._engine = engine
         self._options = options
         self._dry_run = dry_run
         self._progress = progress
-        self._now_ns = engine.clock()
-        self._view = engine.log.view()
-        self._ends: list[Op] = []
-        self._listed: dict[ObjectKey, Listed] = {}
-        self._reach = Reach(engine, {})
-        self._anchor = 0
-        self._due: dict[int, bool] = {}
-        self._requests = 0
-        self._notes: list[str] = []
+        self._planner = Planner(engine, options, progress)
+        self._notes = self._planner.notes
 
     def run(self) -> GcReport:
         if not self._dry_run:
             self._engine.require_writable()
-        self._engine.log.sync()  # a log that cannot be read is said before all else
-        self._listed = list_objects(self._engine.backend)
-        part_sizes = {key.ulid: listed.size_bytes for key, listed in self._listed.items() if key.kind == "part"}
-        self._reach = Reach(self._engine, part_sizes, lambda done, total: self._progress("marking snapshots", done, total))
-        at_newest(self._engine, self._mark)
-        plan = self._make_plan()
+        planner = self._planner
+        plan = planner.make()
         refusal = self._refusal(plan)
         if self._dry_run:
-            return self._report(plan, plan.doomed, plan.sparse, _written_bytes(plan.sparse), refusal)
+            return self._report(plan, plan.doomed, plan.sparse, written_bytes(plan.sparse), refusal)
         if refusal is not None:
             raise refusal
         self._engine.placed.require_own()
@@ -102,74 +69,14 @@ class _Gc:
         self._sweep()
         deleted = self._delete(plan.listed)
         self._settle(plan.listed, deleted)
-        self._reach.forget_lost_summaries()
+        self._engine.backend.delete(plan.useless_records)
+        planner.reach.forget_lost_summaries()
         moved = {move.pack for move in compacted.moves}
         return self._report(plan, deleted, [sparse for sparse in plan.sparse if sparse.pack in moved], compacted.written_bytes)
 
     # --- what to do ---------------------------------------------------------------------------------------------------
 
-    def _ending(self, view: RefTable) -> list[Op]:
-        """Undo windows and pins that have run out by this host's clock; all others follow the entry that says so."""
-        windows = [window for window in view.windows() if self._age_seconds(window.time_ns) >= self._options.undo_window_seconds]
-        pins = [pin for pin in view.pins() if pin.expires_ns is not None and pin.expires_ns <= self._now_ns]
-        return [*(Op.purge(window.n, window.name) for window in windows), *(Op.unpin(pin.ulid, pin.owner, view) for pin in pins)]
-
-    def _mark(self, anchor: int, view: RefTable) -> None:
-        """Marks at the newest head, without what has run out."""
-        self._anchor = anchor
-        self._ends = self._ending(view)
-        self._view = _simulated(view, self._ends) if self._ends else view
-        self._reach.update(self._view)
-
-    def _make_plan(self) -> _Plan:
-        view, options = self._view, self._options
-        listed = self._listed
-        self._requests += len(FOLDERS) + len(listed) // 1000
-        states = {key: state for key in listed if (state := view.object_state(key)) is not None}
-        unneeded = [key for key in listed if key not in states and not self._reach.needs(key)]
-        garbage = [key for key in unneeded if self._age_seconds(listed[key].modified_ns) >= options.min_age_seconds]
-        due = {key for key, state in states.items() if state.swept or self._is_due(state.n)}
-        sparse = self._sparse_packs(listed, states)
-        doomed = [*due, *(garbage if not options.grace_seconds else ())]
-        doomed += [ObjectKey("pack", pack.pack) for pack in sparse if not options.grace_seconds]
-        expired = list(view.snapshots(live=False))
-        return _Plan(view, self._ends, listed, garbage, sparse, doomed, expired, len(unneeded) - len(garbage))
-
-    def _sparse_packs(self, listed: dict[ObjectKey, Listed], states: Iterable[ObjectKey]) -> list[SparsePack]:
-        """The packs worth rewriting, those first that free most per byte written, up to the budget."""
-        if not self._options.compact_below:
-            return []
-        known = set(states)
-        candidates = [key for key in listed if key.kind == "pack" and key not in known and self._reach.needs(key)]
-        found: list[SparsePack] = []
-
-        def judge(key: ObjectKey) -> None:
-            size_bytes, entries = listed[key].size_bytes, self._reach.live_entries(key.ulid)
-            try:
-                footer = read_footer(self._engine.backend, key.ulid, size_bytes)
-            except DamageError as exc:
-                self._notes.append(f"{key.name} was left as it is: {exc}")
-                return
-            if len(entries) and int(entries[-1]) < len(footer.entries):
-                pack = SparsePack(key.ulid, footer, entries, size_bytes)
-                if live_bytes(pack) < self._options.compact_below * int(footer.entries["stored"].sum(dtype=np.int64)):
-                    found.append(pack)
-
-        is_all_local = self._engine.backend.is_local and not self._engine.placed.places()
-        for_each(candidates, judge, 1 if is_all_local else THREADS)
-        self._requests += 3 * len(candidates)
-        found.sort(key=lambda pack: (live_bytes(pack) / pack.size_bytes, pack.pack))
-        chosen: list[SparsePack] = []
-        budget_bytes = self._options.compact_bytes
-        for pack in found:
-            budget_bytes -= live_bytes(pack)
-            if budget_bytes < 0:
-                self._notes.append(f"{len(found) - len(chosen)} more packs are sparse: the next run goes on with them")
-                break
-            chosen.append(pack)
-        return chosen
-
-    def _refusal(self, plan: _Plan) -> StoreError | None:
+    def _refusal(self, plan: Plan) -> StoreError | None:
         """Why the plan must not be carried out."""
         url = self._engine.backend.url
         if not self._engine.config.exclusive_create:
@@ -181,16 +88,16 @@ class _Gc:
                 f"the clocks of this host and of {url} are {apart} s apart, so the ages of objects, undo windows and pins are not known: "
                 "set this host's clock"
             )
-        going = sum(plan.listed[key].size_bytes for key in plan.doomed) - _written_bytes(plan.sparse)
+        going = sum(plan.listed[key].size_bytes for key in plan.doomed) - written_bytes(plan.sparse)
         total = sum(listed.size_bytes for listed in plan.listed.values())
         if going > self._options.max_delete * total:
             return GcRefusedError(
                 f"{going} of {total} bytes ({going / total:.0%}) would go, more than {self._options.max_delete:.0%}: "
-                "see what with a dry run, and allow it with max_delete (--max-delete 100%)"
+                f"see what with a dry run, and allow it with max_delete (`{plan.freeable.command}`)"
             )
         return None
 
-    def _relies_on_clock(self, plan: _Plan) -> bool:
+    def _relies_on_clock(self, plan: Plan) -> bool:
         """Whether anything goes because of its age or date; undo windows of no length end at any time."""
         dated = any(op.name != "purge" or self._options.undo_window_seconds > 0 for op in plan.ending)
         return dated or self._options.min_age_seconds > 0 or self._options.grace_seconds > 0
@@ -218,7 +125,7 @@ class _Gc:
         accepted = {tuple(op.fields.values()) for op in planned}
 
         def build(view: RefTable) -> list[Op]:
-            return [op for op in self._ending(view) if tuple(op.fields.values()) in accepted][:ENDINGS_AN_ENTRY]
+            return [op for op in self._planner.ending(view) if tuple(op.fields.values()) in accepted][:ENDINGS_AN_ENTRY]
 
         while accepted and self._engine.log.append(build).ops:
             pass
@@ -239,28 +146,21 @@ class _Gc:
         """Lists the garbage and puts moves in force, as of the very head that the entry follows."""
 
         def build(view: RefTable, batch: Iterable[ObjectKey]) -> list[Op]:
-            self._reach.update(view)
-            chosen = Objects(key for key in batch if view.object_state(key) is None and not self._reach.needs(key))
+            self._planner.reach.update(view)
+            chosen = Objects(key for key in batch if view.object_state(key) is None and not self._planner.reach.needs(key))
             return [Op.condemn(chosen)] if chosen else []
 
         for batch in pieces(garbage, OBJECTS_AN_ENTRY):
             self._engine.log.append(partial(build, batch=batch))
-        put_in_force(self._engine, moves, self._reach, self._anchor)
+        put_in_force(self._engine, moves, self._planner.reach, self._planner.anchor)
 
     def _sweep(self) -> None:
         def build(view: RefTable) -> list[Op]:
-            due = [key for key, state in view.objects() if not state.swept and self._is_due(state.n)]
+            due = [key for key, state in view.objects() if not state.swept and self._planner.is_due(state.n)]
             return [Op.sweep(Objects(due[:OBJECTS_AN_ENTRY]))] if due else []
 
         while self._engine.log.append(build).ops:
             pass
-
-    def _is_due(self, n: int) -> bool:
-        """Whether what entry `n` condemned has waited for the grace period."""
-        if n not in self._due:
-            entry = self._engine.log.chain.read(n) if self._options.grace_seconds else None
-            self._due[n] = entry is None or self._age_seconds(entry.time_ns) >= self._options.grace_seconds
-        return self._due[n]
 
     def _delete(self, listed: Mapping[ObjectKey, Listed]) -> list[ObjectKey]:
         """Deletes what was swept, whoever swept it."""
@@ -286,17 +186,14 @@ class _Gc:
 
     def _is_older_entry(self, n: int, seconds: float) -> bool:
         entry = self._engine.log.chain.read(n)
-        return entry is not None and self._age_seconds(entry.time_ns) >= seconds
-
-    def _age_seconds(self, time_ns: int) -> float:
-        return (self._now_ns - time_ns) / 1_000_000_000
+        return entry is not None and self._planner.age_seconds(entry.time_ns) >= seconds
 
     # --- say it -------------------------------------------------------------------------------------------------------
 
     def _report(
         self,
-        plan: _Plan,
-        deleted: Sequence[ObjectKey],
+        plan: Plan,
+        deleted: Collection[ObjectKey],
         rewritten: Sequence[SparsePack],
         written_bytes: int,
         refusal: StoreError | None = None,
@@ -316,31 +213,11 @@ class _Gc:
             tuple(RewrittenPack(ObjectKey("pack", pack.pack).name, pack.size_bytes, live_bytes(pack)) for pack in rewritten),
             written_bytes,
             waiting,
-            plan.young,
+            len(plan.young),
             sum(listed.size_bytes for listed in plan.listed.values()),
-            self._requests + -(-len(deleted) // batch) + writes,
+            self._planner.requests + -(-len(deleted) // batch) + writes,
             tuple(self._notes),
             None if refusal is None else str(refusal),
+            plan.freeable.command,
+            plan.freeable.later,
         )
-
-
-def _simulated(view: RefTable, ops: Sequence[Op]) -> RefTable:
-    """What `view` would be with these operations; a copy, still at the head of `view`."""
-    table = MemoryTable()
-    head = view.head()
-    with table.batch() as batch:
-        for key, value in view.items():
-            batch.put(key, value)
-        fold(Entry(head.n if head else 0, ZERO_DIGEST, bytes(16), 0, "", tuple(ops), ZERO_DIGEST, 0), batch)
-    return RefTable(table)
-
-
-def _written_bytes(packs: Sequence[SparsePack]) -> int:
-    """What rewriting will write: each block once; a pack more than one gibibyte adds a header and a trailer."""
-    if not packs:
-        return 0
-    rows = np.concatenate([pack.footer.entries[pack.entries] for pack in packs])
-    _, first = np.unique(rows["id"], return_index=True)
-    pack_bytes = int(rows["stored"][first].sum(dtype=np.int64)) + len(first) * ENTRY_DTYPE.itemsize
-    moved = [len(Moved(pack.pack, [pack.pack], np.zeros(len(pack.entries), MOVED_DTYPE)).encode()) for pack in packs]
-    return pack_bytes + sum(moved) + (HEADER.size + TRAILER.size) * -(-pack_bytes // PACK_LIMIT_BYTES)

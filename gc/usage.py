@@ -1,4 +1,6 @@
-"""Who uses how many bytes: per ref, job and pack, per snapshot when asked, and in all. One pass over the parts; no pack is read.
+"""Who uses how many bytes: per ref, job and pack, per snapshot when asked, and in all; and what gc can free of it.
+
+One pass over the parts; of packs no data is read, and footers only of those that have dead blocks, or that this host never looked at.
 
 Exact, because extents say what each block takes: every block counts once per holder, and where relocations have put it. What is
 nobody's in particular (headers, footers and dead blocks of packs) is in no figure but `objects_bytes`.
@@ -15,9 +17,12 @@ from tensorstore_ck.closure import resolve
 from tensorstore_ck.codec import codec_name
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.gc.mark import PackArray, read_parts
+from tensorstore_ck.gc.plan import plan_gc
+from tensorstore_ck.gc.report import Freeable
 from tensorstore_ck.gc.roots import UNDO, roots
+from tensorstore_ck.gc.summary import SummaryCache, summarize
 from tensorstore_ck.gc.tally import Blocks, Owners, Tally, distinct_blocks
-from tensorstore_ck.ids import Ulid, ulid_text
+from tensorstore_ck.ids import Ulid, parse_ulid, ulid_text
 from tensorstore_ck.log import FOLDERS, ObjectKey
 from tensorstore_ck.pack import ENTRY_DTYPE, HEADER, TRAILER
 from tensorstore_ck.parallel import cpu_threads, for_each
@@ -133,6 +138,8 @@ class Usage(Held):
     """Everything in the store, by listing it, at all places."""
     unreferenced_bytes: int
     """Bytes in packs, parts, records and moved objects that nothing holds, and that are no overhead of what something does."""
+    freeable: Freeable
+    """What gc frees now, and what later and why, as `gc` says it."""
 
 
 def job_of(ref: str) -> str:
@@ -158,6 +165,8 @@ class _Measurement:
         self._sizes = {info.name: info.size_bytes for info in engine.backend.list("")}
         self._labels = sorted({label for labels in self._held.values() for label in labels})
         self._tally = Tally(self._labels)
+        part_sizes = {ulid: size for name, size in self._sizes.items() if name.startswith("parts/") and (ulid := parse_ulid(name[-26:]))}
+        self._summaries = SummaryCache(engine.table, part_sizes)
         chosen = sorted(ulid for ulid, labels in self._held.items() if labels != [UNDO]) if per_snapshot else []
         self._number = {ulid: number for number, ulid in enumerate(chosen)}
         self._owners = Owners(len(chosen))
@@ -167,6 +176,7 @@ class _Measurement:
     def run(self) -> Usage:
         # Oldest first: most packs are met when all of their blocks are in use, and get their place at once.
         for_each(sorted(self._held), self._add_snapshot, cpu_threads() if self._engine.backend.is_local else REMOTE_THREADS)
+        self._summaries.flush()
         return self._usage()
 
     def _add_snapshot(self, ulid: Ulid) -> None:
@@ -181,6 +191,8 @@ class _Measurement:
             self._tally.add_snapshot(mask, info.logical_bytes)
         for part_ulid, part, size_bytes in read_parts(self._engine, info):
             blocks = self._blocks(part, moved)
+            if self._summaries.get(part_ulid) is None:  # the plan of gc, which comes next, need not read it again
+                self._summaries.put(part_ulid, size_bytes, summarize(part, part.part_id()))
             with self._lock:
                 self._add_object(mask, number, ObjectKey("part", part_ulid), size_bytes, len(part.inline))
                 self._tally.add_blocks(mask, blocks)
@@ -230,6 +242,7 @@ class _Measurement:
             undo_bytes=self._tally.sums(lambda mask: mask == undo).stored_bytes,
             objects_bytes=sum(self._sizes.values()),
             unreferenced_bytes=max(0, kept_bytes - held.stored_bytes - overhead),
+            freeable=plan_gc(self._engine).freeable,
         )
 
     def _held_by(self, group: int, every: int, undo: int) -> dict[str, int]:

@@ -25,6 +25,8 @@ from tensorstore_ck.index import BlockIndex
 from tensorstore_ck.log import Log, ObjectKey, Relocation, SnapshotInfo
 from tensorstore_ck.moved import Moved, decode_moved
 from tensorstore_ck.part import Part, decode_part, part_name
+from tensorstore_ck.processes import Process
+from tensorstore_ck.putids import PutIds
 from tensorstore_ck.ratelimit import RateLimit
 from tensorstore_ck.record import Record, decode_record, record_name
 from tensorstore_ck.room import MinFree
@@ -65,6 +67,10 @@ class Engine:
     """What must stay free of the store's place."""
     codecs: CodecChoice = field(default_factory=CodecChoice)
     """How blocks are encoded."""
+    put_ids: PutIds | None = None
+    """Names what this process puts, so that gc can tell whose it was; None: nobody can tell."""
+    find_process: Callable[[], Process | None] = lambda: None
+    """Which process this is, where that can be told."""
     _parts: "OrderedDict[Ulid, Part]" = field(default_factory=OrderedDict)
     _moved: "OrderedDict[Ulid, Moved]" = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -79,6 +85,15 @@ class Engine:
                 "open it with single_writer_unsafe=True if this is the only process that writes",
                 object_id=self.backend.url,
             )
+
+    def put_id(self) -> Ulid:
+        """A name for what a put writes to the store itself."""
+        return self.new_id() if self.put_ids is None else self.put_ids()
+
+    def note_published(self) -> None:
+        """What this process has put until now is published."""
+        if self.put_ids is not None:
+            self.put_ids.published()
 
     def read_record(self, info: SnapshotInfo) -> Record:
         """The record of a snapshot, checked against what the log says of it."""
@@ -150,6 +165,8 @@ class Engine:
 
     def close(self) -> None:
         """Releases the backend and the cache."""
+        if self.put_ids is not None:
+            self.put_ids.close()
         self.table.close()
         self.backend.close()
 

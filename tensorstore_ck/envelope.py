@@ -22,7 +22,15 @@ MAX_BODY_BYTES: Final = MAX_OBJECT_BYTES - HEADER_BYTES - DIGEST_BYTES
 MAX_ITEMS: Final = 1 << 24
 """Values in one body: what a decoder may come to hold is this many Python objects."""
 
-KINDS: Final = {"layout": b"LAYO", "part": b"PART", "snapshot": b"SNAP", "moved": b"MOVE", "log": b"LOGE", "checkpoint": b"CKPT"}
+KINDS: Final = {
+    "layout": b"LAYO",
+    "part": b"PART",
+    "snapshot": b"SNAP",
+    "moved": b"MOVE",
+    "log": b"LOGE",
+    "checkpoint": b"CKPT",
+    "writer": b"WRIT",
+}
 """Kind of object -> the four bytes after the magic. The version is the first item of the body, ``v``."""
 
 Body = dict[str, Any]

@@ -174,7 +174,7 @@ class PermissionDeniedError(InputError):
 
 
 class NoSpaceError(InputError):
-    """The backend has no space, quota or inodes left."""
+    """The backend has no space, quota or inodes left; a put to a folder says what gc can free there, now and later."""
 
     kind = "no_space"
     exit_code = 34

@@ -27,6 +27,8 @@ from tensorstore_ck.events import logged_observers
 from tensorstore_ck.ids import Clock, IdSource, new_ulid
 from tensorstore_ck.index import BlockIndex, forget_packs
 from tensorstore_ck.log import Log, RefTable
+from tensorstore_ck.processes import Process, this_process
+from tensorstore_ck.putids import PutIds
 from tensorstore_ck.ratelimit import RateLimit
 from tensorstore_ck.room import MinFree, require_room
 from tensorstore_ck.table import MemoryTable, Table, open_table
@@ -82,7 +84,15 @@ def open_engine(
         patience_seconds = min(max(round_trip_seconds, _MIN_PATIENCE_SECONDS), _MAX_PATIENCE_SECONDS)
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}", patience_seconds=patience_seconds)
         opener = PlaceOpener(backend.url, dict(storage_options or {}), no_sync, read_only, observers.emit)
-        engine = make_engine(backend, config, table, single_writer=single_writer_unsafe, open_place=opener, read_only=read_only)
+        engine = make_engine(
+            backend,
+            config,
+            table,
+            single_writer=single_writer_unsafe,
+            open_place=opener,
+            read_only=read_only,
+            find_process=this_process,
+        )
         backend, engine.observers = engine.backend, observers
         engine.limit, engine.min_free, engine.codecs = limit, kept, codecs
         guard = kept if kept != MinFree() else None
@@ -109,8 +119,12 @@ def make_engine(
     sleep: Callable[[float], object] = time.sleep,
     open_place: Callable[[str], Backend] | None = None,
     read_only: bool = False,
+    find_process: Callable[[], Process | None] | None = None,
 ) -> Engine:
-    """An engine from its pieces; tests pass a clock, ids and delays of their own. `open_place` opens what packs were moved to."""
+    """An engine from its pieces; tests pass a clock, ids and delays of their own. `open_place` opens what packs were moved to.
+
+    `find_process`: by whom the store is opened, for the writer records; without it no put leaves one.
+    """
     options: dict[str, Any] = {"uuid": uuid.UUID(config.uuid).bytes, "prefix": config.log, "clock": clock, "new_id": new_id, "sleep": sleep}
     options |= {"actor": current_actor(), "read_only": read_only}
     log = Log(backend, table, **options, on_swept=forget_packs, shared=not single_writer)
@@ -126,7 +140,11 @@ def make_engine(
         return apart.view()
 
     placed = PlacedBackend(backend, open_place or PlaceOpener(backend.url), look, store=config.uuid)
-    return Engine(cast(Backend, placed), config, log.table, log, BlockIndex(log.table), clock, new_id, placed, single_writer, read_only)
+    engine = Engine(cast(Backend, placed), config, log.table, log, BlockIndex(log.table), clock, new_id, placed, single_writer, read_only)
+    if find_process is not None:
+        engine.find_process = find_process
+        engine.put_ids = None if read_only else PutIds(backend, new_id, clock, find_process)
+    return engine
 
 
 def read_config(backend: Backend) -> StoreConfig | None:

@@ -132,7 +132,7 @@ def write_part(
 def open_packs(engine: Engine, known: Known, meter: Meter | None = None) -> Iterator[PackWriter]:
     """A writer of blocks that are not `known`; every pack is durable when the block ends."""
     side_by_side = min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
-    packs = PackWriter(engine.backend, engine.new_id, known, open_packs=side_by_side, meter=meter)
+    packs = PackWriter(engine.backend, engine.put_id, known, open_packs=side_by_side, meter=meter)
     try:
         yield packs
         packs.close()
@@ -260,7 +260,7 @@ def store_part(
         seat.layout_of,
         encode_regions(captured.explicit),
     )
-    ulid, encoded = engine.new_id(), part.encode()
+    ulid, encoded = engine.put_id(), part.encode()
     engine.backend.put(part_name(ulid), encoded)
     added = {block: with_bases(place, places) for writer in packs for block, place in writer.added.items()}
     return WrittenPart(ulid, part, added, sum(writer.new_bytes for writer in packs) + len(encoded))

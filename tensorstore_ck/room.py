@@ -7,6 +7,7 @@ tell what is free, such as an object store, passes; what a filesystem hides (a u
 import errno
 import os
 import re
+import shlex
 import tempfile
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, Self
@@ -79,7 +80,8 @@ def require_room(place: Place, min_free: MinFree, needed_bytes: int, what: str) 
         return
     needs = f"needs {human_bytes(needed_bytes)} and has no room" if needed_bytes else "has no room"
     keeps = f", and {human_bytes(kept_bytes)} must stay free ({_said(min_free)})" if kept_bytes else ""
-    advice = "free space there (`tsck gc` frees what nothing holds), or use another place" + (", or lower min_free" if kept_bytes else "")
+    free = f"`{shlex.join(['tsck', 'usage', '-s', place.url])}` says what gc can free now, and what later"
+    advice = f"free space there ({free}), or use another place" + (", or lower min_free" if kept_bytes else "")
     raise NoSpaceError(
         f"{what} {needs} at {place.url}: {human_bytes(space.free_bytes)} of {human_bytes(space.total_bytes)} are free{keeps}; {advice}",
         object_id=place.url,

@@ -113,7 +113,7 @@ def is_expected(branch: BranchHead | None, expect: Expected) -> bool:
 
 def _publish(engine: Engine, written: WrittenPart, captured: Captured, request: PutRequest) -> SnapshotInfo:
     """Record, log entry; then what may be lost: caches."""
-    part_ulid, part, snapshot_ulid = written.ulid, written.part, engine.new_id()
+    part_ulid, part, snapshot_ulid = written.ulid, written.part, engine.put_id()
     record = Record(
         request.ref,
         request.step,
@@ -142,6 +142,7 @@ def _publish(engine: Engine, written: WrittenPart, captured: Captured, request: 
         raise SnapshotAbortedError(
             f"the put to {request.ref!r} was aborted by another process before it was published", object_id=request.ref
         )
+    engine.note_published()
     engine.keep_part(part_ulid, part)
     engine.index.add(written.added.items(), published_at=appended.n)
     return info

@@ -66,7 +66,8 @@ def test_the_message_has_all_sizes_and_what_to_do() -> None:
         require_room(Disk(12 * GIB), MinFree.parse("5%"), 10 * GIB, "step 1000 of runs/gpt")
     assert str(refused.value) == (
         "step 1000 of runs/gpt needs 10.0 GiB and has no room at /ckpt: 12.0 GiB of 100.0 GiB are free, and 5.0 GiB must stay free "
-        "(min_free=5%); free space there (`tsck gc` frees what nothing holds), or use another place, or lower min_free"
+        "(min_free=5%); free space there (`tsck usage -s /ckpt` says what gc can free now, and what later), or use another place, "
+        "or lower min_free"
     )
     assert refused.value.object_id == "/ckpt"
     with pytest.raises(NoSpaceError) as refused:

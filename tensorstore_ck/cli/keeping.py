@@ -8,6 +8,7 @@ from tensorstore_ck.cli.options import StoreChoice, command, fraction, rate_opti
 from tensorstore_ck.cli.output import counted, emit, indented, iso_time, printable, short_root, snapshot_line, table
 from tensorstore_ck.cli.policies import verdict_lines
 from tensorstore_ck.cli.progress import Phases
+from tensorstore_ck.cli.space import space_lines
 from tensorstore_ck.forgetting import Forgotten
 from tensorstore_ck.gc import GcOptions, GcReport
 from tensorstore_ck.sizes import human_bytes
@@ -126,7 +127,14 @@ def _forgotten_lines(found: tuple[Forgotten, ...], verb: str) -> list[str]:
 @click.option(
     "--max-delete", type=fraction, default="50%", show_default=True, metavar="PART", help="Refuse when more of all bytes would go."
 )
-@click.option("--min-age", type=seconds, default="1d", show_default=True, metavar="TIME", help="Leave younger leftovers of saves alone.")
+@click.option(
+    "--min-age",
+    type=seconds,
+    default="1d",
+    show_default=True,
+    metavar="TIME",
+    help="Leave younger leftovers of saves alone, unless their process is known to have ended.",
+)
 @click.option("--undo-window", type=seconds, default="1d", show_default=True, metavar="TIME", help="Let go what was forgotten longer ago.")
 @click.option(
     "--compact-below", type=fraction, default="50%", show_default=True, metavar="PART", help="Rewrite packs with less live bytes."
@@ -160,7 +168,7 @@ def gc(
     with choice.open(read_only=dry_run) as store, Phases(sys.stderr) as phases:
         report = store.gc(options, dry_run=dry_run, progress=phases)
     document = {"report": report, "freed_bytes": report.freed_bytes}
-    emit(document, map(choice.complete, _gc_lines(report)), as_json=as_json)
+    emit(document, [*map(choice.complete, _gc_lines(report)), *space_lines(choice, _space_said(report))], as_json=as_json)
 
 
 def _gc_lines(report: GcReport) -> list[str]:
@@ -184,10 +192,11 @@ def _gc_lines(report: GcReport) -> list[str]:
     lines.append(
         f"{would}freed: {size}" + (f" ({deleted} deleted)" if deleted else "") + f", in about {counted(report.requests, 'request')}"
     )
-    if report.waiting:
-        lines.append(f"waiting for the grace period: {counted(report.waiting, 'object')}")
-    if report.young:
-        lines.append(f"too young to be judged: {counted(report.young, 'object')} that nothing refers to")
     if report.refused is not None:
         lines.append(f"would be refused: {printable(report.refused)}")
     return lines
+
+
+def _space_said(report: GcReport) -> list[str]:
+    now = [f"`{report.command}` frees it"] if report.dry_run and report.freed_bytes > 0 and report.command else []
+    return [*now, *(later.said() for later in report.later)]

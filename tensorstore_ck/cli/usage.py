@@ -7,6 +7,7 @@ import click
 
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import emit, printable, short_root, table
+from tensorstore_ck.cli.space import space_lines
 from tensorstore_ck.gc.usage import CodecUsage, PackUsage, SnapshotUsage, Usage
 from tensorstore_ck.sizes import human_bytes
 
@@ -44,7 +45,7 @@ def usage(choice: StoreChoice, *, snapshots: bool, jobs: bool, packs: bool, code
         header = ["REF", "SNAPSHOTS", *SIZES]
         rows = [[printable(ref.ref), str(ref.snapshots), *_sizes(ref), human_bytes(ref.exclusive_bytes)] for ref in found.refs]
         lines = _table(header, [*rows, ["all refs", str(found.snapshots), *_sizes(found), ""]])
-    emit(found, [*lines, "", *_store_lines(found)], as_json=as_json)
+    emit(found, [*lines, "", *_store_lines(found), *space_lines(choice, found.freeable.said())], as_json=as_json)
 
 
 def _sizes(held: object) -> list[str]:
@@ -94,7 +95,7 @@ def _store_lines(found: Usage) -> list[str]:
     for size, what in (
         (found.pinned_bytes, "held by pins alone"),
         (found.undo_bytes, "by undo windows alone (`tsck forget` lists them)"),
-        (found.unreferenced_bytes, "held by nothing (`tsck gc` frees it)"),
+        (found.unreferenced_bytes, "held by nothing"),
     ):
         parts += [f"{human_bytes(size)} {what}"] if size else []
     parts += [f"{human_bytes(place.bytes)} at {printable(place.url)}" for place in found.places]

@@ -11,6 +11,7 @@ from typing import Final, Literal
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.config import CONFIG_NAME
 from tensorstore_ck.errors import BackendUnavailableError, PlaceUnavailableError, StoreError
+from tensorstore_ck.gc.report import Freeable
 
 MAX_HITS: Final = 10
 _RUN_FSCK: Final = re.compile(r"; run `tsck fsck[^`]*`( to see what it hits, and restore an older snapshot)?")
@@ -57,6 +58,8 @@ class FsckReport:
     """Of the other packs, when this host last found that one sound that waits longest; nanoseconds since 1970."""
     out_of_time: bool = False
     """Whether there was no time to read all that was asked for."""
+    freeable: Freeable | None = None
+    """What gc can free, where something was found that nothing refers to, and gc can run."""
 
     @property
     def ok(self) -> bool:

@@ -224,6 +224,7 @@ class RankPut:
 
     def keep(self, info: SnapshotInfo, outcome: Body) -> None:
         """Remembers what the next put is likely to need, and keeps what drifted."""
+        self._engine.note_published()
         for written in self._written:
             self._engine.keep_part(written.ulid, written.part)
             self._engine.index.add(written.added.items(), published_at=info.n)

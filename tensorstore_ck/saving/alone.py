@@ -9,6 +9,7 @@ from tensorstore_ck.parallel import cpu_threads
 from tensorstore_ck.saving.course import Course
 from tensorstore_ck.saving.handle import Handle, frozen_bytes
 from tensorstore_ck.saving.job import Turn
+from tensorstore_ck.saving.nospace import freeable_said
 from tensorstore_ck.saving.stagedput import StagedPut
 from tensorstore_ck.seen import Asked
 from tensorstore_ck.staging.stage import stage_alone
@@ -68,6 +69,10 @@ class AloneJob:
 
     def run(self, course: Course) -> SnapshotInfo | None:
         """Stores it, on the staging disk where there is one."""
+        with freeable_said(self._handle.engine):
+            return self._run(course)
+
+    def _run(self, course: Course) -> SnapshotInfo | None:
         course.check()
         engine, seen, tier = self._handle.engine, self._handle.seen, self._handle.engine.tier
         course.meter.expect("hash", self._captured.logical_bytes)

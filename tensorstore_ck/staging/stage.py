@@ -101,8 +101,8 @@ class Stager:
         self._links = links
         self._writes = StagingWrites(tier.folder, engine.backend)
         self._known: list[ChainedBlocks] = []
-        self.engine = replace(engine, backend=cast(Backend, self._writes))
-        """Writes to the staging disk."""
+        self.engine = replace(engine, backend=cast(Backend, self._writes), put_ids=None)
+        """Writes to the staging disk. What lies there outlives this process, so gc must not take it for what a dead process left."""
 
     def known(self, base: SnapshotInfo | None, rank: int, ranks: int) -> Known:
         """Which blocks need not be written."""

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tensorstore_ck import closure, opening, writer
-from tensorstore_ck.gc import run
 from tensorstore_ck.gc.compact import Move
+from tensorstore_ck.gc.plan import Planner
 from tensorstore_ck.gc.reach import Reach
 from tensorstore_ck.ids import Ulid
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, keys, rows
@@ -187,12 +187,12 @@ def no_target_check(patch: Patch) -> None:
 
 
 def no_anchor_of_relocations(patch: Patch) -> None:
-    def mark_later(self: run._Gc, anchor: int, view: RefTable) -> None:
+    def mark_later(self: Planner, anchor: int, view: RefTable) -> None:
         mark(self, anchor, view)
-        self._anchor = 1 << 62
+        self.anchor = 1 << 62
 
-    mark = run._Gc._mark
-    patch.setattr(run._Gc, "_mark", mark_later)
+    mark = Planner._mark
+    patch.setattr(Planner, "_mark", mark_later)
 
 
 def no_check_at_the_leaders_head(patch: Patch) -> None:

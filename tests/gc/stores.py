@@ -15,6 +15,7 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.ids import IdSource, new_ulid
 from tensorstore_ck.opening import init_store, make_engine, read_config
+from tensorstore_ck.processes import Process
 from tensorstore_ck.store import Store
 from tensorstore_ck.table import MemoryTable, Table
 from tests.crash.faulty import Death, Faults, FaultyBackend
@@ -48,14 +49,24 @@ def open_store(
     clock: Clock | None = None,
     new_id: IdSource = new_ulid,
     open_place: Callable[[str], Backend] | None = None,
+    process: Process | None = None,
 ) -> Store:
-    """A handle of a host of its own; without `table` it has no cache."""
+    """A handle of a host of its own; without `table` it has no cache, and without `process` nobody can tell what it left behind."""
     backend = backend if backend is not None else (MemoryBackend(clock=clock) if clock is not None else MemoryBackend())
     config = read_config(backend) or init_store(backend)
     table = MemoryTable() if table is None else table
-    return Store(
-        make_engine(backend, config, table, sleep=lambda _: None, clock=clock or time.time_ns, new_id=new_id, open_place=open_place)
+    find_process = None if process is None else lambda: process
+    engine = make_engine(
+        backend,
+        config,
+        table,
+        sleep=lambda _: None,
+        clock=clock or time.time_ns,
+        new_id=new_id,
+        open_place=open_place,
+        find_process=find_process,
     )
+    return Store(engine)
 
 
 def tensor(number: int, size: int = TENSOR_BYTES) -> torch.Tensor:
@@ -153,8 +164,12 @@ class DiesAt(Faults):
         return super().call(what, effect, tear, create=create)
 
 
-def leave_orphans(backend: Backend, state: State) -> None:
-    """A save that dies before its log entry."""
-    store = open_store(FaultyBackend(backend, DiesAt("create log"), atomic_put=True))
+def leave_orphans(backend: Backend, state: State, *, process: Process | None = None) -> None:
+    """A save that dies before its log entry, of `process`, whose writer record is written by then."""
+    store = open_store(FaultyBackend(backend, DiesAt("create log"), atomic_put=True), process=process)
+    if store.engine.put_ids is not None:
+        store.engine.put_ids()
+        assert store.engine.put_ids._thread is not None
+        store.engine.put_ids._thread.join(30)
     with pytest.raises(Death):
         store.put_snapshot(state, ref="orphaned")

@@ -284,6 +284,7 @@ class Writer(StorageWriter):
                     raise
                 begun = self._begin(begun.role, captured)  # gc freed something that this relies on: the bytes are still in memory
             else:
+                engine.note_published()
                 engine.index.add(written.added.items(), published_at=info.n)
                 return info
         raise AssertionError

@@ -1,0 +1,333 @@
+"""What a run of gc would do, and what later runs could: the same figures for gc itself, `usage`, `fsck` and errors. Changes nothing.
+
+What is freed later is found by planning again with less: as if all objects were old, then as if no undo window were left, then as if the
+pins that expire had expired. So the bytes of these add up, and each is what a run of gc frees at that time.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.errors import DamageError
+from tensorstore_ck.gc.compact import SparsePack, live_bytes, read_footer
+from tensorstore_ck.gc.listing import Listed, list_objects
+from tensorstore_ck.gc.packcounts import PackCounts
+from tensorstore_ck.gc.reach import Needs, Reach, at_newest
+from tensorstore_ck.gc.report import Freeable, FreedLater, GcOptions, Progress, gc_command, iso_time, unpin_command
+from tensorstore_ck.gc.writers import Writers
+from tensorstore_ck.ids import ZERO_DIGEST
+from tensorstore_ck.log import FOLDERS, Entry, ObjectKey, Op, Pin, RefTable, SnapshotInfo, fold
+from tensorstore_ck.log.rows import ObjectRow
+from tensorstore_ck.moved import MOVED_DTYPE, Moved
+from tensorstore_ck.pack import ENTRY_DTYPE, HEADER, PACK_LIMIT_BYTES, TRAILER, Footer
+from tensorstore_ck.parallel import for_each
+from tensorstore_ck.table import MemoryTable
+from tensorstore_ck.writerrecord import series_of
+
+THREADS: Final = 8
+_NS: Final = 1_000_000_000
+
+
+class Plan(NamedTuple):
+    """What would be done at `view`."""
+
+    view: RefTable
+    ending: list[Op]
+    """Undo windows and pins that have run out, and that `view` has no more."""
+    listed: dict[ObjectKey, Listed]
+    garbage: list[ObjectKey]
+    """To be condemned, unless something has come to need it."""
+    young: frozenset[ObjectKey]
+    """Nothing refers to them, and they are too young to be judged."""
+    sparse: list[SparsePack]
+    doomed: frozenset[ObjectKey]
+    """What will be deleted in this run."""
+    expired: list[SnapshotInfo]
+    """Nothing holds them."""
+    useless_records: list[str]
+    """Writer records."""
+    freeable: Freeable
+    options: GcOptions
+
+    def when_old(self, key: ObjectKey) -> str:
+        """When an object that is too young is old enough."""
+        return f"by {iso_time(self.listed[key].modified_ns + int(self.options.min_age_seconds * _NS))}"
+
+
+class _Level(NamedTuple):
+    """What is needed once some holds have ended."""
+
+    why: str
+    needs: Needs
+    due_ns: int
+    """When the last of these holds ends; 0: they have ended."""
+    pins: tuple[Pin, ...]
+    """Those that must be taken back for that."""
+
+
+class _Sparse(NamedTuple):
+    """Packs worth rewriting, those first that free most per byte written, up to the budget."""
+
+    packs: list[SparsePack]
+    left: int
+    """How many more there are."""
+
+
+class Planner:
+    """Plans one run."""
+
+    def __init__(self, engine: Engine, options: GcOptions, progress: Progress = lambda what, done, total: None) -> None:
+        self._engine = engine
+        self._options = options
+        self._progress = progress
+        self._now_ns = engine.clock()
+        self._view = engine.log.view()
+        self._ends: list[Op] = []
+        self._levels: list[_Level] = []
+        self._listed: dict[ObjectKey, Listed] = {}
+        self._due: dict[int, int] = {}
+        self.reach = Reach(engine, {})
+        self.anchor = 0
+        """The entry that `reach` was marked at."""
+        self.requests = 0
+        self.notes: list[str] = []
+
+    def make(self) -> Plan:
+        """The plan at the newest head.
+
+        Raises:
+            UnreadableError: something that is held cannot be read, so that nobody knows what it needs.
+        """
+        self._engine.log.sync()  # a log that cannot be read is said before all else
+        self._listed = list_objects(self._engine.backend)
+        at_newest(self._engine, self._mark)
+        return self._plan()
+
+    def ending(self, view: RefTable) -> list[Op]:
+        """Undo windows and pins that have run out by this host's clock; all others follow the entry that says so."""
+        windows = [window for window in view.windows() if self.age_seconds(window.time_ns) >= self._options.undo_window_seconds]
+        pins = [pin for pin in view.pins() if pin.expires_ns is not None and pin.expires_ns <= self._now_ns]
+        return [*(Op.purge(window.n, window.name) for window in windows), *(Op.unpin(pin.ulid, pin.owner, view) for pin in pins)]
+
+    def is_due(self, n: int) -> bool:
+        """Whether what entry `n` condemned has waited for the grace period."""
+        return not self._options.grace_seconds or self._due_ns(n) <= self._now_ns
+
+    def age_seconds(self, time_ns: int) -> float:
+        """How long ago something was."""
+        return (self._now_ns - time_ns) / _NS
+
+    def _due_ns(self, n: int) -> int:
+        if n not in self._due:
+            entry = self._engine.log.chain.read(n)
+            self._due[n] = 0 if entry is None else entry.time_ns + int(self._options.grace_seconds * _NS)
+        return self._due[n]
+
+    def _mark(self, anchor: int, view: RefTable) -> None:
+        """Marks at the newest head without what has run out, and before that without what will run out."""
+        part_sizes = {key.ulid: listed.size_bytes for key, listed in self._listed.items() if key.kind == "part"}
+        self.reach = Reach(self._engine, part_sizes, lambda done, total: self._progress("marking snapshots", done, total))
+        self.anchor = anchor
+        self._ends = self.ending(view)
+        self._view = current = simulated(view, self._ends) if self._ends else view
+        windows = [*current.windows()]
+        pins = tuple(pin for pin in current.pins() if pin.expires_ns is not None)
+        purges = [Op.purge(window.n, window.name) for window in windows]
+        unpins = [Op.unpin(pin.ulid, pin.owner, current) for pin in pins]
+        self._levels = []
+        if pins:
+            self.reach.update(simulated(current, [*purges, *unpins]))
+            self._levels.append(_Level("pins", self.reach.now(), max(pin.expires_ns or 0 for pin in pins), pins))
+        if windows:
+            self.reach.update(simulated(current, purges))
+            window_ns = int(self._options.undo_window_seconds * _NS)
+            self._levels.append(_Level("undo window", self.reach.now(), max(each.time_ns for each in windows) + window_ns, ()))
+        self._levels.reverse()
+        self.reach.update(current)
+
+    # --- this run -----------------------------------------------------------------------------------------------------
+
+    def _plan(self) -> Plan:
+        options, listed = self._options, self._listed
+        self.requests += len(FOLDERS) + len(listed) // 1000
+        states = {key: state for key in listed if (state := self._view.object_state(key)) is not None}
+        unneeded = [key for key in listed if key not in states and not self.reach.needs(key)]
+        young = {key for key in unneeded if self._is_young(key)}
+        writers = Writers(self._engine)
+        ended = writers.ended({series_of(key.ulid) for key in young})
+        young = {key for key in young if series_of(key.ulid) not in ended}
+        self.requests += writers.requests
+        garbage = [key for key in unneeded if key not in young]
+        due = [key for key, state in states.items() if state.swept or self.is_due(state.n)]
+        sparse, rewritable_bytes = self._find_sparse(states)
+        packs, left = sparse[-1]
+        if left:
+            self.notes.append(f"{left} more packs are sparse: the next run goes on with them")
+        doomed = [*due, *(garbage if not options.grace_seconds else ())]
+        doomed += [ObjectKey("pack", pack.pack) for pack in packs if not options.grace_seconds]
+        return Plan(
+            self._view,
+            self._ends,
+            listed,
+            garbage,
+            frozenset(young),
+            packs,
+            frozenset(doomed),
+            [*self._view.snapshots(live=False)],
+            writers.useless(ended, self._now_ns, options.min_age_seconds),
+            self._freeable(
+                states, unneeded, young, doomed=doomed, sparse=[each.packs for each in sparse], rewritable_bytes=rewritable_bytes
+            ),
+            options,
+        )
+
+    def _is_young(self, key: ObjectKey) -> bool:
+        return self.age_seconds(self._listed[key].modified_ns) < self._options.min_age_seconds
+
+    def _find_sparse(self, states: Mapping[ObjectKey, ObjectRow]) -> tuple[list[_Sparse], int]:
+        """The packs worth rewriting at each level, and then now; and what rewriting all others would free, which have dead blocks, too."""
+        stages = [*(level.needs for level in self._levels), self.reach]
+        found: list[list[SparsePack]] = [[] for _ in stages]
+        rewritable: list[int] = []
+        below = self._options.compact_below
+        candidates = [key for key in self._listed if key.kind == "pack" and key not in states and self.reach.needs(key)]
+        counts = PackCounts(self._engine.table, {key.ulid for key in self._listed if key.kind == "pack"})
+
+        def judge(key: ObjectKey) -> None:
+            size_bytes, count = self._listed[key].size_bytes, counts.get(key.ulid)
+            live = [needs.live_entries(key.ulid) for needs in stages]
+            if count is not None and all(len(entries) in {0, count} for entries in live):
+                return
+            try:
+                footer = read_footer(self._engine.backend, key.ulid, size_bytes)
+            except DamageError as exc:
+                self.notes.append(f"{key.name} was left as it is: {exc}")
+                return
+            counts.note(key.ulid, len(footer.entries))
+            for packs, needs, entries in zip(found, stages, live, strict=True):
+                if len(entries) and int(entries[-1]) < len(footer.entries):
+                    pack = SparsePack(key.ulid, footer, entries, size_bytes)
+                    if live_bytes(pack) < below * _stored_bytes(footer):
+                        packs.append(pack)
+                    elif needs is self.reach and len(entries) < len(footer.entries):
+                        rewritable.append(size_bytes - written_bytes([pack]))
+
+        is_all_local = self._engine.backend.is_local and not self._engine.placed.places()
+        if below:
+            for_each(candidates, judge, 1 if is_all_local else THREADS)
+            self.requests += 3 * len(candidates)
+            counts.flush()
+        return [self._within_budget(packs) for packs in found], sum(freed for freed in rewritable if freed > 0)
+
+    def _within_budget(self, packs: list[SparsePack]) -> _Sparse:
+        packs.sort(key=lambda pack: (live_bytes(pack) / pack.size_bytes, pack.pack))
+        left_bytes = self._options.compact_bytes
+        for number, pack in enumerate(packs):
+            left_bytes -= live_bytes(pack)
+            if left_bytes < 0:
+                return _Sparse(packs[:number], len(packs) - number)
+        return _Sparse(packs, 0)
+
+    # --- later runs ---------------------------------------------------------------------------------------------------
+
+    def _freeable(
+        self,
+        states: Mapping[ObjectKey, ObjectRow],
+        unneeded: Sequence[ObjectKey],
+        young: Collection[ObjectKey],
+        *,
+        doomed: Sequence[ObjectKey],
+        sparse: Sequence[list[SparsePack]],
+        rewritable_bytes: int,
+    ) -> Freeable:
+        """What is freed now, and what later; `sparse` is of each level, and then of now."""
+        if not self._engine.config.exclusive_create:
+            return Freeable(0, "", ())  # gc never runs there
+        total = sum(listed.size_bytes for listed in self._listed.values())
+        now_bytes = freed = self._size(doomed) - written_bytes(sparse[-1])
+        later: list[FreedLater] = []
+
+        def command(options: GcOptions, freed_bytes: int) -> str:
+            return gc_command(self._engine.backend.url, options, exceeds=freed_bytes > options.max_delete * total)
+
+        def add(why: str, then_bytes: int, count: int, *, due_ns: int | None, options: GcOptions, before: Iterable[str] = ()) -> None:
+            nonlocal freed
+            if then_bytes > freed:
+                later.append(FreedLater(why, then_bytes - freed, count, due_ns, (*before, command(options, then_bytes))))
+            freed = max(freed, then_bytes)
+
+        at_once = replace(self._options, grace_seconds=0.0)
+        if self._options.grace_seconds:
+            waiting = [key for key, state in states.items() if not state.swept and not self.is_due(state.n)]
+            begun = [key for key in unneeded if key not in young] + [ObjectKey("pack", pack.pack) for pack in sparse[-1]]
+            due_ns = max((self._due_ns(states[key].n) for key in waiting), default=0)
+            due_ns = max(due_ns, self._now_ns + int(self._options.grace_seconds * _NS) if begun else 0)
+            add("grace", freed + self._size(waiting) + self._size(begun), len(waiting) + len(begun), due_ns=due_ns, options=at_once)
+        ageless = replace(at_once, min_age_seconds=0.0)
+        grace_ns = int(self._options.grace_seconds * _NS)
+        add("age", freed + self._size(young), len(young), due_ns=self._old_ns(young) + grace_ns, options=ageless)
+        gone = {*unneeded}
+        for level, packs in zip(self._levels, sparse, strict=False):
+            more = [key for key in self._listed if key not in states and key not in gone and not level.needs.needs(key)]
+            gone.update(more)
+            rewritten = [ObjectKey("pack", pack.pack) for pack in packs]
+            then_bytes = self._size(states) + self._size(gone) + self._size(rewritten) - written_bytes(packs)
+            options = ageless if any(map(self._is_young, more)) else at_once
+            if self._levels[0].why == "undo window":
+                options = replace(options, undo_window_seconds=0.0)
+            unpins = dict.fromkeys(unpin_command(self._engine.backend.url, self._root(pin), pin.owner) for pin in level.pins)
+            due_ns = max(level.due_ns, self._old_ns(more)) + grace_ns
+            add(level.why, then_bytes, len(more), due_ns=due_ns, options=options, before=unpins)
+        if rewritable_bytes:
+            every = replace(at_once, compact_below=1.0)
+            later.append(FreedLater("packs in use", rewritable_bytes, 0, None, (command(every, now_bytes + rewritable_bytes),)))
+        return Freeable(now_bytes, command(self._options, now_bytes), tuple(later))
+
+    def _size(self, keys: Iterable[ObjectKey]) -> int:
+        return sum(self._listed[key].size_bytes for key in keys)
+
+    def _old_ns(self, keys: Iterable[ObjectKey]) -> int:
+        """When all of these objects are old enough."""
+        return max((self._listed[key].modified_ns for key in keys), default=0) + int(self._options.min_age_seconds * _NS)
+
+    def _root(self, pin: Pin) -> str:
+        info = self._view.snapshot(pin.ulid)
+        return info.root.hex() if info is not None else ""
+
+
+def plan_gc(engine: Engine, options: GcOptions | None = None) -> Plan:
+    """What gc would do, for those who only tell it.
+
+    Raises:
+        UnreadableError: something that is held cannot be read, so that nobody knows what it needs.
+    """
+    return Planner(engine, options or GcOptions()).make()
+
+
+def simulated(view: RefTable, ops: Sequence[Op]) -> RefTable:
+    """What `view` would be with these operations; a copy, still at the head of `view`."""
+    table = MemoryTable()
+    head = view.head()
+    with table.batch() as batch:
+        for key, value in view.items():
+            batch.put(key, value)
+        fold(Entry(head.n if head else 0, ZERO_DIGEST, bytes(16), 0, "", tuple(ops), ZERO_DIGEST, 0), batch)
+    return RefTable(table)
+
+
+def written_bytes(packs: Sequence[SparsePack]) -> int:
+    """What rewriting will write: each block once; a pack more than one gibibyte adds a header and a trailer."""
+    if not packs:
+        return 0
+    rows = np.concatenate([pack.footer.entries[pack.entries] for pack in packs])
+    _, first = np.unique(rows["id"], return_index=True)
+    pack_bytes = int(rows["stored"][first].sum(dtype=np.int64)) + len(first) * ENTRY_DTYPE.itemsize
+    moved = [len(Moved(pack.pack, [pack.pack], np.zeros(len(pack.entries), MOVED_DTYPE)).encode()) for pack in packs]
+    return pack_bytes + sum(moved) + (HEADER.size + TRAILER.size) * -(-pack_bytes // PACK_LIMIT_BYTES)
+
+
+def _stored_bytes(footer: Footer) -> int:
+    return int(footer.entries["stored"].sum(dtype=np.int64))
