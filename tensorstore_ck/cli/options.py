@@ -53,12 +53,17 @@ class StoreChoice:
         """
         if self.url:
             return self.url
-        if not os.path.isfile(CONFIG_NAME):
+        if not self.is_here():
             raise NotAStoreError(
                 f"which store? Give --store URL, set {STORE_VARIABLE}, or change into the store's folder (this one holds no {CONFIG_NAME})",
                 object_id=os.getcwd(),
             )
         return "."
+
+    @staticmethod
+    def is_here() -> bool:
+        """Whether the current folder is a store."""
+        return os.path.isfile(CONFIG_NAME)
 
     def open(self, bar: Bar | None = None, codec: CodecName = "auto") -> Store:
         """The store; close it, or use it as a context manager. `bar` is told of the blocks' bytes that are read and written."""
