@@ -14,13 +14,13 @@ conditions.py, query.py the same -> SQL, and what is found
 catalog.py             class Catalog
 """
 
-from tensorstore_ck.errors import MissingExtraError
+from tensorstore_ck.extras import missing_extra
 
 try:
     import lark as _lark
     import sqlalchemy as _sqlalchemy
 except ImportError as exc:
-    raise MissingExtraError("the catalog needs SQLAlchemy and Lark: pip install 'tensorstore_ck[catalog]'", object_id="catalog") from exc
+    raise missing_extra("catalog", "the catalog") from exc
 
 from tensorstore_ck.catalog.catalog import Catalog
 from tensorstore_ck.catalog.found import CatalogJob, CatalogStore, Found, SyncOutcome, SyncReport

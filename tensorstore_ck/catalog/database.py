@@ -17,12 +17,12 @@ from tensorstore_ck.errors import (
     BackendUnavailableError,
     CorruptObjectError,
     InvalidUrlError,
-    MissingExtraError,
     NoSpaceError,
     NotFoundError,
     PermissionDeniedError,
     StoreError,
 )
+from tensorstore_ck.extras import missing_extra
 
 BUSY_SECONDS: Final = 60
 CONNECT_SECONDS: Final = 10
@@ -64,7 +64,7 @@ class Database:
         try:
             self._engine = create_engine(self._url, **arguments)
         except ImportError as error:
-            raise MissingExtraError("PostgreSQL needs psycopg: pip install 'tensorstore_ck[postgres]'", object_id="postgres") from error
+            raise missing_extra("postgres", "a catalog in PostgreSQL") from error
         if self.is_sqlite:
             event.listen(self._engine, "connect", _prepare_sqlite)
             event.listen(self._engine, "begin", _begin_sqlite)
