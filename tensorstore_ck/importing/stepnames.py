@@ -17,8 +17,8 @@ _DIGITS: Final = re.compile(r"(\d+)")
 
 
 def step_in_name(name: str) -> int | None:
-    """The step that a name says in so many words; None: it does not, or it says whose of several ranks the file is."""
-    return None if _OF_RANKS.search(name) else _after(_STEP, name)
+    """The step that a name says in so many words."""
+    return _after(_STEP, name)
 
 
 def progress_in_names(names: Sequence[str]) -> dict[str, int]:

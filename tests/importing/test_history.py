@@ -435,6 +435,7 @@ def save_accelerate(folder: Path) -> None:
 def save_shards(folder: Path) -> None:
     for shard in (2, 4):
         save_file({f"w{shard}": torch.ones(5)}, folder / f"model-{shard:05}-of-00004.safetensors")
+        torch.save({f"w{shard}": torch.ones(5)}, folder / f"checkpoint-{shard:05}-of-00004.pt")
 
 
 def save_fsdp_ranks(folder: Path) -> None:
