@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from tensorstore_ck.exporting import ExportReport, export_snapshot
     from tensorstore_ck.fsck import FsckOptions
     from tensorstore_ck.gc import GcOptions
-    from tensorstore_ck.importing import import_checkpoint, inspect_checkpoint
+    from tensorstore_ck.importing import import_checkpoint, import_history, inspect_checkpoint, inspect_history
     from tensorstore_ck.progressline import ProgressLine
     from tensorstore_ck.state import FlatShard, LoadReport, register_type
     from tensorstore_ck.training import EnvironmentChangedWarning, ResumeReport, TrainingState, verify_resume
@@ -98,7 +98,9 @@ _LATER: Final = {
     "ExportReport": "exporting",
     "export_snapshot": "exporting",
     "import_checkpoint": "importing",
+    "import_history": "importing",
     "inspect_checkpoint": "importing",
+    "inspect_history": "importing",
     "ProgressLine": "progressline",
     "EnvironmentChangedWarning": "training",
     "ResumeReport": "training",
@@ -180,7 +182,9 @@ __all__ = [
     "export_snapshot",
     "first",
     "import_checkpoint",
+    "import_history",
     "inspect_checkpoint",
+    "inspect_history",
     "last",
     "on_improvement",
     "on_metric",

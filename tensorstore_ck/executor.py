@@ -8,7 +8,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
 from typing import Any, Final, Protocol, Self, TypeVar
 
-from tensorstore_ck.errors import BackendUnavailableError, MissingExtraError
+from tensorstore_ck.errors import BackendUnavailableError
+from tensorstore_ck.extras import missing_extra
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
@@ -69,7 +70,7 @@ class DaskCluster:
         try:
             import distributed  # noqa: PLC0415 - an extra
         except ImportError as exc:
-            raise MissingExtraError("work on a Dask cluster needs Dask: pip install 'tensorstore_ck[dask]'", object_id="dask") from exc
+            raise missing_extra("dask", "work on a Dask cluster") from exc
         self._distributed: Any = distributed
         try:
             self._client: Any = distributed.Client(address, timeout=CONNECT_SECONDS, set_as_default=False)

@@ -14,6 +14,7 @@ from tensorstore_ck.backend.probe import ProbeResult, probe, probe_create
 from tensorstore_ck.backend.protocol import Backend, Buffer, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.errors import InvalidOptionError, InvalidUrlError, MissingExtraError
 from tensorstore_ck.events import Callback, log_event
+from tensorstore_ck.extras import missing_extra
 
 __all__ = ["Backend", "Buffer", "Created", "ObjectInfo", "ObjectWriter", "ProbeResult", "open_backend", "probe", "probe_create"]
 
@@ -56,15 +57,22 @@ def _file_path(url: str) -> str:
 def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Callback) -> Backend:
     from fsspec.registry import available_protocols, get_filesystem_class  # noqa: PLC0415 - takes longer than a local command
 
+    if protocol in ("http", "https"):
+        raise InvalidUrlError(
+            f"a store cannot be at {url}: a web server neither lists objects nor creates them exclusively. An S3 service is "
+            f"s3://bucket/prefix with the storage option endpoint_url={protocol}://...; a store's files that are served as they are can be "
+            "copied to a folder (`rclone copy`) and opened there",
+            object_id=url,
+        )
     if protocol not in available_protocols():
         known = ", ".join(sorted({"file", *_EXTRAS, "memory"}))
         raise InvalidUrlError(f"{url}: there is no protocol {protocol}://; the usual ones are {known}", object_id=url)
     try:
         filesystem_class = get_filesystem_class(protocol)
     except ImportError as exc:
-        extra = _EXTRAS.get(protocol)
-        advice = f"run `pip install 'tensorstore_ck[{extra}]'`" if extra else str(exc)
-        raise MissingExtraError(f"{protocol}:// needs a library that is not installed: {advice}", object_id=protocol) from exc
+        if protocol in _EXTRAS:
+            raise missing_extra(_EXTRAS[protocol], f"{protocol}://") from exc
+        raise MissingExtraError(f"{protocol}:// needs a library that is not installed: {exc}", object_id=protocol) from exc
     root = filesystem_class._strip_protocol(url)
     options = {**filesystem_class._get_kwargs_from_urls(url), **options, "use_listings_cache": False, "skip_instance_cache": True}
     if not isinstance(root, str) or not root.strip("/") or (protocol in _EXTRAS and url.startswith(f"{protocol}:///")):

@@ -7,23 +7,24 @@ schema.py, views.py    what is in it
 making.py              makes it, once, whoever comes first
 replay.py              entries of a log -> what they say, in memory
 feed.py, syncing.py    the same -> rows, one batch a transaction
+several.py             several stores at a time
 standing.py            what is read from the fold: refs, tags, pins, policies, states
 grammar.py             a condition -> its tests
 conditions.py, query.py the same -> SQL, and what is found
 catalog.py             class Catalog
 """
 
-from tensorstore_ck.errors import MissingExtraError
+from tensorstore_ck.extras import missing_extra
 
 try:
     import lark as _lark
     import sqlalchemy as _sqlalchemy
 except ImportError as exc:
-    raise MissingExtraError("the catalog needs SQLAlchemy and Lark: pip install 'tensorstore_ck[catalog]'", object_id="catalog") from exc
+    raise missing_extra("catalog", "the catalog") from exc
 
 from tensorstore_ck.catalog.catalog import Catalog
-from tensorstore_ck.catalog.found import CatalogJob, CatalogStore, Found, SyncReport
+from tensorstore_ck.catalog.found import CatalogJob, CatalogStore, Found, SyncOutcome, SyncReport
 
-__all__ = ["Catalog", "CatalogJob", "CatalogStore", "Found", "SyncReport"]
+__all__ = ["Catalog", "CatalogJob", "CatalogStore", "Found", "SyncOutcome", "SyncReport"]
 
 del _lark, _sqlalchemy

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Self
 
@@ -10,20 +10,26 @@ from sqlalchemy import Connection, func, select
 
 from tensorstore_ck.catalog import making
 from tensorstore_ck.catalog.database import Database
-from tensorstore_ck.catalog.found import CatalogJob, CatalogStore, Found, SyncReport
+from tensorstore_ck.catalog.found import CatalogJob, CatalogStore, Found, SyncOutcome, SyncReport
 from tensorstore_ck.catalog.query import Asked, find
 from tensorstore_ck.catalog.schema import jobs, metrics, snapshots, stores
+from tensorstore_ck.catalog.several import PARALLEL, OpenStore, sync_several
 from tensorstore_ck.catalog.standing import LIVE
 from tensorstore_ck.catalog.syncing import Batch, CacheMovedError, sync_batch
-from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError
+from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, NotFoundError
 from tensorstore_ck.ids import Clock
 from tensorstore_ck.readonlystore import ReadOnlyStore
+from tensorstore_ck.store import open_store
 
 BATCH_ENTRIES: Final = 2000
 _TRIES: Final = 4
 
 Progress = Callable[[int, int], None]
 """Told how many entries were read, of how many."""
+
+
+def _look(url: str) -> ReadOnlyStore:
+    return open_store(url, read_only=True)
 
 
 class Catalog:
@@ -80,6 +86,38 @@ class Catalog:
             making.drop_if_other(connection)
             making.make(connection, self.url)
         return self._feed(store, progress, anew=True)
+
+    def sync_all(
+        self,
+        urls: Sequence[str] | None = None,
+        *,
+        open_store: OpenStore = _look,
+        parallel: int = PARALLEL,
+        rebuild: bool = False,
+        synced: Callable[[SyncOutcome], object] = lambda outcome: None,
+    ) -> tuple[SyncOutcome, ...]:
+        """Syncs several stores, some at a time; those that fail do not stop the others.
+
+        Args:
+            urls: The stores; None: all that the catalog knows.
+            open_store: Opens one, for stores that need more than their URL.
+            parallel: How many at a time.
+            rebuild: Read their logs from the first entry on.
+            synced: Called with what became of each, as soon as that is known, from any thread.
+
+        Returns:
+            What became of each, in the order of `urls`, with the error of each that failed.
+
+        Raises:
+            StoreError: the catalog itself cannot be used.
+        """
+        with self._database.writing() as connection:
+            if rebuild:
+                making.drop_if_other(connection)
+            making.make(connection, self.url)
+        known = urls if urls is not None else self.known()
+        sync = self.rebuild if rebuild else self.sync
+        return sync_several(known, open_store, sync, parallel=parallel, synced=synced)
 
     def _feed(self, store: ReadOnlyStore, progress: Progress, *, anew: bool) -> SyncReport:
         head_n = store.engine.log.sync().n  # so that the lock is not held for it
@@ -147,6 +185,13 @@ class Catalog:
         with self._reading() as connection:
             rows = connection.execute(select(stores.c.url, func.min(stores.c.synced_ns)).group_by(stores.c.url).order_by(stores.c.url))
             return {url: at for url, at in rows}  # noqa: C416 - rows are no pairs for mypy
+
+    def known(self) -> list[str]:
+        """The URLs of the stores that were synced; none where there is no catalog yet."""
+        try:
+            return list(self.synced())
+        except NotFoundError:
+            return []
 
     def stores(self) -> tuple[CatalogStore, ...]:
         """The stores, their jobs, and when they were synced."""

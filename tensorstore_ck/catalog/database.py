@@ -5,8 +5,9 @@ SQLite keeps its rollback journal: its other one corrupts the file where several
 
 import os
 import sqlite3
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,12 +17,12 @@ from tensorstore_ck.errors import (
     BackendUnavailableError,
     CorruptObjectError,
     InvalidUrlError,
-    MissingExtraError,
     NoSpaceError,
     NotFoundError,
     PermissionDeniedError,
     StoreError,
 )
+from tensorstore_ck.extras import missing_extra
 
 BUSY_SECONDS: Final = 60
 CONNECT_SECONDS: Final = 10
@@ -53,11 +54,17 @@ class Database:
         if self.is_sqlite:
             arguments = {"connect_args": {"timeout": BUSY_SECONDS}}
         else:
-            arguments = {"pool_pre_ping": True, "connect_args": {"connect_timeout": CONNECT_SECONDS, "application_name": "tsck catalog"}}
+            arguments = {
+                "pool_pre_ping": True,
+                "max_overflow": -1,
+                "connect_args": {"connect_timeout": CONNECT_SECONDS, "application_name": "tsck catalog"},
+            }
+        self._turn: AbstractContextManager[object] = threading.RLock() if self.is_sqlite else nullcontext()
+        """Of the threads of this process that write: SQLite's own waiting gives up after `BUSY_SECONDS`, whoever had the turns."""
         try:
             self._engine = create_engine(self._url, **arguments)
         except ImportError as error:
-            raise MissingExtraError("PostgreSQL needs psycopg: pip install 'tensorstore_ck[postgres]'", object_id="postgres") from error
+            raise missing_extra("postgres", "a catalog in PostgreSQL") from error
         if self.is_sqlite:
             event.listen(self._engine, "connect", _prepare_sqlite)
             event.listen(self._engine, "begin", _begin_sqlite)
@@ -86,7 +93,7 @@ class Database:
         """A transaction that is committed at the end; in SQLite it is the only one that writes."""
         if self.is_sqlite:
             self._make_folder()
-        with self._told(), self._engine.connect() as connection:
+        with self._told(), self._turn, self._engine.connect() as connection:
             connection = connection.execution_options(**{_WRITES: True})
             with connection.begin():
                 yield connection

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tensorstore_ck.errors import StoreError
+
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
@@ -19,6 +21,17 @@ class SyncReport:
     """The entry up to which the catalog knows the store now."""
     anew: str
     """Why all was read from the first entry on, though some of it was there before; else empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncOutcome:
+    """What became of one of several stores that were synced."""
+
+    url: str
+    report: SyncReport | None
+    """None: it failed."""
+    error: StoreError | None
+    """Why it failed."""
 
 
 @dataclass(frozen=True, slots=True)

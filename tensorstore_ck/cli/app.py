@@ -4,6 +4,7 @@ Every `StoreError` becomes one line on stderr (with ``--json``: a document on st
 misuse of the command line, 130 an interrupt. Anything else is a bug, and keeps its traceback.
 """
 
+import difflib
 import logging
 import sys
 import warnings
@@ -18,6 +19,7 @@ from tensorstore_ck.cli import (
     catalog,
     checking,
     copying,
+    exitcodes,
     exporting,
     history,
     importing,
@@ -33,11 +35,11 @@ from tensorstore_ck.cli import (
     verifying,
     watching,
 )
+from tensorstore_ck.cli.options import split_leading
 from tensorstore_ck.cli.output import emit, printable
 from tensorstore_ck.errors import StoreError
 
-USAGE_EXIT: Final = 2
-INTERRUPTED_EXIT: Final = 130
+LISTS: Final = "`tsck branch` lists branches, `tsck tag` tags, `tsck log` snapshots, and `tsck show ADDRESS` what is in one."
 HELP: Final = """Keep every snapshot of training state in one store that never holds the same bytes twice.
 
 \b
@@ -55,6 +57,7 @@ An ADDRESS names a snapshot:
   9f86d081       the first digits (8 or more) of a root
 
 With TSCK_STORE set, or inside the store's folder, -s is not needed."""
+EXIT_CODES: Final = "\n".join(["\b", "Exit codes, and kinds of errors with --json:", *exitcodes.help_lines()])
 
 
 class Program(click.Group):
@@ -63,6 +66,15 @@ class Program(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """In the order that a newcomer meets them, not that of the alphabet."""
         return list(self.commands)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does it; of a command that is not there, says which one may be meant."""
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            close = [f"`tsck {found}`" for found in difflib.get_close_matches(name, self.commands, 3)]
+            meant = LISTS if name in ("ls", "list") else f"did you mean {' or '.join(close)}?" if close else "`tsck --help` lists them."
+            raise click.UsageError(f"There is no command {name!r}: {meant}", ctx)
+        return super().resolve_command(ctx, args)
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *others: Any, **more: Any) -> NoReturn:
         """Runs one command and exits."""
@@ -80,19 +92,36 @@ class Program(click.Group):
     def _run(self, arguments: list[str], *others: Any, **more: Any) -> int:
         as_json = "--json" in arguments
         try:
-            code = super().main(arguments or ["--help"], *others, **more)
+            code = super().main(_arranged(arguments) or ["--help"], *others, **more)
         except click.UsageError as exc:
             where = exc.ctx.command_path if exc.ctx else "tsck"
             advice = f"see `{where} --help`"
             _fail("usage", f"{exc.format_message()} {advice[0].upper()}{advice[1:]}", where, as_json=as_json)
-            return USAGE_EXIT
+            return exitcodes.USAGE
         except click.Abort:
             _fail("interrupted", "interrupted; what was not published yet is not visible", "", as_json=as_json)
-            return INTERRUPTED_EXIT
+            return exitcodes.INTERRUPTED
         except StoreError as exc:
             _fail(exc.kind, str(exc), exc.object_id, as_json=as_json)
             return exc.exit_code
         return code if isinstance(code, int) else 0
+
+
+def _arranged(arguments: list[str]) -> list[str]:
+    """The command first: options of the command that stand before it come after it; ``help`` and ``version`` are options."""
+    leading, rest = split_leading(arguments)
+    match rest:
+        case ["version"]:
+            return ["--version"]
+        case ["help"]:
+            return ["--help"]
+        case ["help", *command]:
+            return [*command, "--help"]
+        case [command, *more]:
+            return [command, *leading, *more]
+    if leading:
+        raise click.UsageError(f"There is no command after {' '.join(leading)}: write it there, as in `tsck -s ./ckpt log`.")
+    return []
 
 
 def _fail(kind: str, message: str, object_id: str, *, as_json: bool) -> None:
@@ -116,7 +145,7 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     click.echo(f"tsck: warning: {printable(message)}", err=True)
 
 
-@click.group(cls=Program, help=HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=Program, help=HELP, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(tensorstore_ck.__version__, prog_name="tsck", message="%(prog)s %(version)s")
 def main() -> None:
     """The entry point of ``tsck``."""

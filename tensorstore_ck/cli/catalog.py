@@ -2,21 +2,26 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import click
 import platformdirs
+from click.core import ParameterSource
 
 from tensorstore_ck.cli.options import StoreChoice, command, json_option, store_options
 from tensorstore_ck.cli.output import counted, emit, indented, iso_time, printable, red, short_number, short_root, table
+from tensorstore_ck.errors import FormatVersionError, StoreError
 from tensorstore_ck.sizes import human_bytes
 
 if TYPE_CHECKING:
-    from tensorstore_ck.catalog import Catalog, CatalogJob, CatalogStore, Found, SyncReport
+    from tensorstore_ck.catalog import Catalog, CatalogJob, CatalogStore, Found, SyncOutcome, SyncReport
+    from tensorstore_ck.readonlystore import ReadOnlyStore
 
 CATALOG_VARIABLE: Final = "TSCK_CATALOG"
 MAX_FOUND: Final = 50
+PARALLEL: Final = 8
 
 _db_option = click.option(
     "--db",
@@ -28,19 +33,22 @@ _db_option = click.option(
 
 @command(
     "A database of all snapshots of all jobs.",
-    "tsck catalog sync -s s3://bucket/ckpt",
     "tsck catalog sync s3://bucket/ckpt /data/ckpt --db postgresql://tsck@db/tsck",
+    "tsck catalog sync --db postgresql://tsck@db/tsck",
     "tsck catalog show",
 )
 @click.argument("action", type=click.Choice(["show", "sync", "rebuild"]), default="show", metavar="[show|sync|rebuild]")
 @click.argument("urls", nargs=-1, metavar="[STORE]...")
+@click.option("--parallel", type=click.IntRange(1, 64), default=PARALLEL, show_default=True, metavar="N", help="So many stores at a time.")
 @_db_option
 @store_options()
-def catalog(action: str, urls: tuple[str, ...], choice: StoreChoice, *, db: str | None, as_json: bool) -> None:
+def catalog(action: str, urls: tuple[str, ...], choice: StoreChoice, *, parallel: int, db: str | None, as_json: bool) -> None:
     """Fill a database with what the logs of stores say, for `tsck find`, for SQL and for dashboards; show what is in it.
 
-    `sync` reads what came since the last time: from cron, from several hosts at once, killed and run again. `rebuild` reads all from the
-    start. Stores are only followed, as by any reader, and need the database for nothing: it can be deleted at any time.
+    `sync` reads what came since the last time: from cron, from several hosts at once, killed and run again. Without STORE or -s it syncs
+    all stores that the catalog knows, and the one of $TSCK_STORE or the current folder. A store that cannot be read stops none of the
+    others; the exit code is then that of its error, and of several different ones the highest. `rebuild` reads all from the start. Stores
+    are only followed, as by any reader, and need the database for nothing: it can be deleted at any time.
     """
     if action == "show" and urls:
         raise click.UsageError("`show` is for the whole catalog; STORE is for sync and rebuild.")
@@ -49,11 +57,49 @@ def catalog(action: str, urls: tuple[str, ...], choice: StoreChoice, *, db: str 
             stores = opened.stores()
             emit({"catalog": opened.url, "stores": stores}, _show_lines(opened.url, stores), as_json=as_json)
             return
-        reports = []
-        for one in [replace(choice, url=url) for url in urls] or [choice]:
-            with one.look() as store:
-                reports.append(opened.rebuild(store) if action == "rebuild" else opened.sync(store))
-        emit({"catalog": opened.url, "stores": reports}, _sync_lines(opened.url, reports), as_json=as_json)
+        code = _sync(opened, urls, choice, parallel=parallel, rebuild=action == "rebuild", as_json=as_json)
+    raise click.exceptions.Exit(code)
+
+
+def _sync(opened: "Catalog", urls: Sequence[str], choice: StoreChoice, *, parallel: int, rebuild: bool, as_json: bool) -> int:
+    """Syncs the stores that were asked for, and says what became of each; the exit code."""
+    wanted = list(dict.fromkeys(urls)) or _wanted(opened, choice, rebuild=rebuild)
+
+    def open_store(url: str) -> "ReadOnlyStore":
+        is_local = "://" not in url or url.startswith("file://")  # where options for a storage service mean nothing
+        return replace(choice, url=url, storage_options={} if is_local and len(wanted) > 1 else choice.storage_options).look()
+
+    def say(outcome: "SyncOutcome") -> None:
+        if outcome.report is not None and not as_json:
+            click.echo(_report_line(outcome.report))
+        elif outcome.error is not None and not as_json and len(wanted) > 1:
+            click.echo(f"tsck: {printable(outcome.url)}: {printable(outcome.error)}", err=True)
+
+    outcomes = opened.sync_all(wanted, open_store=open_store, parallel=parallel, rebuild=rebuild, synced=say)
+    if len(outcomes) == 1 and outcomes[0].error is not None:
+        raise outcomes[0].error
+    failed = {outcome.url: outcome.error for outcome in outcomes if outcome.error is not None}
+    document = {
+        "catalog": opened.url,
+        "stores": [outcome.report for outcome in outcomes if outcome.report is not None],
+        "failed": [{"store": url, "kind": error.kind, "message": str(error), "object": error.object_id} for url, error in failed.items()],
+    }
+    code = max((error.exit_code for error in failed.values()), default=0)
+    emit(document, _summary_lines(opened.url, len(outcomes), failed, code), as_json=as_json)
+    return code
+
+
+def _wanted(opened: "Catalog", choice: StoreChoice, *, rebuild: bool) -> list[str]:
+    """The store that -s names; else all that the catalog knows, and the one that the environment or the current folder says."""
+    if click.get_current_context().get_parameter_source("store") is ParameterSource.COMMANDLINE:
+        return [choice.require_url()]
+    known: list[str] = []
+    with suppress(FormatVersionError) if rebuild else nullcontext():  # one of another version is dropped
+        known = opened.known()
+    if known and not choice.url and not choice.is_here():
+        return known
+    with closing(choice.open_backend()) as backend:
+        return list(dict.fromkeys([*known, backend.url]))
 
 
 @command(
@@ -98,11 +144,19 @@ def _open(db: str | None) -> "Catalog":
     return Catalog(db or os.path.join(platformdirs.user_data_dir("tensorstore_ck"), "catalog.sqlite"))
 
 
-def _sync_lines(url: str, reports: Sequence["SyncReport"]) -> Iterable[str]:
-    for report in reports:
-        why = f"; read from the start: {report.anew}" if report.anew else ""
-        read = f"{counted(report.entries, 'entry')} read, {counted(report.snapshots, 'snapshot')}"
-        yield f"{printable(report.url)}: {read}, up to entry {report.head_n}{why}"
+def _report_line(report: "SyncReport") -> str:
+    why = f"; read from the start: {report.anew}" if report.anew else ""
+    read = f"{counted(report.entries, 'entry')} read, {counted(report.snapshots, 'snapshot')}"
+    return f"{printable(report.url)}: {read}, up to entry {report.head_n}{why}"
+
+
+def _summary_lines(url: str, count: int, failed: Mapping[str, StoreError], code: int) -> Iterable[str]:
+    if failed:
+        kinds = sorted({error.kind for error in failed.values() if error.exit_code == code})
+        yield f"{count - len(failed)} of {counted(count, 'store')} synced; failed: {', '.join(map(printable, failed))}"
+        yield f"exit code {code}: {', '.join(kinds)}"
+    elif count > 1:
+        yield f"{counted(count, 'store')} synced"
     yield f"in {printable(url)}; `tsck find` asks it"
 
 

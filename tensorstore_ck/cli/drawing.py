@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorstore_ck.cli.output import printable, table
-from tensorstore_ck.errors import MissingExtraError, NotFoundError
+from tensorstore_ck.errors import NotFoundError
+from tensorstore_ck.extras import missing_extra
 from tensorstore_ck.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def new_figure() -> "tuple[Figure, Any]":
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
     except ImportError as exc:
-        raise MissingExtraError("drawing needs matplotlib: pip install 'tensorstore_ck[plot]'", object_id="matplotlib") from exc
+        raise missing_extra("plot", "drawing") from exc
     figure = Figure(figsize=(7, 4.5))
     return figure, figure.subplots()
 

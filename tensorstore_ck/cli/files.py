@@ -17,10 +17,10 @@ from tensorstore_ck.errors import (
     AlreadyExistsError,
     CorruptObjectError,
     InvalidOptionError,
-    MissingExtraError,
     NotFoundError,
     UnsupportedValueError,
 )
+from tensorstore_ck.extras import missing_extra
 
 if TYPE_CHECKING:
     import torch
@@ -147,10 +147,7 @@ def _safetensors() -> Any:
     try:
         import safetensors.torch  # noqa: PLC0415 - an extra
     except ImportError as exc:
-        raise MissingExtraError(
-            "reading and writing .safetensors needs a package that is not installed: pip install 'tensorstore_ck[safetensors]'",
-            object_id="safetensors",
-        ) from exc
+        raise missing_extra("safetensors", "reading and writing .safetensors") from exc
     return safetensors
 
 

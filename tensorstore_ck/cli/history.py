@@ -78,7 +78,7 @@ def _details_lines(details: SnapshotDetails, limit: int | None) -> list[str]:
             ("parent", snapshot.parent or "none"),
             ("metrics", metrics_text(snapshot.metrics)),
             ("mark", red(mark_text(snapshot)) if snapshot.mark else ""),
-            ("size", f"{logical}, stored as {stored}, {new} of it new when it was put"),
+            ("size", f"{logical}, stored as {stored}; the put made the store grow by {new}"),
             ("ranks", str(details.ranks) if details.ranks > 1 else ""),
             ("id", snapshot.id),
         ]

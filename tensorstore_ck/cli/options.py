@@ -6,7 +6,7 @@ the command line and the two environment variables named here, nothing else.
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, cast, get_args
@@ -58,12 +58,17 @@ class StoreChoice:
         """
         if self.url:
             return self.url
-        if not os.path.isfile(CONFIG_NAME):
+        if not self.is_here():
             raise NotAStoreError(
                 f"which store? Give --store URL, set {STORE_VARIABLE}, or change into the store's folder (this one holds no {CONFIG_NAME})",
                 object_id=os.getcwd(),
             )
         return "."
+
+    @staticmethod
+    def is_here() -> bool:
+        """Whether the current folder is a store."""
+        return os.path.isfile(CONFIG_NAME)
 
     def look(self, bar: Bar | None = None) -> ReadOnlyStore:
         """The store, for a command that only looks."""
@@ -107,6 +112,24 @@ class StoreChoice:
     def open_backend(self) -> Backend:
         """The place alone, where there may be no store (yet, or any more)."""
         return open_backend(self.require_url(), self.storage_options, no_sync=self.no_sync)
+
+
+_LEADING: Final = ("-s", "--store", "--storage-option", "--cache-dir")
+_LEADING_FLAGS: Final = ("--json", "--single-writer-unsafe", "--no-sync")
+
+
+def split_leading(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The options of `store_options` that stand before the command, with their values; and the rest."""
+    at = 0
+    while at < len(arguments):
+        name, equals, _ = arguments[at].partition("=")
+        if arguments[at] in _LEADING:
+            at += 2
+        elif arguments[at] in _LEADING_FLAGS or (equals and name in _LEADING) or (name.startswith("-s") and not name.startswith("--")):
+            at += 1
+        else:
+            break
+    return list(arguments[:at]), list(arguments[at:])
 
 
 def command(short_help: str, *examples: str) -> Callable[[Callable[..., None]], click.Command]:

@@ -160,6 +160,11 @@ def snapshot_line(what: str, snapshot: Snapshot) -> str:
     return f"{what} {short_root(snapshot.root)}{step}{mark}"
 
 
+def put_sizes(snapshot: Snapshot) -> str:
+    """What a put added. A small state can add more than its own size: packs and parts have an index."""
+    return f"  ({human_bytes(snapshot.logical_bytes)}; the store grew by {human_bytes(snapshot.new_bytes)})"
+
+
 def _plain(value: Any) -> Any:
     """What JSON can hold: dataclasses and named tuples as objects, numbers that are not finite as text, bytes as hex."""
     if isinstance(value, Snapshot):

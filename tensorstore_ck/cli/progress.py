@@ -51,6 +51,13 @@ class Bar:
         """Says how many bytes `add` will report, about."""
         self._total = total
 
+    def say(self, line: str) -> None:
+        """Prints a line on stdout, above the bar."""
+        with self._lock:
+            if self._bar is not None:
+                sys.stderr.write("\r\x1b[K")
+            click.echo(line)
+
     def _move(self, done: int) -> None:
         if not self._shown or self._total <= 0:
             return

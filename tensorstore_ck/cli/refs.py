@@ -67,17 +67,18 @@ def annotate(address: str, metrics: tuple[tuple[str, float], ...], choice: Store
         _done("annotated", store.annotate(address, dict(metrics)), as_json=as_json)
 
 
-@command("Mark a snapshot as bad.", 'tsck mark runs/gpt@900 --reason "loss spike"', "tsck mark runs/gpt@900 --clear")
+@command("Mark a snapshot as bad.", 'tsck mark runs/gpt@900 bad --reason "loss spike"', "tsck mark runs/gpt@900 --clear")
 @click.argument("address")
+@click.argument("mark", metavar="[bad]", type=click.Choice(["bad"]), default="bad")
 @click.option("--reason", default="", metavar="TEXT", help="Why; shown by `tsck log`.")
 @click.option("--clear", is_flag=True, help="Take the mark back.")
 @store_options(writes=True)
-def mark(address: str, reason: str, choice: StoreChoice, *, clear: bool, as_json: bool) -> None:
+def mark(address: str, mark: str, reason: str, choice: StoreChoice, *, clear: bool, as_json: bool) -> None:
     """Mark the snapshot ADDRESS as bad, so that nobody resumes from it unless told to."""
     if clear and reason:
         raise click.UsageError("--clear takes no --reason.")
     with choice.open() as store:
-        snapshot = store.mark(address, "" if clear else "bad", reason=reason)
+        snapshot = store.mark(address, "" if clear else mark, reason=reason)
         _done("cleared the mark of" if clear else "marked", snapshot, as_json=as_json)
 
 

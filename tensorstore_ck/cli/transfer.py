@@ -3,10 +3,9 @@
 import click
 
 from tensorstore_ck.cli.options import StoreChoice, codec_option, command, named_number, named_value, store_options
-from tensorstore_ck.cli.output import counted, emit, printable, snapshot_line
+from tensorstore_ck.cli.output import counted, emit, printable, put_sizes, snapshot_line
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.codec import CodecName
-from tensorstore_ck.sizes import human_bytes
 from tensorstore_ck.snapshot import refuse_marked
 
 
@@ -53,8 +52,7 @@ def put(
         snapshot = store.put_snapshot(
             loaded.state, ref=ref, step=step, metrics=dict(metrics), metadata={**loaded.metadata, **dict(metadata)}, expect=head
         )
-    sizes = f"  ({human_bytes(snapshot.logical_bytes)}, of which {human_bytes(snapshot.new_bytes)} new)"
-    emit(snapshot, [snapshot_line(f"{printable(ref)} is now at", snapshot) + sizes], as_json=as_json)
+    emit(snapshot, [snapshot_line(f"{printable(ref)} is now at", snapshot) + put_sizes(snapshot)], as_json=as_json)
 
 
 @command("Write a snapshot to a model file.", "tsck get runs/gpt out.safetensors --select 'model.*'", "tsck get runs/gpt@1000 step-1000.pt")

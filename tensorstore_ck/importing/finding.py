@@ -9,6 +9,7 @@ from tensorstore_ck.importing import dcp, indexed
 from tensorstore_ck.importing.known import Known
 from tensorstore_ck.importing.mapping import Files, Folder, MappedFile
 from tensorstore_ck.importing.safefile import is_safetensors, load_safetensors
+from tensorstore_ck.importing.severalsteps import require_one_step
 from tensorstore_ck.importing.torchfile import is_torch_file, load_torch_file
 from tensorstore_ck.record import MAX_STEP
 
@@ -32,17 +33,19 @@ class FoundState(NamedTuple):
     """Files beside it that are no part of it, and why."""
 
 
-def find_state(files: Files, path: str, known: Known) -> FoundState:
-    """The state at a path.
+def find_state(files: Files, path: str, known: Known, *, as_one: bool = False) -> FoundState:
+    """The state at a path. With `as_one`, the checkpoints in a folder are one state even if they are of several steps.
 
     Raises:
+        SeveralStepsError: a folder of checkpoints of several steps.
         NotFoundError: there is nothing, or nothing that is a checkpoint.
         UnsupportedValueError: it is of no known kind.
         CorruptObjectError: it is damaged, incomplete, or contradicts itself.
     """
     if os.path.basename(path) == dcp.METADATA:
         path = os.path.dirname(path) or "."
-    found = _in_folder(files, Folder(path), known) if os.path.isdir(path) else _in_file(files, files.map(path), known)
+    is_folder = os.path.isdir(path)
+    found = _in_folder(files, Folder(path), known, as_one=as_one) if is_folder else _in_file(files, files.map(path), known)
     return _with_lightning(found)
 
 
@@ -60,7 +63,7 @@ def _in_file(files: Files, file: MappedFile, known: Known) -> FoundState:
     raise UnsupportedValueError(f"{file.path} is of no kind that is imported: give {_KINDS}", object_id=file.path)
 
 
-def _in_folder(files: Files, folder: Folder, known: Known) -> FoundState:
+def _in_folder(files: Files, folder: Folder, known: Known, *, as_one: bool) -> FoundState:
     names = folder.names()
     if dcp.METADATA in names:
         return _dcp(files, folder, known)
@@ -79,7 +82,7 @@ def _in_folder(files: Files, folder: Folder, known: Known) -> FoundState:
         found = _indexed(files, folder, files.map(folder.join(indexes[0])), known)
         others = [name for name in names if name not in (*indexes, *found.files)]
         return found._replace(skipped=tuple((name, f"not named by {indexes[0]}; give its path to import it") for name in others))
-    return _members(files, folder, names, known)
+    return _members(files, folder, names, known, as_one=as_one)
 
 
 def _indexed(files: Files, folder: Folder, index: MappedFile, known: Known) -> FoundState:
@@ -100,7 +103,7 @@ def _dcp(files: Files, folder: Folder, known: Known) -> FoundState:
     return FoundState("DCP checkpoint of Lightning", {**content.state, **loaded.value}, {}, unknown)
 
 
-def _members(files: Files, folder: Folder, names: list[str], known: Known) -> FoundState:
+def _members(files: Files, folder: Folder, names: list[str], known: Known, *, as_one: bool) -> FoundState:
     """A folder of several, such as accelerate's: each under its own name."""
     found: dict[str, FoundState] = {}
     skipped = []
@@ -122,6 +125,8 @@ def _members(files: Files, folder: Folder, names: list[str], known: Known) -> Fo
     if len(found) == 1:
         (only,) = found.values()
         return only._replace(skipped=tuple(skipped))
+    if not as_one:
+        require_one_step(folder.path, {name: each.state for name, each in found.items()}, names)
     stems = {name: os.path.splitext(name)[0] for name in found}
     is_clear = len(set(stems.values())) == len(stems)
     state = {stems[name] if is_clear else name: each.state for name, each in found.items()}

@@ -1,14 +1,15 @@
 """Foreign files, opened with suspicion and mapped into memory: no byte of a tensor is read before it is needed, none is copied.
 
 A file must be a regular one. What a folder's own files name must lie in that folder: no absolute names, no ``..``, no links that
-lead out. Knows no format. What is mapped stays mapped until the `Files` that opened it is closed.
+lead out. Knows no format. What is mapped stays mapped until its `Files` is closed and no tensor lies in it any more.
 """
 
+import ctypes
 import mmap
 import os
 import stat
 from contextlib import suppress
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from tensorstore_ck.backend.oserrors import os_errors
 from tensorstore_ck.errors import CorruptObjectError, InvalidNameError, NotFoundError, UnsupportedValueError
 from tensorstore_ck.importing.checksums import Expected
 from tensorstore_ck.importing.faults import printable
-from tensorstore_ck.state.memory import address_of, memory_at
+from tensorstore_ck.state.memory import address_of
 
 MAX_NAME: Final = 4096
 
@@ -35,10 +36,12 @@ class MappedFile:
         self.address = address_of(self._array)
 
     def storage(self, start: int, size: int) -> torch.UntypedStorage:
-        """The memory of bytes [start, start + size), which must never be written. Valid while the file is mapped."""
+        """The memory of bytes [start, start + size), which must never be written. Keeps the file mapped."""
         if not size:
             return torch.empty(0, dtype=torch.uint8).untyped_storage()
-        return torch.frombuffer(memory_at(self.address + start, size), dtype=torch.uint8).untyped_storage()
+        memory: Any = (ctypes.c_ubyte * size).from_address(self.address + start)  # torch takes a read-only buffer with a warning only
+        memory.owner = self._array  # what prints an error's frames, as pytest does, looks at tensors after the import has ended
+        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 
 class Files:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tensorstore_ck.importing.checksums import watched
 from tensorstore_ck.importing.finding import find_state
@@ -56,6 +56,7 @@ def import_checkpoint(
     metrics: Mapping[str, float] | None = None,
     metadata: Mapping[str, object] | None = None,
     leave_out: Sequence[str] = (),
+    as_one: bool = False,
     expect: str | Snapshot | Anything | LastSeen | None = LAST_SEEN,
     parent: str | Snapshot | LastSeen | None = LAST_SEEN,
     started: Callable[[Contents], None] = lambda contents: None,
@@ -73,22 +74,23 @@ def import_checkpoint(
         metrics: Numbers to rank by.
         metadata: What the run knows, beside what the checkpoint says about itself.
         leave_out: Globs over paths such as ``hyper_parameters.*``: what fits is not imported.
+        as_one: Import a folder as one snapshot even if its files are checkpoints of several steps.
         expect: As in `Store.put_snapshot`.
         parent: Likewise.
         started: Told what it is before its bytes are read.
 
     Raises:
         NotFoundError: no checkpoint there.
+        SeveralStepsError: a folder of checkpoints of several steps: see `import_history`.
         UnsupportedValueError: of an unknown kind, or it holds what cannot be stored; the message has the path.
         CorruptObjectError: it is damaged, incomplete, or contradicts itself. Nothing was put.
         ConflictError: the ref is elsewhere; nothing was put.
     """
-    with opened(path, leave_out) as (contents, captured, files):
+    with opened(path, leave_out, as_one=as_one) as (contents, captured, files, _):
         started(contents)
-        captured = watched(captured, files.expected)
-        snapshot = _put(
+        snapshot = put_captured(
             store,
-            captured,
+            watched(captured, files.expected),
             ref=ref,
             step=contents.step if step is None else step,
             metrics=metrics,
@@ -99,19 +101,28 @@ def import_checkpoint(
     return Imported(snapshot, contents)
 
 
-def inspect_checkpoint(path: str | os.PathLike[str], *, leave_out: Sequence[str] = ()) -> Contents:
+def inspect_checkpoint(path: str | os.PathLike[str], *, leave_out: Sequence[str] = (), as_one: bool = False) -> Contents:
     """What `import_checkpoint` would import, with the same errors; checksums of tensors aside, which only an import reads."""
-    with opened(path, leave_out) as (contents, _, _):
-        return contents
+    with opened(path, leave_out, as_one=as_one) as found:
+        return found.contents
+
+
+class Opened(NamedTuple):
+    """A checkpoint, taken apart."""
+
+    contents: Contents
+    captured: Captured
+    files: Files
+    state: Any
 
 
 @contextmanager
-def opened(path: str | os.PathLike[str], leave_out: Sequence[str] = ()) -> Iterator[tuple[Contents, Captured, Files]]:
+def opened(path: str | os.PathLike[str], leave_out: Sequence[str] = (), *, as_one: bool = False) -> Iterator[Opened]:
     """A checkpoint, taken apart; its bytes are read when they are stored, which must be before the context ends."""
     origin = os.path.abspath(os.fspath(path))
     with Files() as files:
         known = Known()
-        found = find_state(files, origin, known)
+        found = find_state(files, origin, known, as_one=as_one)
         settled = settle(found.state, leave_out, found.unknown, origin)
         captured = capture(settled.state)
         tensors = captured.layout.tensors
@@ -127,10 +138,10 @@ def opened(path: str | os.PathLike[str], leave_out: Sequence[str] = ()) -> Itera
             tuple(settled.left_out),
             dict(found.skipped),
         )
-        yield contents, captured, files
+        yield Opened(contents, captured, files, settled.state)
 
 
-def _put(
+def put_captured(
     store: Store,
     captured: Captured,
     *,

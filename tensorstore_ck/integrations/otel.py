@@ -1,4 +1,4 @@
-"""OpenTelemetry metrics and spans of puts: ``pip install 'tensorstore_ck[otel]'``, then ``instrument(store)``.
+"""OpenTelemetry metrics and spans of puts: ``pip install opentelemetry-api`` (the extra ``otel``), then ``instrument(store)``.
 
 Made of events alone. Providers are the caller's, or OpenTelemetry's global ones; exporters are none of our business. Metrics have
 the ref and the rank, not the step: each value of an attribute is a time series of its own. Spans have both.
@@ -10,14 +10,14 @@ work puts them: capture first, then, side by side, hash, encode and write; commi
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from tensorstore_ck.errors import MissingExtraError
 from tensorstore_ck.events import Event, Observed
+from tensorstore_ck.extras import missing_extra
 from tensorstore_ck.metering import STAGES
 
 try:
     from opentelemetry import metrics, trace
 except ImportError as exc:
-    raise MissingExtraError("OpenTelemetry is not installed: pip install 'tensorstore_ck[otel]'", object_id="otel") from exc
+    raise missing_extra("otel", "recording metrics and spans with OpenTelemetry") from exc
 
 SCOPE: Final = "tensorstore_ck"
 _SECONDS_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)

@@ -66,6 +66,47 @@ def test_several_stores(catalog: Tsck) -> None:
     assert len(catalog("catalog", "show", "--db", "all.sqlite", "--json").json["stores"]) == 2
 
 
+def test_a_store_that_cannot_be_read_stops_no_other(catalog: Tsck, tmp_path: Path) -> None:
+    for name in ("one", "two", "broken"):
+        catalog("init", name)
+        catalog("put", "model.safetensors", "--ref", "exp/b", store=name)
+    (entry,) = [path for path in (tmp_path / "broken" / "log").rglob("*") if path.is_file()]
+    entry.chmod(0o600)
+    entry.write_bytes(b"garbage")
+    (tmp_path / "cache").rename(tmp_path / "gone")
+
+    synced = catalog("catalog", "sync", "one", "nowhere", "broken", "two", "ck")
+    assert synced.code == 43, synced
+    assert [line.partition(": ")[2].partition(":")[0] for line in sorted(synced.err.splitlines())] == ["broken", "nowhere"]
+    assert "there is no store at" in synced.err
+    assert synced.out.count(" read, ") == 3
+    assert synced.out.splitlines()[-3:-1] == ["3 of 5 stores synced; failed: nowhere, broken", "exit code 43: broken_log"]
+    assert catalog("catalog", "sync", "one", "nowhere", "two").code == 30
+
+    as_json = catalog("catalog", "sync", "one", "nowhere", "broken", "--json")
+    assert (as_json.code, as_json.err) == (43, "")
+    assert [store["entries"] for store in as_json.json["stores"]] == [0]
+    assert [(each["store"], each["kind"]) for each in as_json.json["failed"]] == [("nowhere", "not_a_store"), ("broken", "broken_log")]
+    assert len(catalog("catalog", "show", "--json").json["stores"]) == 3
+
+
+def test_without_arguments_all_that_is_known_is_synced(catalog: Tsck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = catalog("catalog", "sync", store=None)
+    assert (nothing.code, "which store?" in nothing.err) == (30, True)
+    catalog("init", "other")
+    assert catalog("catalog", "sync", "ck", "other").code == 0
+    for name in ("ck", "other"):
+        catalog("put", "model.safetensors", "--ref", "exp/new", store=name)
+    assert sorted(store["snapshots"] for store in catalog("catalog", "sync", "--json", store=None).json["stores"]) == [1, 1]
+    assert catalog("catalog", "sync", store=None).out.splitlines()[-2] == "2 stores synced"
+    assert len(catalog("catalog", "sync", "-s", "ck", "--json").json["stores"]) == 1
+    assert len(catalog("catalog", "rebuild", "--json", store=None).json["stores"]) == 2
+    catalog("init", "third")
+    assert len(catalog("catalog", "sync", "--json", store="third").json["stores"]) == 3
+    monkeypatch.chdir(tmp_path / "other")
+    assert len(catalog("catalog", "sync", "--json", store=None).json["stores"]) == 3
+
+
 def test_what_was_let_go(catalog: Tsck) -> None:
     catalog("forget", "runs/gpt@1")
     catalog("catalog", "sync")
@@ -88,6 +129,7 @@ def test_what_was_let_go(catalog: Tsck) -> None:
         (("catalog", "sync", "nowhere"), 30, "there is no store"),
         (("catalog", "show", "ck"), 2, "for the whole catalog"),
         (("catalog", "drop"), 2, "drop"),
+        (("catalog", "sync", "--parallel", "0"), 2, "--parallel"),
         (("catalog", "sync", "--db", "postgresql://u:sekret@127.0.0.1:1/d"), 13, "does not answer"),
     ],
 )

@@ -1,0 +1,33 @@
+"""What optional parts of the package need, and the error where that is not installed.
+
+The message names the packages themselves, since the package may not be in the user's index: then ``pip install 'tensorstore_ck[s3]'`` finds
+nothing, or something else.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+from tensorstore_ck.errors import MissingExtraError
+
+EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
+    "s3": ("s3fs>=2025.7",),
+    "gcs": ("gcsfs>=2025.7",),
+    "azure": ("adlfs>=2024.7",),
+    "safetensors": ("safetensors>=0.5",),
+    "dask": ("distributed>=2025.7",),
+    "otel": ("opentelemetry-api>=1.31",),
+    "plot": ("matplotlib>=3.9",),
+    "catalog": ("sqlalchemy>=2.0", "lark>=1.2"),
+    "postgres": ("sqlalchemy>=2.0", "lark>=1.2", "psycopg[binary]>=3.2"),
+}
+"""Extra -> the packages that it installs, as in pyproject.toml."""
+
+
+def missing_extra(extra: str, what: str) -> MissingExtraError:
+    """The error where packages of an extra are not installed; `what` needs them."""
+    packages = " ".join(f"'{package}'" for package in EXTRAS[extra])
+    return MissingExtraError(
+        f"{what} needs a package that is not installed: run `pip install {packages}`. As an extra that is `pip install '.[{extra}]'` "
+        f"in a checkout of tensorstore_ck, `pip install 'tensorstore_ck[{extra}]'` where your package index has it",
+        object_id=extra,
+    )

@@ -1,0 +1,65 @@
+"""Training steps in the names of files: ``step_100.pt``, ``epoch=1-step=100.ckpt``, ``checkpoint-100``. Pure: names in, numbers out."""
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+MAX_DIGITS: Final = 18
+_NUMBER: Final = r"[ _=.\-]*(\d{1,18})(?!\d)"
+_STEP: Final = re.compile(
+    rf"(?:^|[^a-z])(?:global[ _-]?)?steps?{_NUMBER}|(?:^|\D)(\d{{1,18}})[ _-]?steps?(?![a-z]|[ _=.\-]*\d)", re.IGNORECASE
+)
+_ITERATION, _EPOCH, _CHECKPOINT = (
+    re.compile(rf"(?:^|[^a-z]){word}{_NUMBER}", re.IGNORECASE) for word in ("iter(?:ation)?s?", "epochs?", "(?:ckpt|chkpt|checkpoint)s?")
+)
+_OF_RANKS: Final = re.compile(r"rank|shard|fsdp|(?:^|[^a-z])(?:[mptdz]p|zero|part|layer)[ _-]?\d|\d[ _-]?of[ _-]?\d", re.IGNORECASE)
+_DIGITS: Final = re.compile(r"(\d+)")
+
+
+def step_in_name(name: str) -> int | None:
+    """The step that a name says in so many words."""
+    return _after(_STEP, name)
+
+
+def progress_in_names(names: Sequence[str]) -> dict[str, int]:
+    """Name -> how far the training was, where names count iterations, epochs or checkpoints; empty if that may be a count of ranks."""
+    for pattern in (_ITERATION, _EPOCH, _CHECKPOINT):
+        found = {name: number for name in names if not _OF_RANKS.search(name) and (number := _after(pattern, name)) is not None}
+        numbers = sorted(found.values())
+        may_be_ranks = pattern is _CHECKPOINT and numbers == list(range(min(numbers, default=0), len(numbers) + min(numbers, default=0)))
+        if len(set(numbers)) > 1 and not may_be_ranks:
+            return found
+    return {}
+
+
+def steps_of_names(names: Sequence[str]) -> dict[str, int | None]:
+    """Name -> step, where the names were said to have it: by a word, or as the one number that differs among them."""
+    found: dict[str, int | None] = {}
+    for name in names:
+        said = [number for pattern in (_STEP, _ITERATION, _EPOCH, _CHECKPOINT) if (number := _after(pattern, name)) is not None]
+        found[name] = said[0] if said else None
+    rest = [name for name, step in found.items() if step is None]
+    found.update(_by_position(rest))
+    return found
+
+
+def _after(pattern: re.Pattern[str], name: str) -> int | None:
+    found = list(pattern.finditer(name))
+    return int(next(group for group in found[-1].groups() if group is not None)) if found else None
+
+
+def _by_position(names: Sequence[str]) -> dict[str, int | None]:
+    """The number of each name that is the only one in it, or the only one in which the names differ."""
+    parts = {name: _DIGITS.split(name) for name in names}
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        alike.setdefault(tuple(parts[name][::2]), []).append(name)
+    steps: dict[str, int | None] = {}
+    for members in alike.values():
+        places = range(1, len(parts[members[0]]), 2)
+        differing = [place for place in places if len({parts[name][place] for name in members}) > 1]
+        candidates = differing or list(places)
+        for name in members:
+            number = parts[name][candidates[0]] if len(candidates) == 1 else ""
+            steps[name] = int(number) if 0 < len(number) <= MAX_DIGITS else None
+    return steps

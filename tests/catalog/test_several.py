@@ -1,0 +1,81 @@
+"""Several stores at a time, of which some cannot be read."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import tensorstore_ck as tsck
+from tensorstore_ck.catalog import Catalog, SyncOutcome
+from tensorstore_ck.store import Store
+from tests.catalog.made import publish
+
+STORES = 6
+
+
+@pytest.fixture
+def urls(tmp_path: Path) -> list[str]:
+    """Stores with a snapshot each."""
+    found = []
+    for number in range(STORES):
+        with tsck.open(tmp_path / str(number), create=True, no_sync=True, cache_dir=tmp_path / "cache") as store:
+            publish(store, "exp/a", number)
+            found.append(store.url)
+    return found
+
+
+@pytest.fixture
+def open_store(tmp_path: Path) -> Callable[[str], Store]:
+    return lambda url: tsck.open(url, cache_dir=tmp_path / "cache")
+
+
+def test_all_that_can_be_read_are_synced(url: str, urls: list[str], open_store: Callable[[str], Store], tmp_path: Path) -> None:
+    def open_some(url: str) -> Store:
+        if url.endswith("/1"):
+            raise tsck.BackendUnavailableError("injected", object_id=url)
+        return open_store(url)
+
+    told: list[SyncOutcome] = []
+    with Catalog(url) as catalog:
+        nowhere = str(tmp_path / "nowhere")
+        outcomes = catalog.sync_all([*urls, nowhere], open_store=open_some, synced=told.append)
+        assert [outcome.url for outcome in outcomes] == [*urls, nowhere]
+        assert {outcome.url: type(outcome.error) for outcome in outcomes if outcome.error is not None} == {
+            urls[1]: tsck.BackendUnavailableError,
+            nowhere: tsck.NotAStoreError,
+        }
+        assert [outcome.report.snapshots for outcome in outcomes if outcome.report is not None] == [1] * (STORES - 1)
+        assert sorted(told, key=lambda outcome: outcome.url) == sorted(outcomes, key=lambda outcome: outcome.url)
+        assert {found.store for found in catalog.find()} == {*urls} - {urls[1]}
+        again = catalog.sync_all(open_store=open_store)  # all that it knows
+        assert sorted(outcome.url for outcome in again) == sorted({*urls} - {urls[1]})
+        rebuilt = catalog.sync_all(open_store=open_store, rebuild=True)
+        assert [outcome.report.entries for outcome in rebuilt if outcome.report is not None] == [1] * (STORES - 1)
+
+
+def test_several_at_a_time_but_not_more(url: str, urls: list[str], open_store: Callable[[str], Store]) -> None:
+    meeting = threading.Barrier(3)
+    under_way: set[str] = set()
+    most = []
+
+    def open_together(url: str) -> Store:
+        under_way.add(url)
+        most.append(len(under_way))
+        meeting.wait(60)  # which three must come to
+        under_way.discard(url)
+        return open_store(url)
+
+    with Catalog(url, batch_entries=1) as catalog:
+        outcomes = catalog.sync_all(urls, open_store=open_together, parallel=3)
+    assert all(outcome.error is None for outcome in outcomes)
+    assert max(most) == 3
+
+
+def test_what_is_wrong_with_the_catalog_is_raised(urls: list[str], tmp_path: Path) -> None:
+    (tmp_path / "catalog.sqlite").write_bytes(b"no database at all, but long enough to be one" * 50)
+    with Catalog(tmp_path / "catalog.sqlite") as catalog:
+        with pytest.raises(tsck.CorruptObjectError):
+            catalog.sync_all(urls)
+        with pytest.raises(tsck.InvalidOptionError, match="parallel"), Catalog(tmp_path / "other.sqlite") as other:
+            other.sync_all(urls, parallel=0)

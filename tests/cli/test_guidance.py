@@ -1,0 +1,214 @@
+"""Where the command line leads on: exit codes, commands that are not there, options before the command, and the commands in messages."""
+
+import ast
+import re
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+import tensorstore_ck
+from tensorstore_ck import errors
+from tensorstore_ck.backend import open_backend
+from tensorstore_ck.cli import main
+from tensorstore_ck.errors import InvalidUrlError
+from tensorstore_ck.extras import EXTRAS, missing_extra
+from tests.cli.conftest import Tsck
+
+PACKAGE = Path(tensorstore_ck.__file__).parent
+README = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
+KINDS = {found for found in vars(errors).values() if isinstance(found, type) and issubclass(found, errors.StoreError)}
+
+
+# --- exit codes -------------------------------------------------------------------------------------------------------
+
+
+def expected_codes() -> dict[int, str]:
+    return {0: "", 2: "usage", 130: "interrupted", **{kind.exit_code: kind.kind for kind in KINDS}}
+
+
+def test_every_kind_has_a_code_of_its_own() -> None:
+    assert len(expected_codes()) == len({*expected_codes().values()}) == len(KINDS) + 3
+
+
+def test_the_readme_has_all_exit_codes() -> None:
+    rows = re.findall(r"^\| (\d+) \| (?:`(\w+)`)? \| (.+) \|$", README, re.MULTILINE)
+    assert {int(code): kind for code, kind, _ in rows} == expected_codes()
+    assert [int(code) for code, _, _ in rows] == sorted(expected_codes())
+    meanings = {int(code): meaning for code, _, meaning in rows}
+    for kind in KINDS - {errors.StoreError}:
+        assert meanings[kind.exit_code] == (kind.__doc__ or "").splitlines()[0]
+
+
+def test_help_has_all_exit_codes(tsck: Tsck) -> None:
+    table = tsck("--help").out.partition("Exit codes")[2]
+    rows = [(int(row[0]), row[1]) for row in re.findall(r"^ +(\d+)  (\w*) ", table, re.MULTILINE)]
+    assert dict(rows) == expected_codes()
+
+
+# --- commands that are not there --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "leads_to"),
+    [
+        (("ls",), ["tsck branch", "tsck tag", "tsck log", "tsck show"]),
+        (("list", "runs"), ["tsck branch", "tsck tag", "tsck log", "tsck show"]),
+        (("lgo",), ["tsck log"]),
+        (("forgt", "x"), ["tsck forget"]),
+        (("frobnicate",), ["tsck --help"]),
+        (("-s", "ck"), ["tsck -s ./ckpt log"]),
+    ],
+)
+def test_what_is_no_command_leads_to_one(tsck: Tsck, arguments: tuple[str, ...], leads_to: list[str]) -> None:
+    done = tsck(*arguments)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1), done
+    assert all(f"`{command}" in done.err for command in leads_to), done.err
+    assert tsck(*arguments, "--json").json["error"]["kind"] == "usage"
+
+
+def test_help_and_version_are_commands_too(tsck: Tsck) -> None:
+    assert tsck("help") == tsck("--help")
+    assert tsck("version") == tsck("--version")
+    assert tsck("help", "log") == tsck("log", "--help")
+    assert tsck("help", "nope").code == 2
+
+
+@pytest.mark.parametrize(
+    "options", [("-s", "ck"), ("--store=ck",), ("-sck",), ("--store", "ck", "--json"), ("--cache-dir", "c", "-s", "ck")]
+)
+def test_options_before_the_command(history: Tsck, options: tuple[str, ...]) -> None:
+    before = history(*options, "log", "runs/gpt", "-n", "1", store=None)
+    after = history("log", "runs/gpt", "-n", "1", *options, store=None)
+    assert before == after
+    assert before.code == 0
+    assert history("-s", "nowhere", "log").code == 30
+
+
+def test_mark_as_in_python(history: Tsck) -> None:
+    assert history("mark", "runs/gpt", "bad", "--reason", "spike").code == 0
+    assert history("show", "runs/gpt", "--json").json["snapshot"]["mark"] == "bad"
+    assert history("mark", "runs/gpt", "--clear").code == 0
+    assert history("show", "runs/gpt", "--json").json["snapshot"]["mark"] == ""
+    assert history("mark", "runs/gpt", "good").code == 2
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_web_servers_are_refused_with_what_to_do(tsck: Tsck, scheme: str) -> None:
+    with pytest.raises(InvalidUrlError, match=r"s3://bucket/prefix with the storage option endpoint_url"):
+        open_backend(f"{scheme}://localhost:1/ck")
+    assert tsck("log", "-s", f"{scheme}://localhost:1/ck").code == 23
+
+
+def test_show_never_says_that_more_of_it_is_new_than_there_is(history: Tsck) -> None:
+    snapshot = history("show", "runs/gpt~1", "--json").json["snapshot"]
+    assert snapshot["new_bytes"] > snapshot["logical_bytes"], "a small state, and its index"
+    (size,) = [line for line in history("show", "runs/gpt~1").out.splitlines() if line.startswith("size")]
+    assert re.fullmatch(r"size +39\.1 KiB, stored as [\d.]+ KiB; the put made the store grow by [\d.]+ KiB", size)
+    put = history("put", "model.safetensors", "--ref", "again").out
+    assert re.search(r"\(39\.1 KiB; the store grew by [\d.]+ K?i?B\)$", put.strip())
+
+
+# --- what is missing --------------------------------------------------------------------------------------------------
+
+
+def test_extras_are_those_of_the_package() -> None:
+    listed = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {extra: [*packages] for extra, packages in EXTRAS.items()} == listed
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_a_missing_package_is_named(extra: str) -> None:
+    message = str(missing_extra(extra, "this"))
+    first, *others = re.findall(r"`(pip install [^`]*)`", message)
+    assert shlex.split(first)[2:] == list(EXTRAS[extra])
+    assert [shlex.split(other)[2] for other in others] == [f".[{extra}]", f"tensorstore_ck[{extra}]"]
+
+
+# --- commands in messages ---------------------------------------------------------------------------------------------
+
+
+def texts_of(path: Path) -> list[str]:
+    """The text in a source file, with ``X`` for what is put in at run time."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return found
+
+
+def commands_in(texts: list[str]) -> set[str]:
+    return {" ".join(command.split()) for text in texts for command in re.findall(r"`tsck ([^`]+)`", text)}
+
+
+def problem_of(command: str) -> str:
+    """What `tsck` would not take of a command in a message; empty if nothing."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # of a quote that is put in at run time
+        words = command.split()
+    while words and words[0] in ("-s", "--store"):
+        words = words[2:]
+    if not words or words[0] in ("X", "--help", "--version"):
+        return ""
+    known = main.commands.get(words[0])
+    if known is None:
+        return f"there is no command {words[0]}"
+    takes = {name for parameter in known.params if isinstance(parameter, click.Option) for name in (*parameter.opts, "--help")}
+    wrong = [word for word in words[1:] if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in takes]
+    return f"no option {wrong[0]}" if wrong else ""
+
+
+def test_commands_in_messages_and_in_the_readme_are_there() -> None:
+    messages = commands_in([text for path in PACKAGE.rglob("*.py") for text in texts_of(path)])
+    assert len(messages) > 25
+    in_readme = {command.split("  #")[0].split("   ")[0] for command in re.findall(r"^    tsck (.+)$", README, re.MULTILINE)}
+    examples = {
+        line.strip().removeprefix("tsck ")
+        for command in main.commands.values()
+        for line in (command.epilog or "").splitlines()
+        if "tsck " in line
+    }
+    in_readme |= {command for command in re.findall(r"`tsck ([^`]+)`", README) if not re.search(r"[\[\]|]", command)}
+    problems: dict[str, Any] = {command: found for command in messages | in_readme | examples if (found := problem_of(command))}
+    assert not problems
+
+
+@pytest.mark.parametrize(
+    ("arguments", "store", "printed"),
+    [
+        (("find",), "ck", ["catalog sync"]),
+        (("log",), "empty", ["init"]),
+        (("catalog", "show"), "ck", ["catalog sync"]),
+        (("show", "runs/gpt@7"), "ck", ["log runs/gpt"]),
+        (("get", "runs/gpt", "out.pt"), "ck", ["log"]),
+        (("log",), "new", ["put FILE --ref NAME"]),
+        (("branch",), "new", ["put FILE --ref NAME"]),
+        (("tag",), "ck", ["tag NAME ADDRESS"]),
+        (("tag", "x"), "ck", ["tag x runs/gpt~1", "tag --help"]),
+        (("branch", "x"), "ck", ["branch x runs/gpt~1", "branch --help"]),
+        (("log", "--frobnicate"), "ck", ["log --help"]),
+        (("ls",), "ck", ["branch", "tag", "log", "show ADDRESS", "--help"]),
+        (("-s", "ck"), "ck", ["-s ./ckpt log", "--help"]),
+    ],
+)
+def test_printed_commands_work(
+    history: Tsck, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], store: str, printed: list[str]
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(Path.cwd() / "data"))
+    monkeypatch.delenv("TSCK_CATALOG", raising=False)
+    history("init", "new")
+    history("mark", "runs/gpt")
+    Path("ckpt").symlink_to("ck")
+    done = history(*arguments, store=store)
+    found = re.findall(r"`(?:tsck|main) ([^`]+)`", done.out + done.err)  # click's runner calls the program main
+    assert found == printed, done
+    values = {"FILE": "model.safetensors", "NAME": "runs/new", "ADDRESS": "runs/gpt"}
+    for command in found:
+        again = history(*(values.get(word, word) for word in shlex.split(command)), store=store)
+        assert again.code == 0, (command, again)
