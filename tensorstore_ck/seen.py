@@ -10,7 +10,9 @@ from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import RefTable, validate_ref_name
 from tensorstore_ck.record import MAX_STEP, check_metrics, encode_metadata
+from tensorstore_ck.sampling import SAMPLE_SHARE, Sampling, turn_of
 from tensorstore_ck.snapshot import Snapshot
+from tensorstore_ck.suspicion import Checks, require_checks
 from tensorstore_ck.writer import Anything, Expected, PutRequest
 
 
@@ -98,15 +100,17 @@ class Seen:
         expect: object = LAST_SEEN,
         codec: object = None,
         delta: object = None,
+        unchanged: object = "warn",
+        verify_capture: object = SAMPLE_SHARE,
     ) -> PutRequest:
         """A put to `ref` as of now, checked as far as it can be before its state is known.
 
         Raises:
             InvalidOptionError, InvalidNameError: an argument is not what it must be.
         """
-        return self.as_of_now(
-            engine, asked(engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect, codec=codec, delta=delta)
-        )
+        checks = require_checks(unchanged, verify_capture)
+        said = asked(engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect, codec=codec, delta=delta, checks=checks)
+        return self.as_of_now(engine, said)
 
     def as_of_now(self, engine: Engine, asked: "Asked", *, sync: bool = True) -> PutRequest:
         """A put as of now; asks the log, or goes by what is known of it."""
@@ -115,7 +119,7 @@ class Seen:
         view = engine.log.view()
         parent, expected = self.parent(view, asked.ref), self.expected(view, asked.ref, asked.expect)
         coding = engine.codecs.coding(asked.ref, asked.codec, asked.delta)
-        return PutRequest(asked.ref, asked.step, parent, expected, asked.metadata, asked.metrics, coding)
+        return PutRequest(asked.ref, asked.step, parent, expected, asked.metadata, asked.metrics, coding, asked.checks)
 
     def parent(self, view: RefTable, ref: str) -> Digest | None:
         """What a new snapshot continues: what this handle last put or restored on the ref; for others, the ref's head."""
@@ -135,6 +139,12 @@ class Asked(NamedTuple):
     metrics: dict[str, float]
     codec: CodecName | None
     delta: DeltaOption
+    checks: Checks
+
+    def sampling_of_copies(self, number: int) -> "tuple[Sampling, Asked]":
+        """What of the put of that number is compared with its copies; and the put, in which nothing is to be read a second time then."""
+        sampling = Sampling(turn_of(None, number), self.checks.verify_capture)
+        return sampling, self._replace(checks=self.checks._replace(verify_capture=0.0))
 
 
 def asked(
@@ -147,6 +157,7 @@ def asked(
     expect: object = LAST_SEEN,
     codec: object = None,
     delta: object = None,
+    checks: Checks,
 ) -> Asked:
     """Checks what a put says.
 
@@ -163,6 +174,5 @@ def asked(
     if not (expect is None or isinstance(expect, LastSeen | Anything | Snapshot | str)):
         raise InvalidOptionError(f"expect must be a root, tsck.ANY or None, not {type(expect).__name__}", object_id="expect")
     engine.require_writable()
-    return Asked(
-        ref, number, expect, packed_metadata, checked_metrics, None if codec is None else require_name(codec), require_delta(delta)
-    )
+    codec_name = None if codec is None else require_name(codec)
+    return Asked(ref, number, expect, packed_metadata, checked_metrics, codec_name, require_delta(delta), checks)

@@ -19,8 +19,10 @@ from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, SnapshotInfo
 from tensorstore_ck.metering import Meter
 from tensorstore_ck.part import Part
 from tensorstore_ck.partwriter import ALONE, WrittenPart, write_part
-from tensorstore_ck.record import Record, record_name
+from tensorstore_ck.record import Record, record_name, with_note
 from tensorstore_ck.retention import expire_at_put
+from tensorstore_ck.sampling import Sampling, turn_of
+from tensorstore_ck.suspicion import Checks, Claim, Examiner, Findings, judge
 
 MAX_TRIES: Final = 4
 
@@ -49,6 +51,32 @@ class PutRequest(NamedTuple):
     metadata: bytes
     metrics: dict[str, float]
     coding: Coding = Coding("raw")
+    checks: Checks = Checks()
+
+    @property
+    def sampling(self) -> Sampling:
+        """What of the state is looked at twice."""
+        return Sampling(turn_of(self.parent, self.step), self.checks.verify_capture)
+
+    @property
+    def claim(self) -> Claim:
+        """What it says of the state's place in the training."""
+        return Claim(self.ref, self.step, self.parent)
+
+    def examine(self, engine: Engine, written: WrittenPart, captured: Captured) -> Findings:
+        """What a rank finds in the part that it has written."""
+        return Examiner(engine, written, captured, self.claim).examine()
+
+    def judged(self, engine: Engine, found: Findings) -> "PutRequest":
+        """The same, with the share of numbers that are not finite in its metadata; what is suspicious is told first.
+
+        Raises:
+            SuspiciousSaveError: it is not to be published like that.
+        """
+        judge(engine, found, self.checks, self.claim)
+        if not found.non_finite:
+            return self
+        return self._replace(metadata=with_note(self.metadata, {"non_finite": found.finiteness.share}))
 
 
 def put(engine: Engine, captured: Captured, request: PutRequest, meter: Meter | None = None) -> SnapshotInfo:
@@ -76,7 +104,9 @@ def _try_put(engine: Engine, captured: Captured, request: PutRequest, meter: Met
     head = engine.log.view().head()
     known = KnownBlocks(engine, request.parent)
     seat = ALONE._replace(layout_of=b"") if captured.explicit else ALONE  # the part id covers regions only together with it
-    written = write_part(engine, captured, known, anchor=head.n if head else 0, seat=seat, coding=request.coding, meter=meter)
+    anchor, sampling = head.n if head else 0, request.sampling
+    written = write_part(engine, captured, known, anchor=anchor, seat=seat, coding=request.coding, meter=meter, sampling=sampling)
+    request = request.judged(engine, request.examine(engine, written, captured))
     with (meter or Meter()).timed("commit"):
         return _publish(engine, written, captured, request)
 

@@ -19,10 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.samples import SampleCursor
+from tensorstore_ck.sampling import SAMPLE_SHARE
 from tensorstore_ck.saving import PendingSnapshot
 from tensorstore_ck.snapshot import Snapshot
 from tensorstore_ck.store import LAST_SEEN, Store
 from tensorstore_ck.streams import Streams
+from tensorstore_ck.suspicion import Unchanged
 from tensorstore_ck.training import environment, extras, generators, gradients, models, optimizers, sealed
 from tensorstore_ck.training.finding import find, require_still
 from tensorstore_ck.training.names import Names, require_supported
@@ -109,6 +111,8 @@ class TrainingState:
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, object] | None = None,
         expect: "str | Snapshot | Anything | LastSeen | None" = LAST_SEEN,
+        unchanged: Unchanged = "warn",
+        verify_capture: float = SAMPLE_SHARE,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Snapshot:
         """Stores all of it as the next snapshot on `ref`, without a copy of any tensor; else as `Store.put_snapshot`.
@@ -125,6 +129,8 @@ class TrainingState:
             metrics: Numbers to rank by.
             metadata: What the run knows.
             expect: See `Store.put_snapshot`.
+            unchanged: Likewise.
+            verify_capture: Likewise.
             timeout_seconds: With `group`: when to give up on ranks that do not come.
         """
         state, rank_state = self._sides(group, gradients)
@@ -135,6 +141,8 @@ class TrainingState:
             metrics=metrics,
             metadata=metadata,
             expect=expect,
+            unchanged=unchanged,
+            verify_capture=verify_capture,
             group=group,
             rank_state=rank_state,
             timeout_seconds=timeout_seconds,

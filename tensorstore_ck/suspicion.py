@@ -1,0 +1,384 @@
+"""Saves whose content contradicts what they say: no weight moved though the step did, or an optimizer counted other steps.
+
+Such a state is stored faithfully all the same; but others lost weeks to asynchronous saves that were bit-identical, and to an optimizer of
+another step than its weights. What is compared with the snapshots before are block ids and the bytes of small tensors in their parts: no
+tensor is read again. Each rank examines its own part; whoever publishes judges what all have found.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal, NamedTuple, cast, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.envelope import Body, take
+from tensorstore_ck.errors import InvalidOptionError, StoreError, SuspiciousSaveError
+from tensorstore_ck.ids import DIGEST_BYTES, Digest
+from tensorstore_ck.layout import Captured
+from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.part import Part, decode_values
+from tensorstore_ck.partwriter import WrittenPart
+from tensorstore_ck.record import NOTE, Record, decode_metadata, record_name
+from tensorstore_ck.sampling import Finiteness, is_floating
+from tensorstore_ck.stepcounters import find_counters
+
+LOOK_BACK: Final = 4
+"""How many of a ref's last snapshots a put is compared with, if it looks suspicious beside the last one."""
+JUMP: Final = 2.0
+"""A share of elements that are not finite which grows by more than this factor is worth a warning."""
+
+Unchanged = Literal["warn", "error", "ok"]
+
+_NUMBERS: Final = {"float64": "<f8", "float32": "<f4", "int64": "<i8", "int32": "<i4", "uint64": "<u8", "uint32": "<u4"}
+
+
+class SuspiciousSaveWarning(UserWarning):
+    """A save was published as it was given, but its content contradicts its step; or much of it is suddenly not finite."""
+
+
+class Claim(NamedTuple):
+    """What a put says of its content."""
+
+    ref: str
+    step: int | None
+    parent: Digest | None
+
+
+class Checks(NamedTuple):
+    """What a put is checked for."""
+
+    unchanged: Unchanged = "ok"
+    """What to do when its content contradicts its step."""
+    verify_capture: float = 0.0
+    """What share of larger tensors is read a second time; 0: nothing is."""
+
+
+def require_checks(unchanged: object, verify_capture: object) -> Checks:
+    """Checks the options of a put.
+
+    Raises:
+        InvalidOptionError: one is not what it must be.
+    """
+    if unchanged not in get_args(Unchanged):
+        raise InvalidOptionError(f"unchanged must be 'warn', 'error' or 'ok', not {unchanged!r}", object_id="unchanged")
+    if isinstance(verify_capture, bool) or not isinstance(verify_capture, int | float) or not 0 <= verify_capture <= 1:
+        raise InvalidOptionError(f"verify_capture must be a share from 0.0 to 1.0, not {verify_capture!r}", object_id="verify_capture")
+    return Checks(cast(Unchanged, unchanged), float(verify_capture))
+
+
+@dataclass(slots=True)
+class Counts:
+    """The step counters of one optimizer, on one rank or on all."""
+
+    least: float
+    most: float
+    may_skip: bool
+    """Whether a gradient scaler lets it skip steps."""
+    least_before: float | None = None
+    """In the snapshot before; None where that is not comparable."""
+    most_before: float | None = None
+    most_earlier: float | None = None
+    """In the one before that, as far as it was looked at."""
+    steps_earlier: int = 0
+    """Between those two."""
+
+    def merge(self, other: "Counts") -> None:
+        """Takes in those of another rank."""
+        self.least, self.most = min(self.least, other.least), max(self.most, other.most)
+        self.least_before = _known(min, self.least_before, other.least_before)
+        self.most_before = _known(max, self.most_before, other.most_before)
+        self.most_earlier = _known(max, self.most_earlier, other.most_earlier)
+        self.steps_earlier = max(self.steps_earlier, other.steps_earlier)
+
+
+@dataclass(slots=True)
+class Findings:
+    """What one rank found in its part, or all in theirs."""
+
+    has_moved: bool = True
+    """Whether a floating tensor differs from the snapshot before, or that cannot be told."""
+    had_moved: bool = False
+    """Whether one of those that do not differ did in the snapshots before."""
+    elements: int = 0
+    """Of the sample."""
+    non_finite: int = 0
+    non_finite_moved: int = 0
+    """In what differs from the snapshot before."""
+    counts: dict[str, Counts] = field(default_factory=dict)
+    """By optimizer."""
+
+    def record(self) -> Body:
+        """As it travels."""
+        return asdict(self)
+
+    @classmethod
+    def of_record(cls, record: Body) -> "Findings":
+        """What `record` made."""
+        counts = {str(name): Counts(**each) for name, each in take(record, "counts", dict).items()}
+        return cls(**{**record, "counts": counts})
+
+    @property
+    def finiteness(self) -> Finiteness:
+        """Of the sample."""
+        return Finiteness(self.elements, self.non_finite)
+
+
+def merged(several: Sequence[Findings]) -> Findings:
+    """What all ranks have found."""
+    found = Findings(any(each.has_moved for each in several), any(each.had_moved for each in several))
+    for each in several:
+        found.elements += each.elements
+        found.non_finite += each.non_finite
+        found.non_finite_moved += each.non_finite_moved
+        for name, counts in each.counts.items():
+            found.counts.setdefault(name, counts).merge(counts)
+    return found
+
+
+class _Before(NamedTuple):
+    """A snapshot of the ref, and the part of it that is like the one to be published."""
+
+    info: SnapshotInfo
+    part: Part
+
+
+class Examiner:
+    """Compares a part that one rank has written with its predecessors."""
+
+    def __init__(self, engine: Engine, written: WrittenPart, captured: Captured, claim: Claim) -> None:
+        self._engine = engine
+        self._part = written.part
+        self._tensors = written.tensors
+        self._captured = captured
+        self._step = claim.step
+        self._past = self._find_past(claim.parent, claim.ref)
+        self._known: list[_Before] = []
+        specs = captured.layout.tensors
+        self._counters = find_counters(captured.layout)
+        counting = {each.number for each in self._counters.found if each.kind == "tensor"}
+        kinds = {kind: is_floating(*kind) for kind in {spec[1:3] for spec in specs}}
+        self._is_float = [kinds[spec[1:3]] and number not in counting for number, spec in enumerate(specs)]
+
+    def examine(self) -> Findings:
+        """Looks back no further than it must."""
+        sample, finiteness = self._tensors.sample, self._tensors.sample.finiteness
+        found = Findings(elements=finiteness.elements, non_finite=finiteness.non_finite)
+        before = self._before(0)
+        if before is None or finiteness.non_finite == 0:
+            found.non_finite_moved = 0
+        else:
+            rows, small = set(self._moved_rows(before.part)), set(self._moved_inline(before.part))
+            found.non_finite_moved = sum(count for row, count in sample.non_finite_rows.items() if row in rows)
+            found.non_finite_moved += sum(count for number, count in sample.non_finite_inline.items() if number in small)
+        if before is not None:
+            found.has_moved = self._has_moved(before.part)
+            is_later = self._step is not None and before.info.step is not None and self._step > before.info.step
+            if not found.has_moved and is_later:
+                found.had_moved = any(self._has_moved(each.part) for each in self._all_before())
+        self._count(found)
+        return found
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def _has_moved(self, before: Part) -> bool:
+        rows, inlined, is_float = self._tensors.rows, self._tensors.inlined, self._is_float
+        if any(is_float[rows[row].tensor] for row in self._moved_rows(before)):
+            return True
+        return any(is_float[inlined[number].tensor] for number in self._moved_inline(before))
+
+    def _moved_rows(self, before: Part) -> list[int]:
+        """The blocks of tensors that differ."""
+        own, other = _tensor_ids(self._part), _tensor_ids(before)
+        return np.flatnonzero((own != other).any(axis=1)).tolist()
+
+    def _moved_inline(self, before: Part) -> Iterator[int]:
+        """The small tensors that differ."""
+        if self._part.inline != before.inline:
+            for number, (_, _, at, size) in enumerate(self._tensors.inlined):
+                if self._part.inline[at : at + size] != before.inline[at : at + size]:
+                    yield number
+
+    # --- counters -----------------------------------------------------------------------------------------------------
+
+    def _count(self, found: Findings) -> None:
+        if not self._counters.found:
+            return
+        now, before = self._read_counters(self._part), self._before(0)
+        then = {} if before is None else self._read_counters(before.part)
+        for name, values in now.items():
+            counts = found.counts[name] = Counts(min(values), max(values), self._counters.may_skip)
+            if before is None or name not in then:
+                continue
+            counts.least_before, counts.most_before = min(then[name]), max(then[name])
+            steps = _between(before.info.step, self._step)
+            earlier = self._before(1) if steps and counts.most - counts.most_before != steps else None
+            if earlier is not None and (seen := self._read_counters(earlier.part).get(name)):
+                counts.steps_earlier = _between(earlier.info.step, before.info.step) or 0
+                counts.most_earlier = max(seen) if counts.steps_earlier else None
+
+    def _read_counters(self, part: Part) -> dict[str, list[float]]:
+        """The counters in this part or one that is like it, by optimizer."""
+        places = {each.tensor: each for each in self._tensors.inlined} if self._counters.found else {}
+        values: Sequence[Any] | None = None
+        found: dict[str, list[float]] = {}
+        for counter in self._counters.found:
+            number: object = None
+            if counter.kind == "tensor":
+                spec, place = self._captured.layout.tensors[counter.number], places.get(counter.number)
+                if place is not None and spec.dtype in _NUMBERS:
+                    number = np.frombuffer(part.inline, _NUMBERS[spec.dtype], 1, place.offset)[0].item()
+            else:
+                values = decode_values(part, "a part") if values is None else values
+                number = values[counter.number] if counter.number < len(values) else None
+            if type(number) in (int, float) and abs(cast(float, number)) < 2**53:
+                found.setdefault(counter.optimizer, []).append(cast(float, number))
+        return found
+
+    # --- the snapshots before -----------------------------------------------------------------------------------------
+
+    def _before(self, number: int) -> _Before | None:
+        """The snapshot before, or the one before that ...; None where there is none that can be compared."""
+        while len(self._known) <= number:
+            following = next(self._past, None)
+            if following is None:
+                return None
+            self._known.append(following)
+        return self._known[number]
+
+    def _all_before(self) -> Iterator[_Before]:
+        for number in range(1, LOOK_BACK + 1):
+            before = self._before(number)
+            if before is None:
+                return
+            yield before
+
+    def _find_past(self, root: Digest | None, ref: str) -> Iterator[_Before]:
+        view = self._engine.log.view()
+        while root is not None:
+            info = _find(view, root)
+            if info is None or info.ref != ref:
+                return
+            try:
+                record = self._engine.recent_record(info)
+                part = self._read_alike(record)
+            except StoreError:  # to look back is no reason to fail: what cannot be read is not compared with
+                return
+            if part is None:
+                return
+            yield _Before(info, part)
+            root = info.parent
+
+    def _read_alike(self, record: Record) -> Part | None:
+        """The part in the same place, if it has the same tensors in the same places."""
+        own = self._part
+        places = range(len(record.parts)) if own.rank < own.world_size else range(own.world_size, len(record.parts))
+        if own.rank not in places:
+            return None
+        part = self._engine.read_part(record, own.rank)
+        is_alike = (part.layout_id, part.world_size, part.layout_of, part.regions) == (
+            own.layout_id,
+            own.world_size,
+            own.layout_of,
+            own.regions,
+        )
+        return part if is_alike and len(_tensor_ids(part)) == len(_tensor_ids(own)) and len(part.inline) == len(own.inline) else None
+
+
+def judge(engine: Engine, found: Findings, checks: Checks, claim: Claim) -> None:
+    """Warns of what was found, or refuses it; nothing is published yet.
+
+    Raises:
+        SuspiciousSaveError: it is not to be published like that.
+    """
+    ref, step, parent = claim
+    info = _find(engine.log.view(), parent) if parent is not None else None
+    before = info if info is not None and info.ref == ref else None
+    doubts = [] if checks.unchanged == "ok" else list(_doubts(found, before, step))
+    if doubts and checks.unchanged == "error":
+        said = "; ".join(doubts)
+        raise SuspiciousSaveError(f"nothing was published to {ref!r}: {said} (unchanged='warn' publishes it with a warning)", object_id=ref)
+    address = ref if step is None else f"{ref}@{step}"
+    for doubt in doubts:
+        warnings.warn(f"{address}: {doubt} (unchanged='ok' is for saves that are meant to be so)", SuspiciousSaveWarning, stacklevel=2)
+    share = found.non_finite_moved / found.elements if found.non_finite_moved else 0.0
+    if share and before is not None and share > JUMP * (known := _noted_share(engine, before)):
+        warnings.warn(
+            f"{address}: {found.finiteness.share:.2%} of the floating numbers that were sampled are NaN or infinite, and {known:.2%} were "
+            f"in the save before{_at(before)}: the training has likely diverged, and no save from here on may be worth resuming from",
+            SuspiciousSaveWarning,
+            stacklevel=2,
+        )
+
+
+def _doubts(found: Findings, before: SnapshotInfo | None, step: int | None) -> Iterator[str]:
+    steps = _between(before.step, step) if before is not None else None
+    if steps and before is not None and not found.has_moved and found.had_moved:
+        yield (
+            f"no floating tensor differs from the save before{_at(before)}, though the step moved on by {steps} and tensors changed "
+            "in earlier saves: is the state that is saved still the one that is trained?"
+        )
+    for name, counts in found.counts.items():
+        title = f"the step counters of the optimizer{f' at {name!r}' if name else ''}"
+        if counts.least != counts.most and (
+            before is None or (counts.most_before is not None and counts.least_before == counts.most_before)
+        ):
+            yield f"{title} are from {counts.least:g} to {counts.most:g}: was it captured in the middle of a step?"
+        expected = _expected(counts, before, steps)
+        if expected is not None and before is not None:
+            yield (
+                f"{title} are at {counts.most:g}; in the save before{_at(before)} they were at {counts.most_before:g}, and {steps} steps "
+                f"lie between, which makes {expected}: are the weights and the optimizer of one step?"
+            )
+
+
+def _expected(counts: Counts, before: SnapshotInfo | None, steps: int | None) -> str | None:
+    """What the counters should be, where they are not; None where they are, or where nobody can tell what they should be.
+
+    They count what ``step=`` counts if they were equal, or moved on alike before. Where they count something else, such as steps with
+    several micro-batches each, they must at least move as they did before.
+    """
+    then, earlier, most = counts.most_before, counts.most_earlier, counts.most
+    if not steps or before is None or then is None or most == then + steps:
+        return None
+    if then == before.step or (earlier is not None and then - earlier == counts.steps_earlier):
+        may_have_skipped = counts.may_skip and then + (steps > 1) <= most < then + steps
+        return None if may_have_skipped else f"{then + steps:g}"
+    is_stuck = most == then and earlier is not None and earlier < then and counts.steps_earlier <= steps
+    return "more" if is_stuck else None
+
+
+def _at(info: SnapshotInfo) -> str:
+    return "" if info.step is None else f" (step {info.step})"
+
+
+def _between(first: int | None, second: int | None) -> int | None:
+    """The steps from one to the other, if that is forward."""
+    return second - first if first is not None and second is not None and second > first else None
+
+
+def _find(view: RefTable, root: Digest) -> SnapshotInfo | None:
+    """A snapshot that is published, or staged."""
+    return view.by_root(root) or next((info for _, info in view.all_staged() if info.root == root), None)
+
+
+def _noted_share(engine: Engine, info: SnapshotInfo) -> float:
+    """What a snapshot's metadata says of numbers that are not finite."""
+    try:
+        note = decode_metadata(engine.recent_record(info), record_name(info.ulid)).get(NOTE)
+    except StoreError:
+        return 0.0
+    share = note.get("non_finite") if isinstance(note, dict) else None
+    return share if isinstance(share, float) else 0.0
+
+
+def _tensor_ids(part: Part) -> npt.NDArray[np.uint64]:
+    """The ids of the tensors' blocks, a row each."""
+    first = int(part.blobs["blocks"].sum(dtype=np.int64))
+    return np.frombuffer(part.ids, "<u8").reshape(-1, DIGEST_BYTES // 8)[first:]
+
+
+def _known(choose: Any, one: float | None, other: float | None) -> float | None:
+    return other if one is None else one if other is None else choose(one, other)
