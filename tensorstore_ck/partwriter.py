@@ -192,20 +192,21 @@ def write_tensors(
         FrozenChangedError: a tensor that was said to be frozen has other bytes than when it was last read.
     """
     sample = CaptureSample(captured, sampling)
-    inline: list[bytes] = []
+    inline: list[memoryview] = []
     inlined: list[Inline] = []
     inline_size = 0
     blocks: list[TensorBlock] = []
     for tensor, start, share in places_of(captured, seat, block_bytes):
         if share.is_inline:
             size = share.lengths[0]
-            inline.append(bytes(captured.sources[tensor].read(start, start + size)))
+            inline.append(captured.sources[tensor].read(start, start + size))
             inlined.append(Inline(tensor, start, inline_size, size))
             inline_size += size
             continue
         for length in share.lengths:
             blocks.append(TensorBlock(len(blocks), tensor, start, start + length))
             start += length
+    small = b"".join(inline)
     ids = [ZERO_DIGEST] * len(blocks)
     frozen = _rows_of_frozen(captured, blocks)
     for tensor in [*frozen]:
@@ -245,8 +246,7 @@ def write_tensors(
         for_each(_runs(unread), store, cpu_threads() + 1)
     for tensor, rows in frozen.items():
         _note_frozen(captured, tensor, [ids[row] for row in rows])
-    small = b"".join(inline)
-    sample.note_inline(inlined, small)
+    sample.note_inline(inlined, inline, small)
     return TensorBlocks(ids, small, blocks, inlined, sample)
 
 

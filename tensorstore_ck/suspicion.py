@@ -28,7 +28,7 @@ from tensorstore_ck.stepcounters import find_counters
 LOOK_BACK: Final = 4
 """How many of a ref's last snapshots a put is compared with, if it looks suspicious beside the last one."""
 JUMP: Final = 2.0
-"""A share of elements that are not finite which grows by more than this factor is worth a warning."""
+"""A share of numbers that are not finite which grows by more than this factor, but for tensors that are as before, is worth a warning."""
 
 Unchanged = Literal["warn", "error", "ok"]
 
@@ -296,18 +296,22 @@ def judge(engine: Engine, found: Findings, checks: Checks, claim: Claim) -> None
     ref, step, parent = claim
     info = _find(engine.log.view(), parent) if parent is not None else None
     before = info if info is not None and info.ref == ref else None
-    doubts = [] if checks.unchanged == "ok" else list(_doubts(found, before, step))
+    doubts = "; ".join([] if checks.unchanged == "ok" else _doubts(found, before, step))
     if doubts and checks.unchanged == "error":
-        said = "; ".join(doubts)
-        raise SuspiciousSaveError(f"nothing was published to {ref!r}: {said} (unchanged='warn' publishes it with a warning)", object_id=ref)
+        raise SuspiciousSaveError(
+            f"nothing was published to {ref!r}: {doubts} (unchanged='warn' publishes it with a warning)", object_id=ref
+        )
     address = ref if step is None else f"{ref}@{step}"
-    for doubt in doubts:
-        warnings.warn(f"{address}: {doubt} (unchanged='ok' is for saves that are meant to be so)", SuspiciousSaveWarning, stacklevel=2)
-    share = found.non_finite_moved / found.elements if found.non_finite_moved else 0.0
-    if share and before is not None and share > JUMP * (known := _noted_share(engine, before)):
+    if doubts:
+        warnings.warn(f"{address}: {doubts} (unchanged='ok' is for saves that are meant to be so)", SuspiciousSaveWarning, stacklevel=2)
+    if before is None or not found.non_finite_moved:
+        return
+    moved, share = found.non_finite_moved / found.elements, found.finiteness.share
+    known = _noted_share(engine, before)
+    if moved > JUMP * max(0.0, known - (share - moved)):
         warnings.warn(
-            f"{address}: {found.finiteness.share:.2%} of the floating numbers that were sampled are NaN or infinite, and {known:.2%} were "
-            f"in the save before{_at(before)}: the training has likely diverged, and no save from here on may be worth resuming from",
+            f"{address}: {share:.2%} of the floating numbers that were sampled are NaN or infinite, and {known:.2%} were in the save "
+            f"before{_at(before)}: the training has likely diverged, and no save from here on may be worth resuming from",
             SuspiciousSaveWarning,
             stacklevel=2,
         )
