@@ -250,10 +250,15 @@ def write_tensors(
     return TensorBlocks(ids, small, blocks, inlined, sample)
 
 
-def inline_bytes(captured: Captured, seat: Seat, block_bytes: int) -> bytes:
+def inline_of(captured: Captured, seat: Seat, block_bytes: int) -> tuple[list[Inline], bytes]:
     """What of the tensors lies inside the part."""
-    found = places_of(captured, seat, block_bytes)
-    return b"".join(captured.sources[tensor].read(start, start + share.lengths[0]) for tensor, start, share in found if share.is_inline)
+    inlined: list[Inline] = []
+    data = bytearray()
+    for tensor, start, share in places_of(captured, seat, block_bytes):
+        if share.is_inline:
+            inlined.append(Inline(tensor, start, len(data), share.lengths[0]))
+            data += captured.sources[tensor].read(start, start + share.lengths[0])
+    return inlined, bytes(data)
 
 
 def places_of(captured: Captured, seat: Seat, block_bytes: int) -> Iterator[tuple[int, int, Share]]:

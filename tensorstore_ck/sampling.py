@@ -127,7 +127,7 @@ class CaptureSample:
         self.non_finite_rows: dict[int, int] = {}
         """Row of a block -> how many, where there are any."""
         self.non_finite_inline: dict[int, int] = {}
-        """Likewise, by the number of the small tensor."""
+        """Likewise, by the number of a small tensor."""
 
     def note(self, row: int, tensor: int, start: int, data: memoryview | bytes) -> None:
         """A block as it was read, before it is hashed and stored; it begins at `start` of its tensor."""
@@ -158,10 +158,10 @@ class CaptureSample:
             several, item_bytes = inlined[first:last], tensors[each.tensor].item_bytes
             found = count_non_finite(memoryview(data)[several[0].offset : each.offset + each.size_bytes], kind, item_bytes)
             self._elements += found.elements
-            for number, small in enumerate(several, first) if found.non_finite else ():
+            for small in several if found.non_finite else ():
                 some = count_non_finite(memoryview(data)[small.offset : small.offset + small.size_bytes], kind, item_bytes)
                 if some.non_finite:
-                    self.non_finite_inline[number] = some.non_finite
+                    self.non_finite_inline[small.tensor] = self.non_finite_inline.get(small.tensor, 0) + some.non_finite
             first = last
 
     @property

@@ -167,12 +167,11 @@ class Examiner:
         sample, finiteness = self._tensors.sample, self._tensors.sample.finiteness
         found = Findings(elements=finiteness.elements, non_finite=finiteness.non_finite)
         before = self._before(0)
-        if before is None or finiteness.non_finite == 0:
-            found.non_finite_moved = 0
-        else:
-            rows, small = set(self._moved_rows(before.part)), set(self._moved_inline(before.part))
+        if before is not None and finiteness.non_finite:
+            rows = set(self._moved_rows(before.part))
+            small = {self._tensors.inlined[number].tensor for number in self._moved_inline(before.part)}
             found.non_finite_moved = sum(count for row, count in sample.non_finite_rows.items() if row in rows)
-            found.non_finite_moved += sum(count for number, count in sample.non_finite_inline.items() if number in small)
+            found.non_finite_moved += sum(count for tensor, count in sample.non_finite_inline.items() if tensor in small)
         if before is not None:
             found.has_moved = self._has_moved(before.part)
             is_later = self._step is not None and before.info.step is not None and self._step > before.info.step

@@ -1,7 +1,9 @@
 """What each rank of the pool does when a test of many ranks asks it to. Puts stay under way between two requests."""
 
 import threading
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,6 +163,20 @@ def keep(step: int, changes: bool) -> Ending:
         side.puts[step] = side.store.put_snapshot_async(state, ref="job", step=step, frozen=["model.w"], **options)
 
     return ending(do)
+
+
+def put_moved(step: int, moves: list[int], options: dict[str, Any]) -> tuple[Ending, list[str]]:
+    """Puts, and waits: a tensor of which each rank has a share has moved on these ranks. Also what was warned of."""
+    side, rank = SIDES[-1], dist.get_rank()
+    side.frozen = side.frozen if side.frozen is not None else state_of(1, rank, side.ranks)["model"]["w"]
+    if rank in moves:
+        side.frozen.to_local().add_(1)
+    state = {"w": side.frozen, "optimizer": {"state": {0: {"step": torch.tensor(float(options.pop("count", step)))}}}}
+    put = partial(side.store.put_snapshot, state, ref="job", step=step, group=GROUPS[side.ranks], timeout_seconds=TIMEOUT_SECONDS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ended = ending(lambda: put(**options))
+    return ended, [str(each.message) for each in caught]
 
 
 def put_now(step: int) -> Ending:

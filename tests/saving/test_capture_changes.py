@@ -144,7 +144,7 @@ def test_the_share_that_is_compared(place: Scene, during_put: Any) -> None:
 def test_at_most_three_are_named(place: Scene, during_put: Any) -> None:
     state = {f"t{number}": torch.zeros(5) for number in range(6)}
     during_put(lambda: [each.add_(1) for each in state.values()])
-    with pytest.raises(CaptureChangedError, match="^t0, t1, t2 and 3 more changed"):
+    with pytest.raises(CaptureChangedError, match=r"^t0, t1, t2 and 3 more changed"):
         place.store.put_snapshot(state, ref="job")
 
 

@@ -14,6 +14,8 @@ from torch import nn
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidOptionError, SuspiciousSaveError
 from tensorstore_ck.suspicion import SuspiciousSaveWarning
+from tests.ranks.pool import Pool, make_store
+from tests.saving import rank_side
 from tests.saving.places import Scene, scene
 
 HIDDEN = 96
@@ -308,7 +310,7 @@ def test_a_training_state(place: Scene) -> None:
             job.train()
             training.put(place.store, ref="job", step=step)
     job.train()
-    with pytest.raises(SuspiciousSaveError, match="at 'optimizer' are at 3; .* makes 9"):
+    with pytest.raises(SuspiciousSaveError, match=r"at 'optimizer' are at 3; .* makes 9"):
         training.put(place.store, ref="job", step=9, unchanged="error")
     with pytest.warns(SuspiciousSaveWarning, match="makes 9"):
         training.put_async(place.store, ref="job", step=9).wait()
@@ -380,3 +382,35 @@ def test_the_key_is_the_stores_own(place: Scene) -> None:
         place.store.put_snapshot({"w": weights(1)}, ref="job", metadata={"tsck": 1})
     place.store.put_snapshot({"w": weights(1)}, ref="job", metadata={"tsck": {"non_finite": 0.5}, "lr": 1})  # of another snapshot
     assert place.store.show("job").metadata == {"lr": 1}
+
+
+# --- many ranks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(120)
+def test_ranks_judge_together(pool: Pool, tmp_path: Path) -> None:
+    def put(step: int, moves: list[int], **options: Any) -> tuple[set[str], list[str]]:
+        """How it ended, and what was warned of on any rank."""
+        ends = pool.run(rank_side.put_moved, step, moves, options, ranks=2)
+        return {f"{kind} {text}" if kind != "published" else kind for (kind, text), _ in ends}, [text for _, told in ends for text in told]
+
+    make_store(tmp_path, block_bytes=64 << 10)
+    pool.run(rank_side.begin, str(tmp_path), 2, [None, None], ranks=2)
+    for step, moves in ((1, [0, 1]), (2, [0, 1]), (3, [1]), (4, [0]), (5, [0])):
+        assert put(step, moves) == ({"published"}, [])
+    ended, told = put(6, [])
+    assert ended == {"published"}
+    assert len(told) == 1
+    assert "job@6: no floating tensor differs from the save before (step 5)" in told[0]
+    ended, told = put(7, [0, 1], count=9)
+    assert ended == {"published"}
+    assert len(told) == 1
+    assert "are at 9; in the save before (step 6) they were at 6" in told[0]
+    ended, told = put(8, [], unchanged="error")
+    assert not told
+    assert len(ended) == 1  # all ranks raise the same
+    assert "rank 0: SuspiciousSaveError: nothing was published to 'job': no floating tensor" in ended.pop()
+    assert put(10, [0]) == ({"published"}, [])
+    pool.run(rank_side.end, ranks=2)
+    with tsck.open(tmp_path / "store", cache_dir=tmp_path / "look") as store:
+        assert [snapshot.step for snapshot in store.log("job")] == [10, 7, 6, 5, 4, 3, 2, 1]
