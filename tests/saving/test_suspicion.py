@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
 from torch import nn
 
 import tensorstore_ck as tsck
+from tensorstore_ck.cli.app import main
 from tensorstore_ck.errors import InvalidOptionError, SuspiciousSaveError
 from tensorstore_ck.suspicion import SuspiciousSaveWarning
 from tests.ranks.pool import Pool, make_store
@@ -414,3 +417,19 @@ def test_ranks_judge_together(pool: Pool, tmp_path: Path) -> None:
     pool.run(rank_side.end, ranks=2)
     with tsck.open(tmp_path / "store", cache_dir=tmp_path / "look") as store:
         assert [snapshot.step for snapshot in store.log("job")] == [10, 7, 6, 5, 4, 3, 2, 1]
+
+
+# --- files ----------------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_what_they_are(tmp_path: Path) -> None:
+    """Whoever brings in files of the same weights means to; and what the store said of them elsewhere is no metadata of theirs."""
+    for number, seed in enumerate((1, 2, 2), start=1):
+        save_file({"w": weights(seed), "n": torch.arange(5)}, tmp_path / f"{number}.safetensors", {"tsck": '{"non_finite": 0.5}', "by": "me"})
+    with tsck.open(tmp_path / "store", create=True) as store, no_warning():
+        for number in (1, 2, 3):
+            tsck.import_checkpoint(store, tmp_path / f"{number}.safetensors", ref="imported", step=number)
+            arguments = ["-s", str(tmp_path / "store"), "--ref", "put", "--step", str(number)]
+            done = CliRunner().invoke(main, ["put", str(tmp_path / f"{number}.safetensors"), *arguments])
+            assert done.exit_code == 0, done.output
+        assert [store.show(ref).metadata for ref in ("imported", "put")] == [{"by": "me"}] * 2
