@@ -81,9 +81,9 @@ class Counts:
     """In the snapshot before; None where that is not comparable."""
     most_before: float | None = None
     most_earlier: float | None = None
-    """In the one before that, as far as it was looked at."""
+    """In one before that, as far as it was looked at."""
     steps_earlier: int = 0
-    """Between those two."""
+    """Between those two: more than one."""
 
     def merge(self, other: "Counts") -> None:
         """Takes in those of another rank."""
@@ -213,10 +213,16 @@ class Examiner:
                 continue
             counts.least_before, counts.most_before = min(then[name]), max(then[name])
             steps = _between(before.info.step, self._step)
-            earlier = self._before(1) if steps and counts.most - counts.most_before != steps else None
-            if earlier is not None and (seen := self._read_counters(earlier.part).get(name)):
-                counts.steps_earlier = _between(earlier.info.step, before.info.step) or 0
-                counts.most_earlier = max(seen) if counts.steps_earlier else None
+            if steps and counts.most - counts.most_before != steps:
+                self._look_back(name, before, counts)
+
+    def _look_back(self, name: str, before: _Before, counts: Counts) -> None:
+        """How the counters moved before. Over one step alone, those of steps with several micro-batches may move on by one, too."""
+        for earlier in self._all_before():
+            between = _between(earlier.info.step, before.info.step) or 0
+            if between > 1 and (seen := self._read_counters(earlier.part).get(name)):
+                counts.most_earlier, counts.steps_earlier = max(seen), between
+                return
 
     def _read_counters(self, part: Part) -> dict[str, list[float]]:
         """The counters in this part or one that is like it, by optimizer."""
@@ -349,7 +355,7 @@ def _expected(counts: Counts, before: SnapshotInfo | None, steps: int | None) ->
     if then == before.step or (earlier is not None and then - earlier == counts.steps_earlier):
         may_have_skipped = counts.may_skip and then + (steps > 1) <= most < then + steps
         return None if may_have_skipped else f"{then + steps:g}"
-    is_stuck = most == then and earlier is not None and earlier < then and counts.steps_earlier <= steps
+    is_stuck = most == then and earlier is not None and earlier < then - 1 and counts.steps_earlier <= steps
     return "more" if is_stuck else None
 
 

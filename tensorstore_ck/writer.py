@@ -21,7 +21,7 @@ from tensorstore_ck.part import Part
 from tensorstore_ck.partwriter import ALONE, WrittenPart, write_part
 from tensorstore_ck.record import Record, record_name, with_note
 from tensorstore_ck.retention import expire_at_put
-from tensorstore_ck.sampling import Sampling, turn_of
+from tensorstore_ck.sampling import Finiteness, Sampling, turn_of
 from tensorstore_ck.suspicion import Checks, Claim, Examiner, Findings, judge
 
 MAX_TRIES: Final = 4
@@ -68,15 +68,17 @@ class PutRequest(NamedTuple):
         return Examiner(engine, written, captured, self.claim).examine()
 
     def judged(self, engine: Engine, found: Findings) -> "PutRequest":
-        """The same, with the share of numbers that are not finite in its metadata; what is suspicious is told first.
+        """As `noted`, after what all ranks found was judged.
 
         Raises:
             SuspiciousSaveError: it is not to be published like that.
         """
         judge(engine, found, self.checks, self.claim)
-        if not found.non_finite:
-            return self
-        return self._replace(metadata=with_note(self.metadata, {"non_finite": found.finiteness.share}))
+        return self.noted(found.finiteness)
+
+    def noted(self, finiteness: Finiteness) -> "PutRequest":
+        """The same, with the share of numbers that are not finite in its metadata."""
+        return self._replace(metadata=with_note(self.metadata, {"non_finite": finiteness.share})) if finiteness.non_finite else self
 
 
 def put(engine: Engine, captured: Captured, request: PutRequest, meter: Meter | None = None) -> SnapshotInfo:

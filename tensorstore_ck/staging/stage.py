@@ -194,7 +194,10 @@ def _stage_alone(
             meter=meter,
             sampling=request.sampling,
         )
-        request = request.judged(engine, request.examine(engine, written, captured))
+        if offline:  # nothing is compared with what may have to be read from the store
+            request = request.noted(written.tensors.sample.finiteness)
+        else:
+            request = request.judged(engine, request.examine(engine, written, captured))
         parts = [checked_parts(stager.engine, [written], anchor, sync=not offline)]
         record = record_of(engine, request, parts, logical_bytes=captured.logical_bytes)
         stager.engine.backend.put(record_name(txn), record.encode())
