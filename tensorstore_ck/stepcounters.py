@@ -67,15 +67,20 @@ class _Walk:
             self.visit(node[2], path, "", 0)
 
     def _visit_children(self, keys: Iterable[Any], nodes: Sequence[Node], path: str, optimizer: str, level: int) -> None:
+        if level != 2 and list not in map(type, nodes):
+            self._holes += nodes.count(None)
+            return
         for key, child in zip(keys, nodes, strict=True):
             if level == 2 and key == "step":
                 self._note(child, optimizer)
             if type(child) is not list:
                 self._holes += child is None
-            elif key in _GROUPS and type(key) is str and level == 0:
-                self.visit(child, f"{path}.{key}", path.removeprefix("."), 1)
+            elif level:
+                self.visit(child, path, optimizer, 2 if level == 1 else 0)
+            elif type(key) is str and key in _GROUPS:
+                self.visit(child, path, path, 1)
             else:
-                self.visit(child, f"{path}.{key}" if type(key) in (str, int) else path, optimizer, 2 if level == 1 else 0)
+                self.visit(child, f"{path}.{key}" if path else f"{key}", "", 0)
 
     def _note(self, node: Node, optimizer: str) -> None:
         if node is None:

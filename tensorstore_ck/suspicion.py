@@ -1,8 +1,7 @@
 """Saves whose content contradicts what they say: no weight moved though the step did, or an optimizer counted other steps.
 
 Such a state is stored faithfully all the same; but others lost weeks to asynchronous saves that were bit-identical, and to an optimizer of
-another step than its weights. What is compared with the snapshots before are block ids and the bytes of small tensors in their parts: no
-tensor is read again. Each rank examines its own part; whoever publishes judges what all have found.
+another step than its weights. Each rank examines its own part (`examining`); the one that publishes judges here what all have found.
 """
 
 import warnings
@@ -10,29 +9,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal, NamedTuple, cast, get_args
 
-import numpy as np
-import numpy.typing as npt
-
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import Body, take
 from tensorstore_ck.errors import InvalidOptionError, StoreError, SuspiciousSaveError
-from tensorstore_ck.ids import DIGEST_BYTES, Digest
-from tensorstore_ck.layout import Captured
+from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import RefTable, SnapshotInfo
-from tensorstore_ck.part import Part, decode_values
-from tensorstore_ck.partwriter import WrittenPart
-from tensorstore_ck.record import NOTE, Record, decode_metadata, record_name
-from tensorstore_ck.sampling import Finiteness, is_floating
-from tensorstore_ck.stepcounters import find_counters
+from tensorstore_ck.record import NOTE, decode_metadata, record_name
+from tensorstore_ck.sampling import Finiteness
 
-LOOK_BACK: Final = 4
-"""How many of a ref's last snapshots a put is compared with, if it looks suspicious beside the last one."""
 JUMP: Final = 2.0
 """A share of numbers that are not finite which grows by more than this factor, but for tensors that are as before, is worth a warning."""
 
 Unchanged = Literal["warn", "error", "ok"]
-
-_NUMBERS: Final = {"float64": "<f8", "float32": "<f4", "int64": "<i8", "int32": "<i4", "uint64": "<u8", "uint32": "<u4"}
 
 
 class SuspiciousSaveWarning(UserWarning):
@@ -138,160 +126,6 @@ def merged(several: Sequence[Findings]) -> Findings:
     return found
 
 
-class _Before(NamedTuple):
-    """A snapshot of the ref, and the part of it that is like the one to be published."""
-
-    info: SnapshotInfo
-    part: Part
-
-
-class Examiner:
-    """Compares a part that one rank has written with its predecessors."""
-
-    def __init__(self, engine: Engine, written: WrittenPart, captured: Captured, claim: Claim) -> None:
-        self._engine = engine
-        self._part = written.part
-        self._tensors = written.tensors
-        self._captured = captured
-        self._step = claim.step
-        self._past = self._find_past(claim.parent, claim.ref)
-        self._known: list[_Before] = []
-        specs = captured.layout.tensors
-        self._counters = find_counters(captured.layout)
-        counting = {each.number for each in self._counters.found if each.kind == "tensor"}
-        kinds = {kind: is_floating(*kind) for kind in {spec[1:3] for spec in specs}}
-        self._is_float = [kinds[spec[1:3]] and number not in counting for number, spec in enumerate(specs)]
-
-    def examine(self) -> Findings:
-        """Looks back no further than it must."""
-        sample, finiteness = self._tensors.sample, self._tensors.sample.finiteness
-        found = Findings(elements=finiteness.elements, non_finite=finiteness.non_finite)
-        before = self._before(0)
-        if before is not None and finiteness.non_finite:
-            rows = set(self._moved_rows(before.part))
-            small = {self._tensors.inlined[number].tensor for number in self._moved_inline(before.part)}
-            found.non_finite_moved = sum(count for row, count in sample.non_finite_rows.items() if row in rows)
-            found.non_finite_moved += sum(count for tensor, count in sample.non_finite_inline.items() if tensor in small)
-        if before is not None:
-            found.has_moved = self._has_moved(before.part)
-            is_later = self._step is not None and before.info.step is not None and self._step > before.info.step
-            if not found.has_moved and is_later:
-                found.had_moved = any(self._has_moved(each.part) for each in self._all_before())
-        self._count(found)
-        return found
-
-    # --- weights ------------------------------------------------------------------------------------------------------
-
-    def _has_moved(self, before: Part) -> bool:
-        rows, inlined, is_float = self._tensors.rows, self._tensors.inlined, self._is_float
-        if any(is_float[rows[row].tensor] for row in self._moved_rows(before)):
-            return True
-        return any(is_float[inlined[number].tensor] for number in self._moved_inline(before))
-
-    def _moved_rows(self, before: Part) -> list[int]:
-        """The blocks of tensors that differ."""
-        own, other = _tensor_ids(self._part), _tensor_ids(before)
-        return np.flatnonzero((own != other).any(axis=1)).tolist()
-
-    def _moved_inline(self, before: Part) -> Iterator[int]:
-        """The small tensors that differ."""
-        if self._part.inline != before.inline:
-            for number, (_, _, at, size) in enumerate(self._tensors.inlined):
-                if self._part.inline[at : at + size] != before.inline[at : at + size]:
-                    yield number
-
-    # --- counters -----------------------------------------------------------------------------------------------------
-
-    def _count(self, found: Findings) -> None:
-        if not self._counters.found:
-            return
-        now, before = self._read_counters(self._part), self._before(0)
-        then = {} if before is None else self._read_counters(before.part)
-        for name, values in now.items():
-            counts = found.counts[name] = Counts(min(values), max(values), self._counters.may_skip)
-            if before is None or name not in then:
-                continue
-            counts.least_before, counts.most_before = min(then[name]), max(then[name])
-            steps = _between(before.info.step, self._step)
-            if steps and counts.most - counts.most_before != steps:
-                self._look_back(name, before, counts)
-
-    def _look_back(self, name: str, before: _Before, counts: Counts) -> None:
-        """How the counters moved before. Over one step alone, those of steps with several micro-batches may move on by one, too."""
-        for earlier in self._all_before():
-            between = _between(earlier.info.step, before.info.step) or 0
-            if between > 1 and (seen := self._read_counters(earlier.part).get(name)):
-                counts.most_earlier, counts.steps_earlier = max(seen), between
-                return
-
-    def _read_counters(self, part: Part) -> dict[str, list[float]]:
-        """The counters in this part or one that is like it, by optimizer."""
-        places = {each.tensor: each for each in self._tensors.inlined} if self._counters.found else {}
-        values: Sequence[Any] | None = None
-        found: dict[str, list[float]] = {}
-        for counter in self._counters.found:
-            number: object = None
-            if counter.kind == "tensor":
-                spec, place = self._captured.layout.tensors[counter.number], places.get(counter.number)
-                if place is not None and spec.dtype in _NUMBERS:
-                    number = np.frombuffer(part.inline, _NUMBERS[spec.dtype], 1, place.offset)[0].item()
-            else:
-                values = decode_values(part, "a part") if values is None else values
-                number = values[counter.number] if counter.number < len(values) else None
-            if type(number) in (int, float) and abs(cast(float, number)) < 2**53:
-                found.setdefault(counter.optimizer, []).append(cast(float, number))
-        return found
-
-    # --- the snapshots before -----------------------------------------------------------------------------------------
-
-    def _before(self, number: int) -> _Before | None:
-        """The snapshot before, or the one before that ...; None where there is none that can be compared."""
-        while len(self._known) <= number:
-            following = next(self._past, None)
-            if following is None:
-                return None
-            self._known.append(following)
-        return self._known[number]
-
-    def _all_before(self) -> Iterator[_Before]:
-        for number in range(1, LOOK_BACK + 1):
-            before = self._before(number)
-            if before is None:
-                return
-            yield before
-
-    def _find_past(self, root: Digest | None, ref: str) -> Iterator[_Before]:
-        view = self._engine.log.view()
-        while root is not None:
-            info = _find(view, root)
-            if info is None or info.ref != ref:
-                return
-            try:
-                record = self._engine.recent_record(info)
-                part = self._read_alike(record)
-            except StoreError:  # to look back is no reason to fail: what cannot be read is not compared with
-                return
-            if part is None:
-                return
-            yield _Before(info, part)
-            root = info.parent
-
-    def _read_alike(self, record: Record) -> Part | None:
-        """The part in the same place, if it has the same tensors in the same places."""
-        own = self._part
-        places = range(len(record.parts)) if own.rank < own.world_size else range(own.world_size, len(record.parts))
-        if own.rank not in places:
-            return None
-        part = self._engine.read_part(record, own.rank)
-        is_alike = (part.layout_id, part.world_size, part.layout_of, part.regions) == (
-            own.layout_id,
-            own.world_size,
-            own.layout_of,
-            own.regions,
-        )
-        return part if is_alike and len(_tensor_ids(part)) == len(_tensor_ids(own)) and len(part.inline) == len(own.inline) else None
-
-
 def judge(engine: Engine, found: Findings, checks: Checks, claim: Claim) -> None:
     """Warns of what was found, or refuses it; nothing is published yet.
 
@@ -299,7 +133,7 @@ def judge(engine: Engine, found: Findings, checks: Checks, claim: Claim) -> None
         SuspiciousSaveError: it is not to be published like that.
     """
     ref, step, parent = claim
-    info = _find(engine.log.view(), parent) if parent is not None else None
+    info = find_snapshot(engine.log.view(), parent) if parent is not None else None
     before = info if info is not None and info.ref == ref else None
     doubts = "; ".join([] if checks.unchanged == "ok" else _doubts(found, before, step))
     if doubts and checks.unchanged == "error":
@@ -323,7 +157,7 @@ def judge(engine: Engine, found: Findings, checks: Checks, claim: Claim) -> None
 
 
 def _doubts(found: Findings, before: SnapshotInfo | None, step: int | None) -> Iterator[str]:
-    steps = _between(before.step, step) if before is not None else None
+    steps = steps_between(before.step, step) if before is not None else None
     if steps and before is not None and not found.has_moved and found.had_moved:
         yield (
             f"no floating tensor differs from the save before{_at(before)}, though the step moved on by {steps} and tensors changed "
@@ -363,12 +197,12 @@ def _at(info: SnapshotInfo) -> str:
     return "" if info.step is None else f" (step {info.step})"
 
 
-def _between(first: int | None, second: int | None) -> int | None:
+def steps_between(first: int | None, second: int | None) -> int | None:
     """The steps from one to the other, if that is forward."""
     return second - first if first is not None and second is not None and second > first else None
 
 
-def _find(view: RefTable, root: Digest) -> SnapshotInfo | None:
+def find_snapshot(view: RefTable, root: Digest) -> SnapshotInfo | None:
     """A snapshot that is published, or staged."""
     return view.by_root(root) or next((info for _, info in view.all_staged() if info.root == root), None)
 
@@ -381,12 +215,6 @@ def _noted_share(engine: Engine, info: SnapshotInfo) -> float:
         return 0.0
     share = note.get("non_finite") if isinstance(note, dict) else None
     return share if isinstance(share, float) else 0.0
-
-
-def _tensor_ids(part: Part) -> npt.NDArray[np.uint64]:
-    """The ids of the tensors' blocks, a row each."""
-    first = int(part.blobs["blocks"].sum(dtype=np.int64))
-    return np.frombuffer(part.ids, "<u8").reshape(-1, DIGEST_BYTES // 8)[first:]
 
 
 def _known(choose: Any, one: float | None, other: float | None) -> float | None:

@@ -12,6 +12,7 @@ from tensorstore_ck.closure import condemned_among, resolve
 from tensorstore_ck.codec import Coding
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import ConflictError, InvalidOptionError, MissingObjectError, SnapshotAbortedError, SnapshotExpiredError
+from tensorstore_ck.examining import Examiner
 from tensorstore_ck.ids import Digest, Ulid
 from tensorstore_ck.knownblocks import KnownBlocks
 from tensorstore_ck.layout import Captured
@@ -22,7 +23,7 @@ from tensorstore_ck.partwriter import ALONE, WrittenPart, write_part
 from tensorstore_ck.record import Record, record_name, with_note
 from tensorstore_ck.retention import expire_at_put
 from tensorstore_ck.sampling import Finiteness, Sampling, turn_of
-from tensorstore_ck.suspicion import Checks, Claim, Examiner, Findings, judge
+from tensorstore_ck.suspicion import Checks, Claim, Findings, judge
 
 MAX_TRIES: Final = 4
 

@@ -20,6 +20,7 @@ from torch.futures import Future
 from tensorstore_ck.codec import Coding
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotExpiredError
+from tensorstore_ck.examining import Examiner
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.integrations.dcp.plans import Role, Tiny, assign_roles, held_of, skeleton_of, with_tiny
 from tensorstore_ck.integrations.dcp.skeleton import build_skeleton, items_of_plans
@@ -34,7 +35,7 @@ from tensorstore_ck.sampling import SAMPLE_SHARE, Sampling, turn_of
 from tensorstore_ck.snapshot import Snapshot
 from tensorstore_ck.state.subtree import Subtree
 from tensorstore_ck.store import Store
-from tensorstore_ck.suspicion import Claim, Examiner, Findings, Unchanged, merged, require_checks
+from tensorstore_ck.suspicion import Claim, Findings, Unchanged, merged, require_checks
 from tensorstore_ck.writer import MAX_TRIES, PutRequest, check_expected
 
 
