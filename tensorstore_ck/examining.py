@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.ids import DIGEST_BYTES, Digest
+from tensorstore_ck.ids import DIGEST_BYTES
 from tensorstore_ck.layout import Captured
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.part import Part, decode_values
@@ -43,12 +43,11 @@ class Examiner:
     """Compares a part that one rank has written with its predecessors."""
 
     def __init__(self, engine: Engine, written: WrittenPart, captured: Captured, claim: Claim) -> None:
-        self._engine = engine
         self._part = written.part
         self._tensors = written.tensors
         self._captured = captured
         self._step = claim.step
-        self._past = self._find_past(claim.parent, claim.ref)
+        self._past = _snapshots_before(engine, written.part, claim)
         self._known: list[_Before] = []
         specs = captured.layout.tensors
         self._counters = find_counters(captured.layout)
@@ -163,36 +162,33 @@ class Examiner:
                 return
             yield before
 
-    def _find_past(self, root: Digest | None, ref: str) -> Iterator[_Before]:
-        view = self._engine.log.view()
-        while root is not None:
-            info = find_snapshot(view, root)
-            if info is None or info.ref != ref:
-                return
-            try:
-                record = self._engine.recent_record(info)
-                part = self._read_alike(record)
-            except StoreError:  # to look back is no reason to fail: what cannot be read is not compared with
-                return
-            if part is None:
-                return
-            yield _Before(info, part)
-            root = info.parent
 
-    def _read_alike(self, record: Record) -> Part | None:
-        """The part in the same place, if it has the same tensors in the same places."""
-        own = self._part
-        places = range(len(record.parts)) if own.rank < own.world_size else range(own.world_size, len(record.parts))
-        if own.rank not in places:
-            return None
-        part = self._engine.read_part(record, own.rank)
-        is_alike = (part.layout_id, part.world_size, part.layout_of, part.regions) == (
-            own.layout_id,
-            own.world_size,
-            own.layout_of,
-            own.regions,
-        )
-        return part if is_alike and len(_tensor_ids(part)) == len(_tensor_ids(own)) and len(part.inline) == len(own.inline) else None
+def _snapshots_before(engine: Engine, own: Part, claim: Claim) -> Iterator[_Before]:
+    """Those of the same ref, newest first, as far as they can be compared."""
+    view, root = engine.log.view(), claim.parent
+    while root is not None:
+        info = find_snapshot(view, root)
+        if info is None or info.ref != claim.ref:
+            return
+        try:
+            part = _read_alike(engine, engine.recent_record(info), own)
+        except StoreError:  # to look back is no reason to fail: what cannot be read is not compared with
+            return
+        if part is None:
+            return
+        yield _Before(info, part)
+        root = info.parent
+
+
+def _read_alike(engine: Engine, record: Record, own: Part) -> Part | None:
+    """The part in the same place, if it has the same tensors in the same places."""
+    places = range(len(record.parts)) if own.rank < own.world_size else range(own.world_size, len(record.parts))
+    if own.rank not in places:
+        return None
+    part = engine.read_part(record, own.rank)
+    is_alike = part.layout_id == own.layout_id and part.world_size == own.world_size
+    is_alike = is_alike and part.layout_of == own.layout_of and part.regions == own.regions
+    return part if is_alike and len(_tensor_ids(part)) == len(_tensor_ids(own)) and len(part.inline) == len(own.inline) else None
 
 
 def _tensor_ids(part: Part) -> npt.NDArray[np.uint64]:
