@@ -2,16 +2,20 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import tensorstore_ck as tsck
 from tensorstore_ck import sampling
 from tensorstore_ck.errors import CaptureChangedError, InvalidOptionError
 from tensorstore_ck.sampling import SAMPLE_SHARE, STRIDE_BYTES, pieces
 from tensorstore_ck.state import buffers
+from tests.ranks.pool import Pool, make_store
+from tests.saving import rank_side
 from tests.saving.places import MIB, Scene, scene
 
 LARGE = 10 * MIB
@@ -146,6 +150,19 @@ def test_at_most_three_are_named(place: Scene, during_put: Any) -> None:
     during_put(lambda: [each.add_(1) for each in state.values()])
     with pytest.raises(CaptureChangedError, match=r"^t0, t1, t2 and 3 more changed"):
         place.store.put_snapshot(state, ref="job")
+
+
+@pytest.mark.timeout(120)
+def test_on_one_of_many_ranks(pool: Pool, tmp_path: Path) -> None:
+    make_store(tmp_path, block_bytes=64 << 10)
+    pool.run(rank_side.begin, str(tmp_path), 2, [None, None], ranks=2)
+    for put in (rank_side.put_torn, rank_side.put_torn_beside):
+        endings = pool.run(put, 1, 1, ranks=2)
+        assert all("model.w changed while being captured" in text for _, text in endings), endings
+    assert {kind for kind, _ in pool.run(rank_side.put_torn, 2, None, ranks=2)} == {"published"}
+    pool.run(rank_side.end, ranks=2)
+    with tsck.open(tmp_path / "store", cache_dir=tmp_path / "look") as store:
+        assert [snapshot.step for snapshot in store.log("job")] == [2]
 
 
 # --- the sample -----------------------------------------------------------------------------------------------------------

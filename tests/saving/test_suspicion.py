@@ -117,8 +117,8 @@ def test_a_frozen_base_counts_neither_for_nor_against(place: Scene) -> None:
 
 def test_only_what_is_small_moves(place: Scene) -> None:
     with no_warning():
-        for step in (1, 2, 3):
-            place.store.put_snapshot({"base": weights(0), "bias": torch.full((3,), float(step))}, ref="job", step=step)
+        for step in (1, 2, 3, 4):
+            place.store.put_snapshot({"base": weights(min(step, 2)), "bias": torch.full((3,), float(step))}, ref="job", step=step)
 
 
 @pytest.mark.parametrize("size", [10, 5000])
