@@ -43,7 +43,8 @@ def during_put(place: Scene, monkeypatch: pytest.MonkeyPatch) -> Callable[[Calla
     """Has a thread do something in the middle of the next put that is waited for: its blocks are read, and not yet durable."""
 
     def arrange(work: Callable[[], object]) -> None:
-        real, done = place.gate.call, []
+        real = place.gate.call
+        done: list[str] = []
 
         def call(what: str, *args: Any, **options: Any) -> Any:
             if what.startswith("close") and not done:
@@ -120,8 +121,12 @@ def test_once_it_is_copied_it_may_change(place: Scene) -> None:
 def test_tensors_that_are_not_one_piece_of_memory(place: Scene, during_put: Any, during_capture: Any) -> None:
     for number, arrange in enumerate((during_put, during_capture)):
         put = (place.store.put_snapshot, place.store.put_snapshot_async)[number]
-        state: dict[str, Any] = {"strided": torch.ones(1000, 3000)[:, ::2], "array": np.ones((700, 800))[:, :-1], "own": torch.zeros(5000)}
-        for name in ("strided", "array"):
+        state: dict[str, Any] = {
+            "strided": torch.ones(1000, 3000)[:, ::2],
+            "array": np.ones((700, 800))[:, :-1],
+            "few": torch.ones(6, 6)[:, ::2],
+        }
+        for name in ("strided", "array", "few"):
             arrange(lambda name=name, state=state: np.asarray(state[name]).__setitem__(slice(None), 5))
             with pytest.raises(CaptureChangedError, match=name):
                 put(state, ref=f"job-{number}", step=1, verify_capture=1.0)

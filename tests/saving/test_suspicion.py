@@ -295,7 +295,7 @@ def test_a_gradient_scaler_may_skip_steps(place: Scene) -> None:
     with no_warning():
         for step, steps in ((10, 10), (20, 9), (21, 0), (24, 3)):
             job.train(steps)
-            job.model[0].weight.data += 1e-3
+            next(job.model.parameters()).data += 1e-3
             put(step)
     job.train(12)
     with pytest.warns(SuspiciousSaveWarning, match="which makes 32"):
