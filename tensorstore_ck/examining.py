@@ -21,7 +21,7 @@ from tensorstore_ck.partwriter import WrittenPart
 from tensorstore_ck.record import Record
 from tensorstore_ck.sampling import is_floating
 from tensorstore_ck.stepcounters import find_counters
-from tensorstore_ck.suspicion import Claim, Counts, Findings, find_snapshot, steps_between
+from tensorstore_ck.suspicion import Claim, Counts, Findings, find_snapshot, snapshot_before, steps_between
 
 LOOK_BACK: Final = 4
 """How many of a ref's last snapshots a put is compared with, if it looks suspicious beside the last one."""
@@ -164,12 +164,10 @@ class Examiner:
 
 
 def _snapshots_before(engine: Engine, own: Part, claim: Claim) -> Iterator[_Before]:
-    """Those of the same ref, newest first, as far as they can be compared."""
-    view, root = engine.log.view(), claim.parent
-    while root is not None:
-        info = find_snapshot(view, root)
-        if info is None or info.ref != claim.ref:
-            return
+    """Newest first, as far as they can be compared."""
+    view = engine.log.view()
+    info = snapshot_before(view, claim)
+    while info is not None:
         try:
             part = _read_alike(engine, engine.recent_record(info), own)
         except StoreError:  # to look back is no reason to fail: what cannot be read is not compared with
@@ -177,7 +175,7 @@ def _snapshots_before(engine: Engine, own: Part, claim: Claim) -> Iterator[_Befo
         if part is None:
             return
         yield _Before(info, part)
-        root = info.parent
+        info = find_snapshot(view, info.parent) if info.parent is not None else None
 
 
 def _read_alike(engine: Engine, record: Record, own: Part) -> Part | None:

@@ -132,9 +132,8 @@ def judge(engine: Engine, found: Findings, checks: Checks, claim: Claim) -> None
     Raises:
         SuspiciousSaveError: it is not to be published like that.
     """
-    ref, step, parent = claim
-    info = find_snapshot(engine.log.view(), parent) if parent is not None else None
-    before = info if info is not None and info.ref == ref else None
+    ref, step, _ = claim
+    before = snapshot_before(engine.log.view(), claim)
     doubts = "; ".join([] if checks.unchanged == "ok" else _doubts(found, before, step))
     if doubts and checks.unchanged == "error":
         raise SuspiciousSaveError(
@@ -200,6 +199,13 @@ def _at(info: SnapshotInfo) -> str:
 def steps_between(first: int | None, second: int | None) -> int | None:
     """The steps from one to the other, if that is forward."""
     return second - first if first is not None and second is not None and second > first else None
+
+
+def snapshot_before(view: RefTable, claim: Claim) -> SnapshotInfo | None:
+    """What the put continues; None for the first one to a ref, which may come from anywhere."""
+    info = find_snapshot(view, claim.parent) if claim.parent is not None else None
+    is_of_ref = info is not None and (info.ref == claim.ref or view.branch(claim.ref) is not None)
+    return info if is_of_ref else None
 
 
 def find_snapshot(view: RefTable, root: Digest) -> SnapshotInfo | None:

@@ -153,7 +153,7 @@ def test_another_ref_says_nothing(place: Scene) -> None:
     for step in (1, 2):
         place.store.put_snapshot({"w": weights(step)}, ref="job", step=step)
     place.store.branch("other", "job")
-    place.store.checkout("other")
+    place.store.checkout("other")  # whose root is that of "job", too
     with no_warning():
         place.store.put_snapshot({"w": weights(2)}, ref="third", step=3)
 
@@ -306,7 +306,9 @@ def test_a_gradient_scaler_may_skip_steps(place: Scene) -> None:
 def test_counters_that_are_plain_numbers(place: Scene, key: str) -> None:
     def put(step: int, count: int) -> None:
         counted = [{"lr": 0.1, "step": count}] if key == "param_groups" else {0: {"step": count, "m": weights(step)}}
-        place.store.put_snapshot({"w": weights(step), "one": {key: counted}, "after": step}, ref="job", step=step)
+        place.store.put_snapshot(
+            {"before": {"a": 7, "b": None}, "w": weights(step), "one": {key: counted}, "after": step}, ref="job", step=step
+        )
 
     with no_warning():
         put(1, 1)
