@@ -22,6 +22,7 @@ from tensorstore_ck.ranks.publish import RankParts
 from tensorstore_ck.ranks.put import Done, Prepared, RankPut, RankStates
 from tensorstore_ck.reader import SnapshotReader
 from tensorstore_ck.record import encode_metadata
+from tensorstore_ck.suspicion import Findings
 from tensorstore_ck.table import MemoryTable
 from tensorstore_ck.writer import PutRequest
 
@@ -119,7 +120,7 @@ class Job:
         ids = np.random.default_rng(list(packs[0])).bytes(len(written.part.ids))
         part, ulid = written.part._replace(rank=rank, packs=packs, ids=ids), new_ulid()
         self.backend.put(part_name(ulid), part.encode())
-        done = Done(RankParts([ulid], [part.part_id()], written.new_bytes, part.anchor, part.anchor, Objects()), 0, None, None)
+        done = Done(RankParts([ulid], [part.part_id()], written.new_bytes, part.anchor, part.anchor, Objects()), 0, None, None, Findings())
         return done.record()
 
     def _watched(self, work: Callable[[], T]) -> tuple[T, Ran]:

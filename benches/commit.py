@@ -27,6 +27,7 @@ from tensorstore_ck.ranks.put import Done, Prepared, RankPut, RankStates, put_ra
 from tensorstore_ck.ranks.replicas import Digests
 from tensorstore_ck.record import encode_metadata
 from tensorstore_ck.sharding import Mesh, Shard
+from tensorstore_ck.suspicion import Findings
 from tensorstore_ck.table import MemoryTable
 from tensorstore_ck.writer import PutRequest
 from tests.ranks.simulation import FakeStore
@@ -148,7 +149,7 @@ def _sayings(engine: Engine, case: Case, put: RankPut, ranks: int, blocks: int) 
         if case.condemns:
             backend.put(part_name(ulid), part.encode())
             backend.packs_named += part.packs
-        done = Done(RankParts([ulid], [part.part_id()], blocks * BLOCK_BYTES, head, head, Objects()), 0, replicas, None)
+        done = Done(RankParts([ulid], [part.part_id()], blocks * BLOCK_BYTES, head, head, Objects()), 0, replicas, None, Findings())
         yield f"hello/{rank}", {"record": hello, "oldest": 1}
         yield f"done/{rank}", {"record": done.record()}
 

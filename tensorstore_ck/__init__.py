@@ -8,6 +8,7 @@ from tensorstore_ck.errors import (
     AmbiguousAddressError,
     BackendUnavailableError,
     BrokenLogError,
+    CaptureChangedError,
     ConflictError,
     CorruptObjectError,
     DamageError,
@@ -31,6 +32,7 @@ from tensorstore_ck.errors import (
     SnapshotExpiredError,
     SnapshotMarkedBadError,
     StoreError,
+    SuspiciousSaveError,
     UndecidedError,
     UnreadableError,
     UnsafeBackendError,
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from tensorstore_ck.importing import import_checkpoint, import_history, inspect_checkpoint, inspect_history
     from tensorstore_ck.progressline import ProgressLine
     from tensorstore_ck.state import FlatShard, LoadReport, register_type
+    from tensorstore_ck.suspicion import SuspiciousSaveWarning
     from tensorstore_ck.training import EnvironmentChangedWarning, ResumeReport, TrainingState, verify_resume
 
 __version__ = "0.1.0"
@@ -102,6 +105,7 @@ _LATER: Final = {
     "inspect_checkpoint": "importing",
     "inspect_history": "importing",
     "ProgressLine": "progressline",
+    "SuspiciousSaveWarning": "suspicion",
     "EnvironmentChangedWarning": "training",
     "ResumeReport": "training",
     "TrainingState": "training",
@@ -124,6 +128,7 @@ __all__ = [
     "AmbiguousAddressError",
     "BackendUnavailableError",
     "BrokenLogError",
+    "CaptureChangedError",
     "Checkpointer",
     "ConflictError",
     "CorruptObjectError",
@@ -165,6 +170,8 @@ __all__ = [
     "Store",
     "StoreError",
     "Streams",
+    "SuspiciousSaveError",
+    "SuspiciousSaveWarning",
     "TrainingState",
     "Trigger",
     "UndecidedError",

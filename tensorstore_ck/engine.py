@@ -37,6 +37,7 @@ from tensorstore_ck.tiers.placed import PlacedBackend
 T = TypeVar("T")
 
 MAX_CACHED_PARTS: Final = 4
+MAX_CACHED_RECORDS: Final = 8
 MAX_CACHED_MOVED: Final = 64
 
 
@@ -72,6 +73,7 @@ class Engine:
     find_process: Callable[[], Process | None] = lambda: None
     """Which process this is, where that can be told."""
     _parts: "OrderedDict[Ulid, Part]" = field(default_factory=OrderedDict)
+    _records: "OrderedDict[Ulid, Record]" = field(default_factory=OrderedDict)
     _moved: "OrderedDict[Ulid, Moved]" = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -101,6 +103,18 @@ class Engine:
         record = self._read(name, decode_record)
         if record.root() != info.root:
             raise CorruptObjectError(f"{name} is not the snapshot that the log names", object_id=name)
+        return record
+
+    def recent_record(self, info: SnapshotInfo) -> Record:
+        """As `read_record`; the last few are kept, for puts, which look back at the ones before."""
+        with self._lock:
+            record = self._records.get(info.ulid)
+        if record is None:
+            record = self.read_record(info)
+            with self._lock:
+                self._records[info.ulid] = record
+                while len(self._records) > MAX_CACHED_RECORDS:
+                    self._records.popitem(last=False)
         return record
 
     def read_part(self, record: Record, rank: int) -> Part:

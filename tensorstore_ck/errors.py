@@ -201,6 +201,20 @@ class FrozenChangedError(InputError):
     exit_code = 38
 
 
+class CaptureChangedError(InputError):
+    """A tensor changed while a put captured it; nothing was published."""
+
+    kind = "capture_changed"
+    exit_code = 39
+
+
+class SuspiciousSaveError(InputError):
+    """A put with ``unchanged="error"`` whose content contradicts its step; nothing was published."""
+
+    kind = "suspicious_save"
+    exit_code = 29
+
+
 class SnapshotMarkedBadError(InputError):
     """The snapshot was marked, and is not resumed from unless asked for."""
 

@@ -33,7 +33,7 @@ class KnownBlocks:
         if info is None or not self._view.is_live(info.ulid):
             return
         try:
-            record = engine.read_record(info)
+            record = engine.recent_record(info)
             for number in alike_parts(len(record.parts), engine.read_part(record, 0).world_size, rank, ranks):
                 part = engine.read_part(record, number)
                 self._parts.append((part, resolve(engine, self._view, part)))

@@ -26,6 +26,7 @@ from tensorstore_ck.metering import Meter
 from tensorstore_ck.packwriter import Encoding, PackWriter
 from tensorstore_ck.parallel import cpu_threads, for_each
 from tensorstore_ck.part import BLOB_DTYPE, Extents, Part, encode_values, part_name
+from tensorstore_ck.sampling import NOT_VERIFIED, CaptureSample, Inline, Sampling
 from tensorstore_ck.split import Region, Share, encode_regions, regions, shares
 
 RUN_BYTES: Final = 4 << 20
@@ -69,6 +70,8 @@ class WrittenPart(NamedTuple):
     """Where the blocks lie that were not in the store before."""
     new_bytes: int
     """Of its packs and of itself."""
+    tensors: "TensorBlocks"
+    """What it has of the tensors."""
 
 
 class BlobBlocks(NamedTuple):
@@ -87,6 +90,12 @@ class TensorBlocks(NamedTuple):
     """Of its blocks, in order."""
     inline: bytes
     """What lies inside the part."""
+    rows: Sequence[TensorBlock]
+    """What each block is of."""
+    inlined: Sequence[Inline]
+    """What `inline` consists of."""
+    sample: CaptureSample
+    """What was looked at while it was read."""
 
 
 def write_part(
@@ -99,6 +108,7 @@ def write_part(
     coding: Coding,
     meter: Meter | None = None,
     apart: bool = False,
+    sampling: Sampling = NOT_VERIFIED,
 ) -> WrittenPart:
     """Hashes and stores everything that this rank has to store.
 
@@ -111,11 +121,17 @@ def write_part(
         coding: How blocks are encoded.
         meter: Is told how it goes; what it raises gives the work up.
         apart: Whether the layout and large values get packs of their own, which are small.
+        sampling: What of the tensors is read a second time in the end.
+
+    Raises:
+        FrozenChangedError: a tensor that was said to be frozen has other bytes than when it was last read.
+        CaptureChangedError: a tensor has other bytes than when it was read first.
     """
     tensors_id = layout_id(captured.layout.encode())
     likeness = Likeness(tensors_id, seat.rank, seat.world_size, seat.layout_of, encode_regions(captured.explicit))
     earlier = earlier_part(engine, known.parts, likeness, coding.anchor_every)
-    write = partial(write_tensors, captured, seat=seat, block_bytes=engine.config.block_bytes, coding=coding, earlier=earlier)
+    block_bytes = engine.config.block_bytes
+    write = partial(write_tensors, captured, seat=seat, block_bytes=block_bytes, coding=coding, earlier=earlier, sampling=sampling)
     with open_packs(engine, known, meter) as first:
         blobs = write_blobs(captured, first, seat, coding)
         if not apart:
@@ -125,6 +141,7 @@ def write_part(
         with open_packs(engine, known, meter) as second:
             tensors = write(second)
         packs.append(second)
+    tensors.sample.verify(tensors.inlined, tensors.inline)
     return store_part(engine, captured, blobs, tensors, packs, anchor=anchor, seat=seat)
 
 
@@ -160,22 +177,36 @@ def write_blobs(captured: Captured, packs: PackWriter, seat: Seat, coding: Codin
 
 
 def write_tensors(
-    captured: Captured, packs: PackWriter, *, seat: Seat, block_bytes: int, coding: Coding, earlier: Earlier | None = None
+    captured: Captured,
+    packs: PackWriter,
+    *,
+    seat: Seat,
+    block_bytes: int,
+    coding: Coding,
+    earlier: Earlier | None = None,
+    sampling: Sampling = NOT_VERIFIED,
 ) -> TensorBlocks:
-    """Stores this rank's share of the tensors; `earlier` has their blocks in the snapshot before.
+    """Stores this rank's share of the tensors; `earlier` has their blocks in the snapshot before. Takes a sample meanwhile.
 
     Raises:
         FrozenChangedError: a tensor that was said to be frozen has other bytes than when it was last read.
     """
-    inline: list[bytes] = []
+    sample = CaptureSample(captured, sampling)
+    inline: list[memoryview] = []
+    inlined: list[Inline] = []
+    inline_size = 0
     blocks: list[TensorBlock] = []
     for tensor, start, share in places_of(captured, seat, block_bytes):
         if share.is_inline:
-            inline.append(bytes(captured.sources[tensor].read(start, start + share.lengths[0])))
+            size = share.lengths[0]
+            inline.append(captured.sources[tensor].read(start, start + size))
+            inlined.append(Inline(tensor, start, inline_size, size))
+            inline_size += size
             continue
         for length in share.lengths:
             blocks.append(TensorBlock(len(blocks), tensor, start, start + length))
             start += length
+    small = b"".join(inline)
     ids = [ZERO_DIGEST] * len(blocks)
     frozen = _rows_of_frozen(captured, blocks)
     for tensor in [*frozen]:
@@ -191,6 +222,7 @@ def write_tensors(
             data = captured.sources[block.tensor].read(block.start, block.stop)
             # A frozen tensor lies in its owner's memory: should it change all the same, no block may have other bytes than its id says.
             buffers.append(bytes(data) if block.tensor in captured.frozen else data)
+            sample.note(block.row, block.tensor, block.start, data)
         encoder = Encoder(coding.mode)
 
         def encode(number: int) -> Encoding:
@@ -214,13 +246,19 @@ def write_tensors(
         for_each(_runs(unread), store, cpu_threads() + 1)
     for tensor, rows in frozen.items():
         _note_frozen(captured, tensor, [ids[row] for row in rows])
-    return TensorBlocks(ids, b"".join(inline))
+    sample.note_inline(inlined, inline, small)
+    return TensorBlocks(ids, small, blocks, inlined, sample)
 
 
-def inline_bytes(captured: Captured, seat: Seat, block_bytes: int) -> bytes:
+def inline_of(captured: Captured, seat: Seat, block_bytes: int) -> tuple[list[Inline], bytes]:
     """What of the tensors lies inside the part."""
-    found = places_of(captured, seat, block_bytes)
-    return b"".join(captured.sources[tensor].read(start, start + share.lengths[0]) for tensor, start, share in found if share.is_inline)
+    inlined: list[Inline] = []
+    data = bytearray()
+    for tensor, start, share in places_of(captured, seat, block_bytes):
+        if share.is_inline:
+            inlined.append(Inline(tensor, start, len(data), share.lengths[0]))
+            data += captured.sources[tensor].read(start, start + share.lengths[0])
+    return inlined, bytes(data)
 
 
 def places_of(captured: Captured, seat: Seat, block_bytes: int) -> Iterator[tuple[int, int, Share]]:
@@ -263,7 +301,7 @@ def store_part(
     ulid, encoded = engine.put_id(), part.encode()
     engine.backend.put(part_name(ulid), encoded)
     added = {block: with_bases(place, places) for writer in packs for block, place in writer.added.items()}
-    return WrittenPart(ulid, part, added, sum(writer.new_bytes for writer in packs) + len(encoded))
+    return WrittenPart(ulid, part, added, sum(writer.new_bytes for writer in packs) + len(encoded), tensors)
 
 
 def source_offsets(captured: Captured, held: Sequence[Region]) -> list[int]:

@@ -16,6 +16,7 @@ from tensorstore_ck.events import Callback
 from tensorstore_ck.grouped import TIMEOUT_SECONDS, Groups
 from tensorstore_ck.keeping import changes
 from tensorstore_ck.manage import ManagedStore
+from tensorstore_ck.sampling import SAMPLE_SHARE
 from tensorstore_ck.saving import DrainReport, OnFull, PendingSnapshot, Preemption, Saver
 from tensorstore_ck.saving.exiting import finish_at_exit
 from tensorstore_ck.saving.handle import Handle
@@ -24,6 +25,7 @@ from tensorstore_ck.saving.peering import connect_peers
 from tensorstore_ck.saving.resumed import resume_alone, resume_ranks
 from tensorstore_ck.seen import LAST_SEEN, Asked, LastSeen, asked
 from tensorstore_ck.snapshot import Snapshot
+from tensorstore_ck.suspicion import Unchanged, require_checks
 from tensorstore_ck.writer import Anything
 
 if TYPE_CHECKING:
@@ -74,6 +76,8 @@ class SavingStore(ManagedStore):
         frozen: Sequence[str] = (),
         codec: CodecName | None = None,
         delta: DeltaOption = None,
+        unchanged: Unchanged = "warn",
+        verify_capture: float = SAMPLE_SHARE,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Snapshot:
         """Stores `state` and moves branch `ref` to it. Durable and published when it returns; else it raises and nothing is visible.
@@ -98,10 +102,17 @@ class SavingStore(ManagedStore):
                 the first put and each tenth one after it, where a change is a `FrozenChangedError`.
             codec: How to encode, for this put: see `open`.
             delta: Likewise.
+            unchanged: What to do when the content contradicts `step`, which moved on: no floating tensor differs from the ref's save
+                before, though some did in one of the last four; or the step counters of an optimizer disagree, or did not move on as
+                the step did. ``warn`` with a `SuspiciousSaveWarning`; raise an ``error``; or ``ok``: nothing.
+            verify_capture: Tensors must not change while they are captured. In the end small ones (up to 4 KiB) are read again and
+                compared, and so much of the bytes of others, from 0.0 to 1.0, at places that change from put to put. 0: nothing is.
             timeout_seconds: With `group`: when to give up on ranks that do not come.
 
         Raises:
             UnsupportedValueError: `state` holds something that cannot be stored; the message has the path.
+            CaptureChangedError: a tensor changed meanwhile; nothing was published. The message names it.
+            SuspiciousSaveError: with ``unchanged="error"``; nothing was published.
             ConflictError: the ref is elsewhere; nothing was written.
             InvalidOptionError: an argument is not what it must be, or the step is lower than that of the head which was only restored.
             SnapshotAbortedError: with `group`: a rank failed, is gone, or came with something else; the message names it.
@@ -109,7 +120,16 @@ class SavingStore(ManagedStore):
 
         def ask() -> Asked:
             return asked(
-                self._engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect, parent=parent, codec=codec, delta=delta
+                self._engine,
+                ref,
+                step=step,
+                metrics=metrics,
+                metadata=metadata,
+                expect=expect,
+                parent=parent,
+                codec=codec,
+                delta=delta,
+                checks=require_checks(unchanged, verify_capture),
             )
 
         if group is not None:
@@ -134,6 +154,8 @@ class SavingStore(ManagedStore):
         frozen: Sequence[str] = (),
         codec: CodecName | None = None,
         delta: DeltaOption = None,
+        unchanged: Unchanged = "warn",
+        verify_capture: float = SAMPLE_SHARE,
         on_full: OnFull = "block",
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> PendingSnapshot:
@@ -155,6 +177,9 @@ class SavingStore(ManagedStore):
             frozen: Likewise; these tensors are not copied either.
             codec: Likewise.
             delta: Likewise.
+            unchanged: Likewise; on the thread that stores it.
+            verify_capture: As in `put_snapshot`; what is compared are the copies, before this returns. Nothing of tensors on CUDA devices,
+                whose copies are made in the order of their stream.
             on_full: What to do when the buffers of earlier puts leave no room: ``block`` until there is; ``skip`` this put; or
                 ``replace``: give up the oldest put that waits for its turn. With `group`, rank 0 decides for all. What was dropped
                 is told by the returned object, a warning in the log, and an event.
@@ -168,7 +193,16 @@ class SavingStore(ManagedStore):
 
         def ask() -> Asked:
             return asked(
-                self._engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect, parent=parent, codec=codec, delta=delta
+                self._engine,
+                ref,
+                step=step,
+                metrics=metrics,
+                metadata=metadata,
+                expect=expect,
+                parent=parent,
+                codec=codec,
+                delta=delta,
+                checks=require_checks(unchanged, verify_capture),
             )
 
         from tensorstore_ck.saving.alone import AloneJob  # noqa: PLC0415 - loads torch

@@ -14,6 +14,8 @@ from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, ZERO_DIGEST, Digest, Ul
 
 MAX_METADATA_BYTES: Final = 1 << 20
 MAX_STEP: Final = (1 << 63) - 1
+NOTE: Final = "tsck"
+"""The key of metadata that is the store's own: ``non_finite`` is the share of sampled floating numbers that are NaN or infinite, if any."""
 
 
 class Record(NamedTuple):
@@ -110,10 +112,17 @@ def decode_record(data: bytes, name: str) -> Record:
 def encode_metadata(metadata: Mapping[str, object] | None) -> bytes:
     """The msgpack of user metadata: None, bool, int, float, str, lists and maps with str keys.
 
+    What the store itself said in another snapshot's metadata is left out: it is measured again.
+
     Raises:
-        InvalidOptionError: anything else, or more than 1 MiB.
+        InvalidOptionError: anything else, more than 1 MiB, or something else under the store's own key.
     """
-    packed = pack_body(_plain(metadata or {}, "metadata", 0))
+    given = dict(metadata or {})
+    if NOTE in given:
+        note = given.pop(NOTE)
+        if not isinstance(note, Mapping) or set(note) - {"non_finite"}:
+            raise InvalidOptionError(f"metadata[{NOTE!r}] is for what the store itself says: use another key", object_id=f"metadata.{NOTE}")
+    packed = pack_body(_plain(given, "metadata", 0))
     if len(packed) > MAX_METADATA_BYTES:
         raise InvalidOptionError(f"metadata has {len(packed)} bytes, the limit is {MAX_METADATA_BYTES}: put large values into the state")
     return packed
@@ -125,6 +134,13 @@ def decode_metadata(record: Record, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CorruptObjectError(f"{name}: its metadata is not a map", object_id=name)
     return value
+
+
+def with_note(metadata: bytes, note: Mapping[str, object]) -> bytes:
+    """Encoded metadata with what the store itself says, under `NOTE`; as it was where that would be more than 1 MiB."""
+    value = unpack_body(memoryview(metadata), "metadata")
+    packed = pack_body({**value, NOTE: dict(note)})
+    return packed if len(packed) <= MAX_METADATA_BYTES else metadata
 
 
 def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:

@@ -11,7 +11,9 @@ from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import RefTable, validate_ref_name
 from tensorstore_ck.record import MAX_STEP, check_metrics, encode_metadata
+from tensorstore_ck.sampling import SAMPLE_SHARE, Sampling, turn_of
 from tensorstore_ck.snapshot import Snapshot
+from tensorstore_ck.suspicion import Checks, require_checks
 from tensorstore_ck.writer import Anything, Expected, PutRequest
 
 
@@ -131,13 +133,27 @@ class Seen:
         codec: object = None,
         delta: object = None,
         any_step: bool = False,
+        unchanged: object = "warn",
+        verify_capture: object = SAMPLE_SHARE,
     ) -> PutRequest:
         """A put to `ref` as of now, checked as far as it can be before its state is known; `any_step`: see `check_step`.
 
         Raises:
             InvalidOptionError, InvalidNameError: an argument is not what it must be.
         """
-        said = asked(engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect, parent=parent, codec=codec, delta=delta)
+        checks = require_checks(unchanged, verify_capture)
+        said = asked(
+            engine,
+            ref,
+            step=step,
+            metrics=metrics,
+            metadata=metadata,
+            expect=expect,
+            parent=parent,
+            codec=codec,
+            delta=delta,
+            checks=checks,
+        )
         return self.as_of_now(engine, said, any_step=any_step)
 
     def as_of_now(self, engine: Engine, asked: "Asked", *, sync: bool = True, any_step: bool = False) -> PutRequest:
@@ -150,7 +166,7 @@ class Seen:
         parent, expected = self.parent(view, asked.ref, asked.parent), self.expected(view, asked.ref, asked.expect)
         coding = engine.codecs.coding(asked.ref, asked.codec, asked.delta)
         nearest = self.current(asked.ref) or parent or self._head(view, asked.ref) or self._restored
-        return PutRequest(asked.ref, asked.step, parent, expected, asked.metadata, asked.metrics, coding, nearest)
+        return PutRequest(asked.ref, asked.step, parent, expected, asked.metadata, asked.metrics, coding, nearest, asked.checks)
 
     def parent(self, view: RefTable, ref: str, said: object = LAST_SEEN) -> Digest | None:
         """What a new snapshot continues: what this handle last put or restored on the ref; for others, the ref's head.
@@ -179,6 +195,12 @@ class Asked(NamedTuple):
     codec: CodecName | None
     delta: DeltaOption
     parent: object
+    checks: Checks
+
+    def sampling_of_copies(self, number: int) -> "tuple[Sampling, Asked]":
+        """What of the put of that number is compared with its copies; and the put, in which nothing is to be read a second time then."""
+        sampling = Sampling(turn_of(None, number), self.checks.verify_capture)
+        return sampling, self._replace(checks=self.checks._replace(verify_capture=0.0))
 
 
 def asked(
@@ -192,6 +214,7 @@ def asked(
     parent: object = LAST_SEEN,
     codec: object = None,
     delta: object = None,
+    checks: Checks,
 ) -> Asked:
     """Checks what a put says.
 
@@ -211,4 +234,4 @@ def asked(
         raise InvalidOptionError(f"parent must be an address, a Snapshot or None, not {type(parent).__name__}", object_id="parent")
     engine.require_writable()
     chosen = None if codec is None else require_name(codec)
-    return Asked(ref, number, expect, packed_metadata, checked_metrics, chosen, require_delta(delta), parent)
+    return Asked(ref, number, expect, packed_metadata, checked_metrics, chosen, require_delta(delta), parent, checks)

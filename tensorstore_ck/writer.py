@@ -13,6 +13,7 @@ from tensorstore_ck.codec import Coding
 from tensorstore_ck.conflicts import moved_away
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import ConflictError, InvalidOptionError, MissingObjectError, SnapshotAbortedError, SnapshotExpiredError
+from tensorstore_ck.examining import Examiner
 from tensorstore_ck.ids import Digest, Ulid
 from tensorstore_ck.knownblocks import KnownBlocks
 from tensorstore_ck.layout import Captured
@@ -20,8 +21,10 @@ from tensorstore_ck.log import BranchHead, ObjectKey, Objects, Op, RefTable, Sna
 from tensorstore_ck.metering import Meter
 from tensorstore_ck.part import Part
 from tensorstore_ck.partwriter import ALONE, WrittenPart, write_part
-from tensorstore_ck.record import Record, record_name
+from tensorstore_ck.record import Record, record_name, with_note
 from tensorstore_ck.retention import expire_at_put
+from tensorstore_ck.sampling import Finiteness, Sampling, turn_of
+from tensorstore_ck.suspicion import Checks, Claim, Findings, judge
 
 MAX_TRIES: Final = 4
 
@@ -53,11 +56,39 @@ class PutRequest(NamedTuple):
     coding: Coding = Coding("raw")
     base: Digest | None = None
     """Another snapshot than the parent that more likely has the same blocks."""
+    checks: Checks = Checks()
 
     @property
     def nearest(self) -> Digest | None:
         """The snapshot in which blocks are looked for first: a hint, of which the new snapshot's root knows nothing."""
         return self.base or self.parent
+
+    @property
+    def sampling(self) -> Sampling:
+        """What of the state is looked at twice."""
+        return Sampling(turn_of(self.parent, self.step), self.checks.verify_capture)
+
+    @property
+    def claim(self) -> Claim:
+        """What it says of the state's place in the training."""
+        return Claim(self.ref, self.step, self.parent)
+
+    def examine(self, engine: Engine, written: WrittenPart, captured: Captured) -> Findings:
+        """What a rank finds in the part that it has written."""
+        return Examiner(engine, written, captured, self.claim).examine()
+
+    def judged(self, engine: Engine, found: Findings) -> "PutRequest":
+        """As `noted`, after what all ranks found was judged.
+
+        Raises:
+            SuspiciousSaveError: it is not to be published like that.
+        """
+        judge(engine, found, self.checks, self.claim)
+        return self.noted(found.finiteness)
+
+    def noted(self, finiteness: Finiteness) -> "PutRequest":
+        """The same, with the share of numbers that are not finite in its metadata."""
+        return self._replace(metadata=with_note(self.metadata, {"non_finite": finiteness.share})) if finiteness.non_finite else self
 
 
 def put(engine: Engine, captured: Captured, request: PutRequest, meter: Meter | None = None) -> SnapshotInfo:
@@ -85,7 +116,9 @@ def _try_put(engine: Engine, captured: Captured, request: PutRequest, meter: Met
     head = engine.log.view().head()
     known = KnownBlocks(engine, request.nearest)
     seat = ALONE._replace(layout_of=b"") if captured.explicit else ALONE  # the part id covers regions only together with it
-    written = write_part(engine, captured, known, anchor=head.n if head else 0, seat=seat, coding=request.coding, meter=meter)
+    anchor, sampling = head.n if head else 0, request.sampling
+    written = write_part(engine, captured, known, anchor=anchor, seat=seat, coding=request.coding, meter=meter, sampling=sampling)
+    request = request.judged(engine, request.examine(engine, written, captured))
     with (meter or Meter()).timed("commit"):
         return _publish(engine, written, captured, request)
 

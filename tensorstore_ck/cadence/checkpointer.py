@@ -13,9 +13,11 @@ from tensorstore_ck.grouped import TIMEOUT_SECONDS
 from tensorstore_ck.ids import Ulid, new_ulid, parse_ulid, ulid_text
 from tensorstore_ck.intervals import DEFAULT_MTBF_SECONDS, Costs
 from tensorstore_ck.retention import Policy
+from tensorstore_ck.sampling import SAMPLE_SHARE
 from tensorstore_ck.saving import PendingSnapshot
 from tensorstore_ck.snapshot import Snapshot
 from tensorstore_ck.store import Store
+from tensorstore_ck.suspicion import Unchanged, require_checks
 from tensorstore_ck.training import TrainingState
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ class Checkpointer:
         group: "ProcessGroup | None" = None,
         total_steps: int | None = None,
         lead_steps: int = LEAD_STEPS,
+        unchanged: Unchanged = "warn",
+        verify_capture: float = SAMPLE_SHARE,
         timeout_seconds: float = TIMEOUT_SECONDS,
         clock: Callable[[], float] = CLOCK,
     ) -> None:
@@ -67,6 +71,8 @@ class Checkpointer:
             group: All ranks of it save and resume together.
             total_steps: How long the training is, for `at_fraction` and `last`.
             lead_steps: How many steps ahead rank 0 tells what goes by its clock: more than ranks are ever apart from each other.
+            unchanged: See `Store.put_snapshot`.
+            verify_capture: Likewise.
             timeout_seconds: With `group`: when to give up on ranks that do not come.
             clock: In seconds; for tests.
 
@@ -80,6 +86,7 @@ class Checkpointer:
         policy = None if keep is None else Policy.of(**keep)
         self._store, self._state, self._ref, self._when, self._group = store, state, ref, when, group
         self._asynchronous, self._total_steps, self._timeout_seconds, self._clock = asynchronous, total_steps, timeout_seconds, clock
+        self._checks = require_checks(unchanged, verify_capture)
         self._told = list(when.told())
         self.preempted = False
         """Whether a snapshot was begun because of `on_preemption`: on all ranks after the same step, so that the loop can end there."""
@@ -267,6 +274,7 @@ class Checkpointer:
             "step": moment.step,
             "metrics": {name: float(value) for name, value in moment.metrics.items()},
             "group": self._group,
+            **self._checks._asdict(),
             "timeout_seconds": self._timeout_seconds,
         }
         began = self._clock()

@@ -6,6 +6,7 @@ from tensorstore_ck.cli.options import StoreChoice, codec_option, command, named
 from tensorstore_ck.cli.output import counted, emit, printable, put_sizes, snapshot_line
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.codec import CodecName
+from tensorstore_ck.record import NOTE
 from tensorstore_ck.snapshot import refuse_marked
 
 
@@ -49,8 +50,9 @@ def put(
         head = store.branches().get(ref)
         loaded = load_file(file)
         bar.expect(loaded.tensor_bytes)
+        said = {key: value for key, value in loaded.metadata.items() if key != NOTE}
         snapshot = store.put_snapshot(
-            loaded.state, ref=ref, step=step, metrics=dict(metrics), metadata={**loaded.metadata, **dict(metadata)}, expect=head
+            loaded.state, ref=ref, step=step, metrics=dict(metrics), metadata={**said, **dict(metadata)}, expect=head, unchanged="ok"
         )
     emit(snapshot, [snapshot_line(f"{printable(ref)} is now at", snapshot) + put_sizes(snapshot)], as_json=as_json)
 

@@ -20,6 +20,7 @@ from tensorstore_ck.executor import Executor
 from tensorstore_ck.fsck.blocks import BlockTables, find_copies
 from tensorstore_ck.fsck.datacheck import DataCheck
 from tensorstore_ck.fsck.findings import Finding, Findings, FsckReport, Severity, require_reachable
+from tensorstore_ck.fsck.freeing import Freeing
 from tensorstore_ck.fsck.logcheck import LogCheck, cache_problem, check_log, host_saw_more
 from tensorstore_ck.fsck.marked import judge_marks, packs_of_marked
 from tensorstore_ck.fsck.mending import command, from_other, pack_advice, readable_parts, rebuild_moved
@@ -27,7 +28,6 @@ from tensorstore_ck.fsck.options import FsckOptions, Progress
 from tensorstore_ck.fsck.packcheck import BadBlocks, Listed, Packs
 from tensorstore_ck.fsck.snapshotcheck import SnapshotCheck, check_snapshot, hit_text, merged, parts_of
 from tensorstore_ck.fsck.stillengine import still_engine
-from tensorstore_ck.gc.plan import Plan, plan_gc
 from tensorstore_ck.gc.roots import roots
 from tensorstore_ck.ids import Ulid, parse_ulid
 from tensorstore_ck.log import FOLDERS, ObjectKey, Relocation, SnapshotInfo
@@ -116,8 +116,7 @@ class Fsck:
         self._broken: list[str] = []
         """Log entries that are missing or damaged."""
         self._rebuilt: dict[Ulid, bytes | None] = {}
-        self._gc_plan: Plan | None = None
-        self._has_gc_plan = False
+        self._freeing = Freeing(engine)
         self._unsure = False
         """Whether there are records or parts that could not be read, so that what they refer to is not known."""
         self.engine = engine
@@ -171,7 +170,7 @@ class Fsck:
             data.never_verified,
             data.oldest_verified_ns,
             data.is_out_of_time,
-            self._gc_plan.freeable if self._gc_plan is not None else None,
+            self._freeing.freeable,
         )
 
     # --- configuration and log ----------------------------------------------------------------------------------------
@@ -385,24 +384,11 @@ class Fsck:
     def _left_behind(self, key: ObjectKey, problem: tuple[str, str] | None) -> None:
         if problem is not None and problem[0] == MissingObjectError.kind:
             return  # freed meanwhile
-        who = (LISTED_BY_GC if self.log.view.object_state(key) is not None else LEFT_BEHIND) + self._when_freed(key)
+        who = (LISTED_BY_GC if self.log.view.object_state(key) is not None else LEFT_BEHIND) + self._freeing.when(key)
         if self._unsure or self._broken:
             who = "no snapshot that can be read refers to it"
         kind, message = ("unreferenced", who) if problem is None else (problem[0], f"{problem[1]}; {who}")
         self._found.add(kind, key.name, message, severity="notice")
-
-    def _when_freed(self, key: ObjectKey) -> str:
-        """When gc frees what nothing refers to, as gc says it."""
-        if not self._has_gc_plan:
-            self._has_gc_plan = True
-            with contextlib.suppress(StoreError):  # where gc cannot run, something else is found, which says so
-                self._gc_plan = plan_gc(self.engine)
-        plan = self._gc_plan
-        if plan is None:
-            return "; gc frees it when what is damaged has been repaired"
-        if key in plan.young:
-            return f"; gc frees it {plan.when_old(key)}"
-        return f"; `{plan.freeable.command}` frees it" if key in plan.doomed else ""
 
     def _advance(self, count: int) -> None:
         with self._lock:

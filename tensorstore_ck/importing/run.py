@@ -12,6 +12,7 @@ from tensorstore_ck.importing.known import Known
 from tensorstore_ck.importing.mapping import Files
 from tensorstore_ck.importing.settle import settle
 from tensorstore_ck.layout import Captured
+from tensorstore_ck.record import NOTE
 from tensorstore_ck.seen import LAST_SEEN, LastSeen
 from tensorstore_ck.snapshot import Snapshot
 from tensorstore_ck.state import capture
@@ -133,7 +134,7 @@ def opened(path: str | os.PathLike[str], leave_out: Sequence[str] = (), *, as_on
             sum(spec.size_bytes for spec in tensors),
             len(captured.values),
             found.step,
-            found.metadata,
+            {key: value for key, value in found.metadata.items() if key != NOTE},
             dict(known.converted),
             tuple(settled.left_out),
             dict(found.skipped),
@@ -154,7 +155,16 @@ def put_captured(
 ) -> Snapshot:
     """`Store.put_snapshot` of what was taken apart already."""
     request = store.seen.request(
-        store.engine, ref, step=step, metrics=metrics, metadata=metadata, expect=expect, parent=parent, any_step=True
+        store.engine,
+        ref,
+        step=step,
+        metrics=metrics,
+        metadata=metadata,
+        expect=expect,
+        parent=parent,
+        any_step=True,
+        unchanged="ok",
+        verify_capture=0.0,
     )
     check_expected(store.engine, store.engine.log.view(), ref, request.expect)
     info = put(store.engine, captured, request)

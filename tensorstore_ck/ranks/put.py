@@ -4,6 +4,7 @@ What rank 0 handles is a small record of each rank. Knows no torch: it takes sta
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from tensorstore_ck.ranks.wording import disagreements, sayings
 from tensorstore_ck.record import Record
 from tensorstore_ck.split import alike, decode_regions, encode_regions, first_ranks
 from tensorstore_ck.streams import RULE
+from tensorstore_ck.suspicion import Findings, merged
 from tensorstore_ck.writer import MAX_TRIES, PutRequest
 
 COMPARED: Final = ("ref", "step", "parent", "expect", "metadata", "metrics", "rank_state")
@@ -59,6 +61,7 @@ class Done(NamedTuple):
     """Logical bytes that rank 0 does not know."""
     replicas: Digests | None
     sightings: drift.Sightings | None
+    findings: Findings
 
     def record(self) -> Body:
         """As it travels."""
@@ -67,6 +70,7 @@ class Done(NamedTuple):
             "told_bytes": self.told_bytes,
             "replicas": self.replicas and self.replicas.record(),
             "sightings": self.sightings and self.sightings.record(),
+            "findings": self.findings.record(),
         }
 
     @classmethod
@@ -77,6 +81,7 @@ class Done(NamedTuple):
             take_count(record, "told_bytes"),
             None if record.get("replicas") is None else Digests.of_record(take(record, "replicas", dict)),
             None if record.get("sightings") is None else drift.Sightings.of_record(take(record, "sightings", dict)),
+            Findings.of_record(take(record, "findings", dict)),
         )
 
 
@@ -240,18 +245,17 @@ class RankPut:
         anchor = engine.log.sync().n
         known = self._known(rank)
         seat = self._seat = Seat(rank, ranks, alike(layout_of, rank, ranks), layout_of)
-        coding, meter = self._request.coding, self._meter
-        self._written = [
-            write_part(engine, self._states.shared, known, anchor=anchor, seat=seat, coding=coding, meter=meter, apart=self.apart)
-        ]
+        write = partial(write_part, engine, anchor=anchor, coding=self._request.coding, meter=self._meter, sampling=self._request.sampling)
+        self._written = [write(self._states.shared, known, seat=seat, apart=self.apart)]
         if own is not None:
             alone = Seat(ranks + rank, ranks, (ranks + rank,), None)
             known = self._known(ranks + rank)
-            self._written.append(write_part(engine, own, known, anchor=anchor, seat=alone, coding=coding, meter=meter))
+            self._written.append(write(own, known, seat=alone))
         block_bytes = engine.config.block_bytes
         replicas = None if turn else digests_of(self._states.shared, seat, block_bytes)
         sightings = drift.sightings_of(self._states.shared, seat, self._written[0].part, block_bytes, turn) if turn else None
-        return Done(checked_parts(engine, self._written, anchor), self._told_bytes(seat), replicas, sightings)
+        findings = self._request.examine(engine, self._written[0], self._states.shared)
+        return Done(checked_parts(engine, self._written, anchor), self._told_bytes(seat), replicas, sightings, findings)
 
     def _known(self, number: int) -> Known:
         return KnownBlocks(self._engine, self._request.nearest, number, self._group.ranks)
@@ -286,6 +290,7 @@ class RankPut:
         if self._layouts not in self._checked:
             self._check(dones)
         self._checked[self._layouts] = self._checked.get(self._layouts, 0) + 1
+        self._request = self._request.judged(self._engine, merged([done.findings for done in dones]))
         drifted = drift.drifted([done.sightings for done in dones])
         with self._meter.timed("commit"):
             n = self._append(dones, drifted)

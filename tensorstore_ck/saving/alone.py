@@ -65,7 +65,8 @@ class AloneJob:
 
     def hold(self, slot: Slot) -> None:
         """Copies the state."""
-        self._captured = copy_captured(self._captured, slot, skip=self._captured.frozen, threads=cpu_threads())
+        sampling, self._asked = self._asked.sampling_of_copies(self.number)
+        self._captured = copy_captured(self._captured, slot, skip=self._captured.frozen, threads=cpu_threads(), sampling=sampling)
 
     def run(self, course: Course) -> SnapshotInfo | None:
         """Stores it, on the staging disk where there is one."""

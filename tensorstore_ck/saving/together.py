@@ -119,9 +119,11 @@ class GroupJob:
 
     def hold(self, slot: Slot) -> None:
         """Copies this rank's side."""
+        assert self._asked is not None
         copies, start = [], 0
+        sampling, self._asked = self._asked.sampling_of_copies(self.number)
         for each in self._captured():
-            copies.append(copy_captured(each, slot, skip=each.frozen, threads=cpu_threads(), start_bytes=start))
+            copies.append(copy_captured(each, slot, skip=each.frozen, threads=cpu_threads(), start_bytes=start, sampling=sampling))
             start += copied_bytes(each, each.frozen)
         self._states = RankStates(copies[0], copies[1] if len(copies) > 1 else None)
 

@@ -179,8 +179,19 @@ def _stage_alone(
     try:
         seat = ALONE._replace(layout_of=b"") if captured.explicit else ALONE
         written = write_part(
-            stager.engine, captured, stager.known(base, 0, 1), anchor=anchor, seat=seat, coding=request.coding, meter=meter
+            stager.engine,
+            captured,
+            stager.known(base, 0, 1),
+            anchor=anchor,
+            seat=seat,
+            coding=request.coding,
+            meter=meter,
+            sampling=request.sampling,
         )
+        if offline:  # nothing is compared with what may have to be read from the store
+            request = request.noted(written.tensors.sample.finiteness)
+        else:
+            request = request.judged(engine, request.examine(engine, written, captured))
         parts = [checked_parts(stager.engine, [written], anchor, sync=not offline)]
         record = record_of(engine, request, parts, logical_bytes=captured.logical_bytes)
         stager.engine.backend.put(record_name(txn), record.encode())

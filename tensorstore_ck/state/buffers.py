@@ -5,7 +5,7 @@ order of the layout, each at a multiple of `ALIGN_BYTES`. When to copy, and who 
 """
 
 import ctypes
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import numpy as np
@@ -13,8 +13,9 @@ import numpy.typing as npt
 import torch
 
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.layout import ByteSource, Captured
+from tensorstore_ck.layout import INLINE_TENSOR_BYTES, ByteSource, Captured
 from tensorstore_ck.parallel import for_each
+from tensorstore_ck.sampling import NOT_VERIFIED, Sampling, pieces, require_unchanged, share_of
 from tensorstore_ck.state.arena import Arena, Slot
 from tensorstore_ck.state.columns import LazySources, Sources
 from tensorstore_ck.state.devicecopy import Arrival, DeviceCopy, is_on_device
@@ -37,6 +38,10 @@ _memmove = ctypes.CDLL(None).memmove
 _memmove_with_gil = ctypes.PyDLL(None).memmove
 for _function in (_memmove, _memmove_with_gil):
     _function.argtypes, _function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp_with_gil = ctypes.PyDLL(None).memcmp
+for _function in (_memcmp, _memcmp_with_gil):
+    _function.argtypes, _function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_int
 
 
 def place_of(source: ByteSource) -> tuple[object, ...]:
@@ -58,7 +63,9 @@ def copied_bytes(captured: Captured, skip: Collection[int] = ()) -> int:
     return int(_places(_sizes(captured, skip))[-1])
 
 
-def copy_captured(captured: Captured, slot: Slot, *, skip: Collection[int] = (), threads: int, start_bytes: int = 0) -> Captured:
+def copy_captured(
+    captured: Captured, slot: Slot, *, skip: Collection[int] = (), threads: int, start_bytes: int = 0, sampling: Sampling = NOT_VERIFIED
+) -> Captured:
     """Copies a state into a slot: when this returns, its tensors may be changed at once, but for those in `skip`.
 
     A tensor on a CUDA device may be changed by what is queued on the current stream from then on; its copy is waited for when it is read.
@@ -69,9 +76,12 @@ def copy_captured(captured: Captured, slot: Slot, *, skip: Collection[int] = (),
         skip: The numbers of tensors that are left where they are.
         threads: How many copy.
         start_bytes: Where in the slot to begin.
+        sampling: What of it is compared with its copy in the end; of a tensor on a CUDA device nothing is, since the order of its stream
+            protects it.
 
     Raises:
         InvalidOptionError: the slot is too small, or was released.
+        CaptureChangedError: a tensor has other bytes than its copy.
     """
     sizes = _sizes(captured, skip)
     places = _places(sizes) + start_bytes
@@ -95,7 +105,39 @@ def copy_captured(captured: Captured, slot: Slot, *, skip: Collection[int] = (),
     jobs = _jobs(np.concatenate((moves, rest.moves())), threads)
     for_each(jobs, _move, min(threads, len(jobs)))
     rest.copy_strided()
+    if sampling.verify_share:
+        sampling = sampling._replace(verify_share=share_of(int(sizes.sum()), sampling.verify_share))
+        own = [number for number in np.flatnonzero((addresses == 0) & (sizes > 0)).tolist() if number not in copies.arrivals]
+        changed = _changed(addresses, address_of(memory) + places[:-1], sizes, sampling)
+        require_unchanged(captured, changed | _changed_rest(captured, copies, own, sampling))
     return captured._replace(sources=copies)
+
+
+def _changed(addresses: Numbers, targets: Numbers, sizes: Numbers, sampling: Sampling) -> set[int]:
+    """The tensors at `addresses` whose sample differs from their copies at `targets`."""
+    changed = set()
+    is_there = (addresses != 0) & (sizes > 0)
+    small, large = np.flatnonzero(is_there & (sizes <= INLINE_TENSOR_BYTES)), np.flatnonzero(is_there & (sizes > INLINE_TENSOR_BYTES))
+    for number, address, target, size in zip(small.tolist(), *(each[small].tolist() for each in (addresses, targets, sizes)), strict=True):
+        if _memcmp_with_gil(address, target, size):
+            changed.add(number)
+    for number, address, target, size in zip(large.tolist(), *(each[large].tolist() for each in (addresses, targets, sizes)), strict=True):
+        for start, stop in pieces(number, 0, size, sampling.verify_share, sampling.turn):
+            if _memcmp(address + start, target + start, stop - start):
+                changed.add(number)
+    return changed
+
+
+def _changed_rest(captured: Captured, copies: "_Copies", numbers: Sequence[int], sampling: Sampling) -> set[int]:
+    """Likewise, of tensors that are not one piece of CPU memory."""
+    changed = set()
+    for number in numbers:
+        source, copy = captured.sources[number], copies.at(number)
+        size = source.size_bytes
+        for start, stop in ((0, size),) if size <= INLINE_TENSOR_BYTES else pieces(number, 0, size, sampling.verify_share, sampling.turn):
+            if bytes(source.read(start, stop)) != bytes(copy.read(start, stop)):
+                changed.add(number)
+    return changed
 
 
 def _sizes(captured: Captured, skip: Collection[int]) -> Numbers:

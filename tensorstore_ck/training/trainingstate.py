@@ -1,8 +1,7 @@
 """`TrainingState`: what a training script hands over once, to put and restore all of it at each call.
 
 The state has two sides. What all ranks share (model, optimizer, schedule ...) fits any number of ranks; what is a rank's own (generators,
-loader positions) fits as many ranks as put it. One process puts its own side with the rest, under `OWN`. Everything that torch does not do
-by itself is in the modules beside this one.
+loader positions) fits as many ranks as put it. One process puts its own side with the rest, under `OWN`.
 """
 
 import warnings
@@ -19,10 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.samples import SampleCursor
+from tensorstore_ck.sampling import SAMPLE_SHARE
 from tensorstore_ck.saving import PendingSnapshot
 from tensorstore_ck.snapshot import Snapshot
 from tensorstore_ck.store import LAST_SEEN, Store
 from tensorstore_ck.streams import Streams
+from tensorstore_ck.suspicion import Unchanged
 from tensorstore_ck.training import environment, extras, generators, gradients, models, optimizers, sealed
 from tensorstore_ck.training.finding import find, require_still
 from tensorstore_ck.training.names import Names, require_supported
@@ -111,14 +112,14 @@ class TrainingState:
         metadata: Mapping[str, object] | None = None,
         expect: "str | Snapshot | Anything | LastSeen | None" = LAST_SEEN,
         parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
+        unchanged: Unchanged = "warn",
+        verify_capture: float = SAMPLE_SHARE,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Snapshot:
         """Stores all of it as the next snapshot on `ref`, without a copy of any tensor; else as `Store.put_snapshot`.
 
-        Beside the training: `put_async`.
-
         Args:
-            store: Where to.
+            store: Where to. In the background: `put_async`.
             ref: The branch to move; made if it does not exist.
             step: The training step.
             group: All ranks of it put together.
@@ -128,6 +129,8 @@ class TrainingState:
             metadata: What the run knows.
             expect: See `Store.put_snapshot`.
             parent: Likewise.
+            unchanged: Likewise.
+            verify_capture: Likewise.
             timeout_seconds: With `group`: when to give up on ranks that do not come.
         """
         state, rank_state = self._sides(group, gradients)
@@ -139,6 +142,8 @@ class TrainingState:
             metadata=metadata,
             expect=expect,
             parent=parent,
+            unchanged=unchanged,
+            verify_capture=verify_capture,
             group=group,
             rank_state=rank_state,
             timeout_seconds=timeout_seconds,

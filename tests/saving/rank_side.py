@@ -1,7 +1,9 @@
 """What each rank of the pool does when a test of many ranks asks it to. Puts stay under way between two requests."""
 
 import threading
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.events import Event
+from tensorstore_ck.state import buffers
 from tests.crash.faulty import FaultyBackend
 from tests.ranks.pool import GROUPS
 from tests.saving.places import MIB, SECONDS, Gate, Stop
@@ -161,6 +164,56 @@ def keep(step: int, changes: bool) -> Ending:
         side.puts[step] = side.store.put_snapshot_async(state, ref="job", step=step, frozen=["model.w"], **options)
 
     return ending(do)
+
+
+def put_moved(step: int, moves: list[int], options: dict[str, Any]) -> tuple[Ending, list[str]]:
+    """Puts, and waits: a tensor of which each rank has a share has moved on these ranks. Also what was warned of."""
+    side, rank = SIDES[-1], dist.get_rank()
+    side.frozen = side.frozen if side.frozen is not None else state_of(1, rank, side.ranks)["model"]["w"]
+    if rank in moves:
+        side.frozen.to_local().add_(1)
+    state = {"w": side.frozen, "optimizer": {"state": {0: {"step": torch.tensor(float(options.pop("count", step)))}}}}
+    put = partial(side.store.put_snapshot, state, ref="job", step=step, group=GROUPS[side.ranks], timeout_seconds=TIMEOUT_SECONDS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ended = ending(lambda: put(**options))
+    return ended, [str(each.message) for each in caught]
+
+
+def put_torn(step: int, on: int | None) -> Ending:
+    """Puts, and waits; on one rank a tensor changes before its packs are durable."""
+    side, rank = SIDES[-1], dist.get_rank()
+    state, real = state_of(step, rank, side.ranks), side.gate.call
+
+    def call(what: str, *args: Any, **others: Any) -> Any:
+        if what.startswith("close") and rank == on:
+            state["model"]["w"].to_local().add_(1)
+        return real(what, *args, **others)
+
+    side.gate.call = call  # type: ignore[method-assign]
+    options: dict[str, Any] = {"verify_capture": 1.0, "timeout_seconds": TIMEOUT_SECONDS}
+    try:
+        return ending(lambda: side.store.put_snapshot(state, ref="job", step=step, group=GROUPS[side.ranks], **options))
+    finally:
+        side.gate.call = real  # type: ignore[method-assign]
+
+
+def put_torn_beside(step: int, on: int) -> Ending:
+    """Likewise, beside the training: before its copy is compared."""
+    side, rank = SIDES[-1], dist.get_rank()
+    state, real = state_of(step, rank, side.ranks), buffers._Rest.copy_strided
+
+    def copy_strided(self: buffers._Rest) -> None:
+        real(self)
+        if rank == on:
+            state["model"]["w"].to_local().add_(1)
+
+    buffers._Rest.copy_strided = copy_strided  # type: ignore[method-assign]
+    options: dict[str, Any] = {"verify_capture": 1.0, "timeout_seconds": TIMEOUT_SECONDS}
+    try:
+        return ending(lambda: side.store.put_snapshot_async(state, ref="job", step=step, group=GROUPS[side.ranks], **options).wait())
+    finally:
+        buffers._Rest.copy_strided = real  # type: ignore[method-assign]
 
 
 def put_now(step: int) -> Ending:

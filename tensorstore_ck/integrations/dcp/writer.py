@@ -20,6 +20,7 @@ from torch.futures import Future
 from tensorstore_ck.codec import Coding
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotExpiredError
+from tensorstore_ck.examining import Examiner
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.integrations.dcp.plans import Role, Tiny, assign_roles, held_of, skeleton_of, with_tiny
 from tensorstore_ck.integrations.dcp.skeleton import build_skeleton, items_of_plans
@@ -28,11 +29,13 @@ from tensorstore_ck.knownblocks import KnownBlocks
 from tensorstore_ck.layout import Captured, layout_id
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.packwriter import PackWriter
-from tensorstore_ck.partwriter import TensorBlocks, WrittenPart, inline_bytes, open_packs, store_part, write_blobs, write_tensors
+from tensorstore_ck.partwriter import TensorBlocks, WrittenPart, inline_of, open_packs, store_part, write_blobs, write_tensors
 from tensorstore_ck.ranks.publish import RankParts, checked_parts, publish, record_of
+from tensorstore_ck.sampling import SAMPLE_SHARE, Sampling, turn_of
 from tensorstore_ck.snapshot import Snapshot
 from tensorstore_ck.state.subtree import Subtree
 from tensorstore_ck.store import Store
+from tensorstore_ck.suspicion import Claim, Findings, Unchanged, merged, require_checks
 from tensorstore_ck.writer import MAX_TRIES, PutRequest, check_expected
 
 
@@ -42,6 +45,7 @@ class _Told(NamedTuple):
     part: int
     layout: Digest
     parts: dict[str, Any]
+    findings: dict[str, Any]
 
 
 class Begun(NamedTuple):
@@ -62,6 +66,7 @@ class _Saving(threading.local):
     def __init__(self) -> None:
         self.checkpoint_id: CheckpointId = None
         self.ref = ""
+        self.step: int | None = None
         self.rank = 0
         self.request: PutRequest | None = None
         """The coordinator's."""
@@ -83,6 +88,8 @@ class Writer(StorageWriter):
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, object] | None = None,
+        unchanged: Unchanged = "warn",
+        verify_capture: float = SAMPLE_SHARE,
         **open_options: Any,
     ) -> None:
         """Opens nothing yet.
@@ -96,6 +103,8 @@ class Writer(StorageWriter):
             step: The training step; without it, the number that the ``checkpoint_id`` ends with.
             metrics: Numbers to rank by.
             metadata: What the run knows.
+            unchanged: See `Store.put_snapshot`.
+            verify_capture: Likewise.
             open_options: For `tensorstore_ck.open`.
         """
         if not isinstance(store, Store):
@@ -104,6 +113,7 @@ class Writer(StorageWriter):
         self._step = step
         self._metrics = metrics
         self._metadata = metadata
+        self._checks = require_checks(unchanged, verify_capture)
         self._saving = _Saving()
         self.snapshot: Snapshot | None = None
         """What the last save published; on the coordinator alone."""
@@ -142,7 +152,8 @@ class Writer(StorageWriter):
         saving.checkpoint_id = saving.begun = None  # of this save alone
         saving.rank = kwargs.get("rank", 0)
         self._engine.require_writable()
-        saving.request = self._make_request(saving.ref, step if self._step is None else self._step) if is_coordinator else None
+        saving.step = step if self._step is None else self._step
+        saving.request = self._make_request(saving.ref, saving.step) if is_coordinator else None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """On every rank.
@@ -162,6 +173,7 @@ class Writer(StorageWriter):
 
         Raises:
             UnsupportedValueError: an item cannot be stored; the message has its name.
+        CaptureChangedError: a tensor changed meanwhile; the message names it.
         """
         done: Future[list[WriteResult]] = Future()
         done.set_result(self.write(plan, planner)[1])
@@ -190,6 +202,7 @@ class Writer(StorageWriter):
 
         Raises:
             ConflictError: the ref has moved meanwhile; nothing is visible.
+            SuspiciousSaveError: with ``unchanged="error"``; nothing is visible.
         """
         request, begun = self._saving.request, self._saving.begun
         assert request is not None
@@ -210,8 +223,7 @@ class Writer(StorageWriter):
                 "the ranks did not write parts of one plan: DCP's plan cache is out of step; use a planner with enable_plan_caching=False",
                 object_id=request.ref,
             )
-        others = [RankParts.of_record(told.parts) for _, told in sorted(parts.items())]
-        info = self._publish(request, begun, captured, others)
+        info = self._publish(request, begun, captured, [told for _, told in sorted(parts.items())])
         self._target.store.seen.note(request.ref, info.root, info.root)
         self.snapshot = Snapshot.from_info(info)
         self._saving.begun = None
@@ -227,14 +239,23 @@ class Writer(StorageWriter):
         self._engine.log.sync()
         if not self._target.is_shared:
             store.seen.adopt(self._engine.log.view(), ref)
-        request = store.seen.request(self._engine, ref, step=step, metrics=self._metrics, metadata=self._metadata)
+        checks = self._checks._asdict()
+        request = store.seen.request(self._engine, ref, step=step, metrics=self._metrics, metadata=self._metadata, **checks)
         check_expected(self._engine, self._engine.log.view(), ref, request.expect)
         return request
 
+    def _claim(self) -> Claim:
+        """What is saved; ranks that do not publish it take the branch's head for the snapshot before."""
+        saving = self._saving
+        if saving.request is not None:
+            return saving.request.claim
+        branch = self._engine.log.view().branch(saving.ref)
+        return Claim(saving.ref, saving.step, None if branch is None else branch.root)
+
     def _known(self, role: Role) -> KnownBlocks:
         """The blocks of the snapshot before."""
-        request, branch = self._saving.request, self._engine.log.view().branch(self._saving.ref)
-        nearest = request.nearest if request is not None else None if branch is None else branch.root
+        request = self._saving.request
+        nearest = request.nearest if request is not None else self._claim().parent
         return KnownBlocks(self._engine, nearest, role.part, role.parts)
 
     def _coding(self) -> Coding:
@@ -242,42 +263,46 @@ class Writer(StorageWriter):
 
     def _begin(self, role: Role, captured: Captured) -> Begun:
         anchor, block_bytes = self._engine.log.sync().n, self._engine.config.block_bytes
+        sampling = Sampling(turn_of(None, self._saving.step), self._checks.verify_capture)
         with open_packs(self._engine, self._known(role)) as packs:
-            tensors = write_tensors(captured, packs, seat=role.seat, block_bytes=block_bytes, coding=self._coding())
+            tensors = write_tensors(captured, packs, seat=role.seat, block_bytes=block_bytes, coding=self._coding(), sampling=sampling)
+        tensors.sample.verify(tensors.inlined, tensors.inline)
         return Begun(role, captured, packs, tensors, block_bytes, anchor)
 
-    def _complete(self, begun: Begun, captured: Captured) -> tuple[WrittenPart, RankParts]:
+    def _complete(self, begun: Begun, captured: Captured) -> tuple[WrittenPart, RankParts, Findings]:
         """Writes the part, with the values of `captured` if it is the one that has them."""
         with open_packs(self._engine, self._known(begun.role)) as packs:
             blobs = write_blobs(captured, packs, begun.role.seat, self._coding())
         packs_of_part, seat = [begun.packs, packs], begun.role.seat
-        tensors = begun.tensors._replace(inline=inline_bytes(captured, seat, begun.block_bytes))
+        inlined, inline = inline_of(captured, seat, begun.block_bytes)
+        tensors = begun.tensors._replace(inline=inline, inlined=inlined)
         written = store_part(self._engine, captured, blobs, tensors, packs_of_part, anchor=begun.anchor, seat=seat)
         parts = checked_parts(self._engine, [written], begun.anchor)
         self._engine.keep_part(written.ulid, written.part)
-        return written, parts
+        return written, parts, Examiner(self._engine, written, captured, self._claim()).examine()
 
     def _write(self, role: Role, captured: Captured) -> tuple[Begun, _Told]:
         for attempt in range(1, MAX_TRIES + 1):
             begun = self._begin(role, captured)
             try:
-                written, parts = self._complete(begun, captured)
+                written, parts, findings = self._complete(begun, captured)
             except SnapshotExpiredError:
                 if attempt == MAX_TRIES:
                     raise
                 continue  # gc freed something that this relies on: the bytes are still in memory
             self._engine.index.add(written.added.items(), published_at=parts.checked)  # this rank does not learn what is published
-            return begun, _Told(role.part, layout_id(role.layout), parts.record())
+            return begun, _Told(role.part, layout_id(role.layout), parts.record(), findings.record())
         raise AssertionError
 
-    def _publish(self, request: PutRequest, begun: Begun, captured: Captured, others: list[RankParts]) -> SnapshotInfo:
+    def _publish(self, request: PutRequest, begun: Begun, captured: Captured, others: list[_Told]) -> SnapshotInfo:
         engine = self._engine
         for attempt in range(1, MAX_TRIES + 1):
             txn = engine.new_id()
             try:
-                written, own = self._complete(begun, captured)
-                parts = [own, *others]
-                record = record_of(engine, request, parts, logical_bytes=captured.logical_bytes)
+                written, own, findings = self._complete(begun, captured)
+                parts = [own, *(RankParts.of_record(told.parts) for told in others)]
+                judged = request.judged(engine, merged([findings, *(Findings.of_record(told.findings) for told in others)]))
+                record = record_of(engine, judged, parts, logical_bytes=captured.logical_bytes)
                 info = publish(engine, request, record, parts, txn=txn)
             except SnapshotExpiredError:
                 if attempt == MAX_TRIES:
