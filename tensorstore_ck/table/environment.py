@@ -14,6 +14,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +22,9 @@ import lmdb
 
 from tensorstore_ck.table.batchlock import BatchLock
 from tensorstore_ck.table.protocol import MAX_KEY_BYTES, PAGE_ITEMS, Batch, Item, TableBusyError, TableDamagedError, check_key, scan_pages
+
+with suppress(ImportError):  # of some versions, which else import it at the first `lmdb.open`: a child forked meanwhile would wait for ever
+    import_module("lmdb._envid")
 
 INITIAL_MAP_BYTES: Final = 64 << 20
 _CRC_BYTES = 4

@@ -73,6 +73,7 @@ class LmdbTable:
         self._patience_seconds = patience_seconds
         self._environment: Environment | None = None
         self._closed = False
+        self._pid = os.getpid()
 
     def open(self, *, wait: bool) -> Environment:
         """The environment, opened by the first call that gets the lock.
@@ -84,7 +85,7 @@ class LmdbTable:
         if self._environment is None:
             registry = _own_registry()
             with registry.lock:
-                if registry.has_inherited(self._folder):
+                if self._pid != os.getpid() or registry.has_inherited(self._folder):
                     raise TableDamagedError(f"{self._folder} belongs to the parent process", object_id=str(self._folder))
                 environment = registry.environments.get(self._folder)
                 if environment is None:
