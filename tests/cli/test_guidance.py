@@ -143,7 +143,9 @@ def texts_of(path: Path) -> list[str]:
 
 
 def commands_in(texts: list[str]) -> set[str]:
-    return {" ".join(command.split()) for text in texts for command in re.findall(r"`tsck ([^`]+)`", text)}
+    """Of regular expressions that fit commands, nothing."""
+    found = {" ".join(command.split()) for text in texts for command in re.findall(r"`tsck ([^`]+)`", text)}
+    return {command for command in found if "[^" not in command}
 
 
 def problem_of(command: str) -> str:
@@ -154,7 +156,7 @@ def problem_of(command: str) -> str:
         words = command.split()
     while words and words[0] in ("-s", "--store"):
         words = words[2:]
-    if not words or words[0] in ("X", "--help", "--version"):
+    if not words or not words[0].strip("X") or words[0] in ("--help", "--version"):
         return ""
     known = main.commands.get(words[0])
     if known is None:
