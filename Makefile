@@ -15,7 +15,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
 
-# As far as each test goes before a release: an hour or so.
+# As far as each test goes before a release: two hours or so.
 soak: export SOAK = 1
 soak: test
 

@@ -12,9 +12,9 @@ import torch
 import tensorstore_ck as tsck
 from tests.effort import effort
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(effort(300, 3000))]
 
-KILLS = effort(100, 300)
+KILLS = effort(100, 2000)
 
 
 def make_state(step: int) -> dict[str, object]:

@@ -12,6 +12,7 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.s3writer import PIECE_BYTES
 from tests.backend.chaos import ChaosProxy, Fault, Plan, Request, chaos_proxy, first, once
+from tests.effort import effort
 from tests.integration.test_fencing import run_in_child
 from tests.servers import S3Server, storage_options
 
@@ -239,6 +240,7 @@ def test_a_fault_that_stays_is_told(
 
 
 @quick_server
+@pytest.mark.timeout(effort(300, 3000))
 def test_many_faults(open_store: Open, proxy: ChaosProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that resumes after each error: the ref is at the old or the new snapshot, and what was acknowledged stays."""
     monkeypatch.setattr("tensorstore_ck.log.log.RESEND_DELAYS", (0.0, 0.0))
@@ -247,7 +249,7 @@ def test_many_faults(open_store: Open, proxy: ChaosProxy, monkeypatch: pytest.Mo
     proxy.plan = _unreliable(random.Random(seed))
     acknowledged: list[str] = []
     count = 0
-    for number in range(6):
+    for number in range(effort(6, 200)):
         plan, proxy.plan = proxy.plan, lambda _: Fault.NONE
         store = open_store(proxy.url, **FEW_TRIES)
         if store.branches():

@@ -27,7 +27,7 @@ from tests.power.blocklog import Record, read_log
 
 DISK_BYTES = 96 << 20
 SECTOR_BYTES = 4096
-STATES = effort(40, 100)
+STATES = effort(40, 480)
 STEPS = 6
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +44,7 @@ def missing() -> str:
     return ""
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(effort(300, 3000)), pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
 
 
 def run(*command: object) -> str:
