@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
+from tensorstore_ck.errors import StoreError
 from tensorstore_ck.ids import DIGEST_BYTES, Digest, Ulid
 from tensorstore_ck.locks import ProcessLock
 from tensorstore_ck.log import ObjectKey, RefTable
-from tensorstore_ck.table import Batch, Table, TableBusyError, TableError
+from tensorstore_ck.table import Batch, Table, TableBusyError
 
 _KEY: Final = b"b/"
 _PACK_KEY: Final = b"p/"
@@ -80,7 +81,7 @@ class BlockIndex:
                         _write(batch, note)
             except TableBusyError:
                 return
-            except TableError:
+            except StoreError:  # nor fails because of it, even where the log cannot be read to fill another one: it may be published
                 pass
             self._waiting.clear()
 

@@ -21,7 +21,7 @@ from tensorstore_ck.log.follow import EmptiedError, Follower, empty
 from tensorstore_ck.log.ops import Op
 from tensorstore_ck.log.reftable import RefTable, SnapshotInfo
 from tensorstore_ck.log.rows import Head
-from tensorstore_ck.table import Batch, FailoverTable, Table, TableError
+from tensorstore_ck.table import Batch, FailoverTable, Table, TableBusyError, TableDamagedError, TableError
 
 Build = Callable[[RefTable], Sequence[Op]]
 """Checks its preconditions at a view of the log's head, raising `ConflictError` and the like, and returns the operations."""
@@ -77,7 +77,7 @@ class Log:
         """
         self.chain = Chain(backend, uuid=uuid, prefix=prefix)
         self._follower = Follower(backend, self.chain, prefix=prefix, on_swept=on_swept)
-        self.table = FailoverTable(table, self._follower.follow)
+        self.table = FailoverTable(table, self._fill)
         """The host's cache, or the table in memory that takes its place."""
         self._backend = backend
         self._clock = clock
@@ -114,6 +114,14 @@ class Log:
                             empty(batch)
             self.table.use_memory()
             return self._sync()
+
+    def _fill(self, table: Table) -> None:
+        try:
+            self._follower.follow(table)
+        except EmptiedError as exc:
+            raise TableBusyError("another process empties the cache", object_id="cache") from exc
+        except CorruptObjectError as exc:  # of the cache: see `sync`
+            raise TableDamagedError(str(exc), object_id="cache") from exc
 
     def _sync(self) -> Head:
         head = self._follower.follow(self.table)

@@ -54,6 +54,7 @@ class BatchLock:
     def close(self) -> None:
         """Gives the file up."""
         os.close(self._file)
+        self._file = -1
 
     def _try(self) -> bool:
         try:

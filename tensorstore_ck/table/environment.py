@@ -88,6 +88,7 @@ class Environment:
         """A batch that excludes those of all threads and processes."""
         self._require_usable()  # a child's locks may be held by a thread that it does not have
         with self._write_lock:
+            self._require_usable()  # another thread may have closed it: the numbers of its files may be those of other files by now
             try:
                 with self.lock.held(wait=wait):
                     batch = _LmdbBatch(self)

@@ -5,6 +5,7 @@ still with its lock, a table in memory is filled from the log, and used instead:
 for as long as this handle is open.
 """
 
+import logging
 import os
 import time
 import warnings
@@ -16,6 +17,7 @@ from tensorstore_ck.locks import ProcessLock
 from tensorstore_ck.table.memory import MemoryTable
 from tensorstore_ck.table.protocol import Batch, CacheWarning, Item, Table, TableBusyError, TableError
 
+_logger: Final = logging.getLogger("tensorstore_ck")
 _STUCK_SECONDS: Final = 5.0
 """After so long without the lock, a warning names the process that holds it."""
 
@@ -135,7 +137,10 @@ class FailoverTable:
     def _warn(self, message: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(CacheWarning(message), stacklevel=2)
+            try:
+                warnings.warn(CacheWarning(message), stacklevel=2)
+            except CacheWarning:  # warnings are errors: raised here, it would make a save that is published look as if it had failed
+                _logger.warning("%s", message)
 
 
 def _advice(cause: TableError) -> str:

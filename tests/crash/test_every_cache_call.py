@@ -162,3 +162,20 @@ def test_whatever_the_cache_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     finally:
         if scene is put_as_group:
             dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["put", "put_async"])
+def test_where_warnings_are_errors_no_save_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    scene, _ = SCENES[name]
+    with shared_cache(monkeypatch) as faults:
+        play(tmp_path / "counted", scene, faults, range(0), is_busy=False)
+    calls = faults.calls
+    for at in range(0, calls, effort(max(1, calls // 25), 1)):
+        folder = tmp_path / str(at)
+        with shared_cache(monkeypatch) as faults:
+            with tsck.open(folder / "store", create=True) as store:
+                store.put_snapshot(make_state(1), ref="job", step=1)
+            faults.reset(range(at, 1 << 30), is_busy=False)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                scene(folder)

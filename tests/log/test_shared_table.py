@@ -6,8 +6,10 @@ from contextlib import contextmanager
 import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.log import keys
 from tensorstore_ck.table import Batch, MemoryTable
 from tests.log.scripted import append_puts, follow, open_log
+from tests.table.faultytable import CacheFaults, FaultyTable
 
 
 class Interrupted(MemoryTable):
@@ -46,3 +48,39 @@ def test_a_new_process_meets_another_one(at: int, entries: int) -> None:
     assert one.sync().n == entries
     assert len(follow(one.view(), "runs/gpt")) == entries
     assert set(seen) <= {entries}, "what the other process saw stays"
+
+
+class EmptiedOnTheWay(FaultyTable):
+    """Another process empties it before the k-th batch."""
+
+    at = 0
+
+    @contextmanager
+    def batch(self, *, wait: bool = True) -> Iterator[Batch]:
+        self.at -= 1
+        if self.at == 0:
+            with super().batch() as batch:
+                batch.clear(b"")
+        with super().batch(wait=wait) as batch:
+            yield batch
+
+
+@pytest.mark.parametrize("is_garbage", [False, True])
+def test_a_disk_that_is_of_no_use_when_its_lock_is_free(is_garbage: bool, recwarn: pytest.WarningsRecorder) -> None:
+    backend, faults = MemoryBackend(), CacheFaults()
+    table = EmptiedOnTheWay(faults)
+    log = open_log(backend, table)
+    append_puts(log, 3)
+    faults.reset(range(1 << 30), is_busy=True)
+    append_puts(open_log(backend), 1, first=3)
+    assert log.sync().n == 4
+    faults.failing = range(0)
+    if is_garbage:
+        with table.batch() as batch:
+            batch.put(keys.HEAD_KEY, b"\xc1")
+    else:
+        table.at = 2  # after the look whether the lock is free
+    for n in (5, 6):
+        append_puts(open_log(backend), 1, first=n)
+        assert log.sync().n == n
+        assert len(follow(log.view(), "runs/gpt")) == n

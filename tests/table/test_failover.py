@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from tensorstore_ck.errors import BackendUnavailableError
+from tensorstore_ck.ids import Digest, Ulid
+from tensorstore_ck.index import BlockIndex, Location
 from tensorstore_ck.table import CacheWarning, FailoverTable, MemoryTable, Table
 from tests.table.faultytable import CacheFaults, FaultyTable
 
@@ -159,3 +162,16 @@ def test_a_log_that_cannot_be_read_is_said_and_tried_again() -> None:
     with pytest.warns(CacheWarning):
         assert table.get(b"k1") == b"v1"
     assert isinstance(table._memory, MemoryTable)
+
+
+def test_what_is_noted_after_a_save_fails_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where the log cannot be read: it is published."""
+    place = Place()
+    index = BlockIndex(place.table)
+    place.fail()
+
+    def fill(_: Table) -> None:
+        raise BackendUnavailableError("the test's fault", object_id="log")
+
+    monkeypatch.setattr(place.table, "_fill", fill)
+    index.add([(Digest(bytes(32)), Location(Ulid(bytes(16)), 0, 0, 1, 1, 0))], published_at=1)

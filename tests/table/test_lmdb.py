@@ -372,3 +372,40 @@ def test_readers_that_were_killed_are_cleared(tmp_path: Path) -> None:
     opened = lmdb.open(str(tmp_path))
     assert opened.readers().count("\n") <= 2
     opened.close()
+
+
+def test_a_table_that_is_closed_before_a_batch_begins_touches_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers of its files are those of other files then."""
+    (tmp_path / "cache").mkdir()
+    table = open_lmdb_table(tmp_path / "cache")
+    environment = table.open(wait=True)  # type: ignore[attr-defined]
+    usable, has_looked, goes_on = environment._require_usable, threading.Event(), threading.Event()
+
+    def look() -> None:
+        usable()
+        if not has_looked.is_set():
+            has_looked.set()
+            assert goes_on.wait(30)
+
+    monkeypatch.setattr(environment, "_require_usable", look)
+    errors: list[Exception] = []
+
+    def write() -> None:
+        try:
+            fill(table, 1)
+        except TableDamagedError as exc:
+            errors.append(exc)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert has_looked.wait(30)
+    table.close()
+    others = [(tmp_path / str(number)).open("w+b", buffering=0) for number in range(8)]
+    for other in others:
+        other.write(b"somebody's data")
+    goes_on.set()
+    thread.join()
+    assert [(tmp_path / str(number)).read_bytes() for number in range(8)] == [b"somebody's data"] * 8
+    for other in others:
+        other.close()
+    assert "closed" in str(errors[0])
