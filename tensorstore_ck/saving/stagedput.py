@@ -56,8 +56,8 @@ class StagedPut(PublishedInOrder):
         engine, txn, patiently = self._handle.engine, self._txn, self._handle.patiently
         try:
             course.check()
-            patiently(course, "the log entry of what was staged", lambda: announce(engine, self._lead, txn, self._ref))
-            for manifest in self._manifests if engine.log.view().staged(txn) is not None else ():
+            staged_n = patiently(course, "the log entry of what was staged", lambda: announce(engine, self._lead, txn, self._ref))
+            for manifest in self._manifests if staged_n is not None else ():
                 self._handle.upload(course, self._tier, manifest, course.check)
             attempt = engine.new_id()
             with course.meter.timed("commit"):

@@ -13,7 +13,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import tensorstore_ck as tsck
 from tensorstore_ck import opening
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo
+from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.integrations.dcp import Writer
+from tensorstore_ck.saving.stagedput import StagedPut
 from tensorstore_ck.table import CacheWarning
 from tests.effort import effort
 from tests.table.faultytable import CacheFaults, FaultyTable
@@ -179,3 +183,30 @@ def test_where_warnings_are_errors_no_save_is_lost(tmp_path: Path, monkeypatch: 
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 scene(folder)
+
+
+def test_a_log_that_fails_once_behind_a_locked_cache_leaves_out_no_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry that says what is staged is there, and neither table has it: what is published is uploaded all the same."""
+    failures = ["list"]
+    create, listed = LocalBackend.create, LocalBackend.list
+
+    def create_and_lock(self: LocalBackend, name: str, data: Buffer) -> Created:
+        faults.reset(range(1 << 30), is_busy=True)
+        return create(self, name, data)
+
+    def fail_once(self: LocalBackend, prefix: str) -> Iterator[ObjectInfo]:
+        if faults.is_busy and failures and prefix.startswith("log/"):
+            failures.pop()
+            raise BackendUnavailableError("the test's fault", object_id=prefix)
+        return listed(self, prefix)
+
+    with shared_cache(monkeypatch) as faults, tsck.open(tmp_path / "store", create=True) as store:
+        store.put_snapshot(make_state(1), ref="another", step=1)
+        with monkeypatch.context() as patched, tsck.open(tmp_path / "store", staging=tmp_path / "stage") as staging:
+            patched.setattr(StagedPut, "announce_soon", lambda _: None)  # as where the store did not answer
+            patched.setattr(LocalBackend, "create", create_and_lock)
+            patched.setattr(LocalBackend, "list", fail_once)
+            staging.put_snapshot(make_state(2), ref="job", step=2)
+    assert not failures
+    with tsck.open(tmp_path / "store", cache_dir=tmp_path / "own cache") as store:
+        assert store.checkout("job")["step"] == 2
