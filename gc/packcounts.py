@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Final
 
 from tensorstore_ck.ids import Ulid
-from tensorstore_ck.table import Table, TableDamagedError
+from tensorstore_ck.table import Table, TableError
 
 _KEY: Final = b"e/"
 _COUNT_BYTES: Final = 4
@@ -22,13 +22,12 @@ class PackCounts:
         self._counts: dict[Ulid, int] = {}
         self._new: dict[Ulid, int] = {}
         self._gone: list[Ulid] = []
-        with contextlib.suppress(TableDamagedError):
-            for key, value in table.scan(_KEY):
-                pack = Ulid(key[len(_KEY) :])
-                if pack in packs:
-                    self._counts[pack] = int.from_bytes(value, "big")
-                else:
-                    self._gone.append(pack)
+        for key, value in table.scan(_KEY):
+            pack = Ulid(key[len(_KEY) :])
+            if pack in packs:
+                self._counts[pack] = int.from_bytes(value, "big")
+            else:
+                self._gone.append(pack)
 
     def get(self, pack: Ulid) -> int | None:
         """How many entries a pack has, if this host has seen its footer."""
@@ -41,7 +40,7 @@ class PackCounts:
     def flush(self) -> None:
         """Writes what was noted, and drops what is gone."""
         if self._new or self._gone:
-            with contextlib.suppress(TableDamagedError), self._table.batch() as batch:
+            with contextlib.suppress(TableError), self._table.batch() as batch:
                 for pack, count in self._new.items():
                     batch.put(_KEY + pack, count.to_bytes(_COUNT_BYTES, "big"))
                 for pack in self._gone:

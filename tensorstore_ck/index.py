@@ -6,6 +6,7 @@ without a delta base are kept.
 """
 
 import struct
+import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
@@ -23,6 +24,8 @@ _VALUE: Final = struct.Struct("<16sIQIIH")
 _FIELDS: Final = 6
 _MAX_WAITING: Final = 1000
 """Packs."""
+_TRIES: Final = 3
+_CLOSE_SECONDS: Final = 1.0
 
 
 class Location(NamedTuple):
@@ -56,6 +59,7 @@ class BlockIndex:
         self._lock = ProcessLock()
         self._waiting: deque[_Note] = deque(maxlen=_MAX_WAITING)
         """What is still to be noted, as another process had the table."""
+        self._thread: threading.Thread | None = None
 
     def get(self, block: Digest) -> Location | None:
         """Where the block lies, or None."""
@@ -75,15 +79,41 @@ class BlockIndex:
                 by_pack.setdefault(location.pack, []).append((block, location))
         with self._lock:
             self._waiting.extend(_Note(published_at, pack, items) for pack, items in by_pack.items())
-            try:
-                with self._table.batch(wait=False) as batch:  # no save waits for the cache
-                    for note in self._waiting:
-                        _write(batch, note)
-            except TableBusyError:
+        if not self._write_waiting(wait=False):  # no save waits for the cache
+            self._write_later()
+
+    def close(self) -> None:
+        """Waits a moment for what is still to be noted."""
+        if self._thread is not None:
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _write_later(self) -> None:
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._write_patiently, name="tsck block index", daemon=True)
+                self._thread.start()
+
+    def _write_patiently(self) -> None:
+        for _ in range(_TRIES):  # the one after a lock that is not to be had goes into memory
+            if self._write_waiting(wait=True):
                 return
-            except StoreError:  # nor fails because of it, even where the log cannot be read to fill another one: it may be published
-                pass
+
+    def _write_waiting(self, *, wait: bool) -> bool:
+        """Writes what waits; false, and it waits on, where another process has the table."""
+        with self._lock:
+            notes = list(self._waiting)
             self._waiting.clear()
+        try:
+            with self._table.batch(wait=wait) as batch:
+                for note in notes:
+                    _write(batch, note)
+        except TableBusyError:
+            with self._lock:
+                self._waiting.extend(notes)
+            return False
+        except StoreError:  # nor fails a save because of it, even where the log cannot be read to fill another one: it may be published
+            pass
+        return True
 
 
 class _Note(NamedTuple):

@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from tensorstore_ck.backend import open_backend, probe_create
 from tensorstore_ck.backend.limited import limited
@@ -36,10 +36,6 @@ from tensorstore_ck.tiers import Staging, Tier, TieredBackend, Uploader
 from tensorstore_ck.tiers.placed import PlacedBackend
 from tensorstore_ck.tiers.places import PlaceOpener
 
-_MIN_PATIENCE_SECONDS: Final = 0.005
-_MAX_PATIENCE_SECONDS: Final = 1.0
-"""Limits of how long to wait for the lock of the host's cache, while its holder shows no progress."""
-
 
 def open_engine(
     url: str | os.PathLike[str],
@@ -67,9 +63,7 @@ def open_engine(
     if read_only:
         backend = cast(Backend, ReadOnlyBackend(backend))
     try:
-        began = time.monotonic()
         config = read_config(backend)
-        round_trip_seconds = time.monotonic() - began
         if config is None and create:
             config = init_store(backend, single_writer_unsafe=single_writer_unsafe)
         if config is None:
@@ -80,9 +74,7 @@ def open_engine(
             require_room(backend, kept, 0, "the store")
         options = staging if staging is None or isinstance(staging, Staging) else Staging(staging)
         folder = options.open(config.uuid) if options is not None else None
-        # A memory table costs a few round trips to fill, so waiting for the cache's lock as long as one at most doubles that.
-        patience_seconds = min(max(round_trip_seconds, _MIN_PATIENCE_SECONDS), _MAX_PATIENCE_SECONDS)
-        table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}", patience_seconds=patience_seconds)
+        table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
         opener = PlaceOpener(backend.url, dict(storage_options or {}), no_sync, read_only, observers.emit)
         engine = make_engine(
             backend,

@@ -14,7 +14,7 @@ from tensorstore_ck.exporting.report import ExportedFile, ExportReport
 from tensorstore_ck.exporting.target import Target, staged, target_of
 from tensorstore_ck.merged import open_snapshot
 from tensorstore_ck.readonlystore import ReadOnlyStore
-from tensorstore_ck.record import decode_metadata, record_name
+from tensorstore_ck.record import NOTE, decode_metadata, record_name
 from tensorstore_ck.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.state.build import NOTHING
 from tensorstore_ck.state.select import Selection
@@ -72,6 +72,7 @@ def export_snapshot(
     content = open_snapshot(engine, info)
     tree = _chosen(parse(content.layout, len(content.values)), select, skip)
     metadata = decode_metadata(engine.read_record(info), record_name(info.ulid))
+    metadata.pop(NOTE, None)  # the store's own
     with staged(target, overwrite=overwrite) as folder:
         written = _writer(format)(Job(content, tree, metadata, folder, target, max_file_bytes))
         sizes = {name: os.stat(os.path.join(folder, name)).st_size for name in sorted(os.listdir(folder))}

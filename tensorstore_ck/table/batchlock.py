@@ -24,7 +24,7 @@ class BatchLock:
     """One process's side of the lock; its threads exclude each other otherwise."""
 
     def __init__(self, path: Path, patience_seconds: float) -> None:
-        """`patience_seconds`: how long to wait for a holder that shows no progress."""
+        """`patience_seconds`: how long to wait for a holder that shows no progress and is not stopped, as one that syncs a busy disk."""
         self._path = path
         self._patience_seconds = patience_seconds
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -34,7 +34,7 @@ class BatchLock:
         """Holds it.
 
         Raises:
-            TableBusyError: another process holds it, and `wait` is false or the holder makes no progress.
+            TableBusyError: another process holds it, and `wait` is false, or the holder is stopped or makes no progress.
         """
         if not self._try():
             if not wait:
@@ -70,7 +70,7 @@ class BatchLock:
             now = self._progress()
             if now != seen:
                 seen, since = now, time.monotonic()
-            elif time.monotonic() - since > self._patience_seconds:
+            elif time.monotonic() - since > self._patience_seconds or _is_stopped(now[1]):
                 raise self._busy()
 
     def _progress(self) -> tuple[int, int]:
@@ -82,3 +82,12 @@ class BatchLock:
 
     def _busy(self) -> TableBusyError:
         return TableBusyError(f"process {self._progress()[1]} holds {self._path}", object_id=str(self._path))
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped that process, as Linux says it (proc_pid_stat(5)); false where nobody can tell."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b") ")[2][:1] in (b"T", b"t")
+    except OSError:
+        return False

@@ -17,7 +17,7 @@ from tensorstore_ck.table.environment import INITIAL_MAP_BYTES, Environment
 from tensorstore_ck.table.memory import MemoryTable
 from tensorstore_ck.table.protocol import Batch, Item, Table, TableBusyError, TableDamagedError, scan_pages
 
-DEFAULT_PATIENCE_SECONDS: Final = 0.1
+DEFAULT_PATIENCE_SECONDS: Final = 1.0
 
 
 class _Registry:

@@ -27,11 +27,10 @@ NETWORK_FILESYSTEM: Final = re.compile(
 _UNUSED_SECONDS: Final = 30 * 24 * 3600
 
 
-def open_table(cache_dir: Path | None, key: str, *, patience_seconds: float = 0.1) -> Table:
+def open_table(cache_dir: Path | None, key: str) -> Table:
     """The host's table for `key`, which is fit for a file name: in `cache_dir` or the user's cache directory, else local tmp, else memory.
 
-    Never fails: a cache that cannot be had costs time only, and a `CacheWarning` says so. `patience_seconds` is how long to wait for
-    another process that holds its lock and makes no progress.
+    Never fails: a cache that cannot be had costs time only, and a `CacheWarning` says so.
     """
     name = host_key(key)
     user_cache = platformdirs.user_cache_path("tensorstore_ck", appauthor=False) if cache_dir is None else cache_dir
@@ -46,7 +45,7 @@ def open_table(cache_dir: Path | None, key: str, *, patience_seconds: float = 0.
             break
         try:
             folder = _private_folder(base, name)
-            table = open_lmdb_table(folder, patience_seconds=patience_seconds)
+            table = open_lmdb_table(folder)
             _remove_unused(base, name)
             return table
         except (OSError, lmdb.Error) as exc:

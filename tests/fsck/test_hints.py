@@ -90,7 +90,7 @@ def follow(tsck: Tsck, result: Result, host: str) -> Result:
 
 def require_whole(tsck: Tsck) -> None:
     result = tsck("fsck", "--read-data", *STORE, host="a third")
-    assert (result.code, result.out.splitlines()[-1]) == (0, "no errors"), result.out
+    assert (result.code, "no errors" in result.out.splitlines()) == (0, True), result.out
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -102,7 +102,8 @@ def test_what_fsck_prints(tsck: Tsck, folder: str, how: str, check: tuple[str, .
         name = damage(folder, how, last=last)
         found = tsck(*check, *STORE)
         if found.code == 0:
-            assert (folder, check, found.out.splitlines()[-1]) == ("packs", ("fsck",), "no errors in what was checked")
+            assert (folder, check) == ("packs", ("fsck",))
+            assert "no errors in what was checked" in found.out.splitlines()
             found = tsck("fsck", "--read-data", *STORE)
         assert found.code != 0
         assert name in found.out
@@ -128,7 +129,7 @@ def test_a_host_that_read_no_data_says_so(tsck: Tsck) -> None:
     assert tsck("fsck", "--read-data", *STORE).code == 40
     result = tsck("fsck", "--repair", *STORE, host="elsewhere")
     assert "data not read (--read-data does)" in result.out
-    assert result.out.splitlines()[-1] == "no errors in what was checked"
+    assert "no errors in what was checked" in result.out.splitlines()
 
 
 def test_what_a_repair_left_damaged_is_known_to_every_host(tsck: Tsck) -> None:

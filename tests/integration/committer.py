@@ -13,12 +13,12 @@ def put(store: tsck.Store, mode: str, worker: int, number: int) -> tuple[tsck.Sn
     """One put to the mode's ref, and how many conflicts came before it. Its state counts the puts that it builds on."""
     ref = ref_of(mode, worker)
     expect: Any = tsck.ANY if mode == "any" else tsck.LAST_SEEN
-    step, conflicts = worker * 1000 + number, 0
+    content, conflicts = worker * 1000 + number, 0
     count = 0 if number == 0 else store.checkout(ref)["count"]
     while True:
-        state = {"count": count + 1, "frozen": torch.arange(5000), "weights": torch.full((3000,), step)}
+        state = {"count": count + 1, "frozen": torch.arange(5000), "weights": torch.full((3000,), content)}
         try:
-            return store.put_snapshot(state, ref=ref, step=step, expect=expect), conflicts
+            return store.put_snapshot(state, ref=ref, expect=expect), conflicts
         except tsck.ConflictError:
             conflicts += 1
             count = store.checkout(ref)["count"]

@@ -143,7 +143,7 @@ def test_a_put_writes_the_pack_and_three_objects(open_store: Open, proxy: ChaosP
     assert count(proxy.seen, "GET", "HEAD") <= 5, "the log's next entry, the parent's record, and whether its pack is there"
 
     proxy.seen.clear()
-    store.put_snapshot(state, ref="job", step=3)
+    store.put_snapshot(state, ref="job", step=3, unchanged="ok")
     assert count(proxy.seen, "PUT", "POST", folder="/packs/") == 0
     assert count(proxy.seen, "PUT", "POST", "DELETE") == 3
 
@@ -259,7 +259,8 @@ def test_many_faults(open_store: Open, proxy: ChaosProxy, monkeypatch: pytest.Mo
         proxy.plan = plan
         for _ in range(2):
             try:
-                done = store.put_snapshot({**tensors(number, count=3), "count": count + 1}, ref="job", step=count + 1)
+                state = {**tensors(number, count=3), "count": count + 1}
+                done = store.put_snapshot(state, ref="job", step=count + 1, unchanged="ok")
             except tsck.RetryableError:
                 break
             count += 1

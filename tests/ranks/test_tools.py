@@ -135,7 +135,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     told = tsck("fsck", code=40)
     assert PARTS[3] in told
     assert re.search(r"hits job@1 \(root [0-9a-f]{12}\): fsdp, tp, small$", told, re.MULTILINE)
-    assert "mended" in tsck("fsck", "--repair", "--from", copied)
+    assert "repaired" in tsck("fsck", "--repair", "--from", copied)
     for folder in ("log", "checkpoint"):
         shutil.rmtree(tmp_path / "ck" / folder, ignore_errors=True)
     tsck("salvage")

@@ -1,6 +1,7 @@
 """The table on disk: sharing, growth, forks and damage."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -329,6 +330,20 @@ def test_a_process_that_stands_still_with_the_lock_holds_up_nobody(tmp_path: Pat
     holder.say("release")
     fill(table, 2)
     assert len(list(table.scan(b"k"))) == 2
+    table.close()
+
+
+def test_a_process_that_is_stopped_with_the_lock_is_not_waited_for(tmp_path: Path, holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = open_lmdb_table(tmp_path, patience_seconds=0.0)
+    holder.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, holder.process.pid, os.WSTOPPED | os.WNOWAIT)
+    monkeypatch.setattr(batchlock, "time", SimpleNamespace(sleep=lambda _: None, monotonic=lambda: 0.0))  # a clock that stands still
+    with pytest.raises(TableBusyError):
+        fill(table, 1)
+    monkeypatch.undo()
+    holder.process.send_signal(signal.SIGCONT)
+    holder.say("release")
+    fill(table, 1)
     table.close()
 
 
