@@ -75,8 +75,13 @@ def test_a_damaged_pack(seaweedfs_server: S3Server, url: str, tmp_path: Path, mo
         read = walk.type(f"tsck get runs/gpt out.pt -s {url}", code=CORRUPT)
         walk.follow(read, "fsck --read-data", code=DAMAGED)
 
+        options = f"--storage-option endpoint_url={seaweedfs_server.endpoint} --storage-option key={KEY} --storage-option secret={SECRET}"
+        read = walk.type(f"tsck get runs/gpt out.pt -s {url} {options}", code=CORRUPT)
+        again = walk.follow(read, "fsck --read-data", code=DAMAGED, KEY=KEY, SECRET=SECRET)
+
         repaired = walk.follow(found, "fsck --read-data --repair --from", OTHER_STORE="backup")
         assert f"repaired  {name}" in repaired.out
+        walk.follow(again, "fsck --read-data --repair --from", OTHER_STORE="backup", KEY=KEY, SECRET=SECRET)
         checked = walk.type(f"tsck fsck --read-data -s {url}")
         assert "no errors" in checked.out.splitlines()
         assert "an interrupted save" not in checked.out, "the damaged pack was replaced by the repair"
