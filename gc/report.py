@@ -66,7 +66,7 @@ class FreedLater:
         """One line for a person."""
         reason = {
             "grace": "condemned, until the grace period ends",
-            "age": "left by a save that is under way or staged, or whose process is not known to have ended",
+            "age": "young and in no snapshot, so it may belong to a save that is under way or staged",
             "undo window": "forgotten, held until the undo window ends",
             "pins": "held by pins that expire",
             "packs in use": "at least, in packs that are not sparse enough to be rewritten",

@@ -4,6 +4,7 @@ Reads are sorted by pack and offset, merged where the blocks are small or the ba
 memory where a block is stored raw. A block that several want is fetched once. Knows nothing of tensors.
 """
 
+import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -152,7 +153,7 @@ def _fetch(engine: Engine, run: list[WantedBlock], buffers: threading.local) -> 
     if len(run) == 1 and first.codec == Codec.RAW and (memory := first.target.memory()) is not None:
         place = memory[first.start : first.start + first.raw]
         engine.backend.read_into(name, first.offset, place)
-        _verify(first, place, name)
+        _verify(engine, first, place, name)
         return
     buffer = getattr(buffers, "buffer", None)
     if buffer is None or len(buffer) < size:
@@ -165,7 +166,7 @@ def _fetch(engine: Engine, run: list[WantedBlock], buffers: threading.local) -> 
         whole = blocks[0].target.memory()
         into = None if whole is None else whole[blocks[0].start : blocks[0].start + blocks[0].raw]
         raw = decode(blocks[0].codec, fetched[at : at + blocks[0].stored], blocks[0].raw, name, into)
-        _verify(blocks[0], raw, name)
+        _verify(engine, blocks[0], raw, name)
         expected = blocks[0].source.part.block_id(blocks[0].row)
         for block in blocks[raw is into :]:
             if block.raw != blocks[0].raw or block.source.part.block_id(block.row) != expected:
@@ -192,7 +193,7 @@ def _fetch_based(engine: Engine, run: list[WantedBlock], at_hand: Mapping[Digest
     raw = decode_at(engine.backend, place, into, at_hand)
     if at_hand and block_id(raw) != block.source.part.block_id(block.row):
         raw = decode_at(engine.backend, place, into)  # what is in a caller's memory may have been changed since
-    _verify(block, raw, pack_name(place.pack))
+    _verify(engine, block, raw, pack_name(place.pack))
     if raw is not into:
         deliver(block.target, block.start, raw)
 
@@ -222,11 +223,11 @@ def _packs_of(block: WantedBlock) -> set[Ulid]:
     return {block.pack} if block.codec not in BASED else {place.pack for place in chain_of(_location(block))}
 
 
-def _verify(block: WantedBlock, raw: memoryview, name: str) -> None:
+def _verify(engine: Engine, block: WantedBlock, raw: memoryview, name: str) -> None:
     if block_id(raw) != block.source.part.block_id(block.row):
         raise CorruptObjectError(
             f"{name}: the block at offset {block.offset} of {block.source.describe(block.row)} does not match its hash: the pack was "
-            "damaged; run `tsck fsck --read-data` to see what it hits, and restore an older snapshot",
+            f"damaged; run `tsck fsck --read-data -s {shlex.quote(engine.backend.url)}` to see what it hits, and restore an older snapshot",
             object_id=name,
         )
 

@@ -110,7 +110,7 @@ class Database:
 
     def missing(self) -> NotFoundError:
         """The error where there is no catalog yet."""
-        return NotFoundError(f"there is no catalog in {self.shown}: `tsck catalog sync` makes one", object_id=self.shown)
+        return NotFoundError(f"there is no catalog in {self.shown}: `tsck catalog sync STORE` makes one", object_id=self.shown)
 
     def _make_folder(self) -> None:
         folder = Path(self.shown).parent

@@ -30,15 +30,17 @@ def store_arguments(context: click.Context, url: str | None, storage_options: Ma
 
 
 def complete(context: click.Context, text: str, arguments: Sequence[str]) -> str:
-    """`text`, with `arguments` added to each command in it that works on a store and names none."""
+    """`text`, with `arguments` added to each command in it that works on a store; of one that names a URL, only the storage options."""
     root = context.find_root().command
     commands = root.commands if isinstance(root, click.Group) else {}
+    pairs = zip(arguments[::2], arguments[1::2], strict=True)
+    storage = [word for option, value in pairs if option == "--storage-option" for word in (option, value)]
 
     def completed(found: re.Match[str]) -> str:
         name, rest = found.groups()
         takes_store = name in commands and any(parameter.name == "store" for parameter in commands[name].params)
-        if not takes_store or not arguments or {"-s", "--store"} & set(rest.split()):
-            return found[0]
-        return f"`tsck {name}{rest} {shlex.join(arguments)}`"
+        names_store = bool({"-s", "--store"} & set(rest.split()))
+        more = arguments if not names_store else storage if "://" in rest else []
+        return f"`tsck {name}{rest} {shlex.join(more)}`" if takes_store and more else found[0]
 
     return _COMMAND.sub(completed, text)

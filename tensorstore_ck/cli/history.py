@@ -24,6 +24,7 @@ from tensorstore_ck.sizes import human_bytes
 from tensorstore_ck.snapshot import GroupCost, SnapshotDetails
 
 MAX_SHOWN: Final = 40
+NO_SNAPSHOTS: Final = "no snapshots yet: `tsck put FILE --ref NAME` makes one"
 """Tensors and values that `show` prints without ``--all``."""
 _CHANGES: Final = ("NAME", "CHANGE", "OLD", "NEW")
 
@@ -51,7 +52,7 @@ def log(ref: str | None, limit: int | None, choice: StoreChoice, *, metric: str 
         emit(points, draw_text(points, metric), as_json=as_json)
         return
     names = None if ref else [snapshot.ref for snapshot in snapshots]
-    lines = snapshot_table(snapshots, names, kept_by=kept_by) if snapshots else ["no snapshots yet: `tsck put FILE --ref NAME` makes one"]
+    lines = snapshot_table(snapshots, names, kept_by=kept_by) if snapshots else [choice.complete(NO_SNAPSHOTS)]
     emit(snapshots, lines, as_json=as_json)
 
 

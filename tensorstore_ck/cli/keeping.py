@@ -28,7 +28,7 @@ def pin(address: str | None, reason: str, owner: str | None, expires: float | No
     with choice.open(read_only=address is None) as store:
         if address is None:
             pins = store.pins()
-            emit(pins, _pin_lines(pins), as_json=as_json)
+            emit(pins, map(choice.complete, _pin_lines(pins)), as_json=as_json)
             return
         snapshot = store.pin(address, reason=reason, owner=owner, expires=expires)
     emit(snapshot, [snapshot_line("pinned", snapshot)], as_json=as_json)
@@ -84,7 +84,7 @@ def forget(addresses: tuple[str, ...], choice: StoreChoice, *, by_policy: bool, 
     with choice.open(read_only=dry_run or not (addresses or by_policy)) as store:
         if by_policy or dry_run:
             report = store.retain(*addresses, dry_run=dry_run)
-            emit(report, verdict_lines(report), as_json=as_json)
+            emit(report, map(choice.complete, verdict_lines(report)), as_json=as_json)
             return
         found = store.forget(*addresses) if addresses else store.forgotten()
     nothing = "nothing was forgotten that can be undone"

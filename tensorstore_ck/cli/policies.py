@@ -49,10 +49,10 @@ def policy(action: str, target: str | None, rules: tuple[str, ...], choice: Stor
             emit({"removed": target}, [f"nothing is said of {printable(str(target))} any more"], as_json=as_json)
         elif action == "test":
             report = store.retain(str(target), dry_run=True, rules=said or None)
-            emit(report, verdict_lines(report), as_json=as_json)
+            emit(report, map(choice.complete, verdict_lines(report)), as_json=as_json)
         else:
             found = store.policies()
-            emit({glob: each.encode() for glob, each in found.items()}, _policy_lines(found), as_json=as_json)
+            emit({glob: each.encode() for glob, each in found.items()}, map(choice.complete, _policy_lines(found)), as_json=as_json)
 
 
 def _rules(words: tuple[str, ...]) -> dict[str, object]:

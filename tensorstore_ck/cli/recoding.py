@@ -44,7 +44,7 @@ def recode(
         report = store.recode(
             *addresses, codec=codec, older_than=older_than, dry_run=dry_run, max_bytes_per_second=rate_limit, progress=phases
         )
-    emit(report, _lines(report), as_json=as_json)
+    emit(report, map(choice.complete, _lines(report)), as_json=as_json)
 
 
 def _lines(report: RecodeReport) -> Iterator[str]:

@@ -17,7 +17,9 @@ def branch(name: str | None, address: str | None, choice: StoreChoice, *, as_jso
     """List the branches, or make branch NAME at the snapshot ADDRESS."""
     with choice.open(read_only=name is None) as store:
         if name is None:
-            _list_refs(store.branches(), "BRANCH", "no branches yet: `tsck put FILE --ref NAME` makes one", as_json=as_json)
+            _list_refs(
+                store.branches(), "BRANCH", choice.complete("no branches yet: `tsck put FILE --ref NAME` makes one"), as_json=as_json
+            )
             return
         at = _require_address(name, address, "branch")
         _done(f"branch {printable(name)} is at", store.branch(name, at), as_json=as_json)
@@ -41,7 +43,7 @@ def tag(name: str | None, address: str | None, choice: StoreChoice, *, as_json: 
     """List the tags, or give the snapshot ADDRESS the tag NAME, a name that never moves."""
     with choice.open(read_only=name is None) as store:
         if name is None:
-            _list_refs(store.tags(), "TAG", "no tags yet: `tsck tag NAME ADDRESS` makes one", as_json=as_json)
+            _list_refs(store.tags(), "TAG", choice.complete("no tags yet: `tsck tag NAME ADDRESS` makes one"), as_json=as_json)
             return
         at = _require_address(name, address, "tag")
         _done(f"tag {printable(name)} is at", store.tag(name, at), as_json=as_json)

@@ -27,7 +27,7 @@ def tier(choice: StoreChoice, *, dry_run: bool, take_places: bool, rate_limit: f
     """
     with choice.open(read_only=dry_run) as store, Phases(sys.stderr) as phases:
         report = store.tier(dry_run=dry_run, take_places=take_places, max_bytes_per_second=rate_limit, progress=phases)
-    emit(report, _lines(report), as_json=as_json)
+    emit(report, map(choice.complete, _lines(report)), as_json=as_json)
 
 
 def _lines(report: TierReport) -> Iterator[str]:

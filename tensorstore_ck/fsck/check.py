@@ -20,7 +20,7 @@ from tensorstore_ck.executor import Executor
 from tensorstore_ck.fsck.blocks import BlockTables, find_copies
 from tensorstore_ck.fsck.datacheck import DataCheck
 from tensorstore_ck.fsck.findings import Finding, Findings, FsckReport, Severity, require_reachable
-from tensorstore_ck.fsck.freeing import Freeing
+from tensorstore_ck.fsck.freeing import Freeing, why_unreferenced
 from tensorstore_ck.fsck.logcheck import LogCheck, cache_problem, check_log, host_saw_more
 from tensorstore_ck.fsck.marked import judge_marks, packs_of_marked
 from tensorstore_ck.fsck.mending import command, from_other, pack_advice, readable_parts, rebuild_moved
@@ -44,8 +44,6 @@ REMOTE_THREADS: Final = 8
 CONFIRM_ROUNDS: Final = 5
 _NS: Final = 1_000_000_000
 _KIND_OF: Final = {folder: kind for kind, folder in FOLDERS.items()}
-LEFT_BEHIND: Final = "nothing refers to it: an interrupted save left it, or one is under way"
-LISTED_BY_GC: Final = "nothing needs it any more"
 
 
 def run_fsck(
@@ -384,7 +382,7 @@ class Fsck:
     def _left_behind(self, key: ObjectKey, problem: tuple[str, str] | None) -> None:
         if problem is not None and problem[0] == MissingObjectError.kind:
             return  # freed meanwhile
-        who = (LISTED_BY_GC if self.log.view.object_state(key) is not None else LEFT_BEHIND) + self._freeing.when(key)
+        who = why_unreferenced(self.log.view, key) + self._freeing.when(key)
         if self._unsure or self._broken:
             who = "no snapshot that can be read refers to it"
         kind, message = ("unreferenced", who) if problem is None else (problem[0], f"{problem[1]}; {who}")

@@ -6,7 +6,16 @@ from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.gc.plan import Plan, plan_gc
 from tensorstore_ck.gc.report import Freeable
-from tensorstore_ck.log import ObjectKey
+from tensorstore_ck.log import ObjectKey, RefTable
+
+
+def why_unreferenced(view: RefTable, key: ObjectKey) -> str:
+    """Why nothing refers to an object, as far as the log says."""
+    if view.object_state(key) is not None:
+        return "nothing needs it any more"
+    if key.kind == "pack" and view.relocations(key.ulid):
+        return "nothing refers to it any more: its blocks are in other packs"
+    return "nothing refers to it: an interrupted save left it, or one is under way"
 
 
 class Freeing:

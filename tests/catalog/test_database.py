@@ -82,7 +82,7 @@ def test_what_cannot_be_opened(postgres: str, tmp_path: Path) -> None:
 def test_asking_makes_nothing(tmp_path: Path) -> None:
     with Catalog(tmp_path / "none.sqlite") as catalog:
         for ask in (catalog.find, catalog.stores, catalog.synced):
-            with pytest.raises(NotFoundError, match="`tsck catalog sync` makes one"):
+            with pytest.raises(NotFoundError, match="`tsck catalog sync STORE` makes one"):
                 ask()
     assert not list(tmp_path.iterdir())
 

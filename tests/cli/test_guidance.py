@@ -184,9 +184,9 @@ def test_commands_in_messages_and_in_the_readme_are_there() -> None:
 @pytest.mark.parametrize(
     ("arguments", "store", "printed"),
     [
-        (("find",), "ck", ["catalog sync"]),
+        (("find",), "ck", ["catalog sync STORE"]),
         (("log",), "empty", ["init"]),
-        (("catalog", "show"), "ck", ["catalog sync"]),
+        (("catalog", "show"), "ck", ["catalog sync STORE"]),
         (("show", "runs/gpt@7"), "ck", ["log runs/gpt"]),
         (("get", "runs/gpt", "out.pt"), "ck", ["log"]),
         (("log",), "new", ["put FILE --ref NAME"]),
@@ -210,7 +210,7 @@ def test_printed_commands_work(
     done = history(*arguments, store=store)
     found = re.findall(r"`(?:tsck|main) ([^`]+)`", done.out + done.err)  # click's runner calls the program main
     assert found == printed, done
-    values = {"FILE": "model.safetensors", "NAME": "runs/new", "ADDRESS": "runs/gpt"}
+    values = {"FILE": "model.safetensors", "NAME": "runs/new", "ADDRESS": "runs/gpt", "STORE": "ck"}
     for command in found:
         again = history(*(values.get(word, word) for word in shlex.split(command)), store=store)
         assert again.code == 0, (command, again)
