@@ -11,6 +11,7 @@ open until it is closed, as a thread may have a transaction. LMDB has no checksu
 import os
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,6 +29,8 @@ with suppress(ImportError):  # of some versions, which else import it at the fir
 
 INITIAL_MAP_BYTES: Final = 64 << 20
 _CRC_BYTES = 4
+_LOOKS: Final = 3
+_LOOK_AGAIN_SECONDS: Final = 0.002
 _META: Final = struct.Struct("<16xII112xQ")
 """Of LMDB's meta page: magic, version, number of the last page in use."""
 _META_MAGIC: Final = 0xBEEFC0DE
@@ -125,6 +128,16 @@ class Environment:
         with self._map_lock:
             self._lmdb.set_mapsize(2 * self._lmdb.info()["map_size"])
 
+    def cover_last_page(self) -> None:
+        """Makes the file as long as its last page needs; the caller holds the batch, which it has committed.
+
+        LMDB writes no page that a batch took at the file's end and gave back, so a file may end before it though nothing was cut.
+        """
+        size_bytes = (self._lmdb.info()["last_pgno"] + 1) * self._page_bytes
+        with suppress(OSError):  # then `_require_intact` takes it for one that was cut
+            if os.fstat(self._data_file).st_size < size_bytes:
+                os.ftruncate(self._data_file, size_bytes)
+
     def close(self) -> None:
         """Closes the files, unless they are a parent's."""
         if self._pid == os.getpid():
@@ -174,7 +187,7 @@ class Environment:
             opened.reader_check()  # readers that were killed keep their slots, and the pages that they read
             self._page_bytes = opened.stat()["psize"]
             self._close_data_file()
-            self._data_file, self._intact = os.open(self.folder / "data.mdb", os.O_RDONLY | os.O_CLOEXEC), (0, 0)
+            self._data_file, self._intact = os.open(self.folder / "data.mdb", os.O_RDWR | os.O_CLOEXEC), (0, 0)
             self._require_intact()
         except BaseException:
             opened.close()
@@ -186,15 +199,27 @@ class Environment:
 
         Looks at both meta pages (struct MDB_meta in LMDB's mdb.c), whenever the file was written since the last look.
         """
+        for tries_left in reversed(range(_LOOKS)):
+            try:
+                self._look()
+            except lmdb.CorruptedError:
+                if not tries_left:
+                    raise
+                time.sleep(_LOOK_AGAIN_SECONDS)  # another process may be between its commit and `cover_last_page`
+            else:
+                return
+
+    def _look(self) -> None:
         found = os.fstat(self._data_file)
         if (found.st_mtime_ns, found.st_size) == self._intact:
             return
-        for at in (0, self._page_bytes):
-            meta = os.pread(self._data_file, _META.size, at)
+        metas = [os.pread(self._data_file, _META.size, at) for at in (0, self._page_bytes)]
+        size_bytes = os.fstat(self._data_file).st_size  # after the metas: other processes commit, and the file grows before its metas do
+        for meta in metas:
             if len(meta) < _META.size:
                 raise lmdb.CorruptedError("data.mdb is cut short")
             magic, version, last_page = _META.unpack(meta)
-            if magic != _META_MAGIC or version != 1 or (last_page + 1) * self._page_bytes > found.st_size:
+            if magic != _META_MAGIC or version != 1 or (last_page + 1) * self._page_bytes > size_bytes:
                 raise lmdb.CorruptedError("data.mdb is cut short or overwritten")
         self._intact = found.st_mtime_ns, found.st_size
 
@@ -237,9 +262,11 @@ class _LmdbBatch:
         while True:
             try:
                 self._txn.commit()
-                return
             except lmdb.MapFullError:
                 self._grow()
+            else:
+                self._environment.cover_last_page()
+                return
 
     def abort(self) -> None:
         self._txn.abort()

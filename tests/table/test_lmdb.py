@@ -424,3 +424,40 @@ def test_a_table_that_is_closed_before_a_batch_begins_touches_no_other_file(tmp_
     for other in others:
         other.close()
     assert "closed" in str(errors[0])
+
+
+def test_a_batch_that_gives_back_pages_at_the_end_leaves_no_file_that_looks_cut(tmp_path: Path) -> None:
+    table = open_lmdb_table(tmp_path)
+    fill(table, 500)
+    for start in range(50):
+        with table.batch() as batch:
+            batch.clear(b"k%05d" % start)
+    with table.batch() as batch:  # with free pages to write in place, those at the end are left out
+        batch.put(b"large", bytes(1 << 20))
+        batch.delete(b"large")
+        batch.put(b"small", b"v")
+    assert table.get(b"small") == b"v"
+    table.close()
+    again = open_lmdb_table(tmp_path)
+    assert again.get(b"small") == b"v"
+    again.close()
+
+
+def test_a_file_that_grows_during_a_look_at_it_is_not_taken_for_one_that_was_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = open_lmdb_table(tmp_path)
+    fill(table, 1)
+    in_another_process(tmp_path, "with table.batch() as batch: batch.put(b'one', b'v')")  # so that the next read looks at the file
+    pread = os.pread
+    grown: list[bool] = []
+
+    def grow_first(*args: int) -> bytes:
+        if not grown:
+            grown.append(True)
+            in_another_process(tmp_path, "with table.batch() as batch:\n    for n in range(900): batch.put(b'n%d' % n, b'v' * 1000)")
+        return pread(*args)
+
+    monkeypatch.setattr(environment_module, "_LOOKS", 1, raising=False)
+    monkeypatch.setattr(os, "pread", grow_first)
+    assert table.get(b"one") == b"v"
+    assert grown
+    table.close()
