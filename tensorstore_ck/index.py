@@ -9,6 +9,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from tensorstore_ck.errors import StoreError
@@ -90,8 +91,10 @@ class BlockIndex:
     def _write_later(self) -> None:
         with self._lock:
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._write_patiently, name="tsck block index", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._write_patiently, name="tsck block index", daemon=True)
+                with suppress(RuntimeError):  # no more threads are to be had: the next save tries again
+                    thread.start()
+                    self._thread = thread
 
     def _write_patiently(self) -> None:
         for _ in range(_TRIES):  # the one after a lock that is not to be had goes into memory

@@ -64,8 +64,10 @@ class PutIds:
         process = self._find_process()
         self._record = None if process is None else WriterRecord(series_of(self._new_id()), process, self._begun_ns)
         if self._record is not None:
-            self._thread = threading.Thread(target=self._write, args=(self._record,), name="tsck writer record", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._write, args=(self._record,), name="tsck writer record", daemon=True)
+            with suppress(RuntimeError):  # no more threads are to be had: then what this process leaves behind waits for its age
+                thread.start()
+                self._thread = thread
 
     def _write(self, record: WriterRecord) -> None:
         with suppress(StoreError):

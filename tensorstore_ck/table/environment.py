@@ -173,9 +173,12 @@ class Environment:
         """Not to be used again. What is damaged is removed, so that other processes, and later ones, begin with an empty table."""
         if not self._failure:
             self._failure = f"{self.folder}: {cause}"
-            if isinstance(cause, _DAMAGE):
-                with suppress(OSError, TableBusyError), self.lock.held(wait=False):
-                    self._remove()
+            if isinstance(cause, _DAMAGE) and self._write_lock.acquire(blocking=False):  # else a thread of ours holds `lock` in a batch
+                try:
+                    with suppress(OSError, TableBusyError), self.lock.held(wait=False):
+                        self._remove()
+                finally:
+                    self._write_lock.release()
         return TableDamagedError(self._failure, object_id=str(self.folder))
 
     def _open(self) -> Any:
