@@ -63,7 +63,10 @@ def main() -> None:
     faulthandler.enable()
     folder, draw, rounds = Path(sys.argv[1]), random.Random(int(sys.argv[2])), int(sys.argv[3])
     for _ in range(rounds):
-        table = open_lmdb_table(folder, map_bytes=1 << 16, patience_seconds=0.01)
+        try:
+            table = open_lmdb_table(folder, map_bytes=1 << 16, patience_seconds=0.01)
+        except OSError:  # another one removed the files meanwhile: `open_table` takes memory then
+            continue
         threads = [threading.Thread(target=use, args=(table, random.Random(draw.random()), 20)) for _ in range(3)]
         for thread in threads:
             thread.start()
