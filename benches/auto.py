@@ -38,7 +38,7 @@ Seconds = dict[str, dict[str, list[float]]]
 
 
 class Throttled(LimitedBackend):
-    """An object store that takes and gives so many bytes a second."""
+    """An object store limited to `rate` bytes a second in each direction."""
 
     is_local = False
 

@@ -54,7 +54,7 @@ class FreedLater:
     why: str
     """``grace``, ``age``, ``undo window``, ``pins`` (those that expire), or ``packs in use``: dead blocks of packs that are not sparse."""
     bytes: int
-    """Of ``packs in use``: at least so many."""
+    """Of ``packs in use``: a lower bound."""
     objects: int
     """How many objects nothing needs any more then; packs that are rewritten are not among them."""
     due_ns: int | None

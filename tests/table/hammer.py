@@ -12,6 +12,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+import lmdb
+
 from tensorstore_ck.table import Table, TableError
 from tensorstore_ck.table.lmdb_table import open_lmdb_table
 
@@ -65,7 +67,7 @@ def main() -> None:
     for _ in range(rounds):
         try:
             table = open_lmdb_table(folder, map_bytes=1 << 16, patience_seconds=0.01)
-        except OSError:  # another one removed the files meanwhile: `open_table` takes memory then
+        except (OSError, lmdb.Error):  # another one removed the files meanwhile: `open_table` takes memory then
             continue
         threads = [threading.Thread(target=use, args=(table, random.Random(draw.random()), 20)) for _ in range(3)]
         for thread in threads:
