@@ -218,7 +218,10 @@ def other_values(rank: int) -> dict[str, Any]:
 
 REFUSED: dict[str, tuple[Callable[[int], dict[str, Any]], list[str]]] = {
     "a dtype": (another_dtype, ["'w'", "ranks 0-1, 3: float32 [64, 40]", "rank 2: float64 [64, 40]"]),
-    "a tensor that a rank of its mesh lacks": (without_it, ["'w'", "ranks 0, 2-3", "on the mesh of ranks 0-3, but rank 1 do not have it"]),
+    "a tensor that a rank of its mesh lacks": (
+        without_it,
+        ["'w'", "ranks 0, 2-3: split along dim 0 on the mesh of ranks 0-3; rank 1: no such tensor"],
+    ),
     "a hole": (a_hole, ["'w'", "no rank holds 2200 of 2560 elements"]),
     "an overlap": (an_overlap, ["'w'", "ranks 2-3 hold some elements twice"]),
     "values": (other_values, ["'nested.lr'", "rank 0: 0.25", "rank 3: 0.5"]),
