@@ -225,6 +225,17 @@ def teller(step: int, ranks: int, *, rows: int = 0, with_own: bool = True) -> Ca
     return tell
 
 
+def teller_of_kinds(step: int, ranks: int) -> Callable[[int], RankStates]:
+    """As `teller`; besides, each rank has a tensor that no other has, and one a value."""
+    tensors, meshes = tensors_of(step, ranks), [Mesh((ranks,), tuple(range(ranks)))]
+
+    def tell(rank: int) -> RankStates:
+        mine = {**tensors, f"of {rank}": Spreading(whole((1100,), 100 * step + rank), None)}
+        return RankStates(captured(mine, meshes, rank, ranks, ["text", step, *["of one"] * (rank == 2)]), own_of(step, rank))
+
+    return tell
+
+
 def own_of(step: int, rank: int) -> Any:
     """What is a rank's alone."""
     return captured({"rng": Spreading(np.array([step, rank] * 2, "<i4"), None)}, [], 0, 1, [rank])

@@ -38,7 +38,7 @@ def whole(shape: Sequence[int], seed: int = 0) -> Array:
 def captured(tensors: Mapping[str, Spreading], meshes: Sequence[Mesh], rank: int, ranks: int, values: Sequence[object] = ()) -> Captured:
     """What a rank puts."""
     specs = [TensorSpec(name, "np:<i4", 4, each.whole.shape) for name, each in tensors.items()]
-    tree = ["l", [*range(len(specs)), *[None] * len(values)]]
+    tree = ["d", [*tensors, *(f"value {number}" for number in range(len(values)))], [*range(len(specs)), *[None] * len(values)]]
     layout = Layout(specs, tree, (), meshes, [each.spread for each in tensors.values()])
     held = [b""] * len(specs)
     everything = list(tensors.values())

@@ -4,6 +4,7 @@ Three ranks, real code above a backend in memory, in simulated time: at every ca
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from tests.ranks.putting import (
     putting_ranks,
     require_agreement,
     teller,
+    teller_of_kinds,
     tensors_of,
 )
 from tests.ranks.simulation import GRACE, TIMEOUT, Fault, Simulation
@@ -164,12 +166,18 @@ def require_agreement_or_doubt(rank: PutRank, world: World) -> None:
         assert 2 not in world.steps()
 
 
+@pytest.mark.parametrize("are_alike", [True, False])
 @pytest.mark.parametrize("kind", ["die", "stall", "error"])
 @pytest.mark.parametrize("rank", LEADER_AND_FOLLOWER)
-def test_a_fault_at_every_step(rank: int, kind: str) -> None:
-    """Steps are before and after each call to the channel or the backend; a rank that stalls comes back when all others have ended."""
+def test_a_fault_at_every_step(rank: int, kind: str, are_alike: bool) -> None:
+    """Steps are before and after each call to the channel or the backend; a rank that stalls comes back when all others have ended.
+
+    Ranks that are not alike tell rank 0 of their states, and are told the plan, in that put.
+    """
     for step in range(3 * MAX_CALLS):
         world = World(faults=(Fault(rank, step, kind),), seed=step)
+        for number, each in enumerate(world.group if not are_alike else ()):
+            each.puts[SECOND] = each.puts[SECOND].but(take_apart=partial(teller_of_kinds(2, RANKS), number))
         world.run()
         steps = world.steps()
         require_restorable(world.engine, steps)

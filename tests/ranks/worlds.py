@@ -81,7 +81,7 @@ def require_restorable(engine: Engine, steps: list[int]) -> None:
             memory = bytearray(expected.whole.nbytes)
             reader.read({number: MemoryTarget(memoryview(memory))})
             assert bytes(memory) == expected.whole.tobytes(), (info.step, number)
-        assert reader.values == ["text", info.step]
+        assert reader.values[:2] == ["text", info.step]
         for rank in range(ranks_at(info.step)):
             own = open_rank_state(engine, info, rank)
             expected_own = own_of(info.step, rank)
