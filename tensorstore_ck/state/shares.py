@@ -98,9 +98,10 @@ class Chain:
         self.size_bytes = sum(source.size_bytes for source in sources)
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes of one of them, which a block never leaves."""
+        """What one of them gives, where it lies in one, as a block does; else a copy."""
+        found: list[memoryview] = []
         for source in self.sources:
-            if start < source.size_bytes:
-                return source.read(start, stop)
+            if max(start, 0) < min(stop, source.size_bytes):
+                found.append(source.read(max(start, 0), min(stop, source.size_bytes)))
             start, stop = start - source.size_bytes, stop - source.size_bytes
-        return memoryview(b"")
+        return found[0] if len(found) == 1 else memoryview(b"".join(found))
