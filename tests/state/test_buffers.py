@@ -23,7 +23,7 @@ from tensorstore_ck.state.sharded import Describer
 from tests.state.fake import FakeContent, assert_same, bits
 from tests.state.samples import DTYPES, NUMPY_DTYPES, states, tensor
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # deepcopy
+pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")  # deepcopy
 MIB = 1 << 20
 
 
