@@ -9,9 +9,10 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, UnsupportedValueError
-from tensorstore_ck.state import capture
+from tensorstore_ck.state import capture, restore
 from tensorstore_ck.state.sharded import Describer
 from tests.ranks.boxed import boxes_of
+from tests.state.fake import stored
 
 FULL = torch.arange(48.0).view(6, 8)
 
@@ -61,32 +62,35 @@ def memory_of(value: Any) -> list[torch.Tensor]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[tsck.Store]:
-    with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache", staging=tmp_path / "staging", create=True) as opened:
+    with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache", create=True) as opened:
         yield opened
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_whole_tensor_in_boxes(store: tsck.Store, way: str, is_async: bool) -> None:
+@pytest.mark.parametrize(
+    ("way", "how"), [*((way, "waited for") for way in WAYS), ("three boxes", "async"), ("a buffer", "async"), ("three boxes", "staged")]
+)
+def test_a_whole_tensor_in_boxes(store: tsck.Store, tmp_path: Path, way: str, how: str) -> None:
     state = {"w": WAYS[way](FULL), "same": FULL.clone(), "step": 3}
     assert store.check(state).ok
-    if is_async:
-        pending = store.put_snapshot_async(state, ref="job", step=3)
-        for local in memory_of(state["w"]):
-            local.detach().zero_()
-        root = pending.wait().root
-    else:
+    if how == "waited for":
         root = store.put_snapshot(state, ref="job", step=3).root
+    else:
+        staging = tmp_path / "staging" if how == "staged" else None
+        with tsck.open(tmp_path / "store", cache_dir=tmp_path / "other", staging=staging) as other:
+            pending = other.put_snapshot_async(state, ref="job", step=3)
+            for local in memory_of(state["w"]):
+                local.detach().zero_()
+            root = pending.wait().root
     found = store.checkout(root)
     assert found["w"].tolist() == FULL.tolist()
     assert isinstance(found["w"], torch.nn.Parameter) == found["w"].requires_grad == ("parameter" in way)
-    for other, make in WAYS.items():
+    for name, make in WAYS.items():
         into = {"w": make(torch.zeros(6, 8)), "same": torch.zeros(6, 8), "step": 0}
         target = into["w"]
         assert store.checkout(root, into=into)["w"] is target
         expected = memory_of(make(FULL))
-        assert [local.tolist() for local in memory_of(target)] == [local.tolist() for local in expected], other
-        if other == "a buffer":
+        assert [local.tolist() for local in memory_of(target)] == [local.tolist() for local in expected], name
+        if name == "a buffer":
             assert target[2].tolist() == [0.0] * 8  # the gap
 
 
@@ -180,17 +184,15 @@ def test_boxes_that_cannot_be(make: Callable[[], Any], match: str) -> None:
         (((9, 8), None, ((0, 0),), ((2, 8),)), "None"),
     ],
 )
-def test_a_tensor_that_tells_of_impossible_boxes(store: tsck.Store, told: Any, match: str) -> None:
+def test_a_tensor_that_tells_of_impossible_boxes(told: Any, match: str) -> None:
     state = {"w": protocol(FULL.clone(), *told)}
     with pytest.raises(UnsupportedValueError, match=f"^w is a tensor that tells of boxes which it cannot hold .*{match}.*local_sizes"):
-        store.put_snapshot(state, ref="job", step=1)
-    store.put_snapshot({"w": FULL}, ref="other", step=1)
+        capture(state)
     with pytest.raises(UnsupportedValueError, match=r"^w is a tensor that tells of boxes"):
-        store.checkout("other", into=state)
+        restore(stored({"w": FULL}), into=state)
 
 
-def test_a_tensor_with_some_of_the_attributes_is_an_ordinary_one(store: tsck.Store) -> None:
+def test_a_tensor_with_some_of_the_attributes_is_an_ordinary_one() -> None:
     tensor: Any = FULL.clone()
     tensor.global_shape = (12, 8)
-    found = store.checkout(store.put_snapshot({"a": FULL, "w": tensor}, ref="job", step=1).root)
-    assert found["w"].tolist() == FULL.tolist()
+    assert restore(stored({"a": FULL, "w": tensor}))["w"].tolist() == FULL.tolist()
