@@ -27,6 +27,7 @@ soak: test
 test-newest-torch:
 	$(PYTHON) -m venv $(NEWEST)
 	grep -v '^torch==' constraints.txt > $(NEWEST)/constraints.txt
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --constraint $(NEWEST)/constraints.txt pip
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade torch
 	$(NEWEST)/bin/python -m pip install --quiet --constraint $(NEWEST)/constraints.txt --editable '.[$(EXTRAS)]' --group dev
 	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal tests/integrations tests/state tests/importing
