@@ -6,7 +6,10 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 TESTS ?= tests
 
-.PHONY: demo test soak lint clean
+NEWEST := .venv-newest-torch
+EXTRAS := s3,safetensors,dask,otel,plot,postgres
+
+.PHONY: demo test soak test-newest-torch lint clean
 
 demo: $(INSTALLED)
 	rm -rf .demo
@@ -19,6 +22,16 @@ test: $(INSTALLED)
 soak: export SOAK = 1
 soak: test
 
+# torch.distributed.checkpoint beside ours, states and imports on the newest torch of the index: gigabytes of CUDA, so by hand. pip's own
+# settings hold; the project's other packages are the pinned ones.
+test-newest-torch:
+	$(PYTHON) -m venv $(NEWEST)
+	grep -v '^torch==' constraints.txt > $(NEWEST)/constraints.txt
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --constraint $(NEWEST)/constraints.txt pip
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade torch
+	$(NEWEST)/bin/python -m pip install --quiet --constraint $(NEWEST)/constraints.txt --editable '.[$(EXTRAS)]' --group dev
+	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal tests/integrations tests/state tests/importing
+
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -26,10 +39,10 @@ lint: $(INSTALLED)
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf .venv .demo
+	rm -rf .venv $(NEWEST) .demo
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard tensorstore_ck/codec/*.c)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[s3,safetensors,dask,otel,plot,postgres]' --group dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]' --group dev
 	touch $@

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from tensorstore_ck.gc import GcOptions
     from tensorstore_ck.importing import import_checkpoint, import_history, inspect_checkpoint, inspect_history
     from tensorstore_ck.progressline import ProgressLine
-    from tensorstore_ck.state import FlatShard, LoadReport, register_type
+    from tensorstore_ck.state import Box, Boxes, FlatShard, LoadReport, register_type
     from tensorstore_ck.suspicion import SuspiciousSaveWarning
     from tensorstore_ck.training import EnvironmentChangedWarning, ResumeReport, TrainingState, verify_resume
 
@@ -92,6 +92,8 @@ _LATER: Final = {
     "on_improvement": "cadence",
     "on_metric": "cadence",
     "on_preemption": "cadence",
+    "Box": "state",
+    "Boxes": "state",
     "FlatShard": "state",
     "LoadReport": "state",
     "register_type": "state",
@@ -127,6 +129,8 @@ __all__ = [
     "AlreadyExistsError",
     "AmbiguousAddressError",
     "BackendUnavailableError",
+    "Box",
+    "Boxes",
     "BrokenLogError",
     "CaptureChangedError",
     "Checkpointer",

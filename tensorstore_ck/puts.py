@@ -96,7 +96,7 @@ class SavingStore(ManagedStore):
             expect: A root, `ANY`, or None for "the ref must not exist", instead of what this handle last saw.
             parent: The snapshot that this one continues, by its address; None: none. By default what this handle last put or restored on
                 the ref; on one that it has not seen, what its branch is at; and none where there is no branch. Part of the root.
-            group: All ranks of it put together, each its own side of the state: DTensors and `FlatShard` its share, other tensors whole.
+            group: All ranks of it put together, each its own side of the state: its share of a DTensor, `FlatShard` or `Box`, others whole.
             rank_state: With `group`: what is this rank's alone, such as random number generators.
             frozen: Globs over names such as ``model.base.*``, of tensors that do not change while this store is open: they are read at
                 the first put and each tenth one after it, where a change is a `FrozenChangedError`.

@@ -50,7 +50,7 @@ class Mesh(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A box of a global tensor."""
+    """Where a box of a global tensor lies. The public `tensorstore_ck.Box` is one together with the memory that holds it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

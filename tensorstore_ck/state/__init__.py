@@ -4,6 +4,7 @@
 below. Nothing is pickled, nothing that a store names is imported or called, and what cannot come back exactly is refused.
 """
 
+from tensorstore_ck.state.boxes import Box, Boxes
 from tensorstore_ck.state.capture import capture
 from tensorstore_ck.state.check import Problem, StateCheck, check_state, problems
 from tensorstore_ck.state.lazy import LazySnapshot, LazyTensor
@@ -13,6 +14,8 @@ from tensorstore_ck.state.sharded import FlatShard
 from tensorstore_ck.state.types import register_type
 
 __all__ = [
+    "Box",
+    "Boxes",
     "FlatShard",
     "LazySnapshot",
     "LazyTensor",

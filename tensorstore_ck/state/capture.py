@@ -11,13 +11,15 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from tensorstore_ck import sharding
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.layout import MAX_ITEM_BYTES, ByteSource, Captured, Explicit, Layout, Node, Sharding, SharedStorage, Spread, TensorSpec
-from tensorstore_ck.sharding import Box, Mesh
+from tensorstore_ck.sharding import Mesh
+from tensorstore_ck.state.boxes import Box, Boxes, fault_of, is_checkpointable
 from tensorstore_ck.state.columns import TENSORS, Columns, Form, Specs, flags_of
 from tensorstore_ck.state.extents import area_of, extent_of, span_of
 from tensorstore_ck.state.memory import Array, CopySource, MemorySource, address_of
-from tensorstore_ck.state.sharded import Boxes, Describer, FlatShard
+from tensorstore_ck.state.sharded import Describer, FlatShard
 from tensorstore_ck.state.shares import share_of, source_of
 from tensorstore_ck.state.sharing import Extra, Place, find_sharing, find_suspects
 from tensorstore_ck.state.types import DTYPE_NAMES, FACTORIES, encode_torch, namedtuple_name, registered_class
@@ -53,7 +55,7 @@ class Walk:
         self._describer = describer
         self._spreads: dict[int, Spread] = {}
         self._meshes: dict[Mesh, int] = {}
-        self._explicit: dict[int, tuple[Box, ...]] = {}
+        self._explicit: dict[int, tuple[sharding.Box, ...]] = {}
         self._values: list[Any] = []
         self._blobs: list[bytes] = []
         self._names = Names()
@@ -129,9 +131,14 @@ class Walk:
     def _visit(self, value: Any, path: str, nodes: list[Any], position: int, depth: int) -> None:
         """Puts the node of `value` into ``nodes[position]``. `path` ends with a dot, or is empty."""
         kind = type(value)
-        if kind in TENSORS:
+        if kind in TENSORS and not is_checkpointable(value):
             self._visit_tensor(value, path, nodes, position)
-        elif kind is Boxes or (self._describer is not None and (kind is FlatShard or isinstance(value, torch.Tensor))):
+        elif (
+            kind is Box
+            or kind is Boxes
+            or is_checkpointable(value)
+            or (self._describer is not None and (kind is FlatShard or isinstance(value, torch.Tensor)))
+        ):
             self._visit_spread(value, path, nodes, position)
         elif kind in _INLINE:
             self._names.name(path[:-1] if path else ROOT)
@@ -271,8 +278,15 @@ class Walk:
             try:
                 share = share_of(self._describer, value, name)
                 if share is None or share.dtype not in DTYPE_NAMES:
-                    what, advice = advice_for(value) or (f"its dtype {value.dtype} has no stored form", "convert it")
+                    dtype = value.dtype if share is None else share.dtype
+                    what, advice = advice_for(value) or (f"its dtype {dtype} has no stored form", "convert it")
                     raise UnsupportedValueError(f"cannot store {name}: {what}; {advice}", object_id=name)
+                for piece in share.pieces:
+                    require_dense(piece.tensor, name)
+                boxes = tuple(piece.box for piece in share.pieces)
+                if self._describer is None and (fault := fault_of(share.shape, boxes)):
+                    what = f"its boxes are not all of a tensor of shape {list(share.shape)} ({fault}), and there are no other ranks"
+                    raise UnsupportedValueError(f"cannot store {name}: {what}; pass group=, so that all ranks put theirs", object_id=name)
             except UnsupportedValueError as exc:
                 self._refused(exc)
                 return
@@ -284,7 +298,7 @@ class Walk:
                 self._spreads[number] = Sharding(self._meshes.setdefault(share.mesh, len(self._meshes)), share.placements)
             else:
                 self._spreads[number] = "flat" if share.is_flat else "boxes"
-                self._explicit[number] = tuple(piece.box for piece in share.pieces)
+                self._explicit[number] = boxes
         self._place(number, nodes, position)
 
     def _visit_array(self, array: Array, path: str, nodes: list[Any], position: int) -> None:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from tensorstore_ck.layout import ByteSource, TensorSpec
+from tensorstore_ck.state.boxes import is_checkpointable
 from tensorstore_ck.state.memory import Array, CopySource, MemorySource
 from tensorstore_ck.state.sharing import Area, Areas
 from tensorstore_ck.state.types import DTYPE_NAMES
@@ -155,7 +156,7 @@ class Columns:
                 tensor = items[position]
                 kind, key = type(tensor), id(tensor)
                 # What is sparse, nested or otherwise opaque has no shape or no storage: then torch raises.
-                if kind not in TENSORS or key in number_of or not tensor.is_contiguous() or tensor.is_neg():
+                if kind not in TENSORS or key in number_of or not tensor.is_contiguous() or tensor.is_neg() or is_checkpointable(tensor):
                     return position
                 form = known_forms.get((tensor.dtype, tensor.shape)) or self._new_form(tensor)
                 if form is None or (form.is_complex and tensor.is_conj()):

@@ -14,13 +14,14 @@ import torch
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, StoreError, UnsupportedValueError
 from tensorstore_ck.layout import Content, WantedBox
+from tensorstore_ck.state.boxes import Box, Boxes
 from tensorstore_ck.state.build import build, require_buildable
 from tensorstore_ck.state.capture import advice_for
 from tensorstore_ck.state.fresh import CONVERTIBLE, Form, FreshTensors, Wanted, form_of
 from tensorstore_ck.state.inplace import Fill, find_conflicts, read_in_place
 from tensorstore_ck.state.report import LoadReport, Unclaimed
 from tensorstore_ck.state.select import Selection
-from tensorstore_ck.state.sharded import Describer
+from tensorstore_ck.state.sharded import Describer, FlatShard
 from tensorstore_ck.state.shares import Share, share_of
 from tensorstore_ck.state.types import encode_torch, registered_class
 from tensorstore_ck.tree import ROOT, Branch, Leaf, Names, Tree, leaves, parse
@@ -130,7 +131,7 @@ class _Plan:
         if registered is not None:
             inner = self.visit(registered.to_state(target), path, depth + 1)
             return lambda: registered.from_state(inner())
-        share = share_of(self._describer, target, path[:-1]) if self._describer is not None else None
+        share = share_of(self._describer, target, path[:-1])
         if share is not None:
             return self._visit_share(target, share, self._name(path))
         if isinstance(target, torch.Tensor | np.ndarray):
@@ -248,6 +249,8 @@ class _Plan:
             self._report.mismatched.append(f"{name}: shape {list(share.shape)} here, {list(form.shape)} in the snapshot")
         elif form.dtype != share.dtype and not (share.dtype == self._dtype and form.dtype in CONVERTIBLE):
             self._report.mismatched.append(f"{name}: {_dtype_text(share.dtype)} here, {_dtype_text(form.dtype)} in the snapshot")
+        elif any(_is_expanded(piece.tensor) for piece in share.pieces):
+            self._report.mismatched.append(f"{name}: the tensor here is expanded: its elements share memory, but not in the snapshot")
         else:
             assert isinstance(form.dtype, torch.dtype)
             self.boxes += share.wanted(leaf.index, form.dtype)
@@ -373,13 +376,17 @@ def _branches(tree: Tree) -> Iterable[Branch]:
 
 
 def _has_tensors(target: Any, depth: int) -> bool:
-    if isinstance(target, torch.Tensor | np.ndarray):
+    if isinstance(target, torch.Tensor | np.ndarray | FlatShard | Box | Boxes):
         return True
     if depth > MAX_NESTING:
         return False
     if isinstance(target, dict):
         return any(_has_tensors(child, depth + 1) for child in target.values())
     return isinstance(target, list | tuple) and any(_has_tensors(child, depth + 1) for child in target)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(extent > 1 and step == 0 for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _dtype_text(dtype: Any) -> str:

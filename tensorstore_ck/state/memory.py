@@ -212,15 +212,16 @@ def _frombuffer(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A fresh, unfilled, contiguous tensor."""
-    tensor = torch.empty(shape, dtype=dtype, device=device) if dtype != torch.complex32 else _complex32(shape, device)
+    tensor = _empty(shape, dtype, device)
     if tensor.nbytes >= HUGE_FROM_BYTES and tensor.is_cpu:
         _ask_for_huge_pages(tensor.data_ptr(), tensor.nbytes)
     return tensor
 
 
-def _complex32(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Torch warns when such a tensor is made directly."""
-    return torch.empty(shape, dtype=torch.int32, device=device).view(torch.complex32)
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if dtype.is_complex and dtype.itemsize == 4:  # torch warns when such a tensor is made directly
+        return torch.empty(shape, dtype=torch.int32, device=device).view(dtype)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -242,5 +243,4 @@ def strided(base: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], stri
     start = base.storage_offset() * base.itemsize + offset_bytes
     if start % dtype.itemsize:
         raise CorruptObjectError(f"a stored view of {dtype} begins at byte {start} of its storage, where none can; run `tsck fsck`")
-    prototype = torch.empty(0, dtype=dtype, device=base.device) if dtype != torch.complex32 else _complex32((0,), base.device)
-    return prototype.set_(base.untyped_storage(), start // dtype.itemsize, shape, strides)
+    return _empty((0,), dtype, base.device).set_(base.untyped_storage(), start // dtype.itemsize, shape, strides)

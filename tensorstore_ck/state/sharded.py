@@ -1,4 +1,4 @@
-"""Tensors of which a rank holds a share: `DTensor`, torch's ShardedTensor, `FlatShard` for everything flattened, and plain `Boxes`.
+"""Tensors of which a rank holds a share: `DTensor`, torch's ShardedTensor, and `FlatShard` for everything flattened.
 
 Reads the whole tensor's shape, how it is spread, and which local memory holds which box of it. Knows nothing of states, trees and
 stores, and communicates with nobody. torch.distributed is imported by whoever made such a tensor, never by this module, so that it
@@ -47,7 +47,7 @@ class Description:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatShard:
-    """A run of a flattened tensor's elements: FSDP1's flat parameters, ZeRO's partitions, Megatron's ``flattened_range``.
+    """A run of a flattened tensor's elements: FSDP1's flat parameters, ZeRO's partitions.
 
     `local` holds elements [start, start + local.numel()) of the tensor of shape `shape`, row-major.
 
@@ -80,16 +80,6 @@ class FlatShard:
             )
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "start", start)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Boxes:
-    """Boxes of a tensor of shape `shape`, wherever they come from: what another system has cut it into."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    pieces: tuple[Piece, ...]
-    requires_grad: bool = False
 
 
 def group_ranks(group: "ProcessGroup | None") -> dict[int, int]:

@@ -9,8 +9,9 @@ import torch
 from tensorstore_ck.layout import ByteSource, WantedBox
 from tensorstore_ck.sharding import Box, Mesh, Placement
 from tensorstore_ck.split import row_boxes
+from tensorstore_ck.state.boxes import held_boxes
 from tensorstore_ck.state.memory import CopySource, MemorySource, target_of
-from tensorstore_ck.state.sharded import Boxes, Describer, FlatShard, Piece, group_ranks
+from tensorstore_ck.state.sharded import Describer, FlatShard, Piece, group_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -55,7 +56,7 @@ def describer_of(group: "ProcessGroup") -> Describer:
 
 
 def share_of(describer: Describer | None, value: object, path: str) -> Share | None:
-    """The share that is a `DTensor`, a ShardedTensor, a `FlatShard` or `Boxes`; None for anything else. The first two need `describer`.
+    """The share that is a `FlatShard`, `Box`, `Boxes` or `CheckpointableTensor`; with `describer`, a `DTensor` or ShardedTensor; or None.
 
     Raises:
         UnsupportedValueError: what it holds cannot be told.
@@ -65,8 +66,9 @@ def share_of(describer: Describer | None, value: object, path: str) -> Share | N
         pieces = (Piece(Box((value.start,), (local.numel(),)), local),) if local.numel() else ()
         is_parameter = isinstance(value.local, torch.nn.Parameter)
         return Share(value.shape, local.dtype, None, (), True, pieces, value.local.requires_grad, is_parameter)
-    if isinstance(value, Boxes):
-        return Share(value.shape, value.dtype, None, (), False, value.pieces, value.requires_grad, False)
+    held = held_boxes(value, path)
+    if held is not None:
+        return Share(held.shape, held.dtype, None, (), False, held.pieces, held.requires_grad, held.is_parameter)
     found = describer.describe(value, path) if describer is not None else None
     if found is None:
         return None
@@ -96,9 +98,10 @@ class Chain:
         self.size_bytes = sum(source.size_bytes for source in sources)
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes of one of them, which a block never leaves."""
+        """What one of them gives, where it lies in one, as a block does; else a copy."""
+        found: list[memoryview] = []
         for source in self.sources:
-            if start < source.size_bytes:
-                return source.read(start, stop)
+            if max(start, 0) < min(stop, source.size_bytes):
+                found.append(source.read(max(start, 0), min(stop, source.size_bytes)))
             start, stop = start - source.size_bytes, stop - source.size_bytes
-        return memoryview(b"")
+        return found[0] if len(found) == 1 else memoryview(b"".join(found))

@@ -61,6 +61,9 @@ class _ValueWalk(Walk):
         except UnsupportedValueError as exc:
             self._refused(exc)
 
+    def _visit_spread(self, value: Any, path: str, nodes: list[Any], position: int) -> None:
+        self._fail(path[:-1], "a tensor that lies in boxes within one value", "flatten the state, so that it is one of its own")
+
     def _visit_array(self, array: Array, path: str, nodes: list[Any], position: int) -> None:
         dtype = numpy_dtype_name(array.dtype)
         if dtype is None:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations.dcp import Reader, Writer
 from tests.integrations.dcp_states import causes, difference
+from tests.ranks.boxed import Boxed, boxes_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:torch.distributed is unavailable", "ignore:`_get_pg_default_device`"
@@ -267,6 +268,34 @@ def test_a_planner_that_casts(both: Both) -> None:
 def test_a_planner_that_casts_and_does_not_say_so(both: Both) -> None:
     with pytest.raises(dcp.api.CheckpointException, match=r"cannot store w: the planner planned float32 and gave torch\.bfloat16"):
         dcp.save({"w": torch.ones(3)}, storage_writer=both.writer, planner=SilentBfloat16Saver(), no_dist=True)
+
+
+def test_boxes_in_one_buffer(both: Both) -> None:
+    full = torch.arange(60.0).view(6, 10)
+
+    def state(full: torch.Tensor) -> dict[str, Any]:
+        return {"w": Boxed(in_one_buffer=True).share(full, 0, 1), "step": 3}
+
+    both.save(state(full))
+    assert torch.equal(both.checkout()["w"], full)
+    loaded = both.load(lambda: state(torch.zeros(6, 10)))
+    assert [box.tolist() for box in boxes_of(loaded["w"])] == [full[:, :3].tolist(), full[:, 3:].tolist()]
+    assert both.load(lambda: {"w": torch.zeros(6, 10)})["w"].tolist() == full.tolist()
+
+
+@pytest.mark.skipif(hasattr(dcp, "CheckpointableTensor"), reason="this torch plans its boxes")
+def test_boxes_that_an_older_torch_does_not_plan_are_refused(both: Both) -> None:
+    tensor: Any = torch.ones(4, 5)
+    tensor.global_shape, tensor.local_sizes = (4, 5), ((2, 5),)  # the rest is a gap
+    tensor.global_offsets = tensor.local_offsets = ((0, 0),)
+    with pytest.raises(dcp.api.CheckpointException, match=r"cannot store w: it holds boxes of .*\[4, 5\] .* use torch 2\.15 or newer"):
+        dcp.save({"w": tensor}, storage_writer=both.writer, no_dist=True)
+
+
+def test_tensors_are_described_as_by_files(both: Both) -> None:
+    both.save(nested())
+    told, expected = (reader.read_metadata().state_dict_metadata for reader in both.readers())
+    assert {name: vars(entry) for name, entry in told.items()} == {name: vars(entry) for name, entry in expected.items()}
 
 
 class Json(DefaultSavePlanner):

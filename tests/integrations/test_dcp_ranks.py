@@ -10,6 +10,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations.dcp import Reader, Writer
 from tests.integrations.dcp_states import difference
+from tests.ranks.boxed import Boxed
 from tests.ranks.pool import GROUPS, Pool
 from tests.ranks.test_reshard import WAYS, Flat, full_tensors, spoil, state_of
 
@@ -17,8 +18,20 @@ pytestmark = pytest.mark.timeout(300)
 
 NOT_DCPS = {"strided and replicated 2x2", "3-D 2x2x2"}
 """A share in several boxes, which DCP cannot plan."""
-WAYS_OF_DCP = {name: found for name, found in WAYS.items() if not isinstance(found[1], Flat) and name not in NOT_DCPS}
-LOADED = ("fsdp 1", "fsdp 3", "tp 4, columns", "hsdp 2x4", "2-D 2x2", "fsdp over tp 2x2", "sharded tensor 3", "ddp 4")
+WAYS_OF_DCP = {
+    name: found for name, found in WAYS.items() if not isinstance(found[1], Flat) and found[1] != Boxed() and name not in NOT_DCPS
+}
+LOADED = (
+    "fsdp 1",
+    "fsdp 3",
+    "tp 4, columns",
+    "hsdp 2x4",
+    "2-D 2x2",
+    "fsdp over tp 2x2",
+    "sharded tensor 3",
+    "boxes in one buffer 4",
+    "ddp 4",
+)
 
 
 def save_both(folder: str, name: str) -> str:

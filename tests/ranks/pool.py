@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.config import CONFIG_NAME, new_config
+from tests.ranks.boxed import boxes_of
 
 RANKS: Final = 8
 SIZES: Final = (1, 2, 3, 4, 8)
@@ -134,6 +135,10 @@ def local_of(value: Any) -> list[torch.Tensor]:
         return [value.to_local()]
     if isinstance(value, tsck.FlatShard):
         return [value.local]
+    if isinstance(value, tsck.Box | tsck.Boxes):
+        return [box.local for box in (value.boxes if isinstance(value, tsck.Boxes) else [value])]
+    if hasattr(value, "global_shape"):
+        return boxes_of(value)
     if isinstance(value, ShardedTensor):
         return [shard.tensor for shard in value.local_shards()]
     return [value]

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.blockreader import MAX_GAP_BYTES
+from tests.ranks.boxed import Boxed
 from tests.ranks.pool import GROUPS, TIMEOUT_SECONDS, Pool, local_of, make_store, opened
 
 pytestmark = pytest.mark.timeout(300)
@@ -85,7 +86,7 @@ class Whole:
         return full.clone()
 
 
-Way = Mesh | Flat | Boxes | Whole
+Way = Mesh | Flat | Boxes | Boxed | Whole
 
 FSDP = {f"fsdp {ranks}": (ranks, Mesh((ranks,), (Shard(0),))) for ranks in (1, 2, 3, 4, 8)}
 WAYS: dict[str, tuple[int, Way]] = {
@@ -106,6 +107,8 @@ WAYS: dict[str, tuple[int, Way]] = {
     "flat 8": (8, Flat()),
     "sharded tensor 4": (4, Boxes()),
     "sharded tensor 3": (3, Boxes()),
+    "boxes 3": (3, Boxed()),
+    "boxes in one buffer 4": (4, Boxed(in_one_buffer=True)),
 }
 
 

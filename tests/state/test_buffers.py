@@ -15,16 +15,15 @@ from hypothesis import strategies as st
 
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError
 from tensorstore_ck.layout import Captured
-from tensorstore_ck.sharding import Box
-from tensorstore_ck.state import FlatShard, buffers, capture, restore
+from tensorstore_ck.state import Box, Boxes, FlatShard, buffers, capture, restore
 from tensorstore_ck.state.buffers import Arena, Slot, copied_bytes, copy_captured
 from tensorstore_ck.state.devicecopy import DeviceCopy, SideStreams
 from tensorstore_ck.state.memory import BytesSource, address_of, memory_at
-from tensorstore_ck.state.sharded import Boxes, Describer, Piece
+from tensorstore_ck.state.sharded import Describer
 from tests.state.fake import FakeContent, assert_same, bits
 from tests.state.samples import DTYPES, NUMPY_DTYPES, states, tensor
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # deepcopy
+pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")  # deepcopy
 MIB = 1 << 20
 
 
@@ -121,8 +120,8 @@ def test_shared_memory_stays_shared(arena: Arena) -> None:
 
 def test_shards_of_tensors_that_are_spread(arena: Arena) -> None:
     grid, flat, strided = torch.arange(24.0).view(6, 4), torch.arange(50), torch.arange(12.0).view(3, 4).t()
-    pieces = (Piece(Box((0, 0), (2, 4)), grid[:2]), Piece(Box((2, 0), (4, 3)), strided), Piece(Box((9, 0), (0, 4)), grid[:0]))
-    state = {"boxes": Boxes((9, 4), torch.float32, pieces), "flat": FlatShard(flat, (10, 10), 20), "none": Boxes((9,), torch.int8, ())}
+    boxes = Boxes([Box(local, (9, 4), offsets) for local, offsets in ((grid[:2], (0, 0)), (strided, (2, 0)), (grid[:0], (9, 0)))])
+    state = {"boxes": boxes, "flat": FlatShard(flat, (10, 10), 20), "none": Box(torch.empty(0, dtype=torch.int8), (9,), (0,))}
     expected = [[bits(grid[:2]), bits(strided)], [bits(flat)], []]
     captured = capture(state, Describer({0: 0}, 0))
     copied = copy_captured(captured, take_for(arena, captured), threads=2)
@@ -394,8 +393,8 @@ def test_copies_from_a_device_are_waited_for_when_they_are_read(arena: Arena, la
 
 def test_pieces_on_a_device(arena: Arena, late: LateCopies) -> None:
     near, far, last = torch.arange(8.0).view(2, 4), torch.arange(12.0).view(3, 4).t(), torch.arange(3.0)
-    pieces = (Piece(Box((0, 0), (2, 4)), near), Piece(Box((2, 0), (4, 3)), far), Piece(Box((6, 0), (1, 3)), last))
-    captured = capture({"x": Boxes((9, 4), torch.float32, pieces)})
+    boxes = [Box(near, (9, 4), (0, 0)), Box(far, (9, 4), (2, 0)), Box(last.view(1, 3), (9, 4), (6, 0))]
+    captured = capture({"x": Boxes(boxes)}, Describer({0: 0}, 0))
     copied = copy_captured(captured, take_for(arena, captured), threads=2)
     expected = bits(near) + bits(far) + bits(last)
     overwrite([near, far, last])

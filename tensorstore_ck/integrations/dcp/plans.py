@@ -15,6 +15,7 @@ from tensorstore_ck.integrations.dcp.skeleton import Skeleton, build_skeleton, i
 from tensorstore_ck.layout import INLINE_TENSOR_BYTES, Captured, Explicit, decode_layout
 from tensorstore_ck.partwriter import Seat
 from tensorstore_ck.sharding import Box, whole_box
+from tensorstore_ck.state.boxes import held_boxes
 from tensorstore_ck.state.capture import require_dense
 from tensorstore_ck.state.memory import BytesSource
 from tensorstore_ck.state.shares import chain_of
@@ -123,7 +124,8 @@ def held_of(plan: SavePlan, planner: SavePlanner, role: Role) -> Held:
             results.append(WriteResult(item.index, sum(map(len, subtree.blobs)), subtree))
             continue
         spec = layout.tensors[number]
-        box, tensor = _box(item), _tensor(planner.resolve_data(item), item)
+        box = _box(item)
+        tensor = _tensor(planner.resolve_data(item), item, box)
         if tensor.dtype != torch_dtype(spec.dtype, spec.item_bytes):
             raise UnsupportedValueError(
                 f"cannot store {spec.name}: the planner planned {spec.dtype} and gave {tensor.dtype}", object_id=spec.name
@@ -154,13 +156,18 @@ def _box(item: WriteItem) -> Box:
     return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
 
 
-def _tensor(resolved: Any, item: WriteItem) -> torch.Tensor:
-    assert item.tensor_data is not None
-    tensor: torch.Tensor = resolved.detach()
-    if tuple(tensor.shape) != tuple(item.tensor_data.chunk.sizes):
+def _tensor(resolved: Any, item: WriteItem, box: Box) -> torch.Tensor:
+    held = held_boxes(resolved, item.index.fqn)
+    if held is not None and box not in [piece.box for piece in held.pieces]:
         raise UnsupportedValueError(
-            f"cannot store {item.index.fqn}: the planner planned a box of {list(item.tensor_data.chunk.sizes)} and gave a tensor of "
-            f"{list(tensor.shape)}",
+            f"cannot store {item.index.fqn}: it holds boxes of a tensor of shape {list(held.shape)} (torch's CheckpointableTensor), but "
+            f"the planner of torch {torch.__version__} planned it as a whole one: use torch 2.15 or newer, or Store.put_snapshot(group=)",
+            object_id=item.index.fqn,
+        )
+    tensor: torch.Tensor = resolved.detach()
+    if tuple(tensor.shape) != box.sizes:
+        raise UnsupportedValueError(
+            f"cannot store {item.index.fqn}: the planner planned a box of {list(box.sizes)} and gave a tensor of {list(tensor.shape)}",
             object_id=item.index.fqn,
         )
     require_dense(tensor, item.index.fqn)

@@ -258,4 +258,5 @@ def _with_items(tree: Tree, subtrees: frozenset[int]) -> Tree:
 
 def _described(stand_in: torch.Tensor, *, requires_grad: bool) -> TensorStorageMetadata:
     box = ChunkStorageMetadata(torch.Size([0] * stand_in.dim()), stand_in.size())
-    return TensorStorageMetadata(TensorProperties(dtype=stand_in.dtype, requires_grad=requires_grad), stand_in.size(), [box])
+    properties = TensorProperties.create_from_tensor(stand_in)  # from torch 2.15 on with strides
+    return TensorStorageMetadata(replace(properties, requires_grad=requires_grad), stand_in.size(), [box])

@@ -1,0 +1,174 @@
+"""Boxes of a tensor that lie on this rank: `Box`, `Boxes` for several of one tensor, and torch's `CheckpointableTensor`.
+
+Here alone a `Box` is one with its memory; everywhere else `sharding.Box` says only where it lies.
+"""
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from tensorstore_ck import sharding
+from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
+from tensorstore_ck.state.sharded import Piece
+
+_PROTOCOL: Final = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Box:
+    """What this rank holds of a tensor that is spread over ranks in any way, such as what Megatron's ``ShardedTensor`` describes.
+
+    `local` is the box of its own shape that begins at `offsets` of the tensor of shape `global_shape`; its strides may be any. A rank
+    that holds nothing of the tensor passes an empty one, such as ``local[:0]``; one that holds several boxes, `Boxes`.
+
+    Raises:
+        InvalidOptionError: `local` is no plain dense tensor, or does not lie within the whole.
+    """
+
+    local: torch.Tensor
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    """Along each dim, in elements."""
+
+    def __post_init__(self) -> None:
+        local = self.local
+        if type(local) not in (torch.Tensor, torch.nn.Parameter):
+            raise InvalidOptionError(f"Box: local is a {type(local).__name__}; pass a plain torch.Tensor", object_id="local")
+        if local.layout is not torch.strided or local.is_nested or local.is_meta:
+            what = "a meta tensor, which has no data" if local.is_meta else f"no dense tensor ({local.layout})"
+            raise InvalidOptionError(f"Box: local is {what}; pass a dense tensor that has its memory", object_id="local")
+        try:
+            shape, offsets = _numbers(self.global_shape), _numbers(self.offsets)
+        except TypeError as exc:
+            raise InvalidOptionError(f"Box: global_shape and offsets must be whole numbers: {exc}", object_id="global_shape") from exc
+        if not len(shape) == len(offsets) == local.ndim:
+            raise InvalidOptionError(
+                f"Box: local has {local.ndim} dims, global_shape {len(shape)}, offsets {len(offsets)}: they must have as many; give local"
+                " the dims of size 1 that it lacks, e.g. local.unsqueeze(0)",
+                object_id="global_shape",
+            )
+        if not _lies_within(offsets, tuple(local.shape), shape):
+            raise InvalidOptionError(
+                f"Box: a box of shape {tuple(local.shape)} at {offsets} does not lie within a tensor of shape {shape};"
+                " offsets count elements from the whole tensor's beginning",
+                object_id="offsets",
+            )
+        object.__setattr__(self, "global_shape", shape)
+        object.__setattr__(self, "offsets", offsets)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Boxes:
+    """Several boxes of one tensor on one rank. A list would be several tensors.
+
+    Raises:
+        InvalidOptionError: there are none, or they are not of one tensor.
+    """
+
+    boxes: Sequence[Box]
+
+    def __post_init__(self) -> None:
+        boxes = tuple(self.boxes)
+        if not boxes or any(type(box) is not Box for box in boxes):
+            what = "there are none" if not boxes else f"one is a {next(type(box).__name__ for box in boxes if type(box) is not Box)}"
+            raise InvalidOptionError(f"Boxes: {what}; pass one Box or more (an empty one where a rank has nothing)", object_id="boxes")
+        kinds = {(box.global_shape, box.local.dtype, box.local.requires_grad, type(box.local)) for box in boxes}
+        if len(kinds) > 1:
+            one, other = sorted(
+                f"global shape {shape}, {dtype}, requires_grad={grad}, {kind.__name__}" for shape, dtype, grad, kind in kinds
+            )[:2]
+            raise InvalidOptionError(f"Boxes: they are not of one tensor: one has {one}, another {other}", object_id="boxes")
+        object.__setattr__(self, "boxes", boxes)
+
+
+class Held(NamedTuple):
+    """What lies here of a tensor."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    """None is empty."""
+    requires_grad: bool
+    is_parameter: bool
+
+
+def is_checkpointable(value: object) -> bool:
+    """Whether it is a plain tensor that tells which boxes of a larger one it holds, as torch 2.15 has it (``CheckpointableTensor``)."""
+    return (
+        hasattr(value, "global_shape")  # most have not, and there are tens of thousands
+        and isinstance(value, torch.Tensor)
+        and type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # another might have no memory of its own
+        and all(hasattr(value, name) for name in _PROTOCOL)
+    )
+
+
+def held_boxes(value: Any, path: str = "") -> Held | None:
+    """What of a tensor lies in a `Box`, in `Boxes` or in a `CheckpointableTensor`; None for anything else.
+
+    Raises:
+        UnsupportedValueError: what a `CheckpointableTensor` at `path` tells of itself is impossible.
+    """
+    if is_checkpointable(value):
+        return _held_of_checkpointable(value, path)
+    if not isinstance(value, Box | Boxes):
+        return None
+    boxes = value.boxes if isinstance(value, Boxes) else (value,)
+    first = boxes[0].local
+    pieces = _pieces((box.local.detach(), box.offsets) for box in boxes)
+    return Held(boxes[0].global_shape, first.dtype, pieces, first.requires_grad, isinstance(first, torch.nn.Parameter))
+
+
+def _held_of_checkpointable(tensor: Any, path: str) -> Held:
+    local = tensor.detach().as_subclass(torch.Tensor)
+    try:
+        shape = _numbers(tensor.global_shape)
+        pieces = []
+        for at, start, size in zip(tensor.global_offsets, tensor.local_offsets, tensor.local_sizes, strict=True):
+            starts, sizes = _numbers(start), _numbers(size)
+            if not len(starts) == len(sizes) == local.ndim or not _lies_within(starts, sizes, tuple(local.shape)):
+                raise ValueError(f"sizes {sizes} at {starts} do not lie within the local tensor of shape {tuple(local.shape)}")
+            box = Box(local[tuple(slice(begin, begin + count) for begin, count in zip(starts, sizes, strict=True))], shape, _numbers(at))
+            pieces.append((box.local, box.offsets))
+    except (TypeError, ValueError, InvalidOptionError) as exc:
+        raise UnsupportedValueError(
+            f"{path or 'the state'} is a tensor that tells of boxes which it cannot hold (torch's CheckpointableTensor): {exc}; correct its"
+            f" {', '.join(_PROTOCOL[:-1])} or {_PROTOCOL[-1]}, or delete them if it is an ordinary tensor",
+            object_id=path,
+        ) from exc
+    return Held(shape, local.dtype, _pieces(pieces), tensor.requires_grad, isinstance(tensor, torch.nn.Parameter))
+
+
+def _pieces(held: Iterable[tuple[torch.Tensor, tuple[int, ...]]]) -> tuple[Piece, ...]:
+    return tuple(Piece(sharding.Box(offsets, tuple(local.shape)), local) for local, offsets in held if 0 not in local.shape)
+
+
+def fault_of(shape: tuple[int, ...], boxes: Sequence[sharding.Box]) -> str:
+    """Why boxes, none of them empty, are not all of a tensor, each element once; empty when they are."""
+    if not all(len(box.offsets) == len(box.sizes) == len(shape) and _lies_within(*box, shape) for box in boxes):
+        return "a piece lies outside"
+    missing = prod(shape) - sum(prod(box.sizes) for box in boxes)
+    if missing > 0:
+        return f"{missing} elements are missing"
+    boxes = sorted(boxes)
+    starts = np.array([box.offsets for box in boxes], np.int64).reshape(len(boxes), len(shape))
+    ends = starts + np.array([box.sizes for box in boxes], np.int64).reshape(starts.shape)
+    for at in range(len(boxes)):
+        if ((starts[at + 1 :] < ends[at]) & (ends[at + 1 :] > starts[at])).all(axis=1).any():
+            return "pieces overlap"
+    return "" if not missing else f"there are {-missing} elements too many"
+
+
+def _numbers(several: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(operator.index, several))
+
+
+def _lies_within(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    least = map(min, offsets, sizes, repeat(0)) if offsets else ()
+    return all(low == 0 for low in least) and all(at + size <= extent for at, size, extent in zip(offsets, sizes, shape, strict=True))
