@@ -1,0 +1,176 @@
+"""Recipes of optimizers and of what trains beside them, on a model under FSDP2 and HSDP."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests.recipes.dense import Block, adamw, hybrid
+from tests.recipes.harness import Job, at, recipe, state_of, step, stepped
+
+SAVED = at(4, shards=4)
+OTHERS = [at(2, shards=2), at(4, shards=2)]
+
+
+def sharded(shards: int) -> Block:
+    model = Block()
+    fully_shard(model, mesh=hybrid(shards))
+    return model
+
+
+@recipe(SAVED, OTHERS)
+def fused_adamw(shards: int) -> Job:
+    model = sharded(shards)
+    return stepped(model, torch.optim.AdamW(model.parameters(), fused=True, amsgrad=True, lr=torch.tensor(0.01)))
+
+
+@recipe(SAVED, OTHERS)
+def foreach_adamw(shards: int) -> Job:
+    """Of several groups."""
+    model = sharded(shards)
+    groups = [{"params": [model.up.weight, model.down.weight]}, {"params": [*model.norm.parameters(), model.up.bias, model.down.bias], "lr": 0.1}]
+    return stepped(model, torch.optim.AdamW(groups, foreach=True))
+
+
+@recipe(SAVED, OTHERS)
+def sgd_with_momentum(shards: int) -> Job:
+    model = sharded(shards)
+    return stepped(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True))
+
+
+@recipe(SAVED, OTHERS)
+def muon_beside_adamw(shards: int) -> Job:
+    """Muon takes matrices alone."""
+    model = sharded(shards)
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+    return stepped(model, torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others))
+
+
+@recipe(at(4), [at(2), at(8)])
+def adafactor() -> Job:
+    """Under DDP: torch's (2.13) steps no DTensor."""
+    model = nn.parallel.DistributedDataParallel(Block())
+    return stepped(model, torch.optim.Adafactor(model.parameters(), lr=0.01))
+
+
+class Factored(torch.optim.Optimizer):
+    """Keeps means of squared gradients over rows and over columns: the first are split as the parameter, the others on all ranks."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                square = parameter.grad.square()
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                if square.ndim < 2:
+                    state["mean"] = square
+                    continue
+                means = {"rows": square.mean(1), "columns": square.mean(0)}
+                for name, mean in means.items():
+                    placements = [Replicate() if each.is_partial() else each for each in mean.placements]
+                    state[name] = mean.redistribute(placements=placements)
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
+@recipe(SAVED, OTHERS)
+def factored_by_hand(shards: int) -> Job:
+    model = sharded(shards)
+    return stepped(model, Factored(model.parameters()))
+
+
+@recipe(SAVED, OTHERS)
+def grad_scaler(shards: int) -> Job:
+    model = sharded(shards)
+    optimizer = adamw(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    scaler.scale(model(torch.randn(4, 8)).square().sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return Job(state_of(model, optimizer, scaler=scaler.state_dict()))
+
+
+@recipe(SAVED, OTHERS)
+def ema(shards: int) -> Job:
+    model = Block()
+    mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    fully_shard(model, mesh=hybrid(shards))
+    fully_shard(mean, mesh=hybrid(shards))
+    optimizer = adamw(model)
+    for _ in range(2):  # the first is a copy
+        step(model, optimizer)
+        mean.update_parameters(model)
+    return Job(state_of(model, optimizer, ema=get_model_state_dict(mean)))
+
+
+# --- torchao ------------------------------------------------------------------------------------------------------------
+
+
+def wide() -> nn.Module:
+    """Its weight's shards are large enough for torchao to quantise their moments."""
+    return nn.Sequential(nn.Linear(8, 2048), nn.Linear(2048, 8))
+
+
+def low_bits(shards: int, name: str) -> Job:
+    import torchao.optim
+
+    model = wide()
+    if shards:
+        fully_shard(model, mesh=hybrid(shards))
+    optimizer = getattr(torchao.optim, name)(model.parameters())
+    with torch.compiler.set_stance("force_eager"):
+        return stepped(model, optimizer)
+
+
+@recipe(SAVED, [*OTHERS, at(2, shards=0)])
+def adamw_8bit(shards: int) -> Job:
+    return low_bits(shards, "AdamW8bit")
+
+
+@recipe(SAVED, OTHERS)
+def adamw_4bit(shards: int) -> Job:
+    return low_bits(shards, "AdamW4bit")
+
+
+@recipe(SAVED, OTHERS)
+def adamw_fp8(shards: int) -> Job:
+    return low_bits(shards, "AdamWFp8")
+
+
+@recipe(at(4, shards=0), [at(2, shards=0), SAVED])
+def adamw_8bit_on_each_rank(shards: int) -> Job:
+    """As under DDP."""
+    return low_bits(shards, "AdamW8bit")
+
+
+@recipe(at(4), [at(2), at(8)])
+def int8_weights() -> Job:
+    """The same on each rank, with a head that trains."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8))
+    quantize_(model[0], Int8WeightOnlyConfig())
+    return stepped(model, torch.optim.AdamW(model[1].parameters()))
+
+
+@recipe(at(4, shards=4), [at(2, shards=2), at(4, shards=2)])
+def int8_weights_by_rows(shards: int) -> Job:
+    """DTensors of wrapped shards, as torchao's tensor parallelism makes them."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = nn.Linear(8, 32)
+    quantize_(model, Int8WeightOnlyConfig())
+    mesh = hybrid(shards)
+    rows = 32 // shards
+    first = rows * mesh.get_local_rank(mesh.ndim - 1)
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    return Job({"weight": DTensor.from_local(model.weight[first : first + rows], mesh, placements, run_check=False), "bias": model.bias})
