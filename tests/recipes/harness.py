@@ -50,7 +50,7 @@ class Layout(NamedTuple):
         return f"{self.ranks} ranks, {', '.join(f'{name}={value}' for name, value in self.options.items())}".removesuffix(", ")
 
 
-def at(ranks: int, **options: Any) -> Layout:
+def at(ranks: int, /, **options: Any) -> Layout:
     return Layout(ranks, options)
 
 
@@ -158,13 +158,15 @@ def gathered(state: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, leaf in leaves_of(state):
         with torch.no_grad():
-            found |= _bits(path, leaf.full_tensor() if isinstance(leaf, DTensor) else leaf)
+            found |= _bits(path, leaf)
     return found
 
 
 def _bits(path: str, leaf: Any) -> dict[str, Any]:
     if not isinstance(leaf, torch.Tensor):
         return {path: leaf}
+    if isinstance(leaf, DTensor):
+        leaf = leaf.full_tensor()
     if isinstance(leaf, AsyncCollectiveTensor):
         leaf = leaf.wait()
     if hasattr(leaf, "__tensor_flatten__"):
@@ -219,8 +221,8 @@ def _tried(action: Callable[[], object]) -> str:
         action()
     except (Exception, CheckpointException) as raised:  # noqa: BLE001 - the test tells it
         exc = next(iter(raised.failures.values()))[0] if isinstance(raised, CheckpointException) else raised
-        where = traceback.extract_tb(exc.__traceback__)[-1]
-        return f"{type(exc).__name__}: {exc} ({Path(where.filename).name}:{where.lineno})"
+        where = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in traceback.extract_tb(exc.__traceback__)[-1:])
+        return f"{type(exc).__name__}: {exc}{where}"
     return ""
 
 

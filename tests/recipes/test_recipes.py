@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes import dense, experts, optimizers, pipelines  # noqa: F401 - they register their recipes
+from tests.recipes import dense, experts, optimizers, own, pipelines  # noqa: F401 - they register their recipes
 from tests.recipes.harness import RECIPES, Worlds, run
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
