@@ -331,7 +331,7 @@ def run(worlds: Worlds, folder: Path, this: Recipe) -> None:
         AssertionError: DCP cannot do what the recipe says it can (the recipe is wrong), or we cannot.
     """
     saved: list[Saved] = worlds.run(this.saved.ranks, save_by_dcp, str(folder), this)
-    expected = _united([each.leaves for each in saved])
+    expected = united([each.leaves for each in saved])
     problems = _distinct(each.dcp for each in saved)
     if not problems:
         for layout in this.restored:
@@ -349,7 +349,7 @@ def run(worlds: Worlds, folder: Path, this: Recipe) -> None:
     assert not problems, "\n".join(problems)
 
 
-def _united(sides: list[dict[str, Any]]) -> dict[str, Any]:
+def united(sides: list[dict[str, Any]]) -> dict[str, Any]:
     """What all ranks have together: a recipe whose ranks contradict each other is wrong."""
     whole: dict[str, Any] = {}
     for side in sides:

@@ -73,3 +73,34 @@ def a_subset_of_the_ranks(ranks: tuple[int, ...]) -> Job:
     model = Block()
     fully_shard(model, mesh=mesh)
     return Job(stepped(model, adamw(model)).state, ranks=ranks)
+
+
+@recipe(at(4), [at(2), at(8)])
+def a_value_and_a_tensor_of_rank_0() -> Job:
+    """Beside shards on all ranks."""
+    model = Block()
+    fully_shard(model, mesh=hybrid(dist.get_world_size()))
+    state = stepped(model, adamw(model)).state
+    if dist.get_rank() == 0:
+        state["log"] = {"losses": torch.randn(7), "note": "warm-up", "seen": [1, 2, 3]}
+    return Job(state)
+
+
+@recipe(at(4), [at(2), at(8)])
+def another_order_of_names_on_one_rank() -> Job:
+    model = Block()
+    fully_shard(model, mesh=hybrid(dist.get_world_size()))
+    state = stepped(model, adamw(model)).state
+    if dist.get_rank() == 1:
+        state = {name: dict(reversed(part.items())) for name, part in reversed(state.items())}
+    return Job(state)
+
+
+@recipe(at(4), [at(2), at(8)])
+def shared_memory_on_one_rank() -> Job:
+    """One tensor under two names there, and two equal ones elsewhere."""
+    model = Block()
+    fully_shard(model, mesh=hybrid(dist.get_world_size()))
+    state = stepped(model, adamw(model)).state
+    table = torch.randn(5, 8)
+    return Job({**state, "table": table, "head": table if dist.get_rank() == 1 else table.clone()})
