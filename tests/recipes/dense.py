@@ -19,7 +19,7 @@ class Block(nn.Module):
         super().__init__()
         self._residual = residual
         self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
+        self.up: nn.Module = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,9 @@ def lora_on_some_modules(dp: int, tp: int) -> Job:
     model = nn.Sequential(Block(), Block())
     model.requires_grad_(False)
     parallelize_module(model, mesh["tp"], {"0.up": ColwiseParallel(), "0.down": RowwiseParallel()})
-    model[1].up = Lora(model[1].up)
+    adapted = model[1]
+    assert isinstance(adapted, Block)
+    adapted.up = Lora(adapted.up)  # type: ignore[arg-type]
     fully_shard(model, mesh=mesh["dp"])
     return stepped(model, adamw(model))
 
@@ -151,7 +153,9 @@ def uneven_and_smaller_than_the_world(shards: int) -> Job:
     return stepped(model, adamw(model))
 
 
-@recipe(at(4, order=((0, 2), (1, 3))), [at(4, order=((0, 1), (2, 3))), at(8, order=((0, 4), (1, 5), (2, 6), (3, 7))), at(2, order=((0, 1),))])
+@recipe(
+    at(4, order=((0, 2), (1, 3))), [at(4, order=((0, 1), (2, 3))), at(8, order=((0, 4), (1, 5), (2, 6), (3, 7))), at(2, order=((0, 1),))]
+)
 def permuted_meshes(order: tuple[tuple[int, ...], ...]) -> Job:
     """FSDP2 over TP on ranks in an order of their own. (Ascending along each dim: torch gathers along others in the wrong order.)"""
     mesh = permuted(order)
@@ -173,6 +177,7 @@ class Attention(nn.Module):
         super().__init__()
         self.qkv = nn.Linear(8, 24)
         self.out = nn.Linear(8, 8)
+        self.positions: torch.Tensor
         self.register_buffer("positions", torch.arange(8.0))
         self._mesh = mesh
 

@@ -17,7 +17,7 @@ import logging
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -65,7 +65,7 @@ class Job:
     """Those that save, where not all do."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Recipe:
     make: Callable[..., Job]
     saved: Layout
@@ -76,6 +76,9 @@ class Recipe:
     @property
     def name(self) -> str:
         return self.make.__name__
+
+    def __repr__(self) -> str:
+        return self.name
 
     def job(self, layout: Layout, steps: int) -> Job:
         """Of other numbers for each recipe and number of steps."""

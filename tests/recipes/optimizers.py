@@ -35,7 +35,8 @@ def fused_adamw(shards: int) -> Job:
 def foreach_adamw(shards: int) -> Job:
     """Of several groups."""
     model = sharded(shards)
-    groups = [{"params": [model.up.weight, model.down.weight]}, {"params": [*model.norm.parameters(), model.up.bias, model.down.bias], "lr": 0.1}]
+    biases = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups: list[dict[str, Any]] = [{"params": [model.up.weight, model.down.weight]}, {"params": biases, "lr": 0.1}]
     return stepped(model, torch.optim.AdamW(groups, foreach=True))
 
 
@@ -104,7 +105,7 @@ def grad_scaler(shards: int) -> Job:
 @recipe(SAVED, OTHERS)
 def ema(shards: int) -> Job:
     model = Block()
-    mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
     fully_shard(model, mesh=hybrid(shards))
     fully_shard(mean, mesh=hybrid(shards))
     optimizer = adamw(model)
@@ -176,7 +177,7 @@ def float8_weights_on_each_rank() -> Job:
     return quantised("Float8WeightOnlyConfig")
 
 
-@recipe(at(4), [at(2), at(8)])
+@recipe(at(4), [at(2), at(8)], dcp="it takes the wrapper for a plain tensor, of which one rank's shard is as good as another's")
 def int8_weights_under_tp() -> Job:
     """Split, then quantised: a wrapper whose inner tensors are DTensors."""
     return quantised("Int8WeightOnlyConfig", tp=True)

@@ -23,7 +23,7 @@ def full_state_on_rank_0_only(full: bool) -> Job:
     if not full:
         return Job(state_of(model, optimizer, step=1))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
-    states = {"model": get_model_state_dict(model, options=options)}
+    states: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
     states["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
     return Job({"step": 1, **states} if dist.get_rank() == 0 else {"step": 1})
 
