@@ -9,6 +9,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterable
 from itertools import chain, repeat
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from tensorstore_ck.log import ObjectKey, Objects, Op
 from tensorstore_ck.opening import init_store, make_engine
 from tensorstore_ck.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values, part_name
 from tensorstore_ck.ranks import Channel, Group, KeyValue
+from tensorstore_ck.ranks.plan import Known, Memory, Plan
 from tensorstore_ck.ranks.publish import RankParts
 from tensorstore_ck.ranks.put import Done, Prepared, RankPut, RankStates, put_ranks
 from tensorstore_ck.ranks.replicas import Digests
@@ -103,7 +105,8 @@ def measure(case: Case, ranks: int, blocks: int) -> Cost:
     request = PutRequest("bench", 1, None, None, encode_metadata({}), {})
     nonce = new_ulid()
     store = FakeStore()
-    put = RankPut(engine, None, lambda: Prepared(request, states), txn=new_ulid(), checked={})  # type: ignore[arg-type]
+    other, attempt = SimpleNamespace(rank=1, ranks=ranks), SimpleNamespace(txn=new_ulid())
+    put = RankPut(engine, other, lambda: Prepared(request, states), attempt=attempt, memory={})  # type: ignore[arg-type]
     said = _sayings(engine, case, put, ranks, blocks)
     prefix = f"tsck/bench/{ulid_text(nonce)}/1/"
     channel = Channel(lambda action, seconds: action(store), prefix, ranks=ranks)
@@ -119,24 +122,21 @@ def measure(case: Case, ranks: int, blocks: int) -> Cost:
 
     ids = chain([new_ulid(), nonce], (new_ulid() for _ in repeat(None)))
     group = Group(run, rank=0, ranks=ranks, scope="bench", new_id=lambda: next(ids))
-    checked: dict[bytes, int] = {}
+    memory: Memory = {}
     if not case.is_first:
-        checked = _Everything()
+        memory = _Everything()
     store.bytes = 0
     backend.take_traffic()
     started = time.perf_counter()
-    put_ranks(engine, group, lambda: Prepared(request, states), ref=request.ref, checked=checked, timeout=600)
+    put_ranks(engine, group, lambda: Prepared(request, states), ref=request.ref, memory=memory, timeout=600)
     return Cost(time.perf_counter() - started, store.bytes, backend.take_traffic())
 
 
-class _Everything(dict[bytes, int]):
+class _Everything(Memory):
     """It has it all: every layout was put before."""
 
     def get(self, key: bytes, default: object = None) -> Any:
-        return 1
-
-    def __contains__(self, item: object) -> bool:
-        return True
+        return Known(Plan(), turn=1)
 
 
 def _sayings(engine: Engine, case: Case, put: RankPut, ranks: int, blocks: int) -> Iterable[tuple[str, Body]]:

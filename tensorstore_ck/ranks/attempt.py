@@ -3,6 +3,7 @@
     turn           whether it takes place at all, where rank 0 says so before anybody prepares
     hello/<rank>   what each rank is about to do; rank 0 waits for all and compares
     go             what rank 0 tells all, after which each rank does its work
+    <name>/<rank>  what some ranks tell rank 0 in the midst of it, and <name>, what rank 0 answers: see `Attempt.ask`, `Attempt.answer`
     done/<rank>    what came of it; rank 0 waits for all and commits, which decides the outcome
     failed         a rank that could not: rank 0 waits no longer
     outcome        what the log says: {put: record}, {abort: reason}, or {ask: reason} when rank 0 could not find out
@@ -14,7 +15,7 @@ and no backend.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -167,6 +168,35 @@ class Attempt:
         finally:
             self._ledger.end(self.n, self._channel)
 
+    def ask(self, name: str, ranks: Sequence[int], tell: Callable[[], bytes]) -> dict[int, bytes]:
+        """What some `ranks` tell rank 0 in the midst of their work: nothing on the others. What rank 0 would tell itself is empty.
+
+        Called by all ranks that it concerns, and by rank 0, in their `Duties.work`.
+        """
+        others = [rank for rank in ranks if rank]
+        if self._rank:
+            if self._rank in others:
+                self._channel.put_large(f"{name}/{self._rank}", tell(), self._deadline + self._grace)
+            return {}
+        records = self._gather(name, others)
+        told = {rank: self._channel.whole(f"{name}/{rank}", record, self._deadline + self._grace) for rank, record in records.items()}
+        return {0: b""} | told if 0 in ranks else told
+
+    def answer(self, name: str, data: bytes | None) -> bytes:
+        """What rank 0 tells all in the midst of their work; the others wait for it.
+
+        Raises:
+            _RefusedError: the attempt was given up meanwhile.
+        """
+        if self._rank == 0:
+            assert data is not None
+            self._channel.put_large(name, data, self._deadline + self._grace)
+            return data
+        key, record = self._channel.wait([OUTCOME, name], self._patience())
+        if key == OUTCOME:
+            raise _RefusedError(str(record.get("abort", "the attempt was given up")))
+        return self._channel.whole(name, record, self._deadline + self._grace)
+
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 
     def _lead(self, duties: Duties) -> Body:
@@ -197,27 +227,32 @@ class Attempt:
         return outcome
 
     def _collect(self, own: Body) -> list[Body]:
-        """What all ranks said in this stage.
+        """What all ranks said in this stage: see `_gather`."""
+        stage = self._stage
+        return [{"record": own, "oldest": self._ledger.oldest()}, *self._gather(stage, range(1, self._ranks)).values()]
+
+    def _gather(self, stage: str, ranks: Sequence[int]) -> dict[int, Body]:
+        """What other ranks said in a stage.
 
         Raises:
             _RefusedError: names the ranks that failed, and those that said nothing by the deadline.
         """
-        stage = self._stage
-        keys = [f"{stage}/{rank}" for rank in range(1, self._ranks)]
+        keys = [f"{stage}/{rank}" for rank in ranks]
         found, alarm = self._channel.collect(keys, self._deadline, alarm=FAILED)
-        said: list[Body] = [{"record": own, "oldest": self._ledger.oldest()}]
+        said: dict[int, Body] = {}
         errors: dict[int, str] = {}
         silent = []
         if alarm is not None:
             with suppress(CorruptObjectError, TypeError, ValueError):
                 record = decode_record(alarm, FAILED)
                 errors[take_count(record, "rank")] = take(record, "error", str)
-        for rank, key in enumerate(keys, start=1):
+        for rank, key in zip(ranks, keys, strict=True):
             if key not in found:
                 silent.append(rank)
                 continue
             try:
-                said.append(_check_said(decode_record(found[key], key), stage))
+                said[rank] = decode_record(found[key], key)
+                _check_said(said[rank], stage)
             except _RefusedError as exc:
                 errors[rank] = str(exc)
             except (CorruptObjectError, TypeError, ValueError) as exc:
@@ -355,7 +390,8 @@ def _check_said(record: Body, stage: str) -> Body:
     error: Any = record.get("error")
     if type(error) is str:
         raise _RefusedError(error)
-    take(record, "record", dict)
+    if stage in ("hello", "done"):
+        take(record, "record", dict)
     if stage == "hello":
         take_count(record, "oldest")
     return record

@@ -113,10 +113,10 @@ def refused(step: int, rank: int) -> RankStates:
 @pytest.mark.parametrize(
     ("tell", "said"),
     [
-        (with_values, "the ranks differ in values that are no tensors"),
-        (with_another_mesh, "but their states have other names, shapes or types"),
-        (with_another_shape, "but their states have other names, shapes or types"),
-        (with_another_placement, "but their states have other names, shapes or types"),
+        (with_values, "of rank {odd}"),
+        (with_another_mesh, "on the mesh of ranks 0-3"),
+        (with_another_shape, "np:<i4 [20, 350]"),
+        (with_another_placement, "split along dim 1 on the mesh of ranks 0-2"),
         (without_own, "the ranks differ in rank_state: "),
         (refused, "rank {odd}: UnsupportedValueError: state.loader is a generator"),
     ],
