@@ -144,7 +144,7 @@ def adamw_4bit(shards: int) -> Job:
     return low_bits(shards, "AdamW4bit")
 
 
-@recipe(at(4), [at(2), at(8)])
+@recipe(at(4), [at(2), at(1)])
 def adamw_fp8_on_each_rank() -> Job:
     """Gloo gathers no float8, so there would be nothing to compare DTensors with."""
     return low_bits(0, "AdamWFp8")
@@ -167,17 +167,17 @@ def quantised(config: str, *, tp: bool = False) -> Job:
     return stepped(model, torch.optim.AdamW(model[1].parameters()))
 
 
-@recipe(at(4), [at(2), at(8)])
+@recipe(at(4), [at(2), at(1)])
 def int8_weights_on_each_rank() -> Job:
     return quantised("Int8WeightOnlyConfig")
 
 
-@recipe(at(4), [at(2), at(8)])
+@recipe(at(4), [at(2), at(1)])
 def float8_weights_on_each_rank() -> Job:
     return quantised("Float8WeightOnlyConfig")
 
 
-@recipe(at(4), [at(2), at(8)], dcp="it takes the wrapper for a plain tensor, of which one rank's shard is as good as another's")
+@recipe(at(4), [at(2), at(1)], dcp="it takes the wrapper for a plain tensor, of which one rank's shard is as good as another's")
 def int8_weights_under_tp() -> Job:
     """Split, then quantised: a wrapper whose inner tensors are DTensors."""
     return quantised("Int8WeightOnlyConfig", tp=True)

@@ -92,7 +92,7 @@ def another_order_of_names_on_one_rank() -> Job:
     fully_shard(model, mesh=hybrid(dist.get_world_size()))
     state = stepped(model, adamw(model)).state
     if dist.get_rank() == 1:
-        state = {name: dict(reversed(part.items())) for name, part in reversed(state.items())}
+        state = {name: type(part)(reversed(part.items())) for name, part in reversed(state.items())}
     return Job(state)
 
 
