@@ -13,8 +13,10 @@ one process, and compares everything, bit by bit, with what torch gathered befor
 """
 
 import functools
+import importlib
 import logging
 import traceback
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -72,6 +74,8 @@ class Recipe:
     restored: list[Layout]
     dcp: str
     """Why DCP's own files do not do it; empty: they do."""
+    imports: tuple[str, ...]
+    """What defines the classes of its tensors, and whoever restores it imports."""
 
     @property
     def name(self) -> str:
@@ -92,11 +96,13 @@ class Recipe:
 RECIPES: Final[dict[str, Recipe]] = {}
 
 
-def recipe(saved: Layout, restored: list[Layout], *, dcp: str = "") -> Callable[[Callable[..., Job]], Callable[..., Job]]:
+def recipe(
+    saved: Layout, restored: list[Layout], *, dcp: str = "", imports: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Job]], Callable[..., Job]]:
     """Registers a recipe under its function's name; `restored`: the other layouts; `dcp`: why DCP's own files cannot do it."""
 
     def register(make: Callable[..., Job]) -> Callable[..., Job]:
-        RECIPES[make.__name__] = Recipe(make, saved, [saved, *restored], dcp)
+        RECIPES[make.__name__] = Recipe(make, saved, [saved, *restored], dcp, imports)
         return make
 
     return register
@@ -348,7 +354,7 @@ def run(worlds: Worlds, folder: Path, this: Recipe) -> None:
         if layout == this.saved:
             problems += [f"the own state of rank {rank} differs" for rank, (one, two) in enumerate(zip(found, saved, strict=True))
                          if two.own is not None and one.own != two.own and not one.problem]  # fmt: skip
-    problems += _by_one_process(folder, this.name, expected)
+    problems += _by_one_process(folder, this, expected)
     assert not problems, "\n".join(problems)
 
 
@@ -370,10 +376,14 @@ def _judged(found: list[Restored], expected: dict[str, Any], layout: Layout) -> 
     return [f"restored on {layout}: {problem}" for problem in problems]
 
 
-def _by_one_process(folder: Path, name: str, expected: dict[str, Any]) -> list[str]:
+def _by_one_process(folder: Path, this: Recipe, expected: dict[str, Any]) -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what they warn of while they are imported is not our matter
+        for name in this.imports:
+            importlib.import_module(name)
     with tsck.open(folder / "store", cache_dir=folder / "cache") as store:
         found: dict[str, Any] = {}
-        problem = _tried(lambda: found.update(gathered(store.checkout(name))))
+        problem = _tried(lambda: found.update(gathered(store.checkout(this.name))))
     problem = problem or difference(found, expected) or ("" if set(found) == set(expected) else f"missing {set(expected) - set(found)}")
     return [f"restored by one process: {problem}"] if problem else []
 

@@ -118,6 +118,10 @@ def ema(shards: int) -> Job:
 # --- torchao ------------------------------------------------------------------------------------------------------------
 
 
+OPTIM = ("torchao.optim",)
+QUANTISED = ("torchao.quantization",)
+
+
 def wide() -> nn.Module:
     """Its weight's shards are large enough for torchao to quantise their moments."""
     return nn.Sequential(nn.Linear(8, 2048), nn.Linear(2048, 8))
@@ -134,23 +138,23 @@ def low_bits(shards: int, name: str) -> Job:
         return stepped(model, optimizer)
 
 
-@recipe(SAVED, [*OTHERS, at(2, shards=0)])
+@recipe(SAVED, [*OTHERS, at(2, shards=0)], imports=OPTIM)
 def adamw_8bit(shards: int) -> Job:
     return low_bits(shards, "AdamW8bit")
 
 
-@recipe(SAVED, OTHERS)
+@recipe(SAVED, OTHERS, imports=OPTIM)
 def adamw_4bit(shards: int) -> Job:
     return low_bits(shards, "AdamW4bit")
 
 
-@recipe(at(4), [at(2), at(1)])
+@recipe(at(4), [at(2), at(1)], imports=OPTIM)
 def adamw_fp8_on_each_rank() -> Job:
     """Gloo gathers no float8, so there would be nothing to compare DTensors with."""
     return low_bits(0, "AdamWFp8")
 
 
-@recipe(at(4, shards=0), [at(2, shards=0), SAVED])
+@recipe(at(4, shards=0), [at(2, shards=0), SAVED], imports=OPTIM)
 def adamw_8bit_on_each_rank(shards: int) -> Job:
     """As under DDP."""
     return low_bits(shards, "AdamW8bit")
@@ -167,17 +171,22 @@ def quantised(config: str, *, tp: bool = False) -> Job:
     return stepped(model, torch.optim.AdamW(model[1].parameters()))
 
 
-@recipe(at(4), [at(2), at(1)])
+@recipe(at(4), [at(2), at(1)], imports=QUANTISED)
 def int8_weights_on_each_rank() -> Job:
     return quantised("Int8WeightOnlyConfig")
 
 
-@recipe(at(4), [at(2), at(1)])
+@recipe(at(4), [at(2), at(1)], imports=QUANTISED)
 def float8_weights_on_each_rank() -> Job:
     return quantised("Float8WeightOnlyConfig")
 
 
-@recipe(at(4), [at(2), at(1)], dcp="it takes the wrapper for a plain tensor, of which one rank's shard is as good as another's")
+@recipe(
+    at(4),
+    [at(2), at(1)],
+    dcp="it takes the wrapper for a plain tensor, of which one rank's shard is as good as another's",
+    imports=QUANTISED,
+)
 def int8_weights_under_tp() -> Job:
     """Split, then quantised: a wrapper whose inner tensors are DTensors."""
     return quantised("Int8WeightOnlyConfig", tp=True)
