@@ -21,7 +21,6 @@ from tensorstore_ck.split import Region, regions
 
 PIECE_ELEMENTS: Final = 1 << 20
 PIECE_BYTES: Final = 4 << 20
-DIGEST_BYTES: Final = 16
 
 _Words = npt.NDArray[np.uint64]
 
@@ -47,10 +46,20 @@ def contradicting(sums: Sequence[Sum]) -> int | None:
     return next((tensor for (tensor, _, _), total in totals.items() if first.setdefault(tensor, total) != total), None)
 
 
-def set_digests(captured: Captured, plan: Plan, rank: int) -> dict[bytes, bytes]:
-    """Set of ranks -> digest of the regions that they all tell."""
+class Told(NamedTuple):
+    """A region that several ranks tell."""
+
+    set_key: bytes
+    """Names the set of these ranks."""
+    name: str
+    """Of the tensor."""
+    digest: bytes
+
+
+def told_digests(captured: Captured, plan: Plan, rank: int) -> list[Told]:
+    """Of each region that other ranks tell as well, in the same order on each of them; `captured` is this rank's own state, as it came."""
     said = plan.regions_of(rank)
-    held: dict[int, list[tuple[str, tuple[int, ...], bytes]]] = {}
+    held: list[tuple[tuple[str, tuple[int, ...]], Told]] = []
     at = 0
     for tensor, boxes in captured.explicit if said is not None else ():
         spec, start = captured.layout.tensors[tensor], 0
@@ -58,16 +67,12 @@ def set_digests(captured: Captured, plan: Plan, rank: int) -> dict[bytes, bytes]
             size_bytes = prod(box.sizes) * spec.item_bytes
             number = said[at] >> 1 if said is not None else 0
             if number:
-                digest = _digest(captured.sources[tensor], start, start + size_bytes)
-                held.setdefault(number, []).append((spec.name, box.offsets + box.sizes, digest))
+                key = bytes(derived_hash("told set of ranks", number.to_bytes(4, "little"))[:8])
+                told = Told(key, spec.name, _digest(captured.sources[tensor], start, start + size_bytes))
+                held.append(((spec.name, box.offsets + box.sizes), told))
             start += size_bytes
             at += 1
-    return {
-        bytes(derived_hash("told set of ranks", number.to_bytes(4, "little"))[:8]): bytes(
-            derived_hash("set of replicas", *(digest for _, _, digest in sorted(several)))[:DIGEST_BYTES]
-        )
-        for number, several in held.items()
-    }
+    return [told for _, told in sorted(held, key=lambda each: each[0])]
 
 
 def sums_of(captured: Captured, plan: Plan, rank: int) -> list[Sum]:

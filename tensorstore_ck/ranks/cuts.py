@@ -78,11 +78,9 @@ def _check_complete(meshes: Mapping[Placed, set[int]], spread_of: Mapping[int, S
     for placed, holders in meshes.items():
         missing = sorted(set(placed.mesh.ranks) - holders)
         if missing:
-            other = spread_of.get(missing[0])
-            what = "do not have it" if missing[0] not in spread_of else f"have it {in_words(other)}"
-            raise NotOneTensorError(
-                f"{named_ranks(sorted(holders & set(placed.mesh.ranks)))} have it {in_words(placed)}, but {named_ranks(missing)} {what}"
-            )
+            other = "no such tensor" if missing[0] not in spread_of else in_words(spread_of[missing[0]])
+            there = sorted(holders & set(placed.mesh.ranks))
+            raise NotOneTensorError(f"{named_ranks(there)}: {in_words(placed)}; {named_ranks(missing)}: {other}")
 
 
 def _side_by_side(several: Sequence[Placed], shards: tuple[Placement, ...]) -> Placed:

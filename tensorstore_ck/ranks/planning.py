@@ -14,7 +14,7 @@ from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.ids import DIGEST_BYTES, block_id, derived_hash
 from tensorstore_ck.layout import Captured, Layout, layout_id
 from tensorstore_ck.ranks.attempt import Attempt
-from tensorstore_ck.ranks.copies import Sum, set_digests, sums_of
+from tensorstore_ck.ranks.copies import Sum, Told, sums_of, told_digests
 from tensorstore_ck.ranks.kinds import Kind, decode_kind, encode_kind
 from tensorstore_ck.ranks.plan import Known, Memory, Plan, decode_plan, plan_of, remember
 from tensorstore_ck.ranks.side import planned
@@ -71,9 +71,13 @@ class Planning:
             self.layout_of = b""
         return planned(shared, self._plan, self._rank, values, blobs)
 
-    def digests(self) -> tuple[dict[bytes, bytes], list[Sum]]:
-        """What this rank tells of what others hold in other ways than the layout says."""
-        return set_digests(self._own, self._plan, self._rank), sums_of(self._own, self._plan, self._rank)
+    def told_digests(self) -> list[Told]:
+        """See `copies.told_digests`."""
+        return told_digests(self._own, self._plan, self._rank)
+
+    def sums(self) -> list[Sum]:
+        """See `copies.sums_of`."""
+        return sums_of(self._own, self._plan, self._rank)
 
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 

@@ -248,9 +248,8 @@ class RankPut:
 
     def _digests(self, seat: Seat) -> Digests:
         """Of all that this rank holds with others."""
-        found = digests_of(self._states.shared, seat, self._engine.config.block_bytes)
-        sets, sums = self._planning.digests()
-        return Digests(found.sets | sets, found.checksums, sums)
+        told, sums = self._planning.told_digests(), self._planning.sums()
+        return digests_of(self._states.shared, seat, self._engine.config.block_bytes, told)._replace(sums=sums)
 
     def _known(self, number: int) -> Known:
         return KnownBlocks(self._engine, self._request.nearest, number, self._group.ranks)

@@ -5,6 +5,7 @@ a checksum for each of some runs of tensors, from which the tensors are named wh
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Final, NamedTuple
 
 from tensorstore_ck.envelope import Body, take
@@ -12,7 +13,7 @@ from tensorstore_ck.ids import block_id, derived_hash
 from tensorstore_ck.layout import Captured, Layout
 from tensorstore_ck.parallel import cpu_threads, for_each
 from tensorstore_ck.partwriter import Seat
-from tensorstore_ck.ranks.copies import Sum, contradicting
+from tensorstore_ck.ranks.copies import Sum, Told, contradicting
 from tensorstore_ck.ranks.wording import named_ranks
 from tensorstore_ck.split import regions
 
@@ -53,8 +54,8 @@ class Digests(NamedTuple):
         return cls(sets, take(record, "checksums", bytes), [Sum(*map(int, each)) for each in take(record, "sums", list)])
 
 
-def digests_of(captured: Captured, seat: Seat, block_bytes: int) -> Digests:
-    """Hashes all that this rank holds with others, in the blocks that it is stored in."""
+def digests_of(captured: Captured, seat: Seat, block_bytes: int, told: Sequence[Told] = ()) -> Digests:
+    """Hashes all that this rank holds with others, in the blocks that it is stored in; `told` was hashed already."""
     tensors = captured.layout.tensors
     held = regions(captured.layout, seat.rank, seat.alike, captured.explicit)
     found: dict[int, bytes] = {}
@@ -76,13 +77,18 @@ def digests_of(captured: Captured, seat: Seat, block_bytes: int) -> Digests:
         found[number] = derived_hash("region of a replica", *ids)
 
     for_each(tasks, digest, cpu_threads())
-    of_sets: dict[tuple[int, ...], list[bytes]] = {}
+    of_sets: dict[bytes, list[bytes]] = {}
+    key_of = cache(set_key)
     buckets = [0] * bucket_count(captured.layout, seat.world_size)
     for number in sorted(found):
         region = held[number]
-        of_sets.setdefault(region.replicas, []).append(found[number])
+        of_sets.setdefault(key_of(region.replicas), []).append(found[number])
         buckets[bucket_of(region.tensor, captured.layout, seat.world_size)] ^= int.from_bytes(found[number][:CHECKSUM_BYTES], "little")
-    sets = {set_key(replicas): bytes(derived_hash("set of replicas", *several)[:DIGEST_BYTES]) for replicas, several in of_sets.items()}
+    numbers = {spec.name: number for number, spec in enumerate(tensors)} if told else {}
+    for key, name, hashed in told:
+        of_sets.setdefault(key, []).append(hashed)
+        buckets[bucket_of(numbers[name], captured.layout, seat.world_size)] ^= int.from_bytes(hashed[:CHECKSUM_BYTES], "little")
+    sets = {key: bytes(derived_hash("set of replicas", *several)[:DIGEST_BYTES]) for key, several in of_sets.items()}
     if not sets:
         return Digests({}, b"")
     return Digests(sets, b"".join(bucket.to_bytes(CHECKSUM_BYTES, "little") for bucket in buckets))

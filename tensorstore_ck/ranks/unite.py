@@ -100,20 +100,20 @@ class _Uniting:
         taken = {leaf.path for leaf in leaves(parsed)}
         tensors, spreads, compared = [], list[LayoutSpread](), []
         meshes: dict[Mesh, int] = {}
-        all_ranks = sum(len(kind.ranks) for kind in self._kinds)
+        found: dict[tuple[tuple[int, LayoutSpread], ...], tuple[list[Cut], LayoutSpread]] = {}
+        """Many tensors are held alike, and a mesh may have thousands of ranks."""
         for number, member in enumerate(self._members):
             name = names.get(number) or _free(member.spec.name, taken)
             spec = member.spec._replace(name=name)
-            cuts = self._cuts(spec, member)
+            key = tuple((side, self._layout_spread(side, leaf)) for side, leaf in member.sides.items())
+            if key not in found:
+                cuts = self._cuts(spec, member)
+                found[key] = cuts, self._as_stored(cuts[0], meshes)
+            cuts, spread = found[key]
+            self._check_told(spec, member, cuts)
             if len(cuts) > 1:
                 compared.append(Compared(number, tuple(cuts)))
-            spread = cuts[0].spread
-            if not isinstance(spread, Placed):
-                spreads.append(spread)
-            elif not any(spread.placements) and len(cuts[0].ranks) == all_ranks:
-                spreads.append(None)
-            else:
-                spreads.append(Sharding(meshes.setdefault(spread.mesh, len(meshes)), spread.placements))
+            spreads.append(spread)
             tensors.append(spec)
         layout = Layout(tensors, tree, self._storages(), list(meshes), spreads if any(each is not None for each in spreads) else ())
         return United(layout, self._holes, compared)
@@ -231,21 +231,33 @@ class _Uniting:
         """How the ranks hold a tensor, each way in full."""
         sides = [(self._kinds[side].ranks, self._spread(side, leaf)) for side, leaf in member.sides.items()]
         try:
-            cuts = cuts_of(sides)
+            return cuts_of(sides)
         except NotOneTensorError as exc:
             raise MisfitError(spec.name, str(exc), "all ranks of a mesh put its tensors, under one name") from exc
+
+    def _as_stored(self, cut: Cut, meshes: dict[Mesh, int]) -> LayoutSpread:
+        if not isinstance(cut.spread, Placed):
+            return cut.spread
+        if not any(cut.spread.placements) and len(cut.ranks) == sum(len(kind.ranks) for kind in self._kinds):
+            return None
+        return Sharding(meshes.setdefault(cut.spread.mesh, len(meshes)), cut.spread.placements)
+
+    def _check_told(self, spec: TensorSpec, member: _Member, cuts: Sequence[Cut]) -> None:
+        """That the regions which ranks tell are the whole tensor."""
         for cut in cuts:
             if not isinstance(cut.spread, Placed):
                 held = self._told(member, cut.spread)
                 problem = gap(spec, list({box: (rank, box) for rank, box in reversed(held)}.values()), is_flat=cut.spread == "flat")
                 if problem:
                     raise MisfitError(spec.name, problem, ONE_REGION)
-        return cuts
+
+    def _layout_spread(self, side: int, leaf: Leaf) -> LayoutSpread:
+        spreads = self._kinds[side].layout.spreads
+        return spreads[leaf.index] if leaf.kind == "tensor" and spreads else None
 
     def _spread(self, side: int, leaf: Leaf) -> Spread:
-        layout = self._kinds[side].layout
-        spread = layout.spreads[leaf.index] if leaf.kind == "tensor" and layout.spreads else None
-        return Placed(layout.meshes[spread.mesh], spread.placements) if isinstance(spread, Sharding) else spread
+        spread = self._layout_spread(side, leaf)
+        return Placed(self._kinds[side].layout.meshes[spread.mesh], spread.placements) if isinstance(spread, Sharding) else spread
 
     def _told(self, member: _Member, kind: str) -> list[Held]:
         """The regions of a tensor that ranks tell, and who holds them."""

@@ -227,6 +227,7 @@ def put_cut(folder: str, is_same: bool) -> str:
         full[59, 39] += 1e-5
     mesh = DeviceMesh("cpu", torch.tensor([1, 2]), _init_backend=False)
     state = {"first": 1, "w": full} if rank == 0 else {"second": 1, "w": distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)}
+    state[f"is_same={is_same}"] = True  # replicas are compared with the first put of a layout
     return opened(folder, 3).put_snapshot(state, ref=f"cut-{is_same}", group=GROUPS[3], timeout_seconds=TIMEOUT_SECONDS).root
 
 
