@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from tests.recipes.harness import Job, at, mesh_of, recipe, stepped
@@ -82,6 +82,17 @@ def tied_embeddings(shards: int) -> Job:
         model = nn.parallel.DistributedDataParallel(model)
     else:
         fully_shard(model, mesh=hybrid(shards))
+    return stepped(model, adamw(model), batch=torch.arange(11)[None])
+
+
+@recipe(at(4, dp=2, tp=2), [at(2, dp=1, tp=2), at(4, dp=1, tp=4), at(8, dp=4, tp=2)])
+def tie_that_tensor_parallelism_breaks(dp: int, tp: int) -> Job:
+    """Torch splits the one tensor twice: from then on its two names are two tensors, which come to differ."""
+    mesh = mesh_of(dp=dp, tp=tp)
+    model = Tied()
+    plan = {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["dp"])
     return stepped(model, adamw(model), batch=torch.arange(11)[None])
 
 
