@@ -1,4 +1,4 @@
-"""Eight real processes that are the ranks of a gloo process group, and do what a test asks: each calls the same function.
+"""Real processes, eight unless told otherwise, that are the ranks of a gloo group, and do what a test asks: each calls the same function.
 
 They are forked once from a server that has imported torch, so a call costs milliseconds. Each also is in a group of the first n ranks,
 for several n.
@@ -43,15 +43,19 @@ class RemoteError(Exception):
 class Pool:
     """The ranks; a context manager."""
 
+    def __init__(self, ranks: int = RANKS, seconds: float = SECONDS) -> None:
+        self._ranks = ranks
+        self._seconds = seconds
+
     def __enter__(self) -> "Pool":
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self._pipes: list[Connection] = []
         self._processes = []
-        for rank in range(RANKS):
+        for rank in range(self._ranks):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._store.port, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self._ranks, self._store.port, there), daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
@@ -65,13 +69,18 @@ class Pool:
             process.join(10)
             process.kill()
 
+    def kill(self) -> None:
+        """What a rank that hangs or is gone leaves."""
+        for process in self._processes:
+            process.kill()
+
     def ask(self, function: Callable[..., Any], *args: Any, ranks: int = RANKS) -> list[Any]:
         """What `function` returned or raised on each of the first ranks."""
         for pipe in self._pipes[:ranks]:
             pipe.send((function, args))
         answers = []
         for rank, pipe in enumerate(self._pipes[:ranks]):
-            assert pipe.poll(SECONDS), f"rank {rank} does not answer"
+            assert pipe.poll(self._seconds), f"rank {rank} does not answer"
             answers.append(pipe.recv())
         return answers
 
@@ -88,13 +97,14 @@ class Pool:
         return answers
 
 
-def _serve(rank: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     timeout = timedelta(seconds=SECONDS)
     store = dist.TCPStore("127.0.0.1", port, timeout=timeout)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timeout)
-    GROUPS.update({size: dist.group.WORLD if size == RANKS else dist.new_group(range(size)) for size in SIZES})
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+    sizes = [size for size in SIZES if size < ranks]
+    GROUPS.update({ranks: dist.group.WORLD} | {size: dist.new_group(range(size)) for size in sizes})
     while (asked := pipe.recv()) is not None:
         function, args = asked
         try:
