@@ -6,7 +6,7 @@ that was filled, or from one temporary tensor at a time.
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from tensorstore_ck.state.fresh import Form, FreshTensors, view_of
 from tensorstore_ck.state.memory import MemoryTarget, bits_of, target_of
 from tensorstore_ck.state.sharing import Areas, Extent, find_suspects, overlapping
 from tensorstore_ck.tree import Leaf
+
+COMPARED_BYTES: Final = 64 << 20
+"""At a time, before anything is filled."""
 
 
 class Fill(NamedTuple):
@@ -43,6 +46,24 @@ def find_conflicts(fills: list[Fill]) -> dict[str, str]:
                 if _origin(fills[number], extents[number]) != _origin(fills[solid[0]], extents[solid[0]]):
                     conflicts[fills[number].name] = fills[solid[0]].name
     return conflicts
+
+
+def is_one(content: Content, fill: Fill, other: Fill) -> bool:
+    """Whether two targets are one memory, and what is stored for them is the same: tensors that are tied here and were not, as FSDP2
+    unties them.
+    """
+    if fill.leaf.kind != "tensor" or other.leaf.kind != "tensor" or fill.form != other.form:
+        return False
+    a, b = extent_of(fill.target), extent_of(other.target)
+    if (a.address, fill.target.dtype, _strides(fill.target)) != (b.address, other.target.dtype, _strides(other.target)):
+        return False
+    one, two = fill.leaf.index, other.leaf.index
+    size_bytes = content.layout.tensors[one].size_bytes
+    return all(
+        content.read_range(one, start, min(start + COMPARED_BYTES, size_bytes))
+        == content.read_range(two, start, min(start + COMPARED_BYTES, size_bytes))
+        for start in range(0, size_bytes, COMPARED_BYTES)
+    )
 
 
 def _is_solid(extent: Extent) -> bool:

@@ -18,7 +18,7 @@ from tensorstore_ck.state.boxes import Box, Boxes
 from tensorstore_ck.state.build import build, require_buildable
 from tensorstore_ck.state.capture import advice_for
 from tensorstore_ck.state.fresh import CONVERTIBLE, Form, FreshTensors, Wanted, form_of
-from tensorstore_ck.state.inplace import Fill, find_conflicts, read_in_place
+from tensorstore_ck.state.inplace import Fill, find_conflicts, is_one, read_in_place
 from tensorstore_ck.state.report import LoadReport, Unclaimed
 from tensorstore_ck.state.select import Selection
 from tensorstore_ck.state.sharded import Describer, FlatShard
@@ -110,8 +110,10 @@ class _Plan:
     def settle(self, *, strict: bool, report: LoadReport | None, unclaimed: Unclaimed | None) -> None:
         """Checks that everything fits. `unclaimed`: takes what is not expected here, but perhaps on another rank."""
         conflicts = find_conflicts(self.fills)
+        fill_of = {fill.name: fill for fill in self.fills}
         for name, other in conflicts.items():
-            self._report.mismatched.append(f"{name}: shares memory with {other} here, but not in the snapshot")
+            if not is_one(self._content, fill_of[name], fill_of[other]):
+                self._report.mismatched.append(f"{name}: shares memory with {other} here; the snapshot has different values of the two")
         self.fills = [fill for fill in self.fills if fill.name not in conflicts]
         self._report.unexpected += [name for name in self._stored if name not in self._used]
         self._report.settle(strict=strict, report=report, others=unclaimed is not None)

@@ -120,16 +120,7 @@ def restore(folder: str, root: str, model: Model) -> None:
         assert torch.equal(own.data, expected.data), own.key  # Megatron's own tensors are filled
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        Model(tp=2, pp=2),
-        pytest.param(
-            Model(tp=2, dp=2, pp=2, has_replicas=True),
-            marks=pytest.mark.xfail(strict=True, reason="ranks that hold the same box, or other names than others, are refused"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("model", [Model(tp=2, pp=2), Model(tp=2, dp=2, pp=2, has_replicas=True)])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_of_any_parallelism_on_any_other(pool: Pool, folder: Path, model: Model, is_async: bool) -> None:
     (root,) = set(pool.run(put, str(folder), model, is_async, ranks=model.ranks))

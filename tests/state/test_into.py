@@ -273,12 +273,12 @@ def test_tied_here_but_not_in_the_snapshot() -> None:
     content = stored({"a": torch.ones(3), "b": torch.full((3,), 2.0), "c": torch.zeros(3)})
     memory = torch.full((3,), -1.0)
     target = {"a": memory, "b": memory.view(3), "c": torch.ones(3)}
-    with pytest.raises(MismatchError, match="1 do not match: b: shares memory with a here, but not in the snapshot"):
+    with pytest.raises(MismatchError, match="1 do not match: b: shares memory with a here; the snapshot has different values of the two"):
         restore(content, into=target)
     assert memory.tolist() == [-1, -1, -1]
     report = LoadReport()
     restore(content, into=target, strict=False, report=report)
-    assert report.mismatched == ["b: shares memory with a here, but not in the snapshot"]
+    assert report.mismatched == ["b: shares memory with a here; the snapshot has different values of the two"]
     assert memory.tolist() == [1, 1, 1]
     assert target["c"].tolist() == [0, 0, 0]
 
@@ -287,7 +287,9 @@ def test_sharing_in_another_way_than_in_the_snapshot() -> None:
     weight = torch.arange(6.0).view(2, 3)
     content = stored({"a": weight, "row": weight[0], "tail": weight[1, 1:]})
     memory = torch.zeros(6)
-    with pytest.raises(MismatchError, match="2 do not match: row: shares memory with a here, but not in the snapshot, tail: "):
+    with pytest.raises(
+        MismatchError, match="2 do not match: row: shares memory with a here; the snapshot has different values of the two, tail: "
+    ):
         restore(content, into={"a": memory.view(3, 2).t(), "row": memory[:3], "tail": memory[4:]})
     half = torch.zeros(2, 3, dtype=torch.float16)
     back = restore(content, into={"a": half, "row": half[0], "tail": half[1, 1:]}, dtype=torch.float16)
