@@ -14,9 +14,10 @@ import torch
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.layout import MAX_ITEM_BYTES, ByteSource, Captured, Explicit, Layout, Node, Sharding, SharedStorage, Spread, TensorSpec
 from tensorstore_ck.sharding import Box, Mesh
-from tensorstore_ck.state.columns import TENSORS, Columns, Form, Specs, flags_of
-from tensorstore_ck.state.extents import area_of, extent_of, span_of
+from tensorstore_ck.state.columns import Columns, Form, Specs, flags_of
+from tensorstore_ck.state.extents import area_of, extent_of
 from tensorstore_ck.state.memory import Array, CopySource, MemorySource, address_of
+from tensorstore_ck.state.plain import PLAIN, has_memory, is_plain
 from tensorstore_ck.state.sharded import Boxes, Describer, FlatShard
 from tensorstore_ck.state.shares import share_of, source_of
 from tensorstore_ck.state.sharing import Extra, Place, find_sharing, find_suspects
@@ -129,7 +130,7 @@ class Walk:
     def _visit(self, value: Any, path: str, nodes: list[Any], position: int, depth: int) -> None:
         """Puts the node of `value` into ``nodes[position]``. `path` ends with a dot, or is empty."""
         kind = type(value)
-        if kind in TENSORS:
+        if kind in PLAIN:
             self._visit_tensor(value, path, nodes, position)
         elif kind is Boxes or (self._describer is not None and (kind is FlatShard or isinstance(value, torch.Tensor))):
             self._visit_spread(value, path, nodes, position)
@@ -198,7 +199,7 @@ class Walk:
     def _visit_children(self, items: Sequence[Any], paths: Sequence[str], nodes: list[Any], depth: int) -> None:
         position = 0
         while position < len(items):
-            if type(items[position]) in TENSORS:
+            if type(items[position]) in PLAIN:
                 position = self._visit_run(items, paths, nodes, position)
             if position < len(items):
                 self._visit(items[position], f"{paths[position]}.", nodes, position, depth)
@@ -318,12 +319,10 @@ def require_dense(tensor: torch.Tensor, name: str) -> str:
         UnsupportedValueError: it is not a dense tensor that has its memory.
     """
     dtype = DTYPE_NAMES.get(tensor.dtype)
-    if dtype is None or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+    if dtype is None or not is_plain(tensor) or tensor.is_meta:
         what, advice = advice_for(tensor) or ("it is not a dense tensor", "convert it to one")
         raise UnsupportedValueError(f"cannot store {name}: {what}; {advice}", object_id=name)
-    size = tensor.nbytes
-    reach = size if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj() else span_of(tensor)
-    if size and tensor.storage_offset() * tensor.itemsize + reach > tensor.untyped_storage().nbytes():
+    if not has_memory(tensor):
         advice = "gather it first (a sharded module frees its parameters between uses)"
         raise UnsupportedValueError(f"cannot store {name}: its memory was freed; {advice}", object_id=name)
     return dtype

@@ -18,6 +18,7 @@ from tensorstore_ck.state.build import build, require_buildable
 from tensorstore_ck.state.capture import advice_for
 from tensorstore_ck.state.fresh import CONVERTIBLE, Form, FreshTensors, Wanted, form_of
 from tensorstore_ck.state.inplace import Fill, find_conflicts, read_in_place
+from tensorstore_ck.state.plain import require_plain
 from tensorstore_ck.state.report import LoadReport, Unclaimed
 from tensorstore_ck.state.select import Selection
 from tensorstore_ck.state.sharded import Describer
@@ -218,6 +219,8 @@ class _Plan:
             self._report.mismatched.append(f"{name}: {problem}")
             return lambda: target
         if not isinstance(target, torch.Tensor) or not target.is_meta:
+            if isinstance(target, torch.Tensor):
+                require_plain(target, name, "the tensor to restore into")
             self.fills.append(Fill(target, leaf, form, name))
             return lambda: target
         self.wanted.append((leaf, target.dtype))

@@ -16,6 +16,7 @@ import torch
 
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.sharding import Box, Mesh, Placement, Shard, boxes, intervals, local_shape
+from tensorstore_ck.state.plain import require_plain
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -124,7 +125,8 @@ class Describer:
         shape = tuple(tensor.shape)
         mesh = self._mesh(tensor.device_mesh, path)
         placements = _placements(tensor, mesh, path)
-        local = _local(tensor)
+        local = local_of(tensor)
+        require_plain(local, path, "the local tensor of a DTensor")
         # Not device_mesh.get_coordinate(): torch reuses equal meshes, also those of an earlier group where this process had another rank.
         coordinate = mesh.coordinate(self._rank)
         if coordinate is None:
@@ -206,7 +208,8 @@ def _dim_of(placement: Placement) -> int | None:
     return None if placement is None else placement.dim
 
 
-def _local(tensor: "DTensor") -> torch.Tensor:
+def local_of(tensor: "DTensor") -> torch.Tensor:
+    """What this rank holds of it, detached; waits for a collective that still fills it."""
     with torch.no_grad():
         local = tensor.to_local()
     wait = getattr(local, "wait", None)  # an AsyncCollectiveTensor: a collective still fills it
@@ -220,6 +223,7 @@ def _sharded_tensor(tensor: "ShardedTensor", path: str) -> Description:
     for shard in tensor.local_shards():
         box = Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
         local = shard.tensor.detach()
+        require_plain(local, path, "a local shard of a ShardedTensor")
         within = len(box.sizes) == len(shape) and all(
             start >= 0 and start + size <= extent for start, size, extent in zip(*box, shape, strict=True)
         )

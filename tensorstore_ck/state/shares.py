@@ -10,6 +10,7 @@ from tensorstore_ck.layout import ByteSource, WantedBox
 from tensorstore_ck.sharding import Box, Mesh, Placement
 from tensorstore_ck.split import row_boxes
 from tensorstore_ck.state.memory import CopySource, MemorySource, target_of
+from tensorstore_ck.state.plain import require_plain, require_reachable
 from tensorstore_ck.state.sharded import Boxes, Describer, FlatShard, Piece, group_ranks
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def share_of(describer: Describer | None, value: object, path: str) -> Share | N
         UnsupportedValueError: what it holds cannot be told.
     """
     if isinstance(value, FlatShard):
+        require_plain(value.local, path, "the local tensor of a FlatShard")
         local = value.local.detach().view(-1)
         pieces = (Piece(Box((value.start,), (local.numel(),)), local),) if local.numel() else ()
         is_parameter = isinstance(value.local, torch.nn.Parameter)
@@ -76,7 +78,12 @@ def share_of(describer: Describer | None, value: object, path: str) -> Share | N
 
 
 def source_of(tensor: torch.Tensor) -> ByteSource:
-    """The bytes of a tensor."""
+    """The bytes of a tensor.
+
+    Raises:
+        UnsupportedValueError: it is not a plain strided one.
+    """
+    require_reachable(tensor)
     if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         return MemorySource(tensor.data_ptr(), tensor.untyped_storage(), tensor.nbytes)
     return CopySource(tensor)

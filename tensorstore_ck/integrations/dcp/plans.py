@@ -156,12 +156,13 @@ def _box(item: WriteItem) -> Box:
 
 def _tensor(resolved: Any, item: WriteItem) -> torch.Tensor:
     assert item.tensor_data is not None
-    tensor: torch.Tensor = resolved.detach()
+    tensor = resolved
+    require_dense(tensor, item.index.fqn)
+    tensor = tensor.detach()
     if tuple(tensor.shape) != tuple(item.tensor_data.chunk.sizes):
         raise UnsupportedValueError(
             f"cannot store {item.index.fqn}: the planner planned a box of {list(item.tensor_data.chunk.sizes)} and gave a tensor of "
             f"{list(tensor.shape)}",
             object_id=item.index.fqn,
         )
-    require_dense(tensor, item.index.fqn)
     return tensor
