@@ -17,10 +17,11 @@ from tensorstore_ck.sharding import Box, Mesh
 from tensorstore_ck.state.columns import Columns, Form, Specs, flags_of
 from tensorstore_ck.state.extents import area_of, extent_of
 from tensorstore_ck.state.memory import Array, CopySource, MemorySource, address_of
-from tensorstore_ck.state.plain import PLAIN, has_memory, is_plain
+from tensorstore_ck.state.plain import PLAIN, is_plain, require_plain
 from tensorstore_ck.state.sharded import Boxes, Describer, FlatShard
-from tensorstore_ck.state.shares import share_of, source_of
+from tensorstore_ck.state.shares import Share, share_of, source_of
 from tensorstore_ck.state.sharing import Extra, Place, find_sharing, find_suspects
+from tensorstore_ck.state.spreads import Apart, spread_of
 from tensorstore_ck.state.types import DTYPE_NAMES, FACTORIES, encode_torch, namedtuple_name, registered_class
 from tensorstore_ck.tree import ATTRIBUTES, PARAMETER, REQUIRES_GRAD, ROOT, Names
 from tensorstore_ck.values import MAX_NESTING, encode, key_text, numpy_dtype_name, packed, split_large
@@ -55,6 +56,7 @@ class Walk:
         self._spreads: dict[int, Spread] = {}
         self._meshes: dict[Mesh, int] = {}
         self._explicit: dict[int, tuple[Box, ...]] = {}
+        self._apart: dict[int, tuple[torch.Tensor, Apart | None]] = {}
         self._values: list[Any] = []
         self._blobs: list[bytes] = []
         self._names = Names()
@@ -132,7 +134,9 @@ class Walk:
         kind = type(value)
         if kind in PLAIN:
             self._visit_tensor(value, path, nodes, position)
-        elif kind is Boxes or (self._describer is not None and (kind is FlatShard or isinstance(value, torch.Tensor))):
+        elif isinstance(value, torch.Tensor):
+            self._visit_subclass(value, path, nodes, position, depth)
+        elif kind is Boxes or kind is Share or (self._describer is not None and kind is FlatShard):
             self._visit_spread(value, path, nodes, position)
         elif kind in _INLINE:
             self._names.name(path[:-1] if path else ROOT)
@@ -146,18 +150,39 @@ class Walk:
             else:
                 self._visit_container(value, path, nodes, position, depth)
         elif (registered := registered_class(kind)) is not None:
-            if self._is_too_deep(path, depth):
-                return
-            node = ["r", registered.name, None]
-            nodes[position] = node
-            self._visit(registered.to_state(value), path, node, 2, depth + 1)
+            self._visit_registered(registered.name, registered.to_state(value), path, nodes, (position, depth))
         elif isinstance(value, tuple) and kind is not torch.Size and isinstance(getattr(kind, "_fields", None), tuple):
             self._visit_container(value, path, nodes, position, depth)
-        elif isinstance(value, torch.Tensor | np.ndarray) or advice_for(value) is not None:
-            what, advice = advice_for(value) or (f"it is a {kind.__module__}.{kind.__qualname__}", "store a plain tensor or array")
-            self._fail(path[:-1], what, advice)
+        elif (advice := advice_for(value)) is not None:
+            self._fail(path[:-1], *advice)
         else:
             self._visit_value(value, path)
+
+    def _visit_subclass(self, value: torch.Tensor, path: str, nodes: list[Any], position: int, depth: int) -> None:
+        """Any tensor that is not plain."""
+        registered = registered_class(type(value))
+        if registered is not None:
+            self._visit_registered(registered.name, registered.to_state(value), path, nodes, (position, depth))
+        elif self._describer is None:
+            what, advice = advice_for(value) or ("it is not a plain tensor", "store a plain one")
+            self._fail(path[:-1], what, advice)
+        else:
+            try:
+                if id(value) not in self._apart:  # the inner tensors of one object are one object each
+                    self._apart[id(value)] = value, spread_of(self._describer, value, path[:-1])
+            except UnsupportedValueError as exc:
+                self._refused(exc)
+            else:
+                if (apart := self._apart[id(value)][1]) is None:
+                    self._visit_spread(value, path, nodes, position)
+                else:
+                    self._visit_registered(apart.registered.name, apart.state, path, nodes, (position, depth))
+
+    def _visit_registered(self, name: str, state: object, path: str, nodes: list[Any], at: tuple[int, int]) -> None:
+        """`at`: position among the nodes, and depth."""
+        if not self._is_too_deep(path, at[1]):
+            node = nodes[at[0]] = ["r", name, None]
+            self._visit(state, path, node, 2, at[1] + 1)
 
     def _visit_value(self, value: object, path: str) -> None:
         name = self._names.name(path[:-1] if path else ROOT)
@@ -322,9 +347,7 @@ def require_dense(tensor: torch.Tensor, name: str) -> str:
     if dtype is None or not is_plain(tensor) or tensor.is_meta:
         what, advice = advice_for(tensor) or ("it is not a dense tensor", "convert it to one")
         raise UnsupportedValueError(f"cannot store {name}: {what}; {advice}", object_id=name)
-    if not has_memory(tensor):
-        advice = "gather it first (a sharded module frees its parameters between uses)"
-        raise UnsupportedValueError(f"cannot store {name}: its memory was freed; {advice}", object_id=name)
+    require_plain(tensor, name, "it")
     return dtype
 
 
@@ -354,7 +377,7 @@ def advice_for(value: object) -> tuple[str, str] | None:
         if value.is_nested:
             return "it is a nested tensor", "store .unbind(), or .values() and .offsets()"
         if kind not in (torch.Tensor, torch.nn.Parameter):
-            return f"it is a {name}, a tensor subclass", "store a plain tensor (.as_subclass(torch.Tensor)), or use tsck.register_type"
+            return f"it is a {name}, a tensor subclass", "name its class with tsck.register_type, or store a plain tensor"
         if value.is_meta:
             return "it is a meta tensor, which has no data", "materialize it first (.to_empty(), then load or initialize it)"
         if value.is_quantized:

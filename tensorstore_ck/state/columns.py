@@ -8,7 +8,7 @@ whoever asks for it. Knows no tree.
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, Final, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt

@@ -36,7 +36,7 @@ def require_plain(tensor: torch.Tensor, path: str, what: str) -> None:
     if is_plain(tensor) and not tensor.is_meta:
         if has_memory(tensor):
             return
-        found, advice = "without its memory, which was freed", "gather it first (a sharded module frees its parameters between uses)"
+        found, advice = "without its memory: its memory was freed", "gather it first (a sharded module frees its parameters between uses)"
     elif kind not in PLAIN:
         found = f"a {kind.__module__}.{kind.__qualname__}"
         advice = "convert it to a plain tensor, or store it where tsck knows its class (tsck.register_type)"
@@ -46,7 +46,7 @@ def require_plain(tensor: torch.Tensor, path: str, what: str) -> None:
         found, advice = "a quantized tensor", "use .int_repr() with its scale and zero point, or .dequantize()"
     else:
         found, advice = f"of the layout {tensor.layout}", "convert it to a dense tensor (.to_dense())"
-    raise UnsupportedValueError(f"cannot reach {path or 'the state'}: {what} is {found}; {advice}", object_id=path)
+    raise UnsupportedValueError(f"cannot store or fill {path or 'the state'}: {what} is {found}; {advice}", object_id=path)
 
 
 def require_reachable(tensor: torch.Tensor) -> None:

@@ -31,6 +31,8 @@ class Share(NamedTuple):
     pieces: tuple[Piece, ...]
     requires_grad: bool
     is_parameter: bool
+    by_blocks: bool = False
+    """It may be stored in another shape: what counts is the order of its elements."""
 
     def source(self) -> ByteSource:
         """The pieces, one after another."""
@@ -56,11 +58,13 @@ def describer_of(group: "ProcessGroup") -> Describer:
 
 
 def share_of(describer: Describer | None, value: object, path: str) -> Share | None:
-    """The share that is a `DTensor`, a ShardedTensor, a `FlatShard` or `Boxes`; None for anything else. The first two need `describer`.
+    """The share that is a `DTensor`, a ShardedTensor, a `FlatShard`, `Boxes` or one already; else None. The first two need `describer`.
 
     Raises:
         UnsupportedValueError: what it holds cannot be told.
     """
+    if isinstance(value, Share):
+        return value
     if isinstance(value, FlatShard):
         require_plain(value.local, path, "the local tensor of a FlatShard")
         local = value.local.detach().view(-1)

@@ -19,6 +19,7 @@ from tensorstore_ck.state.capture import require_dense
 from tensorstore_ck.state.memory import BytesSource
 from tensorstore_ck.state.shares import chain_of
 from tensorstore_ck.state.types import torch_dtype
+from tensorstore_ck.state.wrapped import is_traceable
 
 
 class Role(NamedTuple):
@@ -156,9 +157,15 @@ def _box(item: WriteItem) -> Box:
 
 def _tensor(resolved: Any, item: WriteItem) -> torch.Tensor:
     assert item.tensor_data is not None
-    tensor = resolved
-    require_dense(tensor, item.index.fqn)
-    tensor = tensor.detach()
+    if isinstance(resolved, torch.Tensor) and is_traceable(type(resolved)):
+        kind = type(resolved)
+        raise UnsupportedValueError(
+            f"cannot store {item.index.fqn}: it is a {kind.__module__}.{kind.__qualname__}, and DCP's plan has no place for its inner "
+            "tensors; Store.put_snapshot with group= stores it",
+            object_id=item.index.fqn,
+        )
+    require_dense(resolved, item.index.fqn)
+    tensor: torch.Tensor = resolved.detach()
     if tuple(tensor.shape) != tuple(item.tensor_data.chunk.sizes):
         raise UnsupportedValueError(
             f"cannot store {item.index.fqn}: the planner planned a box of {list(item.tensor_data.chunk.sizes)} and gave a tensor of "

@@ -39,6 +39,7 @@ from tensorstore_ck.state.fresh import FreshTensors, form_of
 from tensorstore_ck.state.memory import target_of
 from tensorstore_ck.state.plain import require_plain
 from tensorstore_ck.state.types import decode_torch
+from tensorstore_ck.state.wrapped import ABOUT
 from tensorstore_ck.tree import REQUIRES_GRAD, Branch, Leaf, Tree, leaves, parse
 from tensorstore_ck.values import decode
 
@@ -178,7 +179,7 @@ class Reader(StorageReader):
     def _describe(self, address: str) -> Metadata:
         """Flattens the state as DCP would, with tensors that have no data. What DCP put as one item is one item."""
         content = self._content
-        self._tree = parse(content.layout, len(content.values))
+        self._tree = _apart(parse(content.layout, len(content.values)))
         self._children, self._zips = {}, {}
         require_buildable(self._tree, content)
         leaf_of: dict[int, Leaf] = {}
@@ -255,6 +256,15 @@ def _with_items(tree: Tree, subtrees: frozenset[int]) -> Tree:
     if id(tree.node) in subtrees:
         return Leaf(tree.path, "tensor", -1, tree)
     return Branch(tree.node, tree.path, tree.keys, [_with_items(child, subtrees) for child in tree.children], tree.attributes)
+
+
+def _apart(tree: Tree) -> Tree:
+    """The tree, with the inner tensors of wrapper subclasses in the places of these: DCP loads them by their own names."""
+    if isinstance(tree, Leaf):
+        return tree
+    if tree.node[0] == "r" and isinstance(tree.children[0], Branch) and ABOUT in tree.children[0].keys:
+        return _apart(tree.children[0])
+    return Branch(tree.node, tree.path, tree.keys, [_apart(child) for child in tree.children], tree.attributes)
 
 
 def _target(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
