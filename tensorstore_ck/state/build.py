@@ -1,8 +1,10 @@
 """Makes containers and values of a parsed tree. Imports nothing and calls nothing that stored data names (see `types`)."""
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
+
+import torch
 
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.layout import Content
@@ -44,6 +46,18 @@ def require_buildable(tree: Tree, content: Content) -> None:
         registered_name(tree.node[1])
     for child in tree.children:
         require_buildable(child, content)
+
+
+def wanted_of(tree: Tree, dtype: torch.dtype | None) -> Iterator[tuple[Leaf, torch.dtype | None]]:
+    """The tensors of a tree, and what each is converted to: what is inside of a wrapper subclass keeps its dtype."""
+    if isinstance(tree, Leaf):
+        if tree.kind != "value":
+            yield tree, dtype
+        return
+    if tree.node[0] == "r" and registered_name(tree.node[1]).wraps:
+        dtype = None
+    for child in tree.children if tree.attributes is None else (*tree.children, tree.attributes):
+        yield from wanted_of(child, dtype)
 
 
 def _container(branch: Branch, items: list[Any], content: Content, tensor_of: Callable[[Leaf], Any]) -> Any:

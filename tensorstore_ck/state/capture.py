@@ -15,17 +15,21 @@ from tensorstore_ck import sharding
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.layout import MAX_ITEM_BYTES, ByteSource, Captured, Explicit, Layout, Node, Sharding, SharedStorage, Spread, TensorSpec
 from tensorstore_ck.sharding import Mesh
+from tensorstore_ck.state.advice import advice_for
 from tensorstore_ck.state.boxes import Box, Boxes, fault_of, is_checkpointable
-from tensorstore_ck.state.columns import TENSORS, Columns, Form, Specs, flags_of
-from tensorstore_ck.state.extents import area_of, extent_of, span_of
+from tensorstore_ck.state.columns import Columns, Form, Specs, flags_of
+from tensorstore_ck.state.extents import area_of, extent_of
 from tensorstore_ck.state.memory import Array, CopySource, MemorySource, address_of
+from tensorstore_ck.state.plain import PLAIN, is_plain, require_plain
 from tensorstore_ck.state.sharded import Describer, FlatShard
-from tensorstore_ck.state.shares import share_of, source_of
+from tensorstore_ck.state.shares import Share, share_of, source_of
 from tensorstore_ck.state.sharing import Extra, Place, find_sharing, find_suspects
+from tensorstore_ck.state.spreads import Apart, spread_of
 from tensorstore_ck.state.types import DTYPE_NAMES, FACTORIES, encode_torch, namedtuple_name, registered_class
 from tensorstore_ck.tree import ATTRIBUTES, PARAMETER, REQUIRES_GRAD, ROOT, Names
 from tensorstore_ck.values import MAX_NESTING, encode, key_text, numpy_dtype_name, packed, split_large
 
+_SHARES: Final = frozenset({Box, Boxes, Share})
 _INLINE: Final = frozenset({type(None), bool, float})
 _CONTAINERS: Final = frozenset({dict, list, tuple, OrderedDict, Counter, defaultdict})
 _FACTORY_NAMES: Final = {factory: name for name, factory in FACTORIES.items()}
@@ -56,6 +60,7 @@ class Walk:
         self._spreads: dict[int, Spread] = {}
         self._meshes: dict[Mesh, int] = {}
         self._explicit: dict[int, tuple[sharding.Box, ...]] = {}
+        self._apart: dict[int, tuple[torch.Tensor, Apart | None]] = {}
         self._values: list[Any] = []
         self._blobs: list[bytes] = []
         self._names = Names()
@@ -131,15 +136,12 @@ class Walk:
     def _visit(self, value: Any, path: str, nodes: list[Any], position: int, depth: int) -> None:
         """Puts the node of `value` into ``nodes[position]``. `path` ends with a dot, or is empty."""
         kind = type(value)
-        if kind in TENSORS and not is_checkpointable(value):
+        if kind in PLAIN and not is_checkpointable(value):
             self._visit_tensor(value, path, nodes, position)
-        elif (
-            kind is Box
-            or kind is Boxes
-            or is_checkpointable(value)
-            or (self._describer is not None and (kind is FlatShard or isinstance(value, torch.Tensor)))
-        ):
+        elif kind in _SHARES or is_checkpointable(value) or (self._describer is not None and kind is FlatShard):
             self._visit_spread(value, path, nodes, position)
+        elif isinstance(value, torch.Tensor):
+            self._visit_subclass(value, path, nodes, position, depth)
         elif kind in _INLINE:
             self._names.name(path[:-1] if path else ROOT)
             self._values.append(value)
@@ -152,18 +154,39 @@ class Walk:
             else:
                 self._visit_container(value, path, nodes, position, depth)
         elif (registered := registered_class(kind)) is not None:
-            if self._is_too_deep(path, depth):
-                return
-            node = ["r", registered.name, None]
-            nodes[position] = node
-            self._visit(registered.to_state(value), path, node, 2, depth + 1)
+            self._visit_registered(registered.name, registered.to_state(value), path, nodes, (position, depth))
         elif isinstance(value, tuple) and kind is not torch.Size and isinstance(getattr(kind, "_fields", None), tuple):
             self._visit_container(value, path, nodes, position, depth)
-        elif isinstance(value, torch.Tensor | np.ndarray) or advice_for(value) is not None:
-            what, advice = advice_for(value) or (f"it is a {kind.__module__}.{kind.__qualname__}", "store a plain tensor or array")
-            self._fail(path[:-1], what, advice)
+        elif (advice := advice_for(value)) is not None:
+            self._fail(path[:-1], *advice)
         else:
             self._visit_value(value, path)
+
+    def _visit_subclass(self, value: torch.Tensor, path: str, nodes: list[Any], position: int, depth: int) -> None:
+        """Any tensor that is not plain."""
+        registered = registered_class(type(value))
+        if registered is not None:
+            self._visit_registered(registered.name, registered.to_state(value), path, nodes, (position, depth))
+        elif self._describer is None:
+            what, advice = advice_for(value) or ("it is not a plain tensor", "store a plain one")
+            self._fail(path[:-1], what, advice)
+        else:
+            try:
+                if id(value) not in self._apart:  # the inner tensors of one object are one object each
+                    self._apart[id(value)] = value, spread_of(self._describer, value, path[:-1])
+            except UnsupportedValueError as exc:
+                self._refused(exc)
+            else:
+                if (apart := self._apart[id(value)][1]) is None:
+                    self._visit_spread(value, path, nodes, position)
+                else:
+                    self._visit_registered(apart.registered.name, apart.state, path, nodes, (position, depth))
+
+    def _visit_registered(self, name: str, state: object, path: str, nodes: list[Any], at: tuple[int, int]) -> None:
+        """`at`: position among the nodes, and depth."""
+        if not self._is_too_deep(path, at[1]):
+            node = nodes[at[0]] = ["r", name, None]
+            self._visit(state, path, node, 2, at[1] + 1)
 
     def _visit_value(self, value: object, path: str) -> None:
         name = self._names.name(path[:-1] if path else ROOT)
@@ -205,7 +228,7 @@ class Walk:
     def _visit_children(self, items: Sequence[Any], paths: Sequence[str], nodes: list[Any], depth: int) -> None:
         position = 0
         while position < len(items):
-            if type(items[position]) in TENSORS:
+            if type(items[position]) in PLAIN:
                 position = self._visit_run(items, paths, nodes, position)
             if position < len(items):
                 self._visit(items[position], f"{paths[position]}.", nodes, position, depth)
@@ -332,14 +355,10 @@ def require_dense(tensor: torch.Tensor, name: str) -> str:
         UnsupportedValueError: it is not a dense tensor that has its memory.
     """
     dtype = DTYPE_NAMES.get(tensor.dtype)
-    if dtype is None or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+    if dtype is None or not is_plain(tensor) or tensor.is_meta:
         what, advice = advice_for(tensor) or ("it is not a dense tensor", "convert it to one")
         raise UnsupportedValueError(f"cannot store {name}: {what}; {advice}", object_id=name)
-    size = tensor.nbytes
-    reach = size if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj() else span_of(tensor)
-    if size and tensor.storage_offset() * tensor.itemsize + reach > tensor.untyped_storage().nbytes():
-        advice = "gather it first (a sharded module frees its parameters between uses)"
-        raise UnsupportedValueError(f"cannot store {name}: its memory was freed; {advice}", object_id=name)
+    require_plain(tensor, name, "it")
     return dtype
 
 
@@ -355,36 +374,3 @@ def _source_of(extra: Extra, first: torch.Tensor | Array) -> ByteSource:
     storage = first.untyped_storage()
     plain = torch.empty(0, dtype=torch.uint8, device=first.device)
     return CopySource(plain.set_(storage, extra.start - storage.data_ptr(), (size,), (1,)))
-
-
-def advice_for(value: object) -> tuple[str, str] | None:
-    """What `value` is and what to do, for what people often try to store."""
-    kind = type(value)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if isinstance(value, torch.Tensor):
-        if kind.__name__ == "DTensor":
-            return "it is a DTensor", "store .to_local() or .full_tensor()"
-        if kind.__module__.startswith("torch._subclasses"):
-            return f"it is a {kind.__name__}, which has no data", "leave FakeTensorMode before storing"
-        if value.is_nested:
-            return "it is a nested tensor", "store .unbind(), or .values() and .offsets()"
-        if kind not in (torch.Tensor, torch.nn.Parameter):
-            return f"it is a {name}, a tensor subclass", "store a plain tensor (.as_subclass(torch.Tensor)), or use tsck.register_type"
-        if value.is_meta:
-            return "it is a meta tensor, which has no data", "materialize it first (.to_empty(), then load or initialize it)"
-        if value.is_quantized:
-            return "it is a quantized tensor", "store .int_repr() with its scale and zero point, or .dequantize()"
-        if value.layout is not torch.strided:
-            return f"its layout is {value.layout}", "store .to_dense(), or its indices and values"
-        return None
-    if isinstance(value, np.ndarray):
-        return f"it is a {name}, a numpy subclass", "store a plain array (np.asarray; for a masked array .data and .mask)"
-    if kind.__name__ == "ShardedTensor":
-        return "it is a ShardedTensor", "store its local shards as plain tensors"
-    if isinstance(value, torch.Generator):
-        return "it is a torch.Generator", "store .get_state()"
-    if callable(getattr(kind, "state_dict", None)):
-        return f"it is a {name}", "store its .state_dict()"
-    if isinstance(value, torch.UntypedStorage | torch.storage.TypedStorage):
-        return "it is a bare storage", "store a tensor over it"
-    return None

@@ -8,7 +8,7 @@ whoever asks for it. Knows no tree.
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, Final, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +17,10 @@ import torch
 from tensorstore_ck.layout import ByteSource, TensorSpec
 from tensorstore_ck.state.boxes import is_checkpointable
 from tensorstore_ck.state.memory import Array, CopySource, MemorySource
+from tensorstore_ck.state.plain import PLAIN
 from tensorstore_ck.state.sharing import Area, Areas
 from tensorstore_ck.state.types import DTYPE_NAMES
 from tensorstore_ck.tree import PARAMETER, REQUIRES_GRAD
-
-TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
-"""The types of plain tensors."""
 
 Numbers = npt.NDArray[np.int64]
 
@@ -156,7 +154,7 @@ class Columns:
                 tensor = items[position]
                 kind, key = type(tensor), id(tensor)
                 # What is sparse, nested or otherwise opaque has no shape or no storage: then torch raises.
-                if kind not in TENSORS or key in number_of or not tensor.is_contiguous() or tensor.is_neg() or is_checkpointable(tensor):
+                if kind not in PLAIN or key in number_of or not tensor.is_contiguous() or tensor.is_neg() or is_checkpointable(tensor):
                     return position
                 form = known_forms.get((tensor.dtype, tensor.shape)) or self._new_form(tensor)
                 if form is None or (form.is_complex and tensor.is_conj()):

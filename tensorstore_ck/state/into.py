@@ -4,9 +4,9 @@ Three steps that never mix: `_Plan` walks the target and decides, `read_in_place
 functions that the plan left behind (`Finish`) put values and new containers in place.
 """
 
-from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,16 +14,19 @@ import torch
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, StoreError, UnsupportedValueError
 from tensorstore_ck.layout import Content, WantedBox
-from tensorstore_ck.state.boxes import Box, Boxes
-from tensorstore_ck.state.build import build, require_buildable
-from tensorstore_ck.state.capture import advice_for
+from tensorstore_ck.state.advice import advice_for
+from tensorstore_ck.state.build import build, require_buildable, wanted_of
 from tensorstore_ck.state.fresh import CONVERTIBLE, Form, FreshTensors, Wanted, form_of
 from tensorstore_ck.state.inplace import Fill, find_conflicts, is_one, read_in_place
+from tensorstore_ck.state.matching import ByPrefix, branches, dtype_text, has_tensors, is_expanded, own_leaves, unknown_value
+from tensorstore_ck.state.plain import require_plain
 from tensorstore_ck.state.report import LoadReport, Unclaimed
 from tensorstore_ck.state.select import Selection
-from tensorstore_ck.state.sharded import Describer, FlatShard
+from tensorstore_ck.state.sharded import Describer
 from tensorstore_ck.state.shares import Share, share_of
+from tensorstore_ck.state.spreads import Apart, regrouped, spread_of
 from tensorstore_ck.state.types import encode_torch, registered_class
+from tensorstore_ck.state.wrapped import ABOUT, FLAT, equal_about, flattened
 from tensorstore_ck.tree import ROOT, Branch, Leaf, Names, Tree, leaves, parse
 from tensorstore_ck.values import MAX_NESTING, encode, key_text
 
@@ -94,7 +97,7 @@ class _Plan:
         """What replaces a meta tensor."""
         self._stored: dict[str, Leaf] = {}
         """Name in the target -> leaf."""
-        for leaf in _own_leaves(tree):
+        for leaf in own_leaves(tree):
             name = rename(leaf.path)
             if name is None:
                 continue
@@ -104,8 +107,8 @@ class _Plan:
                 other = self._stored[name].path
                 raise MismatchError(f"rename gives {other!r} and {leaf.path!r} the same name {name!r}", object_id=name)
             self._stored[name] = leaf
-        self._below = _ByPrefix(self._stored)
-        self._branches = {branch.path: branch for branch in reversed(list(_branches(tree)))}
+        self._below = ByPrefix(self._stored)
+        self._branches = {branch.path: branch for branch in reversed(list(branches(tree)))}
 
     def settle(self, *, strict: bool, report: LoadReport | None, unclaimed: Unclaimed | None) -> None:
         """Checks that everything fits. `unclaimed`: takes what is not expected here, but perhaps on another rank."""
@@ -130,6 +133,10 @@ class _Plan:
             raise UnsupportedValueError(message, object_id=path[:60])
         kind = type(target)
         registered = registered_class(kind)
+        if registered is not None and registered.wraps:
+            return self._visit_wrapped(target, Apart(registered, flattened(target)), path, depth)
+        if self._describer is not None and (apart := spread_of(self._describer, target, path[:-1])) is not None:
+            return self._visit_wrapped(target, apart, path, depth)
         if registered is not None:
             inner = self.visit(registered.to_state(target), path, depth + 1)
             return lambda: registered.from_state(inner())
@@ -145,6 +152,61 @@ class _Plan:
         if isinstance(target, list | tuple) and kind is not torch.Size:
             return self._visit_list(target, path, depth)
         return self._visit_value(target, path)
+
+    def _visit_wrapped(self, target: Any, apart: Apart, path: str, depth: int) -> Finish:
+        """A wrapper subclass: its inner tensors are filled, and all else must be as it is."""
+        registered, state = apart
+        stored = self._stored_at(path)
+        if not isinstance(stored, Branch) or stored.node[0] != "r":
+            if stored is None:
+                self._miss(path[:-1] or ROOT)
+            else:
+                self._mismatch(path, f"a {registered.name} here, something else in the snapshot")
+            return lambda: target
+        if stored.node[1] != registered.name:
+            self._mismatch(path, f"a {registered.name} here, a {stored.node[1]} in the snapshot")
+            return lambda: target
+        told = self._stored_at(f"{path}{ABOUT}.")
+        self._used.update(self._below.names(f"{path}{ABOUT}."))
+        if told is None or not equal_about(registered.cls, state[ABOUT], self._about(told)):
+            self._mismatch(path, f"a {registered.name} of the form {state[ABOUT]} here, {told and self._about(told)} in the snapshot")
+            return lambda: target
+        flat = FLAT.get(registered.cls.__name__, ())
+        inner = {name: tensor for name, tensor in state.items() if name != ABOUT}
+        children = {name: self._in_stored_shape(tensor, f"{path}{name}") if name in flat else tensor for name, tensor in inner.items()}
+        finishes = {name: (child, self.visit(child, f"{path}{name}.", depth + 1)) for name, child in children.items()}
+
+        def finish() -> Any:
+            restored = {name: (child, child_finish()) for name, (child, child_finish) in finishes.items()}
+            if all(new is child for child, new in restored.values()):
+                return target
+            return registered.from_state({name: new for name, (_, new) in restored.items()} | {ABOUT: state[ABOUT]})  # it was on meta
+
+        return finish
+
+    def _about(self, told: Tree) -> Any:
+        """What is stored of a wrapper subclass besides its inner tensors: no tensors."""
+        require_buildable(told, self._content)
+        return build(told, self._content, lambda leaf: leaf.path)
+
+    def _in_stored_shape(self, tensor: Any, name: str) -> Any:
+        """An inner tensor that may be stored with the dims of the whole."""
+        leaf = self._stored.get(name)
+        if leaf is None or leaf.kind != "tensor":
+            return tensor
+        shape = form_of(self._content.layout, leaf).shape
+        if shape == tuple(tensor.shape) or prod(shape) != prod(tensor.shape):
+            return tensor
+        if isinstance(tensor, Share):
+            return regrouped(tensor, shape) if tensor.by_blocks else tensor
+        return tensor.view(shape)
+
+    def _mismatch(self, path: str, what: str) -> None:
+        """Notes what does not fit at `path`, of which nothing else is to be said then."""
+        name = path[:-1] or ROOT
+        self._used.update(self._below.names(path) if path else self._stored)
+        self._used.add(name)
+        self._report.mismatched.append(f"{name}: {what}")
 
     def _visit_dict(self, target: dict[Any, Any], path: str, depth: int) -> Finish:
         if not target:
@@ -172,7 +234,7 @@ class _Plan:
     def _visit_list(self, target: list[Any] | tuple[Any, ...], path: str, depth: int) -> Finish:
         stored = self._stored_at(path)
         is_same_length = isinstance(stored, Branch) and len(stored.children) == len(target)
-        if stored is not None and not is_same_length and not _has_tensors(target, depth):
+        if stored is not None and not is_same_length and not has_tensors(target, depth):
             adopted = self._adopt(target, path)
             if adopted is not None:
                 return adopted
@@ -193,7 +255,7 @@ class _Plan:
     def _visit_value(self, target: object, path: str) -> Finish:
         name = self._name(path)
         leaf = self._stored.get(name)
-        if leaf is not None and (problem := _unknown_value(leaf, self._content)) is not None:
+        if leaf is not None and (problem := unknown_value(leaf, self._content)) is not None:
             self._used.add(name)
             self._report.mismatched.append(f"{name}: {problem}")
             return lambda: target
@@ -221,6 +283,8 @@ class _Plan:
             self._report.mismatched.append(f"{name}: {problem}")
             return lambda: target
         if not isinstance(target, torch.Tensor) or not target.is_meta:
+            if isinstance(target, torch.Tensor):
+                require_plain(target, name, "the tensor to restore into")
             self.fills.append(Fill(target, leaf, form, name))
             return lambda: target
         self.wanted.append((leaf, target.dtype))
@@ -250,8 +314,8 @@ class _Plan:
         elif form.shape != share.shape:
             self._report.mismatched.append(f"{name}: shape {list(share.shape)} here, {list(form.shape)} in the snapshot")
         elif form.dtype != share.dtype and not (share.dtype == self._dtype and form.dtype in CONVERTIBLE):
-            self._report.mismatched.append(f"{name}: {_dtype_text(share.dtype)} here, {_dtype_text(form.dtype)} in the snapshot")
-        elif any(_is_expanded(piece.tensor) for piece in share.pieces):
+            self._report.mismatched.append(f"{name}: {dtype_text(share.dtype)} here, {dtype_text(form.dtype)} in the snapshot")
+        elif any(is_expanded(piece.tensor) for piece in share.pieces):
             self._report.mismatched.append(f"{name}: the tensor here is expanded: its elements share memory, but not in the snapshot")
         else:
             assert isinstance(form.dtype, torch.dtype)
@@ -264,7 +328,7 @@ class _Plan:
             return f"shape {list(target.shape)} here, {list(form.shape)} in the snapshot"
         converts = self._dtype is not None and target.dtype == self._dtype and form.dtype in CONVERTIBLE
         if form.dtype != target.dtype and not converts:
-            return f"{_dtype_text(target.dtype)} here, {_dtype_text(form.dtype)} in the snapshot"
+            return f"{dtype_text(target.dtype)} here, {dtype_text(form.dtype)} in the snapshot"
         if isinstance(target, np.ndarray):
             return None if target.flags.writeable else "the array here is read-only"
         dims = zip(target.shape, target.stride(), form.strides, strict=True)
@@ -322,7 +386,7 @@ class _Plan:
 
     def _want(self, tree: Tree) -> None:
         self.adopted.append(tree)
-        self.wanted += [(leaf, self._dtype) for leaf in leaves(tree) if leaf.kind != "value"]
+        self.wanted += wanted_of(tree, self._dtype)
 
     def _build(self, tree: Tree) -> Any:
         return build(tree, self._content, self.tensor_of)
@@ -331,65 +395,9 @@ class _Plan:
         return self._names.name(path[:-1] if path else ROOT)
 
     def _miss(self, name: str) -> None:
+        wrapped = self._stored_at(f"{name}.")
+        if isinstance(wrapped, Branch) and wrapped.node[0] == "r" and self._below.names(f"{name}.{ABOUT}."):
+            self._mismatch(f"{name}.", f"something else here, a {wrapped.node[1]} in the snapshot")
+            return
         if self._selection is None or self._selection.fits(name):
             self._report.missing.append(name)
-
-
-class _ByPrefix:
-    """Names by prefix."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = sorted(names)
-
-    def names(self, prefix: str) -> list[str]:
-        """The names that begin with `prefix`."""
-        first = bisect_left(self._names, prefix)
-        last = first
-        while last < len(self._names) and self._names[last].startswith(prefix):
-            last += 1
-        return self._names[first:last]
-
-
-def _unknown_value(leaf: Leaf, content: Content) -> str | None:
-    """Why the snapshot cannot tell a value."""
-    try:
-        if leaf.kind == "value":
-            content.values[leaf.index]
-    except MismatchError as exc:
-        return str(exc)
-    return None
-
-
-def _own_leaves(tree: Tree) -> Iterable[Leaf]:
-    """Leaves, without those of OrderedDicts' attributes, which follow their dict."""
-    if isinstance(tree, Leaf):
-        if tree.index >= 0:
-            yield tree
-        return
-    for child in tree.children:
-        yield from _own_leaves(child)
-
-
-def _branches(tree: Tree) -> Iterable[Branch]:
-    if isinstance(tree, Branch):
-        yield tree
-        for child in tree.children:
-            yield from _branches(child)
-
-
-def _has_tensors(target: Any, depth: int) -> bool:
-    if isinstance(target, torch.Tensor | np.ndarray | FlatShard | Box | Boxes):
-        return True
-    if depth > MAX_NESTING:
-        return False
-    if isinstance(target, dict):
-        return any(_has_tensors(child, depth + 1) for child in target.values())
-    return isinstance(target, list | tuple) and any(_has_tensors(child, depth + 1) for child in target)
-
-
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    return any(extent > 1 and step == 0 for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _dtype_text(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else f"numpy {dtype.str}"

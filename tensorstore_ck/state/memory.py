@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.state.plain import require_reachable
 
 Array = npt.NDArray[Any]
 
@@ -75,6 +76,8 @@ class CopySource:
     __slots__ = ("_item_bytes", "size_bytes", "tensor")
 
     def __init__(self, tensor: torch.Tensor | Array) -> None:
+        if isinstance(tensor, torch.Tensor):
+            require_reachable(tensor)
         self.tensor = bits_of(tensor.detach()) if isinstance(tensor, torch.Tensor) else tensor
         self._item_bytes = tensor.itemsize
         self.size_bytes = tensor.nbytes
@@ -157,6 +160,7 @@ ByteSink = MemoryTarget | CopyTarget
 def target_of(tensor: torch.Tensor | Array, stored: torch.dtype | None = None) -> ByteSink:
     """The target that fills `tensor` with bytes of the dtype `stored` (None: its own): in place where that is possible."""
     if isinstance(tensor, torch.Tensor):
+        require_reachable(tensor)
         plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         if plain and stored in (None, tensor.dtype):
             return MemoryTarget(tensor.data_ptr(), tensor.nbytes, tensor)

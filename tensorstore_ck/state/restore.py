@@ -9,13 +9,13 @@ import torch
 
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.layout import Content
-from tensorstore_ck.state.build import build, require_buildable
+from tensorstore_ck.state.build import build, require_buildable, wanted_of
 from tensorstore_ck.state.fresh import CONVERTIBLE, FreshTensors
 from tensorstore_ck.state.into import fill
 from tensorstore_ck.state.report import LoadReport, Unclaimed
 from tensorstore_ck.state.select import Rename, Selection, renamer
 from tensorstore_ck.state.shares import describer_of
-from tensorstore_ck.tree import leaves, parse
+from tensorstore_ck.tree import parse
 
 
 def restore(
@@ -67,7 +67,7 @@ def restore(
             unclaimed=unclaimed,
         )
     require_buildable(tree, content)
-    fresh = FreshTensors(content.layout, ((leaf, dtype) for leaf in leaves(tree) if leaf.kind != "value"), place)
+    fresh = FreshTensors(content.layout, wanted_of(tree, dtype), place)
     content.read(dict(fresh.targets))
     return build(tree, content, fresh.get)
 

@@ -16,6 +16,7 @@ import torch
 
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.sharding import Box, Mesh, Placement, Shard, boxes, intervals, local_shape
+from tensorstore_ck.state.plain import PLAIN, require_plain
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -104,7 +105,7 @@ class Describer:
         """
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not isinstance(tensor, torch.Tensor):
             return None
-        if _is(tensor, "torch.distributed.tensor", "DTensor"):
+        if is_dtensor(tensor):
             return self._dtensor(tensor, path)  # type: ignore[arg-type]
         if _is(tensor, "torch.distributed._shard.sharded_tensor", "ShardedTensor"):
             return _sharded_tensor(tensor, path)  # type: ignore[arg-type]
@@ -112,24 +113,35 @@ class Describer:
 
     def _dtensor(self, tensor: "DTensor", path: str) -> Description:
         shape = tuple(tensor.shape)
-        mesh = self._mesh(tensor.device_mesh, path)
-        placements = _placements(tensor, mesh, path)
-        local = _local(tensor)
-        # Not device_mesh.get_coordinate(): torch reuses equal meshes, also those of an earlier group where this process had another rank.
-        coordinate = mesh.coordinate(self._rank)
+        mesh, placements, coordinate = self.place(tensor, path)
+        local = local_of(tensor)
+        require_plain(local, path, "the local tensor of a DTensor")
         if coordinate is None:
             return Description(shape, tensor.dtype, mesh, placements, ())
+        self.require_local(tensor, local, path)
+        held = boxes(shape, mesh.shape, placements, coordinate)
+        pieces = [Piece(box, narrowed(local, offsets, box.sizes)) for box, offsets in held]
+        return Description(shape, tensor.dtype, mesh, placements, tuple(pieces))
+
+    def place(self, tensor: "DTensor", path: str) -> tuple[Mesh, tuple[Placement, ...], tuple[int, ...] | None]:
+        """On which mesh a DTensor lies, how, and where on it this rank stands."""
+        mesh = self._mesh(tensor.device_mesh, path)
+        # Not device_mesh.get_coordinate(): torch reuses equal meshes, also those of an earlier group where this process had another rank.
+        return mesh, _placements(tensor, mesh, path), mesh.coordinate(self._rank)
+
+    def require_local(self, tensor: "DTensor", local: torch.Tensor, path: str) -> None:
+        """Checks that the local tensor is what the placements say."""
+        shape = tuple(tensor.shape)
+        mesh, placements, coordinate = self.place(tensor, path)
+        assert coordinate is not None
         expected = local_shape(intervals(shape, mesh.shape, placements, coordinate))
         if tuple(local.shape) != expected or local.dtype != tensor.dtype:
-            _refuse(
+            refuse(
                 path,
                 f"is a DTensor of shape {shape} and {tensor.dtype} placed as {tensor.placements} on a mesh of shape {mesh.shape},"
                 f" which gives this rank {expected}, but its local tensor has shape {tuple(local.shape)} and {local.dtype}",
                 "make its sharded dims divisible by the mesh, or pass shape= and stride= to DTensor.from_local",
             )
-        held = boxes(shape, mesh.shape, placements, coordinate)
-        pieces = [Piece(box, _narrowed(local, offsets, box.sizes)) for box, offsets in held]
-        return Description(shape, tensor.dtype, mesh, placements, tuple(pieces))
 
     def _mesh(self, device_mesh: "DeviceMesh", path: str) -> Mesh:
         mesh = self._meshes.get(device_mesh)
@@ -137,7 +149,7 @@ class Describer:
             globally = device_mesh.mesh.flatten().tolist()
             outside = [rank for rank in globally if rank not in self._ranks]
             if outside:
-                _refuse(
+                refuse(
                     path,
                     f"is a DTensor on a mesh with global ranks {_some(outside)}, which are not in the group that stores or restores it",
                     "pass a group= that has all ranks of the mesh",
@@ -153,7 +165,7 @@ def _placements(tensor: "DTensor", mesh: Mesh, path: str) -> tuple[Placement, ..
     placements: list[Placement] = []
     for placement in tensor.placements:
         if isinstance(placement, placement_types.Partial):
-            _refuse(
+            refuse(
                 path,
                 f"is a DTensor with the placement {placement!r}: its value is yet to be reduced over ranks",
                 "redistribute it first, e.g. tensor.redistribute(placements=[Replicate()])",
@@ -166,7 +178,7 @@ def _placements(tensor: "DTensor", mesh: Mesh, path: str) -> tuple[Placement, ..
         elif type(placement) is placement_types._StridedShard:
             placements.append(Shard(placement.dim % tensor.ndim, int(placement.split_factor)))
         else:
-            _refuse(path, f"is a DTensor with the placement {placement!r}, which is unknown", "redistribute it to Shard or Replicate first")
+            refuse(path, f"is a DTensor with the placement {placement!r}, which is unknown", "redistribute it to Shard or Replicate first")
     _check_order(tensor, mesh, placements, path)
     return tuple(placements)
 
@@ -175,7 +187,7 @@ def _check_order(tensor: "DTensor", mesh: Mesh, placements: list[Placement], pat
     """Refuses what was not, or may not have been, split as its placements say: by one mesh dim after the other, from left to right."""
     order = getattr(tensor._spec, "shard_order", None)  # torch 2.10 and newer
     if order is not None and any(tuple(entry.mesh_dims) != tuple(sorted(entry.mesh_dims)) for entry in order):
-        _refuse(path, f"is a DTensor with the shard order {order}, not the mesh's own", "redistribute it without a shard order first")
+        refuse(path, f"is a DTensor with the shard order {order}, not the mesh's own", "redistribute it without a shard order first")
     for number, placement in enumerate(placements):
         if placement is None or placement.split_factor == 1 or tensor.shape[placement.dim] % placement.split_factor == 0:
             continue
@@ -184,7 +196,7 @@ def _check_order(tensor: "DTensor", mesh: Mesh, placements: list[Placement], pat
         # they are the same, or the size of some rank's local tensor differs.)
         later = [dim for dim in range(number + 1, len(placements)) if _dim_of(placements[dim]) == placement.dim and mesh.shape[dim] > 1]
         if len(later) > 1:
-            _refuse(
+            refuse(
                 path,
                 f"is a DTensor of shape {tuple(tensor.shape)} placed as {tensor.placements}, where {placement.split_factor} pieces of dim"
                 f" {placement.dim} cannot be equal: torch does not record which elements each rank holds",
@@ -196,11 +208,13 @@ def _dim_of(placement: Placement) -> int | None:
     return None if placement is None else placement.dim
 
 
-def _local(tensor: "DTensor") -> torch.Tensor:
+def local_of(tensor: "DTensor") -> torch.Tensor:
+    """What this rank holds of it, detached if it is plain; waits for a collective that still fills it."""
     with torch.no_grad():
         local = tensor.to_local()
     wait = getattr(local, "wait", None)  # an AsyncCollectiveTensor: a collective still fills it
-    return (local if wait is None else wait()).detach()
+    local = local if wait is None else wait()
+    return local.detach() if type(local) in PLAIN else local  # a subclass may make copies of its inner tensors to detach itself
 
 
 def _sharded_tensor(tensor: "ShardedTensor", path: str) -> Description:
@@ -210,11 +224,12 @@ def _sharded_tensor(tensor: "ShardedTensor", path: str) -> Description:
     for shard in tensor.local_shards():
         box = Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
         local = shard.tensor.detach()
+        require_plain(local, path, "a local shard of a ShardedTensor")
         within = len(box.sizes) == len(shape) and all(
             start >= 0 and start + size <= extent for start, size, extent in zip(*box, shape, strict=True)
         )
         if not within or tuple(local.shape) != box.sizes or local.dtype != dtype:
-            _refuse(
+            refuse(
                 path,
                 f"is a ShardedTensor of shape {shape} and {dtype} whose metadata has a local shard of sizes {box.sizes} at"
                 f" {box.offsets}, but the shard has shape {tuple(local.shape)} and {local.dtype}",
@@ -225,11 +240,17 @@ def _sharded_tensor(tensor: "ShardedTensor", path: str) -> Description:
     return Description(shape, dtype, None, (), tuple(pieces))
 
 
-def _narrowed(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+def narrowed(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    """A box of it, as a view."""
     for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, start, size)
     return tensor
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether it is a `DTensor`."""
+    return isinstance(tensor, torch.Tensor) and _is(tensor, "torch.distributed.tensor", "DTensor")
 
 
 def _is(tensor: torch.Tensor, module: str, name: str) -> bool:
@@ -238,7 +259,8 @@ def _is(tensor: torch.Tensor, module: str, name: str) -> bool:
     return found is not None and isinstance(tensor, found)
 
 
-def _refuse(path: str, what: str, advice: str) -> NoReturn:
+def refuse(path: str, what: str, advice: str) -> NoReturn:
+    """Raises an `UnsupportedValueError`."""
     raise UnsupportedValueError(f"{path or 'the state'} {what}; {advice}", object_id=path)
 
 

@@ -11,6 +11,7 @@ from tensorstore_ck.sharding import Box, Mesh, Placement
 from tensorstore_ck.split import row_boxes
 from tensorstore_ck.state.boxes import held_boxes
 from tensorstore_ck.state.memory import CopySource, MemorySource, target_of
+from tensorstore_ck.state.plain import require_plain, require_reachable
 from tensorstore_ck.state.sharded import Describer, FlatShard, Piece, group_ranks
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class Share(NamedTuple):
     pieces: tuple[Piece, ...]
     requires_grad: bool
     is_parameter: bool
+    by_blocks: bool = False
+    """It may be stored in another shape: what counts is the order of its elements."""
 
     def source(self) -> ByteSource:
         """The pieces, one after another."""
@@ -56,12 +59,15 @@ def describer_of(group: "ProcessGroup") -> Describer:
 
 
 def share_of(describer: Describer | None, value: object, path: str) -> Share | None:
-    """The share that is a `FlatShard`, `Box`, `Boxes` or `CheckpointableTensor`; with `describer`, a `DTensor` or ShardedTensor; or None.
+    """The share that is a `FlatShard`, `Box`, `Boxes`, `CheckpointableTensor` or one already; with `describer`, a `DTensor` or such.
 
     Raises:
         UnsupportedValueError: what it holds cannot be told.
     """
+    if isinstance(value, Share):
+        return value
     if isinstance(value, FlatShard):
+        require_plain(value.local, path, "the local tensor of a FlatShard")
         local = value.local.detach().view(-1)
         pieces = (Piece(Box((value.start,), (local.numel(),)), local),) if local.numel() else ()
         is_parameter = isinstance(value.local, torch.nn.Parameter)
@@ -78,7 +84,12 @@ def share_of(describer: Describer | None, value: object, path: str) -> Share | N
 
 
 def source_of(tensor: torch.Tensor) -> ByteSource:
-    """The bytes of a tensor."""
+    """The bytes of a tensor.
+
+    Raises:
+        UnsupportedValueError: it is not a plain strided one.
+    """
+    require_reachable(tensor)
     if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         return MemorySource(tensor.data_ptr(), tensor.untyped_storage(), tensor.nbytes)
     return CopySource(tensor)

@@ -8,13 +8,15 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from math import prod
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
 
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, UnsupportedValueError
+from tensorstore_ck.state.known import RegisteredType, known_class, known_name, wrapper_type
 from tensorstore_ck.state.memory import new_tensor
+from tensorstore_ck.state.wrapped import is_traceable
 from tensorstore_ck.tree import PARAMETER, REQUIRES_GRAD
 from tensorstore_ck.values import numpy_dtype
 
@@ -36,52 +38,54 @@ FACTORIES: Final[dict[str, Callable[[], Any]]] = {
 T = TypeVar("T")
 
 
-class RegisteredType(NamedTuple):
-    """How a user's own type is taken apart and made again."""
-
-    cls: type[Any]
-    name: str
-    to_state: Callable[[Any], object]
-    from_state: Callable[[Any], object]
-
-
 _registered_classes: dict[type[Any], RegisteredType] = {}
 _registered_names: dict[str, RegisteredType] = {}
 
 
-def register_type(cls: type[T], name: str, to_state: Callable[[T], object], from_state: Callable[[Any], T]) -> None:
+def register_type(
+    cls: type[T], name: str, to_state: Callable[[T], object] | None = None, from_state: Callable[[Any], T] | None = None
+) -> None:
     """Lets states hold instances of exactly `cls`, in this process.
 
     Args:
-        cls: The type.
+        cls: The type. A subclass of tensors with ``__tensor_flatten__`` and ``__tensor_unflatten__`` needs no more than a name: its inner
+            tensors and what torch calls its context are stored.
         name: What the store calls it. Keep it for ever, or register the old name, too.
         to_state: Makes a state of an instance: dicts, lists, tensors, plain values, other registered types.
         from_state: Makes an instance of such a state. What it gets comes from a store: it must not execute it.
 
     Raises:
-        InvalidOptionError: `name` already stands for another type.
+        InvalidOptionError: `name` already stands for another type, or one of the two functions is missing and needed.
     """
     if not 0 < len(name) <= 256 or not name.isprintable():
         raise InvalidOptionError(f"a type's name must be 1 to 256 printable characters, not {name!r}", object_id="name")
     known = _registered_names.get(name)
     if known is not None and known.cls is not cls:
         raise InvalidOptionError(f"type name {name!r} already stands for {known.cls.__qualname__}: choose another", object_id=name)
-    _registered_names[name] = RegisteredType(cls, name, to_state, from_state)
-    _registered_classes[cls] = _registered_names[name]
+    if to_state is not None and from_state is not None:
+        registered = RegisteredType(cls, name, to_state, from_state)
+    elif to_state is None and from_state is None and is_traceable(cls):
+        registered = wrapper_type(cls, name)
+    else:
+        raise InvalidOptionError(
+            f"{cls.__qualname__} is no tensor with __tensor_flatten__ and __tensor_unflatten__: pass to_state and from_state",
+            object_id="to_state",
+        )
+    _registered_names[name] = _registered_classes[cls] = registered
 
 
 def registered_class(cls: type[Any]) -> RegisteredType | None:
-    """The registration of exactly `cls`."""
-    return _registered_classes.get(cls)
+    """The registration of exactly `cls`: a user's, or that of a class of torchao."""
+    return _registered_classes.get(cls) or known_class(cls)
 
 
 def registered_name(name: str) -> RegisteredType:
     """The registration of `name`.
 
     Raises:
-        UnsupportedValueError: there is none in this process.
+        UnsupportedValueError: there is none in this process, or its module is not loaded.
     """
-    found = _registered_names.get(name)
+    found = _registered_names.get(name) or known_name(name)
     if found is None:
         raise UnsupportedValueError(
             f"the snapshot holds values of the type {name!r}, which is not registered here: call tsck.register_type first", object_id=name

@@ -20,6 +20,7 @@ from tensorstore_ck.state.capture import require_dense
 from tensorstore_ck.state.memory import BytesSource
 from tensorstore_ck.state.shares import chain_of
 from tensorstore_ck.state.types import torch_dtype
+from tensorstore_ck.state.wrapped import is_traceable
 
 
 class Role(NamedTuple):
@@ -157,6 +158,14 @@ def _box(item: WriteItem) -> Box:
 
 
 def _tensor(resolved: Any, item: WriteItem, box: Box) -> torch.Tensor:
+    if isinstance(resolved, torch.Tensor) and is_traceable(type(resolved)):
+        kind = type(resolved)
+        raise UnsupportedValueError(
+            f"cannot store {item.index.fqn}: it is a {kind.__module__}.{kind.__qualname__}, and DCP's plan has no place for its inner "
+            "tensors; Store.put_snapshot with group= stores it",
+            object_id=item.index.fqn,
+        )
+    require_dense(resolved, item.index.fqn)
     held = held_boxes(resolved, item.index.fqn)
     if held is not None and box not in [piece.box for piece in held.pieces]:
         raise UnsupportedValueError(
@@ -170,5 +179,4 @@ def _tensor(resolved: Any, item: WriteItem, box: Box) -> torch.Tensor:
             f"cannot store {item.index.fqn}: the planner planned a box of {list(box.sizes)} and gave a tensor of {list(tensor.shape)}",
             object_id=item.index.fqn,
         )
-    require_dense(tensor, item.index.fqn)
     return tensor

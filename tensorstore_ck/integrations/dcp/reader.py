@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -37,7 +37,9 @@ from tensorstore_ck.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.state.build import build, require_buildable
 from tensorstore_ck.state.fresh import FreshTensors, form_of
 from tensorstore_ck.state.memory import target_of
+from tensorstore_ck.state.plain import require_plain
 from tensorstore_ck.state.types import decode_torch
+from tensorstore_ck.state.wrapped import ABOUT
 from tensorstore_ck.tree import REQUIRES_GRAD, Branch, Leaf, Tree, leaves, parse
 from tensorstore_ck.values import decode
 
@@ -132,7 +134,7 @@ class Reader(StorageReader):
             DamageError: stored data is damaged.
         """
         boxes = [item for item in plan.items if item.type == LoadItemType.TENSOR]
-        targets = [planner.resolve_tensor(item).detach() for item in boxes]
+        targets = [_target(planner, item) for item in boxes]
         wanted = []
         for item, target in zip(boxes, targets, strict=True):
             leaf = self._leaves[item.storage_index.fqn]
@@ -177,7 +179,7 @@ class Reader(StorageReader):
     def _describe(self, address: str) -> Metadata:
         """Flattens the state as DCP would, with tensors that have no data. What DCP put as one item is one item."""
         content = self._content
-        self._tree = parse(content.layout, len(content.values))
+        self._tree = _apart(parse(content.layout, len(content.values)))
         self._children, self._zips = {}, {}
         require_buildable(self._tree, content)
         leaf_of: dict[int, Leaf] = {}
@@ -254,6 +256,21 @@ def _with_items(tree: Tree, subtrees: frozenset[int]) -> Tree:
     if id(tree.node) in subtrees:
         return Leaf(tree.path, "tensor", -1, tree)
     return Branch(tree.node, tree.path, tree.keys, [_with_items(child, subtrees) for child in tree.children], tree.attributes)
+
+
+def _apart(tree: Tree) -> Tree:
+    """The tree, with the inner tensors of wrapper subclasses in the places of these: DCP loads them by their own names."""
+    if isinstance(tree, Leaf):
+        return tree
+    if tree.node[0] == "r" and isinstance(tree.children[0], Branch) and ABOUT in tree.children[0].keys:
+        return _apart(tree.children[0])
+    return Branch(tree.node, tree.path, tree.keys, [_apart(child) for child in tree.children], tree.attributes)
+
+
+def _target(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
+    target = planner.resolve_tensor(item)
+    require_plain(target, item.dest_index.fqn, "the tensor to load into")
+    return target.detach()
 
 
 def _described(stand_in: torch.Tensor, *, requires_grad: bool) -> TensorStorageMetadata:

@@ -1,0 +1,37 @@
+"""What to do about values that people often try to store, and that have no stored form."""
+
+import numpy as np
+import torch
+
+
+def advice_for(value: object) -> tuple[str, str] | None:
+    """What `value` is and what to do, for what people often try to store."""
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(value, torch.Tensor):
+        if kind.__name__ == "DTensor":
+            return "it is a DTensor", "store .to_local() or .full_tensor()"
+        if kind.__module__.startswith("torch._subclasses"):
+            return f"it is a {kind.__name__}, which has no data", "leave FakeTensorMode before storing"
+        if value.is_nested:
+            return "it is a nested tensor", "store .unbind(), or .values() and .offsets()"
+        if kind not in (torch.Tensor, torch.nn.Parameter):
+            return f"it is a {name}, a tensor subclass", "name its class with tsck.register_type, or store a plain tensor"
+        if value.is_meta:
+            return "it is a meta tensor, which has no data", "materialize it first (.to_empty(), then load or initialize it)"
+        if value.is_quantized:
+            return "it is a quantized tensor", "store .int_repr() with its scale and zero point, or .dequantize()"
+        if value.layout is not torch.strided:
+            return f"its layout is {value.layout}", "store .to_dense(), or its indices and values"
+        return None
+    if isinstance(value, np.ndarray):
+        return f"it is a {name}, a numpy subclass", "store a plain array (np.asarray; for a masked array .data and .mask)"
+    if kind.__name__ == "ShardedTensor":
+        return "it is a ShardedTensor", "store its local shards as plain tensors"
+    if isinstance(value, torch.Generator):
+        return "it is a torch.Generator", "store .get_state()"
+    if callable(getattr(kind, "state_dict", None)):
+        return f"it is a {name}", "store its .state_dict()"
+    if isinstance(value, torch.UntypedStorage | torch.storage.TypedStorage):
+        return "it is a bare storage", "store a tensor over it"
+    return None

@@ -1,0 +1,79 @@
+"""What a restore looks up: stored names by prefix, leaves and containers, what a target holds."""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from tensorstore_ck.errors import MismatchError
+from tensorstore_ck.layout import Content
+from tensorstore_ck.state.boxes import Box, Boxes
+from tensorstore_ck.state.sharded import FlatShard
+from tensorstore_ck.tree import Branch, Leaf, Tree
+from tensorstore_ck.values import MAX_NESTING
+
+
+class ByPrefix:
+    """Names by prefix."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = sorted(names)
+
+    def names(self, prefix: str) -> list[str]:
+        """The names that begin with `prefix`."""
+        first = bisect_left(self._names, prefix)
+        last = first
+        while last < len(self._names) and self._names[last].startswith(prefix):
+            last += 1
+        return self._names[first:last]
+
+
+def unknown_value(leaf: Leaf, content: Content) -> str | None:
+    """Why the snapshot cannot tell a value."""
+    try:
+        if leaf.kind == "value":
+            content.values[leaf.index]
+    except MismatchError as exc:
+        return str(exc)
+    return None
+
+
+def own_leaves(tree: Tree) -> Iterable[Leaf]:
+    """Leaves, without those of OrderedDicts' attributes, which follow their dict."""
+    if isinstance(tree, Leaf):
+        if tree.index >= 0:
+            yield tree
+        return
+    for child in tree.children:
+        yield from own_leaves(child)
+
+
+def branches(tree: Tree) -> Iterable[Branch]:
+    """Every container, depth-first."""
+    if isinstance(tree, Branch):
+        yield tree
+        for child in tree.children:
+            yield from branches(child)
+
+
+def has_tensors(target: Any, depth: int) -> bool:
+    """Whether a target has tensors or arrays."""
+    if isinstance(target, torch.Tensor | np.ndarray | FlatShard | Box | Boxes):
+        return True
+    if depth > MAX_NESTING:
+        return False
+    if isinstance(target, dict):
+        return any(has_tensors(child, depth + 1) for child in target.values())
+    return isinstance(target, list | tuple) and any(has_tensors(child, depth + 1) for child in target)
+
+
+def dtype_text(dtype: Any) -> str:
+    """A dtype, for people."""
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else f"numpy {dtype.str}"
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements of it share a place."""
+    return any(extent > 1 and step == 0 for extent, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,0 +1,96 @@
+"""Traceable wrapper subclasses of tensors as states: inner tensors and plain values, by torch's own protocol.
+
+`__tensor_flatten__` names the inner tensors and tells a context, `__tensor_unflatten__` makes the tensor of them again. The state is a
+dict of the inner tensors by their attribute names, and `ABOUT`: what else there is to know. An inner tensor that has an element for so
+many elements of the flattened whole may be stored in the shape of the whole, with its last dims merged (see `spreads`): `FLAT` names them.
+"""
+
+from typing import Any, Final
+
+import torch
+
+from tensorstore_ck.errors import CorruptObjectError, MismatchError, UnsupportedValueError
+
+ABOUT: Final = "__tensor__"
+FLAT: Final = {
+    "OptimState8bit": ("scale",),
+    "OptimState4bit": ("codes", "scale"),
+    "OptimStateFp8": ("scale",),
+}
+"""Class -> inner tensors of one dim, with an element for so many of the flattened whole."""
+
+
+def is_traceable(cls: type[Any]) -> bool:
+    """Whether it is a subclass of tensors that torch can take apart."""
+    return issubclass(cls, torch.Tensor) and hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")
+
+
+def flattened(tensor: Any) -> dict[str, Any]:
+    """The state of a wrapper subclass. Its inner tensors are the tensor's own."""
+    inner, context = tensor_parts(tensor)
+    return inner | {ABOUT: about(tensor, context)}
+
+
+def tensor_parts(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    """Inner tensors and context of a wrapper subclass.
+
+    Raises:
+        UnsupportedValueError: an inner tensor has the name that `ABOUT` needs.
+    """
+    names, context = tensor.__tensor_flatten__()
+    if ABOUT in names:
+        raise UnsupportedValueError(f"{type(tensor).__qualname__} has an inner tensor named {ABOUT}: rename it", object_id=ABOUT)
+    return {name: getattr(tensor, name) for name in names}, context
+
+
+def about(tensor: torch.Tensor, context: Any) -> dict[str, Any]:
+    """What there is to know besides the inner tensors."""
+    return {
+        "size": torch.Size(tensor.shape),
+        "stride": tuple(tensor.stride()),
+        "requires_grad": tensor.requires_grad,
+        "parameter": isinstance(tensor, torch.nn.Parameter),
+        "context": context,
+    }
+
+
+def unflattened(cls: Any, state: Any) -> torch.Tensor:
+    """The tensor that `flattened` took apart, of the inner tensors in `state`.
+
+    Raises:
+        CorruptObjectError: the state is not one of this class.
+        MismatchError: its parts are those of one layout of ranks, of which no whole can be made.
+    """
+    try:
+        told = state[ABOUT]
+        if told.get("bound") is not None:
+            raise MismatchError(
+                f"a {cls.__qualname__} was quantised in blocks that do not follow from the whole tensor, on ranks {told['bound']}: restore "
+                "it into= the same layout",
+                object_id=cls.__qualname__,
+            )
+        flat = FLAT.get(cls.__name__, ())
+        inner = {name: tensor.reshape(-1) if name in flat else tensor for name, tensor in state.items() if name != ABOUT}
+        made: torch.Tensor = cls.__tensor_unflatten__(inner, told["context"], told["size"], told["stride"])
+        if told["parameter"]:
+            return torch.nn.Parameter(made, requires_grad=told["requires_grad"])
+        return made.requires_grad_() if told["requires_grad"] and not made.requires_grad else made
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, AssertionError, ZeroDivisionError, RuntimeError) as exc:
+        raise CorruptObjectError(
+            f"what is stored as a {cls.__qualname__} does not make one here ({exc!r}): restore it with the version of its library that put "
+            "it, or run `tsck fsck`",
+            object_id=cls.__qualname__,
+        ) from exc
+
+
+def equal_about(cls: type[Any], own: Any, stored: Any) -> bool:
+    """Whether two tensors of a class have the same form. Flags do not count, nor the dtype that an optimizer's state only looks like."""
+
+    def form(told: Any) -> Any:
+        context = told["context"]
+        return tuple(told["size"]), context[:-1] if cls.__name__ in FLAT else context, told.get("bound")
+
+    try:
+        return bool(form(own) == form(stored))
+    except (KeyError, TypeError):
+        return False
