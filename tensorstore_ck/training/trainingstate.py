@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import torch.distributed as dist
 from blake3 import blake3
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +30,7 @@ from tensorstore_ck.training.finding import find, require_still
 from tensorstore_ck.training.names import Names, require_supported
 from tensorstore_ck.training.own import Merge, OwnSide
 from tensorstore_ck.training.parts import Part, is_stateful, load
+from tensorstore_ck.training.place import place, require_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -201,7 +201,7 @@ class TrainingState:
             MismatchError: it does not fit: another model, other parts, or loaders whose positions are those of another number of ranks.
             ConflictError: the ref moved meanwhile.
         """
-        _require_group(group)
+        require_group(group)
         ranks = 1 if group is None else group.size()
         store.finish_staged(address, group, timeout_seconds=timeout_seconds)
         found = find(store, address, group, timeout_seconds)
@@ -252,7 +252,7 @@ class TrainingState:
 
         What is a rank's own has its number in the names. To load on more ranks than saved, pass a planner that allows a partial load.
         """
-        rank, ranks = _place()
+        rank, ranks = place()
         shared, own = self._capture(ranks, get_optimizer=optimizers.get_full_state)
         root = blake3(own["generators"]["torch"].numpy().tobytes()).hexdigest()
         plain = {"ranks": shared.pop("ranks"), "mid_step": shared.pop("mid_step"), "streams": root}
@@ -260,7 +260,7 @@ class TrainingState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts back what `state_dict` gave, on as many ranks or on others: see `restore`."""
-        rank, ranks = _place()
+        rank, ranks = place()
         put_by, root = state.get("ranks"), state.get("streams")
         if type(put_by) is not int or type(root) is not str:
             raise MismatchError("this is no state of a TrainingState", object_id="state_dict")
@@ -279,12 +279,12 @@ class TrainingState:
 
     def captured(self) -> State:
         """All of it as it is now, as one process puts it: a rank's own side is under ``rank``. The tensors themselves, no copies."""
-        shared, own = self._capture(_place()[1])
+        shared, own = self._capture(place()[1])
         return {**shared, OWN: own}
 
     def _sides(self, store: Store, group: "ProcessGroup | None", timeout: float, *, with_gradients: bool) -> tuple[State, State | None]:
         """What is put as the state, and what is put as this rank's."""
-        _require_group(group)
+        require_group(group)
         if group is None:
             shared, own = self._capture(1, with_gradients=with_gradients)
             return {**shared, OWN: own}, None
@@ -395,18 +395,3 @@ class TrainingState:
     def _meshes(self) -> dict[DeviceMesh, None]:
         """Those that parameters are on, in their order."""
         return {each.device_mesh: None for each in self._names().parameters.values() if isinstance(each, DTensor)}
-
-
-def _place() -> tuple[int, int]:
-    """This process's rank, and how many there are."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
-
-
-def _require_group(group: "ProcessGroup | None") -> None:
-    """Refuses to take one of several ranks for all: the others' generators and positions would be lost."""
-    rank, ranks = _place()
-    if group is None and ranks > 1:
-        raise InvalidOptionError(
-            f"this is rank {rank} of {ranks}, and each has generators and positions of its own: call it on all with group=dist.group.WORLD",
-            object_id="group",
-        )

@@ -56,7 +56,7 @@ class Job:
 
     def step(self) -> None:
         self.model(torch.randn(4, 6) * (1 + self.rank)).square().mean().backward()
-        self.mean.module(torch.randn(4, 3) * self.rank)
+        self.mean(torch.randn(4, 3) * self.rank)
         for parameter in self.model.parameters() if self.model is self.net and not isinstance(self.net, FSDPModule) else ():
             parameter.grad = torch.ones_like(parameter)
         self.optimizer.step()

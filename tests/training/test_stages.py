@@ -187,7 +187,7 @@ def test_any_layout_to_any_other(pool: Pool, folder: Path, name: str) -> None:
     for other, there in LAYOUTS.items():
         for rank, found in enumerate(pool.run(restore, str(folder), other, ref, ranks=there.ranks)):
             assert found[0] == {key: shared[key] for key in found[0]}, (other, rank)
-            assert found[0].keys() == set(found[0]) and len(found[0]) > 0
+            assert found[0]
             if other == name:
                 assert found[1:] == (*expected[rank][1:3], 0)
             elif there.ranks != layout.ranks:
@@ -202,7 +202,7 @@ def run_schedule(folder: str, kind: Any, resume: bool) -> Any:
     """Two steps, a put, two more; or a restore and those two."""
     job = Job(PIPELINE, 1 if not resume else 2)
     stage = PipelineStage(job.model, job.stage, 2, torch.device("cpu"), group=GROUPS[2])
-    schedule = kind(stage, n_microbatches=2, loss_fn=lambda found, target: nn.functional.cross_entropy(found, target))
+    schedule = kind(stage, n_microbatches=2, loss_fn=nn.functional.cross_entropy)
 
     def step(number: int) -> None:
         words = torch.randint(0, WORDS, (4,), generator=torch.Generator().manual_seed(number))
@@ -216,6 +216,7 @@ def run_schedule(folder: str, kind: Any, resume: bool) -> Any:
 
     ref, store = f"schedule/{kind.__name__}", opened(folder, 2)
     if resume:
+        step(9)  # the first one of a schedule runs the model once more, to see shapes
         assert job.training.restore(store, ref, group=GROUPS[2], timeout_seconds=TIMEOUT_SECONDS) is not None
     else:
         for number in range(2):
@@ -291,7 +292,8 @@ def go_on(folder: str, ranks: int, number: int) -> Any:
 def test_elastic_restarts(pool: Pool, folder: Path) -> None:
     before: Any = None
     for number, ranks in enumerate((4, 2, RANKS, 1)):
-        for begun, after, drawn, expected in pool.run(go_on, str(folder), ranks, number, ranks=ranks):
+        told = pool.run(go_on, str(folder), ranks, number, ranks=ranks)
+        for begun, _, drawn, expected in told:
             assert begun == before
             assert expected in (None, drawn)
-        before = after
+        before = told[0][1]
