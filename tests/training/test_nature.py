@@ -74,7 +74,7 @@ class Job:
             **{name: each.tolist() for name, each in self.net.norm.state_dict().items() if "running" in name or "num" in name},
             "bank": float(self.net.get_buffer("bank")[0]),
             "mask": float(self.net.get_buffer("mask")[0]),
-            "mean": self.mean.module.running_mean.tolist(),
+            "mean": self.mean.get_buffer("module.running_mean").tolist(),
             "values": (self.own["seen"], self.own["hidden"].tolist(), self.own["log"]),
         }
 
