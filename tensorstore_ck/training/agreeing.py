@@ -49,36 +49,42 @@ def agree(store: "Store", group: "ProcessGroup", own: Callable[[], Own], timeout
     """
     place = store.groups.of(group)[0]
     attempt = place.begin(_TITLE, object_id=_TITLE, timeout=timeout_seconds)
-    names: list[str] = []
+    names: dict[bytes, str] = {}
     told: list[Body] = []
 
     def hello() -> Body:
         found = own()
-        names.extend(found.buffers)
+        names.update((_key(name), name) for name in found.buffers)
         groups = derived_hash("groups of parameters", repr(found.groups).encode())
-        return {"buffers": [[name, digest] for name, digest in found.buffers.items()], "groups": groups}
+        return {"buffers": [[_key(name), digest] for name, digest in found.buffers.items()], "groups": groups}
 
     def work(go: Body) -> Body:
         told.append(go)
         return {}
 
     attempt.run(Duties(hello, work, None, _compare, lambda _: {}))
-    leader = {name: int(rank) for rank, led in take(told[0], "leaders", list) for name in led}
-    leads = frozenset(name for name in names if leader.get(name) == place.rank)
-    return Agreement(leads, frozenset(leader.keys() & set(names)) - leads, take(told[0], "same_groups", bool))
+    leader = {bytes(key): int(rank) for rank, led in take(told[0], "leaders", list) for key in led}
+    leads = frozenset(name for key, name in names.items() if leader.get(key) == place.rank)
+    follows = frozenset(name for key, name in names.items() if key in leader) - leads
+    return Agreement(leads, follows, take(told[0], "same_groups", bool))
+
+
+def _key(name: str) -> bytes:
+    """In the place of a name: ranks exchange small records."""
+    return derived_hash("name of a buffer", name.encode())[:8]
 
 
 def _compare(hellos: list[Body]) -> Body:
     """On rank 0: who leads which buffer, and whether the groups are the same."""
-    said: dict[str, list[tuple[int, bytes]]] = {}
+    said: dict[bytes, list[tuple[int, bytes]]] = {}
     for rank, hello in enumerate(hellos):
-        for name, digest in take(hello, "buffers", list):
-            said.setdefault(name, []).append((rank, digest))
-    leaders: dict[int, list[str]] = {}
-    for name, holders in said.items():
+        for key, digest in take(hello, "buffers", list):
+            said.setdefault(key, []).append((rank, digest))
+    leaders: dict[int, list[bytes]] = {}
+    for key, holders in said.items():
         if len(holders) > 1 and (not holders[0][1] or len({digest for _, digest in holders}) > 1):
-            leaders.setdefault(holders[0][0], []).append(name)
+            leaders.setdefault(holders[0][0], []).append(key)
     return {
-        "leaders": [[rank, names] for rank, names in leaders.items()],
+        "leaders": [[rank, keys] for rank, keys in leaders.items()],
         "same_groups": len({take(each, "groups", bytes) for each in hellos}) == 1,
     }
