@@ -216,6 +216,16 @@ class _From:
         return self._source.read(self._start + start, self._start + stop)
 
 
+def tell_all(pairs: Sequence[tuple[int, int]], info: SnapshotInfo) -> None:
+    """Warns whoever looks at the first rank; those that differ warn themselves, see `keep_copy`."""
+    step = "" if info.step is None else f" of step {info.step}"
+    warnings.warn(
+        f"the snapshot{step} on {info.ref!r} is marked drift: {reason(pairs, info.ref)}. What replicas hold alike they no longer do: "
+        "training may go on with a corrupted rank. Look for operations that are not deterministic, and for failing hardware",
+        stacklevel=2,
+    )
+
+
 def reason(pairs: Sequence[tuple[int, int]], ref: str) -> str:
     """For people who see the mark."""
     rank, owner = pairs[0]

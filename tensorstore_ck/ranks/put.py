@@ -224,9 +224,16 @@ class RankPut:
         for written in self._written:
             self._engine.keep_part(written.ulid, written.part)
             self._engine.index.add(written.added.items(), published_at=info.n)
-        for rank, owner in outcome.get("drift", ()):
+        self.keep_drifted(self._engine, info, outcome)
+
+    def keep_drifted(self, engine: Engine, info: SnapshotInfo, outcome: Body) -> None:
+        """Keeps what this rank has in another way than those that wrote it; the first rank tells of others."""
+        pairs = [(int(rank), int(owner)) for rank, owner in outcome.get("drift", ())]
+        for rank, owner in pairs:
             if rank == self._group.rank:
-                drift.keep_copy(self._engine, self._states.shared, self._seat, info, owner)
+                drift.keep_copy(engine, self._states.shared, self._seat, info, owner)
+        if self._group.rank == 0 and any(rank for rank, _ in pairs):
+            drift.tell_all(pairs, info)
 
     def _write(self) -> "Done":
         engine, rank, ranks, own = self._engine, self._group.rank, self._group.ranks, self._states.own

@@ -280,6 +280,7 @@ class StagedRankPut(RankPut):
             self._store_engine.keep_part(written.ulid, written.part)
         self._chain.add(self._stager.link(info, self._written, self._accepts))
         self._chain.give_back(self._links)
+        self.keep_drifted(self._store_engine, info, outcome)
         return Staged(info, self._manifest)
 
     def give_up(self) -> None:

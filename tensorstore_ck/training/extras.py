@@ -30,15 +30,26 @@ def put_back(extra: dict[str, Any], part: Part, state: Mapping[str, Any]) -> Non
     for path, found, stored in part.found(state):
         if is_stateful(found):
             load(path, found.load_state_dict, stored)
-        elif found is stored:
-            pass  # it was filled in place
-        elif type(found) is dict and type(stored) is dict:
-            found.clear()
-            found.update(stored)
-        elif type(found) is list and type(stored) is list:
-            found[:] = stored
         else:
-            extra[path.removeprefix(f"{part.name}.")] = stored
+            extra[path.removeprefix(f"{part.name}.")] = _filled(found, stored)
+
+
+def _filled(found: Any, stored: Any) -> Any:
+    """What now stands in the place of `found`: itself, where it can hold what is stored."""
+    if found is stored:  # it was filled in place
+        return found
+    if isinstance(found, torch.Tensor) and isinstance(stored, torch.Tensor) and (found.shape, found.dtype) == (stored.shape, stored.dtype):
+        found.detach().copy_(stored)
+        return found
+    if type(found) is dict and type(stored) is dict:
+        filled = {key: _filled(found.get(key), each) for key, each in stored.items()}
+        found.clear()
+        found.update(filled)
+        return found
+    if type(found) is list and type(stored) is list:
+        found[:] = [_filled(each, there) for each, there in zip(found, stored, strict=False)] + stored[len(found) :]
+        return found
+    return stored
 
 
 def _has_tensors(found: Any) -> bool:

@@ -4,6 +4,7 @@ States by these names fit any number of ranks. Knows no states.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
 
 import torch
 from torch import nn
@@ -12,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tensorstore_ck.errors import UnsupportedValueError
 
+MODEL: Final = "model."
+"""What the paths of models' tensors begin with in a state."""
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 """Where torch.compile and activation checkpointing keep the module."""
 
@@ -34,15 +37,21 @@ class Names:
         return self._names.get(id(parameter))
 
     def below(self, prefix: str, stored: Iterable[str]) -> list[str]:
-        """The parameters of which something is stored under `prefix`; other names there as they are, up to the first dot."""
+        """The parameters of which something is stored under `prefix`; other names there as they are, up to the first dot.
+
+        Without those of parameters that are stored and are not here: they are another stage's, or the model does not fit.
+        """
+        stored = list(stored)
+        elsewhere = {path.removeprefix(MODEL) for path in stored if path.startswith(MODEL)}
         found: dict[str, None] = {}
         for path in stored:
             if not path.startswith(prefix):
                 continue
-            name = path.removeprefix(prefix)
-            while name and name not in self.parameters:
+            whole = name = path.removeprefix(prefix)
+            while name and name not in self.parameters and name not in elsewhere:
                 name = name.rpartition(".")[0]
-            found[name or path.removeprefix(prefix).partition(".")[0]] = None
+            if not name or name in self.parameters:
+                found[name or whole.partition(".")[0]] = None
         return list(found)
 
 
@@ -77,5 +86,6 @@ def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         if inner is not None:
             yield from walk(inner, prefix)
             return
-    for name, child in module.named_children():
-        yield from walk(child, f"{prefix}{name}.")
+    for name, child in module._modules.items():  # also one that is there twice
+        if child is not None:
+            yield from walk(child, f"{prefix}{name}.")

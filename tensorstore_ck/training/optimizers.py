@@ -5,7 +5,7 @@ Here one that has not stepped has no state. Tensors are the optimizer's own, nev
 """
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, cast
 
 import torch
@@ -19,13 +19,27 @@ State = dict[str, Any]
 _OPTIONAL: Final = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
-def get_state(path: str, optimizer: torch.optim.Optimizer, names: Names) -> State:
-    """``{"state": {name: ...}, "param_groups": [...]}``."""
+def get_state(path: str, optimizer: torch.optim.Optimizer, names: Names, *, by_name: bool = False) -> State:
+    """``{"state": {name: ...}, "param_groups": [...]}``.
+
+    `by_name`: for ranks whose groups have other parameters, such as the stages of a pipeline. Then the groups are a dict, by the name of
+    the first parameter of each, and a group's parameters are the keys of a dict: so those of all ranks unite to what one process has.
+    """
     known = _names_in(path, optimizer, names)
     found = optimizer.state_dict()
     state = {known[key] if type(key) is int else key: each for key, each in found["state"].items()}
     groups = [{**group, "params": [known[number] for number in group["params"]]} for group in found["param_groups"]]
-    return {"state": state, "param_groups": groups}
+    if not by_name:
+        return {"state": state, "param_groups": groups}
+    keys = [group["params"][0] if group["params"] else f"#{number}" for number, group in enumerate(groups)]
+    named = {key: {**group, "params": dict.fromkeys(group["params"])} for key, group in zip(keys, groups, strict=True)}
+    return {"state": state, "param_groups": named}
+
+
+def get_members(path: str, optimizer: torch.optim.Optimizer, names: Names) -> list[list[str]]:
+    """The names of the parameters of each group."""
+    known = iter(_names_in(path, optimizer, names))
+    return [[next(known) for _ in group["params"]] for group in optimizer.param_groups]
 
 
 def get_full_state(path: str, optimizer: torch.optim.Optimizer, names: Names) -> State:
@@ -63,21 +77,61 @@ def set_state(path: str, optimizer: torch.optim.Optimizer, names: Names, state: 
     Raises:
         MismatchError: its groups have other parameters.
     """
-    known = _names_in(path, optimizer, names)
-    numbers = {name: number for number, name in enumerate(known)}
-    groups = state["param_groups"]
-    own = [[names.of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
-    if [sorted(group["params"]) for group in groups] != [sorted(map(str, each)) for each in own]:
-        raise MismatchError(
-            f"the parameter groups of {path} hold other parameters than in the snapshot: make it with the same groups", object_id=path
-        )
+    own = get_members(path, optimizer, names)
+    numbers = {name: number for number, name in enumerate(name for members in own for name in members)}
+    stored = _matched(path, state["param_groups"], own)
+    groups = [there or _options(here) for there, here in zip(stored, optimizer.param_groups, strict=True)]
     given = state["state"] if state.get("stepped", True) else {}
     packed = {numbers.get(name, name): each for name, each in given.items()}
-    numbered = [{**group, "params": [numbers[str(name)] for name in names]} for group, names in zip(groups, own, strict=True)]
+    numbered = [{**group, "params": [numbers[name] for name in members]} for group, members in zip(groups, own, strict=True)]
     load(path, optimizer.load_state_dict, {"state": packed, "param_groups": numbered})
     for name, each in given.items():
         if name in numbers:
             _keep_dtypes(optimizer.state[names.parameters[name]], each)
+
+
+def _matched(path: str, stored: Any, own: list[list[str]]) -> list[State]:
+    """The options of each of this optimizer's groups, whose parameters are `own`; none for an empty one of which nothing is known.
+
+    A stage has some of the stored parameters, and one process has those that several stages put as groups of their own.
+
+    Raises:
+        MismatchError: the groups have other parameters.
+    """
+    is_united = isinstance(stored, Mapping)
+    groups = list(stored.items() if is_united else enumerate(stored))
+    of = {name: at for at, members in enumerate(own) for name in members}
+    found: list[list[State]] = [[] for _ in own]
+    order: list[int] = []
+    fits = of.keys() <= {name for _, group in groups for name in group["params"]}
+    for key, group in groups:
+        mine = {of[name] for name in group["params"] if name in of}
+        fits &= len(mine) <= 1
+        order += mine
+        for at in mine:
+            found[at].append(_options(group))
+        at = int(str(key).removeprefix("#")) if not (is_united and group["params"]) else len(own)
+        if at < len(own) and not own[at]:  # of empty groups the place is all that is known
+            found[at].append(_options(group))
+    fits &= is_united or order == sorted(set(order))
+    fits &= all(_is_same(options, each[0]) for each in found for options in each)
+    if not fits:
+        raise MismatchError(
+            f"the parameter groups of {path} hold other parameters than in the snapshot: make it with the same groups", object_id=path
+        )
+    return [each[0] if each else {} for each in found]
+
+
+def _options(group: Mapping[str, Any]) -> State:
+    return {name: each for name, each in group.items() if name != "params"}
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    if isinstance(one, dict) and isinstance(two, dict):
+        return one.keys() == two.keys() and all(_is_same(each, two[key]) for key, each in one.items())
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        return torch.equal(one, two)
+    return type(one) is type(two) and bool(one == two)
 
 
 def _keep_dtypes(own: Any, given: Any) -> Any:

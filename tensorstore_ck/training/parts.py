@@ -4,10 +4,12 @@ Knows nothing of what the objects are. Whatever an object of a user raises while
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, StoreError
 
+VALUES: Final = ("extra", "rank_values")
+"""Arguments that may have plain values."""
 Get = Callable[[str, Any], Any]
 """Gets the state of an object, which lies at that path."""
 
@@ -36,7 +38,7 @@ class Part(NamedTuple):
             objects = {"": given}
         if not all(isinstance(key, str) and (key or objects.keys() == {""}) for key in objects):
             raise InvalidOptionError(f"{name}= must have strings as keys, not {list(objects)!r:.200}", object_id=name)
-        if name != "extra" and any("." in key for key in objects):  # names of parameters begin with it, and must be told apart
+        if name not in VALUES and any("." in key for key in objects):  # names of parameters begin with it, and must be told apart
             raise InvalidOptionError(f"{name}= must have keys without dots, not {list(objects)!r:.200}", object_id=name)
         return cls(name, objects)
 
@@ -82,7 +84,7 @@ class Part(NamedTuple):
             states = {} if stored is None else {"": stored}
         else:
             states = dict(stored) if isinstance(stored, Mapping) else {}
-        is_value = self.name == "extra"  # of which None is one
+        is_value = self.name in VALUES  # of which None is one
         missing = [self.path(key) for key in self.objects if key not in states or (states[key] is None and not is_value)]
         if missing:
             raise MismatchError(f"the snapshot has no state of {', '.join(missing)}: it was put without", object_id=missing[0])

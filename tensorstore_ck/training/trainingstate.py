@@ -5,12 +5,12 @@ loader positions) fits as many ranks as put it. One process puts its own side wi
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import torch.distributed as dist
 from blake3 import blake3
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,9 +25,12 @@ from tensorstore_ck.store import LAST_SEEN, Store
 from tensorstore_ck.streams import Streams
 from tensorstore_ck.suspicion import Unchanged
 from tensorstore_ck.training import environment, extras, generators, gradients, models, optimizers, sealed
+from tensorstore_ck.training.agreeing import ALONE, Agreement, Own, agree
 from tensorstore_ck.training.finding import find, require_still
 from tensorstore_ck.training.names import Names, require_supported
+from tensorstore_ck.training.own import Merge, OwnSide
 from tensorstore_ck.training.parts import Part, is_stateful, load
+from tensorstore_ck.training.place import place, require_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -65,6 +68,8 @@ class TrainingState:
         dataloader: object = None,
         scaler: object = None,
         extra: dict[str, Any] | None = None,
+        rank_values: dict[str, Any] | None = None,
+        rank_merge: Merge | None = None,
     ) -> None:
         """Each may be one object, or several in a dict or list.
 
@@ -76,12 +81,17 @@ class TrainingState:
             scaler: Gradient scalers.
             extra: Anything else by name, the same on all ranks: objects with ``state_dict`` and ``load_state_dict``, and plain states such
                 as counters, which a restore puts back into this dict. Generators (torch's, NumPy's, `random.Random`) are a rank's own.
+            rank_values: The same, for what is each rank's own: any values, tensors among them, by the same names on all ranks.
+            rank_merge: What another number of ranks takes of `rank_values`, and of buffers that differ by rank: called with the path
+                (``rank_values.seen``, ``model.bn.running_mean``) and the values of all ranks that put one, in their order; what it
+                returns all ranks take. Without it they take the first rank's.
 
         Raises:
             InvalidOptionError: something has no state that can be put.
         """
-        if extra is not None and type(extra) is not dict:
-            raise InvalidOptionError(f"extra= must be a dict, which a restore changes, not a {type(extra).__name__}", object_id="extra")
+        for name, given in (("extra", extra), ("rank_values", rank_values)):
+            if given is not None and type(given) is not dict:
+                raise InvalidOptionError(f"{name}= must be a dict, which a restore changes, not a {type(given).__name__}", object_id=name)
         stateful = "something with state_dict and load_state_dict"
         loader = f"{stateful}, such as a tsck.SampleCursor or torchdata's StatefulDataLoader"
         self._models = Part.of("model", model).require(lambda each: isinstance(each, nn.Module), "a torch.nn.Module")
@@ -93,6 +103,8 @@ class TrainingState:
         self._others.append(loaders.where(lambda each: isinstance(each, SampleCursor)))
         self._loaders = loaders.where(lambda each: not isinstance(each, SampleCursor))
         self._extra = {} if extra is None else extra
+        self._own = OwnSide(self._models, self._loaders, self._extra, {} if rank_values is None else rank_values, rank_merge)
+        self._agreements: weakref.WeakKeyDictionary[ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
         require_supported(self._models.objects)
         if self._optimizers.objects and not self._models.objects:
             raise InvalidOptionError("optimizer= needs model=: its states are kept by the names of parameters", object_id="optimizer")
@@ -133,7 +145,7 @@ class TrainingState:
             verify_capture: Likewise.
             timeout_seconds: With `group`: when to give up on ranks that do not come.
         """
-        state, rank_state = self._sides(group, gradients)
+        state, rank_state = self._sides(store, group, timeout_seconds, with_gradients=gradients)
         return store.put_snapshot(
             state,
             ref=ref,
@@ -161,7 +173,8 @@ class TrainingState:
             gradients: Also the gradients so far.
             options: See `Store.put_snapshot_async`.
         """
-        state, rank_state = self._sides(group, gradients)
+        timeout = options.get("timeout_seconds", TIMEOUT_SECONDS)
+        state, rank_state = self._sides(store, group, timeout, with_gradients=gradients)
         return store.put_snapshot_async(state, ref=ref, group=group, rank_state=rank_state, **options)
 
     def restore(
@@ -188,7 +201,7 @@ class TrainingState:
             MismatchError: it does not fit: another model, other parts, or loaders whose positions are those of another number of ranks.
             ConflictError: the ref moved meanwhile.
         """
-        _require_group(group)
+        require_group(group)
         ranks = 1 if group is None else group.size()
         store.finish_staged(address, group, timeout_seconds=timeout_seconds)
         found = find(store, address, group, timeout_seconds)
@@ -204,13 +217,17 @@ class TrainingState:
                 object_id=address,
             )
         self._require_fitting(put_by, ranks, mid_step=bool(values.get("mid_step")))
-        whose = None if put_by == ranks else 0
         if any(name.startswith(f"{OWN}.") for name in names):
-            own = store.checkout(found.root, select=[OWN], group=group, allow_bad=allow_bad, timeout_seconds=timeout_seconds)[OWN]
+            olds = [store.checkout(found.root, select=[OWN], group=group, allow_bad=allow_bad, timeout_seconds=timeout_seconds)[OWN]]
+        elif put_by == ranks:
+            olds = [store.rank_state(found.root, group=group, timeout_seconds=timeout_seconds)]
         else:
-            own = store.rank_state(found.root, whose, group=group, timeout_seconds=timeout_seconds)
+            whose = range(put_by if self._own.merge is not None else 1)
+            olds = store.rank_state(found.root, rank_state_map=lambda *_: whose, group=group, timeout_seconds=timeout_seconds)
+        own = olds[0]
         if put_by == ranks:
-            self._check_own(own)
+            self._own.check(own)
+        taken = None if put_by == ranks else self._own.taken(olds)
         state = store.checkout(
             address,
             into=self._target(names),
@@ -221,9 +238,11 @@ class TrainingState:
             timeout_seconds=timeout_seconds,
         )
         require_still(store, address, found)
-        streams = None if put_by == ranks else store.streams(found.root, group=group, timeout_seconds=timeout_seconds)
-        self._load(state, own if streams is None else None, streams)
-        self._warn(f"{address!r} (step {found.step})", {**own["environment"], "ranks": put_by}, ranks)
+        if taken is None:
+            self._load(state, own)
+        else:
+            self._load(state, taken, store.streams(found.root, group=group, timeout_seconds=timeout_seconds))
+        self._warn(f"{address!r} (step {found.step})", {**own, "environment": {**own["environment"], "ranks": put_by}}, ranks)
         return found
 
     # --- for torch.distributed.checkpoint ---------------------------------------------------------------------------------
@@ -233,7 +252,7 @@ class TrainingState:
 
         What is a rank's own has its number in the names. To load on more ranks than saved, pass a planner that allows a partial load.
         """
-        rank, ranks = _place()
+        rank, ranks = place()
         shared, own = self._capture(ranks, get_optimizer=optimizers.get_full_state)
         root = blake3(own["generators"]["torch"].numpy().tobytes()).hexdigest()
         plain = {"ranks": shared.pop("ranks"), "mid_step": shared.pop("mid_step"), "streams": root}
@@ -241,7 +260,7 @@ class TrainingState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts back what `state_dict` gave, on as many ranks or on others: see `restore`."""
-        rank, ranks = _place()
+        rank, ranks = place()
         put_by, root = state.get("ranks"), state.get("streams")
         if type(put_by) is not int or type(root) is not str:
             raise MismatchError("this is no state of a TrainingState", object_id="state_dict")
@@ -251,38 +270,48 @@ class TrainingState:
         if put_by == ranks:
             if own is None:
                 raise MismatchError(f"the state has nothing of rank {rank}'s own", object_id=OWN)
-            self._check_own(own)
-        self._load(state, own, None if put_by == ranks else Streams(root, rank, ranks))
-        self._warn("the state", {**(own or {}).get("environment", {}), "ranks": put_by}, ranks)
+            self._own.check(own)
+            self._load(state, own)
+        else:
+            self._load(state, self._own.taken([{}]), Streams(root, rank, ranks))
+        own = own or {}
+        self._warn("the state", {**own, "environment": {**own.get("environment", {}), "ranks": put_by}}, ranks)
 
     def captured(self) -> State:
         """All of it as it is now, as one process puts it: a rank's own side is under ``rank``. The tensors themselves, no copies."""
-        shared, own = self._capture(_place()[1])
+        shared, own = self._capture(place()[1])
         return {**shared, OWN: own}
 
-    def _sides(self, group: "ProcessGroup | None", with_gradients: bool) -> tuple[State, State | None]:
+    def _sides(self, store: Store, group: "ProcessGroup | None", timeout: float, *, with_gradients: bool) -> tuple[State, State | None]:
         """What is put as the state, and what is put as this rank's."""
-        _require_group(group)
-        shared, own = self._capture(1 if group is None else group.size(), with_gradients=with_gradients)
+        require_group(group)
         if group is None:
+            shared, own = self._capture(1, with_gradients=with_gradients)
             return {**shared, OWN: own}, None
-        shared |= self._models.states(lambda _, each: models.get_share(each))
-        own |= Part("buffers", self._models.objects).states(lambda _, each: models.get_own_buffers(each))
-        return shared, own
+        if group not in self._agreements:
+            self._agreements[group] = agree(store, group, self._describe, timeout) if group.size() > 1 else ALONE
+        return self._capture(group.size(), with_gradients=with_gradients, agreement=self._agreements[group])
+
+    def _describe(self) -> Own:
+        names = self._names()
+        members = [optimizers.get_members(self._optimizers.path(key), each, names) for key, each in self._optimizers.objects.items()]
+        return Own(self._own.digests(), members)
 
     # --- captured ---------------------------------------------------------------------------------------------------------
 
     def _capture(
-        self, ranks: int, *, with_gradients: bool = False, get_optimizer: "_GetOptimizer" = optimizers.get_state
+        self,
+        ranks: int,
+        *,
+        with_gradients: bool = False,
+        get_optimizer: "_GetOptimizer" = optimizers.get_state,
+        agreement: Agreement = ALONE,
     ) -> tuple[State, State]:
         """What all ranks share, and what is this rank's own."""
+        get_optimizer = get_optimizer if agreement.same_groups else partial(optimizers.get_state, by_name=True)
         shared = {**self._shared(get_optimizer), "ranks": ranks, "mid_step": with_gradients}
-        own = {
-            "environment": environment.describe(ranks, self._meshes()),
-            "generators": generators.get_process_states(),
-            **self._loaders.states(lambda _, each: each.state_dict()),
-            **self._own_extra().states(lambda _, each: generators.get_state(each)),
-        }
+        self._own.lead(shared, agreement)
+        own = {"environment": environment.describe(ranks, self._meshes()), **self._own.capture(agreement)}
         if with_gradients:
             shared["gradients"], own["gradients"] = gradients.get_gradients(self._names(), self._models.objects.values())
         return shared, own
@@ -312,13 +341,8 @@ class TrainingState:
         in_flight = names.below("gradients.", stored)
         return {**target, "gradients": gradients.get_target(names, in_flight)} if in_flight else target
 
-    def _check_own(self, own: State) -> None:
-        """Finds out whether a rank's own side fits, before anything is changed."""
-        self._loaders.found(own)
-        self._own_extra().found(own)
-
-    def _load(self, state: Mapping[str, Any], own: State | None, streams: Streams | None) -> None:
-        """Generators come last: what is loaded before may draw from them."""
+    def _load(self, state: Mapping[str, Any], own: State, streams: Streams | None = None) -> None:
+        """Generators come last: what is loaded before may draw from them. `streams`: where `own` is what was taken of other ranks."""
         names = self._names()
         for path, model, found in self._models.found(state):
             load(path, partial(models.set_state, model), found)
@@ -328,21 +352,11 @@ class TrainingState:
             for path, each, found in part.found(state):
                 load(path, each.load_state_dict, found)
         extras.put_back(self._extra, self._shared_extra(), state)
-        gradients.set_gradients(names, {**state.get("gradients", {}), **(own or {}).get("gradients", {})})
-        if own is not None:
-            if "buffers" in own:
-                for path, model, found in Part("buffers", self._models.objects).found(own):
-                    load(path, partial(models.set_own_buffers, model), found)
-            for path, each, found in self._loaders.found(own):
-                load(path, each.load_state_dict, found)
-            for path, each, found in self._own_extra().found(own):
-                load(path, partial(generators.set_state, each), found)
-            mesh = next(iter(self._meshes()), None)
-            load("generators", lambda state: generators.set_process_states(state, mesh), own["generators"])
-        elif streams is not None:
-            for key, each in self._own_extra().objects.items():
-                generators.seed(each, streams.seed(f"extra.{key}"))
-            generators.seed_process(streams.seed)
+        gradients.set_gradients(names, {**state.get("gradients", {}), **own.get("gradients", {})})
+        if streams is None:
+            self._own.load(own, next(iter(self._meshes()), None))
+        else:
+            self._own.load_taken(own, streams)
 
     def _require_fitting(self, put_by: int, ranks: int, *, mid_step: bool) -> None:
         """Refuses what cannot go on with another number of ranks."""
@@ -362,10 +376,11 @@ class TrainingState:
                 object_id="gradients",
             )
 
-    def _warn(self, what: str, old: Mapping[str, Any], ranks: int) -> None:
-        found = environment.differences(old, environment.describe(ranks, self._meshes()))
+    def _warn(self, what: str, old: State, ranks: int) -> None:
+        """`old`: what this rank had, or the first one."""
+        found = environment.differences(old["environment"], environment.describe(ranks, self._meshes()))
         if found:
-            anew = "; each rank's generators of random numbers were seeded anew" if old["ranks"] != ranks else ""
+            anew = f"; {self._own.told(old)}" if old["environment"]["ranks"] != ranks else ""
             message = f"{what} was put in another environment, so the job may not go on bit for bit: {'; '.join(found)}{anew}"
             warnings.warn(message, environment.EnvironmentChangedWarning, stacklevel=3)
 
@@ -377,24 +392,6 @@ class TrainingState:
     def _shared_extra(self) -> Part:
         return Part.of("extra", self._extra).where(lambda each: not generators.is_generator(each))
 
-    def _own_extra(self) -> Part:
-        return Part.of("extra", self._extra).where(generators.is_generator)
-
     def _meshes(self) -> dict[DeviceMesh, None]:
         """Those that parameters are on, in their order."""
         return {each.device_mesh: None for each in self._names().parameters.values() if isinstance(each, DTensor)}
-
-
-def _place() -> tuple[int, int]:
-    """This process's rank, and how many there are."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
-
-
-def _require_group(group: "ProcessGroup | None") -> None:
-    """Refuses to take one of several ranks for all: the others' generators and positions would be lost."""
-    rank, ranks = _place()
-    if group is None and ranks > 1:
-        raise InvalidOptionError(
-            f"this is rank {rank} of {ranks}, and each has generators and positions of its own: call it on all with group=dist.group.WORLD",
-            object_id="group",
-        )

@@ -121,9 +121,13 @@ def test_every_replica_is_seen_in_turn(job: Job, rank: int, element: int) -> Non
 
 def test_both_copies_are_kept(job: Job) -> None:
     job.put(replicated)
-    with pytest.warns(UserWarning, match=r"rank \d no longer has the values of rank \d in 'w'") as caught:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         job.put_often(lambda rank: replicated(rank, {2: 0}))
-    assert all("drift/job/rank-" in str(warning.message) for warning in caught)
+    by_first, by_rank = sorted((str(warning.message) for warning in caught), reverse=True)
+    assert by_rank.startswith("rank 2 no longer has the values of rank 0 in 'w'"), "by the rank itself"
+    assert by_first.startswith("the snapshot of step 2 on 'job' is marked drift: rank 2 had other values than rank 0"), "by rank 0, once"
+    assert all("drift/job/rank-2" in each for each in (by_first, by_rank))
     store = job.stores[3]
     marked = [snapshot for snapshot in store.log("job") if snapshot.mark]
     assert [snapshot.mark for snapshot in marked] == ["drift"]
@@ -146,7 +150,7 @@ def test_regions_of_a_mesh(job: Job) -> None:
         return captured({"w": Spreading(altered(rank, changed), sharded(0, None, Shard(0)))}, [HSDP], rank, RANKS)
 
     job.put(lambda rank: state(rank, {}))
-    with pytest.warns(UserWarning, match="'w'"):
+    with pytest.warns(UserWarning, match="'w'"), pytest.warns(UserWarning, match="is marked drift"):
         job.put(lambda rank: state(rank, {3: 10_000}))
     own = kept(job.stores[0])
     assert [list(each) for each in own.values()] == [["w[10000:20000]"]]
@@ -158,7 +162,7 @@ def test_a_copy_that_cannot_be_kept(job: Job, monkeypatch: pytest.MonkeyPatch) -
 
     job.put(replicated)
     monkeypatch.setattr(drift, "put", fail)
-    with pytest.warns(UserWarning, match="its own could not be kept: disk full"):
+    with pytest.warns(UserWarning, match="its own could not be kept: disk full"), pytest.warns(UserWarning, match="is marked drift"):
         infos = job.put_often(lambda rank: replicated(rank, {2: 0}))
     assert "drift" in [job.stores[0].resolve(info.root.hex()).mark for info in infos]
 

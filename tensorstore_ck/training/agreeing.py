@@ -1,0 +1,90 @@
+"""What the ranks of a group find out about each other before they put together for the first time. Knows no models and no tensors.
+
+Once is enough, and once is all that it may cost the training: later puts go by what was found then.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from tensorstore_ck.envelope import Body, take
+from tensorstore_ck.ids import derived_hash
+from tensorstore_ck.ranks import Duties
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from tensorstore_ck.store import Store
+
+_TITLE: Final = "what ranks hold that differs by nature"
+
+
+class Own(NamedTuple):
+    """What one rank tells."""
+
+    buffers: Mapping[str, bytes]
+    """Name -> digest of its bytes; empty for one that is a rank's own wherever several ranks hold it."""
+    groups: list[list[list[str]]]
+    """The names of parameters in each group of each optimizer."""
+
+
+class Agreement(NamedTuple):
+    """What all found, as one rank needs it."""
+
+    leads: frozenset[str]
+    """Buffers that each rank keeps as its own, and of which this rank's are those that all share."""
+    follows: frozenset[str]
+    """Those that another rank leads."""
+    same_groups: bool
+    """Whether the optimizers' groups have the same parameters on all ranks."""
+
+
+ALONE: Final = Agreement(frozenset(), frozenset(), same_groups=True)
+
+
+def agree(store: "Store", group: "ProcessGroup", own: Callable[[], Own], timeout_seconds: float) -> Agreement:
+    """Asks all ranks of a group, each of which calls this.
+
+    Raises:
+        SnapshotAbortedError: a rank did not come, or could not say it.
+    """
+    place = store.groups.of(group)[0]
+    attempt = place.begin(_TITLE, object_id=_TITLE, timeout=timeout_seconds)
+    names: dict[bytes, str] = {}
+    told: list[Body] = []
+
+    def hello() -> Body:
+        found = own()
+        names.update((_key(name), name) for name in found.buffers)
+        groups = derived_hash("groups of parameters", repr(found.groups).encode())
+        return {"buffers": [[_key(name), digest] for name, digest in found.buffers.items()], "groups": groups}
+
+    def work(go: Body) -> Body:
+        told.append(go)
+        return {}
+
+    attempt.run(Duties(hello, work, None, _compare, lambda _: {}))
+    leader = {bytes(key): int(rank) for rank, led in take(told[0], "leaders", list) for key in led}
+    leads = frozenset(name for key, name in names.items() if leader.get(key) == place.rank)
+    follows = frozenset(name for key, name in names.items() if key in leader) - leads
+    return Agreement(leads, follows, take(told[0], "same_groups", bool))
+
+
+def _key(name: str) -> bytes:
+    """In the place of a name: ranks exchange small records."""
+    return derived_hash("name of a buffer", name.encode())[:8]
+
+
+def _compare(hellos: list[Body]) -> Body:
+    """On rank 0: who leads which buffer, and whether the groups are the same."""
+    said: dict[bytes, list[tuple[int, bytes]]] = {}
+    for rank, hello in enumerate(hellos):
+        for key, digest in take(hello, "buffers", list):
+            said.setdefault(key, []).append((rank, digest))
+    leaders: dict[int, list[bytes]] = {}
+    for key, holders in said.items():
+        if len(holders) > 1 and (not holders[0][1] or len({digest for _, digest in holders}) > 1):
+            leaders.setdefault(holders[0][0], []).append(key)
+    return {
+        "leaders": [[rank, keys] for rank, keys in leaders.items()],
+        "same_groups": len({take(each, "groups", bytes) for each in hellos}) == 1,
+    }
