@@ -188,7 +188,6 @@ class TrainingState:
         Raises:
             NotFoundError: the ref has no such step or ancestor, or there is no such root.
             MismatchError: it does not fit: another model, other parts, or loaders whose positions are those of another number of ranks.
-                With `group` all ranks raise at once what any of them raises.
         """
         _require_group(group)
         ranks = 1 if group is None else group.size()

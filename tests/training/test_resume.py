@@ -333,7 +333,13 @@ def test_a_ref_that_moves_meanwhile(store: tsck.Store, tmp_path: Path, monkeypat
     def moved(address: str, read: Any, **options: Any) -> Any:
         if when == "after it was looked for":
             move()
-        return restoring(address, lambda found: (move() if when == "while it is read" else None, read(found))[1], **options)
+
+        def read_late(found: Any) -> Any:
+            if when == "while it is read":
+                move()
+            return read(found)
+
+        return restoring(address, read_late, **options)
 
     monkeypatch.setattr(store, "restoring", moved)
     found = TrainingState(extra=extra).restore(store, "runs/job")
