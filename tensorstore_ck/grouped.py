@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from functools import partial
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from tensorstore_ck.address import Resolved
 from tensorstore_ck.blockreader import ReadBlocks
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import Body, take
-from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.errors import BackendUnavailableError, StoreError
 from tensorstore_ck.hostreads import HostReads, host_key
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import SnapshotInfo
@@ -97,9 +97,10 @@ class Groups:
         resolve: Callable[[str], Resolved],
         read: Callable[[SnapshotInfo, "Reading"], Any],
         *,
+        agrees: bool = False,
         timeout_seconds: float,
     ) -> tuple[Any, Resolved]:
-        """Restores the snapshot that rank 0 finds at `address` on all ranks, or on none."""
+        """Restores the snapshot that rank 0 finds at `address` on all ranks, or on none. `agrees`: `read` calls `Reading.agree` once."""
         from tensorstore_ck.state import Unclaimed  # noqa: PLC0415 - loads torch
 
         result: list[Any] = []
@@ -129,13 +130,27 @@ class Groups:
             view, ulid = self._engine.log.view(), take(go, "snapshot", bytes)
             info = view.snapshot(ulid) or view.staged(ulid)
             if info is None:
-                raise CorruptObjectError(f"this rank does not see the snapshot that rank 0 found at {address!r}", object_id=address)
+                raise BackendUnavailableError(
+                    f"this rank does not see the snapshot that rank 0 found at {address!r}: do all ranks open one store?", object_id=address
+                )
             branch_root = None if go["branch_root"] is None else Digest(take(go, "branch_root", bytes))
             found.append(Resolved(info, go["branch"], branch_root))
             hosts = np.frombuffer(take(go, "hosts", bytes), "<u4")
             if not self._engine.backend.is_local:  # there the page cache does it, four times as fast
                 host.join(np.flatnonzero(hosts == hosts[own.rank]).tolist())
-            result.append(read(info, Reading(host.read, unclaimed, partial(self._agree, own, title, timeout_seconds))))
+            has_agreed = not agrees
+
+            def agree(bits: bytes, do: Callable[[bytes], None]) -> None:
+                nonlocal has_agreed
+                has_agreed = True
+                self._agree(own, title, timeout_seconds, bits, do)
+
+            try:
+                result.append(read(info, Reading(host.read, unclaimed, agree)))
+            except Exception as exc:
+                if not has_agreed:  # the others wait for this rank there, and would be one attempt ahead of it ever after
+                    self._refuse(own, title, timeout_seconds, exc)
+                raise
             host.close()  # those that read on must not wait for this rank
             return {"unclaimed": unclaimed.record()}
 
@@ -165,6 +180,17 @@ class Groups:
 
         attempt = group.begin(title, object_id=title, timeout=timeout)
         attempt.run(Duties(lambda: {"bits": bits}, do, None, compare, lambda _: {}))
+
+    @staticmethod
+    def _refuse(group: Group, title: str, timeout: float, problem: Exception) -> None:
+        """Has the ranks' agreement fail: see `_agree`."""
+
+        def hello() -> Body:
+            raise problem
+
+        attempt = group.begin(title, object_id=title, timeout=timeout)
+        with suppress(StoreError):
+            attempt.run(Duties(hello, lambda _: {}, None, lambda _: {}, lambda _: {}))
 
     def close(self) -> None:
         """Ends the threads that talk to the groups' stores; a put or restore after that begins new ones."""

@@ -3,10 +3,11 @@
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.grouped import TIMEOUT_SECONDS, Groups
+from tensorstore_ck.restoring import Restoring
 from tensorstore_ck.seen import Seen
 from tensorstore_ck.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails
 from tensorstore_ck.streams import Streams
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from tensorstore_ck.retaining import RetentionReport
     from tensorstore_ck.retention import Policy
     from tensorstore_ck.state import LazySnapshot, LoadReport
+
+T = TypeVar("T")
 
 
 class ReadOnlyStore(Protocol):
@@ -63,6 +66,16 @@ class ReadOnlyStore(Protocol):
         broadcast: bool = False,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Any: ...
+    def restoring(
+        self,
+        address: str,
+        read: Callable[[Restoring], T],
+        *,
+        group: "ProcessGroup | None" = None,
+        broadcast: bool = False,
+        allow_bad: bool = False,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> tuple[T, Snapshot]: ...
     def rank_state(
         self,
         address: str,

@@ -61,7 +61,7 @@ def refuse_marked(snapshot: Snapshot, address: str, advice: str) -> None:
         SnapshotMarkedBadError: it is marked.
     """
     if snapshot.mark == "drift":
-        warnings.warn(f"{address!r} ({snapshot.root[:16]}, step {snapshot.step}) is marked drift: {snapshot.reason}", stacklevel=4)
+        warnings.warn(f"{address!r} ({snapshot.root[:16]}, step {snapshot.step}) is marked drift: {snapshot.reason}", stacklevel=5)
     elif snapshot.mark:
         raise SnapshotMarkedBadError(
             f"{address!r} ({snapshot.root[:16]}, step {snapshot.step}) is marked {snapshot.mark}: {snapshot.reason or 'no reason given'}. "

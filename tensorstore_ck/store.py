@@ -7,20 +7,19 @@ that a command starts fast.
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from tensorstore_ck.address import Resolved
-from tensorstore_ck.blockreader import read_blocks
 from tensorstore_ck.codec import CodecOption, DeltaOption
 from tensorstore_ck.errors import MismatchError, NotFoundError
-from tensorstore_ck.grouped import TIMEOUT_SECONDS, Reading
+from tensorstore_ck.grouped import TIMEOUT_SECONDS
 from tensorstore_ck.keeping import changes
-from tensorstore_ck.layout import Content
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.merged import count_rank_states, open_rank_state, open_snapshot
 from tensorstore_ck.opening import open_engine
 from tensorstore_ck.puts import SavingStore
 from tensorstore_ck.readonlystore import ReadOnlyStore
+from tensorstore_ck.restoring import Restoring
 from tensorstore_ck.seen import LAST_SEEN
 from tensorstore_ck.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.streams import RULE, Streams
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from tensorstore_ck.state import LazySnapshot, LoadReport, StateCheck
+
+T = TypeVar("T")
 
 
 class Store(SavingStore):
@@ -80,8 +81,31 @@ class Store(SavingStore):
             MismatchError: it does not fit `into` or `select`.
             DamageError: stored data is damaged; nothing wrong is returned.
         """
-        from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
 
+        def read(found: Restoring) -> Any:
+            return found.checkout(
+                into=into, select=select, strict=strict, rename=rename, dtype=dtype, device=device, report=report, broadcast=broadcast
+            )
+
+        return self.restoring(address, read, group=group, broadcast=broadcast, allow_bad=allow_bad, timeout_seconds=timeout_seconds)[0]
+
+    def restoring(
+        self,
+        address: str,
+        read: Callable[[Restoring], T],
+        *,
+        group: "ProcessGroup | None" = None,
+        broadcast: bool = False,
+        allow_bad: bool = False,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> tuple[T, Snapshot]:
+        """What `read` makes of the snapshot at `address`, on all ranks of `group` or on none; for what is built on top of a store.
+
+        Whatever `read` raises on one rank ends the restore on all of them at once. All else is as in `checkout`.
+
+        Returns:
+            What `read` returned, and the snapshot.
+        """
         self.finish_staged(address, group, timeout_seconds=timeout_seconds)
         self._handle.frozen.forget()
 
@@ -91,33 +115,20 @@ class Store(SavingStore):
                 refuse_marked(Snapshot.from_info(found.info), address, "pass allow_bad=True")
             return found
 
-        def read(info: SnapshotInfo, reading: Reading | None = None) -> Any:
-            place = 0.0 if group is None else (group.rank() + 0.5) / group.size()
-            content: Content = open_snapshot(self._engine, info, reading.read_blocks if reading is not None else read_blocks, place=place)
-            if broadcast and reading is not None and group is not None:
-                from tensorstore_ck.state.broadcast import BroadcastContent  # noqa: PLC0415 - loads torch.distributed
-
-                content = BroadcastContent(content, group, reading.agree)
-            return restore(
-                content,
-                into=into,
-                select=select,
-                strict=strict,
-                rename=rename,
-                dtype=dtype,
-                device=device,
-                report=report,
-                group=group,
-                unclaimed=reading.unclaimed if reading is not None else None,
-            )
-
         if group is not None:
-            state, found = self._groups.restore(group, address, find, read, timeout_seconds=timeout_seconds)
+            result, found = self._groups.restore(
+                group,
+                address,
+                find,
+                lambda info, reading: read(Restoring(self._engine, info, group, reading)),
+                agrees=broadcast,
+                timeout_seconds=timeout_seconds,
+            )
         else:
             found = find(address)
-            state = read(found.info)
+            result = read(Restoring(self._engine, found.info))
         self._seen.note_restored(found)
-        return state
+        return result, Snapshot.from_info(found.info)
 
     def rank_state(
         self,

@@ -3,6 +3,9 @@
 expressions.py    conditions on metrics, as text
 triggers.py       what fires at a step
 board.py          what rank 0 tells the others in advance
+unsaved.py        how long a run has been without a snapshot, and when that is too long
+candidates.py     which snapshot a run may go on from
+resuming.py       restores it, on all ranks or on none
 checkpointer.py   saves when a trigger fires, resumes from what is sound
 """
 

@@ -3,15 +3,19 @@
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
-from tensorstore_ck.advising import NOTE, note_costs, note_of
+from tensorstore_ck.advising import NOTE, note_costs
 from tensorstore_ck.cadence.board import Board
+from tensorstore_ck.cadence.candidates import OnDrift
+from tensorstore_ck.cadence.resuming import Resuming
 from tensorstore_ck.cadence.triggers import CLOCK, Moment, Trigger, auto, on_preemption
-from tensorstore_ck.errors import CorruptObjectError, DamageError, InvalidOptionError, NotFoundError, SnapshotAbortedError, StoreError
+from tensorstore_ck.cadence.unsaved import Unsaved, will_repeat
+from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotDroppedError, StoreError
 from tensorstore_ck.grouped import TIMEOUT_SECONDS
-from tensorstore_ck.ids import Ulid, new_ulid, parse_ulid, ulid_text
+from tensorstore_ck.ids import Ulid, new_ulid, ulid_text
 from tensorstore_ck.intervals import DEFAULT_MTBF_SECONDS, Costs
+from tensorstore_ck.ranks.told import as_told
 from tensorstore_ck.retention import Policy
 from tensorstore_ck.sampling import SAMPLE_SHARE
 from tensorstore_ck.saving import PendingSnapshot
@@ -24,8 +28,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LEAD_STEPS: Final = 10
-NONE_LEFT: Final = b"/"
-"""No address."""
 
 
 class Checkpointer:
@@ -39,7 +41,9 @@ class Checkpointer:
                 if ckpt.preempted:
                     break
 
-    A save that fails does not end the training: it is told in a warning, and the next trigger saves again. Not thread-safe.
+    A save that fails with what may pass (a backend is away, a rank is late) is told in a warning, and the next trigger saves again; when
+    there was no snapshot for `max_unsaved_seconds`, `step` raises. It raises what will repeat (a state, an option or a ref that is refused)
+    at once. Ranks of a group raise after the same step, up to `lead_steps` later, when puts under way have ended. Not thread-safe.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Checkpointer:
         unchanged: Unchanged = "warn",
         verify_capture: float = SAMPLE_SHARE,
         timeout_seconds: float = TIMEOUT_SECONDS,
+        max_unsaved_seconds: float | None = None,
         clock: Callable[[], float] = CLOCK,
     ) -> None:
         """All ranks of `group` make one alike.
@@ -70,10 +75,12 @@ class Checkpointer:
             asynchronous: Whether saves go on beside the training.
             group: All ranks of it save and resume together.
             total_steps: How long the training is, for `at_fraction` and `last`.
-            lead_steps: How many steps ahead rank 0 tells what goes by its clock: more than ranks are ever apart from each other.
+            lead_steps: How many steps ahead rank 0 tells what goes by its clock, or that saves fail: more than ranks are ever apart.
             unchanged: See `Store.put_snapshot`.
             verify_capture: Likewise.
             timeout_seconds: With `group`: when to give up on ranks that do not come.
+            max_unsaved_seconds: How long the training goes on while saves fail or hang, by the clock of rank 0, since the newest snapshot
+                that was published; by default an hour, or 10 of the usual intervals between saves if that is longer.
             clock: In seconds; for tests.
 
         Raises:
@@ -91,19 +98,28 @@ class Checkpointer:
         self.preempted = False
         """Whether a snapshot was begun because of `on_preemption`: on all ranks after the same step, so that the loop can end there."""
         self._board: Board | None = None
+        self._is_board_there = True
         self._pending: list[tuple[PendingSnapshot, float]] = []
         self._saves = self._resumes = 0
         self._before: Moment | None = None
         self._stall = self._lag = self._restart = 0.0
         self._run_mtbf: float | None = None
-        drawn = Ulid(self._from_first("the id of a Checkpointer", new_ulid))
+        self._unsaved = Unsaved(max_unsaved_seconds, clock)
+        self._resuming = Resuming(store, state, ref, group, timeout_seconds)
+        self._round = 0
+        """How often it was resumed or has raised: the same on all ranks."""
+
+        def begin() -> bytes:
+            if policy is not None and store.policies().get(ref) != policy:
+                store.set_policy(ref, **policy.encode())
+            return new_ulid()
+
+        drawn = Ulid(self._from_first("the id of a Checkpointer", begin))
         self._began_ns = int.from_bytes(drawn[:6], "big") * 1_000_000
         """Of the run: the same on all ranks, as it is in the metadata."""
         if group is not None:
             runner = store.groups.runner(group)
             self._board = Board(runner, rank=group.rank(), prefix=f"tsck/{ulid_text(drawn)}/", lead_steps=lead_steps)
-        if policy is not None and (group is None or group.rank() == 0) and store.policies().get(ref) != policy:
-            store.set_policy(ref, **policy.encode())
 
     def __enter__(self) -> Self:
         return self
@@ -118,77 +134,36 @@ class Checkpointer:
 
     # --- resume -------------------------------------------------------------------------------------------------------
 
-    def resume(self) -> Snapshot | None:
+    def resume(self, *, drift: OnDrift | None = None) -> Snapshot | None:
         """Restores the newest snapshot that is not marked and of which every block that this job reads verifies.
 
-        What is passed over is told in warnings. All ranks restore the same one.
+        What is marked ``bad`` or ``damaged``, or found damaged on any rank, is passed over by all, and told in warnings. What may pass,
+        such as a read that fails, is tried again some times. All ranks restore the same one, or raise the same.
+
+        Args:
+            drift: What to do about a snapshot that is marked ``drift``, or was put by the same run after one that is: ranks that should
+                hold the same did not, which may be a corrupted rank. ``"accept"`` takes it, ``"skip"`` passes it over with a warning.
 
         Returns:
             The snapshot; None where there is none at all: then the training starts from the beginning.
 
         Raises:
+            SnapshotMarkedBadError: replicas had drifted apart, and `drift` does not say what to do; names tensors, ranks and both copies.
+            MismatchError: the newest one that is sound does not fit the state.
             DamageError: there are snapshots, and none of them can be restored.
+            RetryableError: it cannot be restored for now.
         """
         began = self._clock()
-        self._store.finish_staged(self._ref, self._group, timeout_seconds=self._timeout_seconds)
-        tried: list[str] = []
-        while True:
-            told = self._from_first(f"the resume of {self._ref!r}, try {len(tried) + 1}", lambda: self._next(tried))
-            if not told:
-                return None
-            if told == NONE_LEFT:
-                break
-            address = told.decode()
-            try:
-                found = self._restore(address)
-            except (DamageError, SnapshotAbortedError) as exc:
-                warnings.warn(f"{address} was passed over: {exc}", stacklevel=2)
-                tried.append(address)
-                continue
+        self._round += 1
+        found = self._resuming.restore(drift)
+        if found is not None:
             self._restart = self._clock() - began
             self._note_resumed(found)
-            return found
-        undefined = ", and what was tried has left the state undefined" if tried else ""
-        raise CorruptObjectError(
-            f"none of the snapshots of {self._ref!r} can be restored{undefined}: see the warnings, and run `tsck fsck --read-data`; a "
-            "training that begins anew needs another ref",
-            object_id=self._ref,
-        )
-
-    def _next(self, tried: list[str]) -> bytes:
-        """The address of the next snapshot to try; empty where there is no snapshot at all. For the first rank."""
-        try:
-            history = self._store.log(self._ref)
-        except NotFoundError:
-            return b""
-        steps: set[int] = set()
-        for number, snapshot in enumerate(history):
-            address = self._ref if number == 0 else f"{self._ref}@{snapshot.step}"
-            if number and (snapshot.step is None or snapshot.step in steps):
-                continue  # of one step the newest is meant
-            steps |= {snapshot.step} if snapshot.step is not None else set()
-            if address in tried:
-                continue
-            if snapshot.mark:
-                warnings.warn(f"{address} was passed over: it is marked {snapshot.mark}", stacklevel=4)
-                continue
-            return address.encode()
-        return NONE_LEFT
-
-    def _restore(self, address: str) -> Snapshot:
-        if isinstance(self._state, TrainingState):
-            restored = self._state.restore(self._store, address, group=self._group, timeout_seconds=self._timeout_seconds)
-            if restored is None:
-                raise SnapshotAbortedError(f"{address} was taken away meanwhile", object_id=address)
-            return restored
-        found = self._store.resolve(address)
-        self._store.checkout(address, into=self._state, group=self._group, timeout_seconds=self._timeout_seconds)
+        self._unsaved.begin()
         return found
 
     def _note_resumed(self, found: Snapshot) -> None:
-        engine = self._store.engine
-        info = engine.log.view().snapshot(parse_ulid(found.id) or b"")
-        note = note_of(engine, info) if info is not None else {}
+        note = self._resuming.note(found)
         epoch, resumes, began_ns = note.get("epoch"), note.get("resumes"), note.get("began_ns")
         costs = note_costs(note)
         self._stall, self._lag = self._stall or costs.get("stall", 0.0), self._lag or costs.get("lag", 0.0)
@@ -224,6 +199,7 @@ class Checkpointer:
 
         Raises:
             InvalidOptionError: the step went backwards, or a trigger needs something that it was not told.
+            StoreError: a save failed with what will repeat, or there was no snapshot for too long: on all ranks after the same step.
         """
         if self._before is not None and step < self._before.step:
             raise InvalidOptionError(f"step {step} came after step {self._before.step}: call resume() to go back", object_id="step")
@@ -239,6 +215,7 @@ class Checkpointer:
             previous_epoch=self._before.epoch if self._before is not None else None,
         )
         self._before = moment
+        self._end_if_hopeless(step)
         self._ask_around(step)
         if not self._when.fires(moment):
             return None
@@ -278,6 +255,8 @@ class Checkpointer:
             "timeout_seconds": self._timeout_seconds,
         }
         began = self._clock()
+        self._unsaved.begin_save()
+        self._is_board_there = True
         state, store = self._state, self._store
         found: Snapshot | PendingSnapshot
         try:
@@ -290,8 +269,12 @@ class Checkpointer:
                 found = pending
             else:
                 found = state.put(store, **options) if isinstance(state, TrainingState) else store.put_snapshot(state, **options)
+                self._unsaved.sound()
         except StoreError as exc:
-            self._warn(moment.step, exc)
+            self._fail(moment.step, exc)
+            if not self._asynchronous and self._unsaved.refusal is not None:
+                self._end()  # all ranks have learned the same of this put
+            self._end_if_hopeless(moment.step)
             return None
         self._measure(self._clock() - began)
         return found
@@ -313,28 +296,92 @@ class Checkpointer:
         for pending, began in self._pending:
             if not pending.done():
                 left.append((pending, began))
-            elif pending.error is not None:
-                self._warn(pending.step, pending.error)
-            else:
+            elif self._came_of(pending):
                 self._lag = self._clock() - began
         self._pending = left
 
+    def _came_of(self, pending: PendingSnapshot) -> bool:
+        """Waits for a put, and notes what came of it: whether it is published. Nobody else is told of its error."""
+        try:
+            pending.wait()
+        except Exception as exc:  # noqa: BLE001 - also what is no error of the store's, such as a device's
+            self._fail(pending.step, exc)
+            return False
+        self._unsaved.sound()
+        return True
+
     def wait(self) -> None:
-        """Until all that was begun is published; what failed is told in warnings."""
-        for pending, _ in self._pending:
-            try:
-                pending.wait()
-            except StoreError as exc:
-                self._warn(pending.step, exc)
-        self._pending = []
+        """Until all that was begun is published; what failed is told in warnings.
+
+        Raises:
+            StoreError: what will repeat.
+        """
+        pending, self._pending = self._pending, []
+        for each, _ in pending:
+            self._came_of(each)
+        if self._unsaved.refusal is not None:
+            self._end()
 
     def close(self) -> None:
-        """Waits for what was begun. The store stays open."""
-        self.wait()
+        """Waits for what was begun. The store stays open.
 
-    @staticmethod
-    def _warn(step: int | None, exc: BaseException) -> None:
-        warnings.warn(f"the snapshot of step {step} was not put: {exc}; the training goes on", stacklevel=4)
+        Raises:
+            StoreError: the newest save failed, and nothing will be saved after it.
+        """
+        self.wait()
+        if self._unsaved.failure is not None and not isinstance(self._unsaved.failure, SnapshotDroppedError):
+            self._end(is_over=True)
+
+    # --- what fails ---------------------------------------------------------------------------------------------------
+
+    def _fail(self, step: int | None, exc: BaseException) -> None:
+        exc = as_told(exc) if isinstance(exc, StoreError) else exc
+        self._unsaved.fail(exc)
+        if not will_repeat(exc):
+            warnings.warn(f"the snapshot of step {step} was not put: {exc}; the training goes on", stacklevel=5)
+
+    def _end_if_hopeless(self, step: int) -> None:
+        """Ends the training where saves will fail, or have failed or hung for too long; all ranks from the step that rank 0 says.
+
+        What came of a put is known to all ranks, sooner or later: while one is under way or the newest has failed, they look at the board.
+        """
+        unsaved = self._unsaved
+        is_too_long = (unsaved.failure is not None or bool(self._pending)) and unsaved.is_too_long
+        if self._board is None:
+            if unsaved.refusal is not None or is_too_long:
+                self._end()
+            return
+        if unsaved.failure is None and not self._pending:
+            return
+        since = step if unsaved.refusal is not None or is_too_long else None
+        if self._is_board_there:
+            wants = unsaved.refusal is not None or (is_too_long and self._board.is_first)
+            try:
+                since = self._board.look(f"end/{self._round}", step, wants=wants)
+            except SnapshotAbortedError:
+                self._is_board_there = False  # nobody can tell, and to ask takes long: until the next save each rank sees for itself
+        if since is not None and step >= since:
+            self._end()
+
+    def _end(self, *, is_over: bool = False) -> NoReturn:
+        """Raises what the saves fail with, once those under way have ended; on all ranks after the same step. `is_over`: at the end."""
+        unsaved = self._unsaved
+        error, seconds = unsaved.refusal or unsaved.failure, unsaved.seconds
+        report = self._store.drain(self._timeout_seconds)
+        self._look_at_pending()
+        error = error or unsaved.refusal or unsaved.failure
+        self._round += 1
+        self._pending = []
+        unsaved.begin()
+        if error is not None and will_repeat(error):
+            error.add_note(f"(each save to {self._ref!r} would fail likewise: the training must not go on without; {report})")
+            raise error
+        kind = type(error) if isinstance(error, StoreError) else SnapshotAbortedError
+        limit = "" if is_over else f", and max_unsaved_seconds is {unsaved.max_seconds:.0f}"
+        why = f"the newest save failed: {error}" if error is not None else "a save does not end, or failed on another rank"
+        raise kind(
+            f"no snapshot of {self._ref!r} was published in the last {seconds:.0f} s{limit}; {why}; {report}", object_id=self._ref
+        ) from error
 
     def _from_first(self, title: str, value: Callable[[], bytes]) -> bytes:
         if self._group is None:

@@ -4,7 +4,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from tensorstore_ck.envelope import Body, take
-from tensorstore_ck.errors import ConflictError, NotFoundError
+from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.ranks import Duties
 from tensorstore_ck.ranks.wording import disagreements
 from tensorstore_ck.readonlystore import ReadOnlyStore
@@ -34,26 +34,15 @@ def find(store: ReadOnlyStore, address: str, group: "ProcessGroup | None", timeo
         found = None if problem else _at(store, address)
         return problem or {"root": found.root if found is not None else ""}
 
-    roots: list[str] = []
+    told: list[Snapshot | None] = []
 
     def work(go: Body) -> Body:
-        roots.append(take(go, "root", str))
+        root = take(go, "root", str)
+        told.append(store.resolve(root) if root else None)
         return {}
 
     attempt.run(Duties(lambda: {"address": address}, work, None, compare, lambda _: {}))
-    return store.resolve(roots[0]) if roots[0] else None
-
-
-def require_still(store: ReadOnlyStore, address: str, found: Snapshot) -> None:
-    """Checks that what was read in several calls was one snapshot.
-
-    Raises:
-        ConflictError: the branch moved meanwhile.
-    """
-    if store.resolve(address).root != found.root:
-        raise ConflictError(
-            f"{address!r} moved while it was restored: does another job put there? Stop it, and restore again", object_id=address
-        )
+    return told[0]
 
 
 def _at(store: ReadOnlyStore, address: str) -> Snapshot | None:

@@ -16,7 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tensorstore_ck.errors import InvalidOptionError, MismatchError
+from tensorstore_ck.errors import InvalidOptionError, MismatchError, SnapshotAbortedError
+from tensorstore_ck.ranks.told import as_told
+from tensorstore_ck.restoring import Restoring
 from tensorstore_ck.samples import SampleCursor
 from tensorstore_ck.sampling import SAMPLE_SHARE
 from tensorstore_ck.saving import PendingSnapshot
@@ -26,7 +28,7 @@ from tensorstore_ck.streams import Streams
 from tensorstore_ck.suspicion import Unchanged
 from tensorstore_ck.training import environment, extras, generators, gradients, models, optimizers, sealed
 from tensorstore_ck.training.agreeing import ALONE, Agreement, Own, agree
-from tensorstore_ck.training.finding import find, require_still
+from tensorstore_ck.training.finding import find
 from tensorstore_ck.training.names import Names, require_supported
 from tensorstore_ck.training.own import Merge, OwnSide
 from tensorstore_ck.training.parts import Part, is_stateful, load
@@ -199,17 +201,24 @@ class TrainingState:
         Raises:
             NotFoundError: the ref has no such step or ancestor, or there is no such root.
             MismatchError: it does not fit: another model, other parts, or loaders whose positions are those of another number of ranks.
-            ConflictError: the ref moved meanwhile.
         """
         require_group(group)
         ranks = 1 if group is None else group.size()
         store.finish_staged(address, group, timeout_seconds=timeout_seconds)
-        found = find(store, address, group, timeout_seconds)
-        if found is None:
+        if find(store, address, group, timeout_seconds) is None:
             return None
-        with store.open_snapshot(found.root) as stored:
-            values = stored.state_values
-            names = [*stored.names(), *values]
+        options: dict[str, Any] = {"group": group, "broadcast": broadcast, "allow_bad": allow_bad, "timeout_seconds": timeout_seconds}
+        try:
+            old, found = store.restoring(address, partial(self._read, address, ranks, broadcast), **options)
+        except SnapshotAbortedError as exc:
+            raise as_told(exc) from exc.__cause__
+        self._warn(f"{address!r} (step {found.step})", old, ranks)
+        return found
+
+    def _read(self, address: str, ranks: int, broadcast: bool, found: Restoring) -> State:
+        """Takes a snapshot as the state, which can fail on one rank alone. Returns what this rank had, or the first one."""
+        stored = found.lazy()
+        values, names = stored.state_values, [*stored.names(), *stored.state_values]
         put_by = values.get("ranks")
         if type(put_by) is not int:
             raise MismatchError(
@@ -218,32 +227,23 @@ class TrainingState:
             )
         self._require_fitting(put_by, ranks, mid_step=bool(values.get("mid_step")))
         if any(name.startswith(f"{OWN}.") for name in names):
-            olds = [store.checkout(found.root, select=[OWN], group=group, allow_bad=allow_bad, timeout_seconds=timeout_seconds)[OWN]]
+            olds = [found.selected(OWN)[OWN]]
         elif put_by == ranks:
-            olds = [store.rank_state(found.root, group=group, timeout_seconds=timeout_seconds)]
+            olds = [found.rank_state(0 if found.group is None else found.group.rank())]
         else:
-            whose = range(put_by if self._own.merge is not None else 1)
-            olds = store.rank_state(found.root, rank_state_map=lambda *_: whose, group=group, timeout_seconds=timeout_seconds)
+            olds = [found.rank_state(rank) for rank in range(put_by if self._own.merge is not None else 1)]
         own = olds[0]
         if put_by == ranks:
             self._own.check(own)
         taken = None if put_by == ranks else self._own.taken(olds)
-        state = store.checkout(
-            address,
-            into=self._target(names),
-            rename=lambda name: None if name == OWN or name.startswith(f"{OWN}.") else name,
-            group=group,
-            allow_bad=allow_bad,
-            broadcast=broadcast,
-            timeout_seconds=timeout_seconds,
+        state = found.checkout(
+            into=self._target(names), rename=lambda name: None if name == OWN or name.startswith(f"{OWN}.") else name, broadcast=broadcast
         )
-        require_still(store, address, found)
         if taken is None:
             self._load(state, own)
         else:
-            self._load(state, taken, store.streams(found.root, group=group, timeout_seconds=timeout_seconds))
-        self._warn(f"{address!r} (step {found.step})", {**own, "environment": {**own["environment"], "ranks": put_by}}, ranks)
-        return found
+            self._load(state, taken, found.streams())
+        return {**own, "environment": {**own["environment"], "ranks": put_by}}
 
     # --- for torch.distributed.checkpoint ---------------------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.readonlystore import ReadOnlyStore
 from tensorstore_ck.training.compare import Difference, Leaves, copied, first_difference, leaves_of
-from tensorstore_ck.training.trainingstate import TrainingState
+from tensorstore_ck.training.finding import find
+from tensorstore_ck.training.trainingstate import TIMEOUT_SECONDS, TrainingState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -66,7 +67,9 @@ def verify_resume(make: Make, store: ReadOnlyStore, address: str, steps: int = 3
     """
     if steps < 1:
         raise InvalidOptionError(f"steps must be 1 or more, not {steps!r}", object_id="steps")
-    found = store.resolve(address)
+    found = find(store, address, group, TIMEOUT_SECONDS)
+    if found is None:
+        raise NotFoundError(f"there is no snapshot at {address!r}", object_id=address)
     expected = [copied(leaves) for leaves in _run(make, store, found.root, steps, group)]
     first = None
     for number, leaves in enumerate(_run(make, store, found.root, steps, group)):
@@ -82,8 +85,7 @@ def _run(make: Make, store: ReadOnlyStore, root: str, steps: int, group: "Proces
             f"make() must return a TrainingState and a function that makes a step, not {made!r:.200}", object_id="make"
         )
     training, step = made
-    if training.restore(store, root, group=group) is None:
-        raise NotFoundError(f"there is no snapshot {root}", object_id=root)
+    training.restore(store, root, group=group)
     yield leaves_of(training.captured())
     for _ in range(steps):
         returned = step()

@@ -319,21 +319,33 @@ def test_what_there_is_to_resume_from(store: tsck.Store) -> None:
     assert training.restore(store, "runs/new@1", allow_bad=True) is not None
 
 
-def test_a_ref_that_moves_meanwhile(store: tsck.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("when", ["after it was looked for", "while it is read"])
+def test_a_ref_that_moves_meanwhile(store: tsck.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """Half of one snapshot and half of the next would be neither."""
-    training = TrainingState(extra={"n": 1})
-    training.put(store, ref="runs/job", step=1)
-    checkout = store.checkout
+    extra = {"n": 1, "twice": 2}
+    TrainingState(extra=extra).put(store, ref="runs/job", step=1)
+    restoring = store.restoring
 
-    def moved(address: str, **options: Any) -> Any:
-        if address == "runs/job":
-            with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache") as second:
-                training.put(second, ref="runs/job", step=2, expect=tsck.ANY)
-        return checkout(address, **options)
+    def move() -> None:
+        with tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache") as second:
+            TrainingState(extra={"n": 2, "twice": 4}).put(second, ref="runs/job", step=2, expect=tsck.ANY)
 
-    monkeypatch.setattr(store, "checkout", moved)
-    with pytest.raises(tsck.ConflictError, match="'runs/job' moved while it was restored"):
-        training.restore(store, "runs/job")
+    def moved(address: str, read: Any, **options: Any) -> Any:
+        if when == "after it was looked for":
+            move()
+
+        def read_late(found: Any) -> Any:
+            if when == "while it is read":
+                move()
+            return read(found)
+
+        return restoring(address, read_late, **options)
+
+    monkeypatch.setattr(store, "restoring", moved)
+    found = TrainingState(extra=extra).restore(store, "runs/job")
+    assert found is not None
+    step = 1 if when == "while it is read" else 2
+    assert (found.step, extra) == (step, {"n": step, "twice": 2 * step})
 
 
 def test_a_job_that_was_given_up_for_dead_changes_nothing(store: tsck.Store, tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""How long a run has been without a snapshot that is sound, and when it must not go on like that. One rank's view, by its own clock."""
+
+import math
+import statistics
+from collections.abc import Callable
+from typing import Final
+
+from tensorstore_ck.errors import (
+    CaptureChangedError,
+    ConflictError,
+    InputError,
+    InvalidOptionError,
+    NoSpaceError,
+    PermissionDeniedError,
+    StoreError,
+    SuspiciousSaveError,
+)
+
+LEAST_SECONDS: Final = 3600.0
+INTERVALS: Final = 10
+"""How many usual intervals between saves a run may go on without a snapshot."""
+_MAY_PASS: Final = (CaptureChangedError, NoSpaceError, PermissionDeniedError, SuspiciousSaveError)
+"""What somebody may mend while the job runs, and what is so of one moment's state."""
+
+
+def will_repeat(error: BaseException) -> bool:
+    """Whether each later save will fail likewise: the state, the options or the ref are refused, or this is no error of the store's."""
+    if not isinstance(error, StoreError):
+        return True
+    return isinstance(error, ConflictError) or (isinstance(error, InputError) and not isinstance(error, _MAY_PASS))
+
+
+class Unsaved:
+    """What came of the saves since the newest one that is sound."""
+
+    def __init__(self, max_seconds: float | None, clock: Callable[[], float]) -> None:
+        """`max_seconds`: how long there may be none; None: the larger of an hour and 10 usual intervals.
+
+        Raises:
+            InvalidOptionError: that is no time.
+        """
+        is_time = isinstance(max_seconds, int | float) and not isinstance(max_seconds, bool) and max_seconds > 0
+        if max_seconds is not None and not (is_time and math.isfinite(max_seconds)):
+            raise InvalidOptionError(f"max_unsaved_seconds must be a time in seconds, not {max_seconds!r}", object_id="max_unsaved_seconds")
+        self._max_seconds, self._clock = max_seconds, clock
+        self._intervals: list[float] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """The training begins, or goes on from a snapshot."""
+        self._begun = self._clock()
+        self.sound()
+
+    def sound(self) -> None:
+        """There is one: a save was published."""
+        self._since = self._clock()
+        self.failure: BaseException | None = None
+        """What the newest save failed with; None where none did since."""
+        self.refusal: BaseException | None = None
+        """The first of the failures that will repeat."""
+
+    def begin_save(self) -> None:
+        """Another save begins; for what is usual."""
+        now = self._clock()
+        self._intervals = [*self._intervals[1 - INTERVALS :], now - self._begun]
+        self._begun = now
+
+    def fail(self, error: BaseException) -> None:
+        """A save failed."""
+        self.failure = error
+        if self.refusal is None and will_repeat(error):
+            self.refusal = error
+
+    @property
+    def seconds(self) -> float:
+        """For how long there was none."""
+        return self._clock() - self._since
+
+    @property
+    def max_seconds(self) -> float:
+        """For how long there may be none."""
+        usual = statistics.median(self._intervals) if self._intervals else 0.0
+        return max(LEAST_SECONDS, INTERVALS * usual) if self._max_seconds is None else self._max_seconds
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether there was none for longer than that."""
+        return self.seconds > self.max_seconds
