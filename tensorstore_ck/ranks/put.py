@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.envelope import Body, pack_body, take, take_count, take_digest
-from tensorstore_ck.errors import SnapshotAbortedError, SnapshotExpiredError
+from tensorstore_ck.envelope import Body, pack_body, take, take_count, take_digest, unpack_body
+from tensorstore_ck.errors import SnapshotExpiredError, UnsupportedValueError
 from tensorstore_ck.ids import Ulid, derived_hash
 from tensorstore_ck.knownblocks import KnownBlocks
 from tensorstore_ck.layout import Captured, Layout, layout_id
@@ -19,20 +19,22 @@ from tensorstore_ck.log import Op, SnapshotInfo
 from tensorstore_ck.metering import Meter
 from tensorstore_ck.partwriter import Known, Seat, WrittenPart, write_part
 from tensorstore_ck.ranks import drift
+from tensorstore_ck.ranks.agreeing import Differing, require_alike, telling
 from tensorstore_ck.ranks.attempt import Attempt, Duties
 from tensorstore_ck.ranks.coverage import strangers, uncovered
 from tensorstore_ck.ranks.group import Group
 from tensorstore_ck.ranks.publish import RankParts, checked_parts, publish, record_of
 from tensorstore_ck.ranks.replicas import Digests, differences, digests_of
 from tensorstore_ck.ranks.stages import Stage, contradiction
-from tensorstore_ck.ranks.wording import disagreements, sayings
+from tensorstore_ck.ranks.wording import Shown, disagreements, sayings
 from tensorstore_ck.record import Record
 from tensorstore_ck.split import alike, decode_regions, encode_regions, first_ranks
 from tensorstore_ck.streams import RULE
 from tensorstore_ck.suspicion import Findings, merged
 from tensorstore_ck.writer import MAX_TRIES, PutRequest
 
-COMPARED: Final = ("ref", "step", "parent", "expect", "metadata", "metrics", "rank_state")
+COMPARED: Final = ("ref", "step", "parent", "expect", "rank_state")
+HASHED: Final = ("metadata", "metrics")
 
 TOLD: Final = ("snapshot", "root", "record", "logical_bytes", "new_bytes")
 
@@ -119,8 +121,10 @@ def run_put(
     equal, and later that of each block one more is, in rotation.
 
     Raises:
-        SnapshotAbortedError: a rank failed, is gone, or came with something else; it names them. Nothing is visible, and nothing needs
-            to be cleaned up.
+        StoreError: as on all ranks, with the ranks named: what a rank came with cannot be put, or not together with what others did (an
+            `InputError`); stored data is damaged; the ref is elsewhere. Nothing is visible, and nothing needs to be cleaned up.
+        SnapshotAbortedError: a rank failed in another way, or is gone; likewise.
+        UndecidedError: on this rank alone: the log could not be asked for the outcome.
     """
     put = RankPut(engine, group, prepare, txn=attempt.txn, checked=checked, meter=meter)
     outcome = attempt.run(put.duties())
@@ -178,7 +182,7 @@ class RankPut:
             "parent": request.parent,
             "expect": request.expect if request.expect is None or isinstance(request.expect, bytes) else repr(request.expect),
             "metadata": derived_hash("metadata of a put", request.metadata),
-            "metrics": repr(sorted(request.metrics.items())),
+            "metrics": derived_hash("metrics of a put", pack_body(sorted(request.metrics.items()))),
             "rank_state": self._states.own is not None,
             "layout": layout_id(shared.layout.encode()),
             "regions": encode_regions(shared.explicit),
@@ -186,7 +190,9 @@ class RankPut:
         }
 
     def work(self, go: Body) -> Body:
-        """Writes this rank's part."""
+        """Writes this rank's part; or tells what it came with, where that differs."""
+        if go["tellers"]:
+            return telling(self._told_options()) if self._group.rank in go["tellers"] else {}
         layout_of, turn = take(go, "layout_of", bytes), take_count(go, "turn")
         self.follow(go)
         for _ in range(MAX_TRIES - 1):
@@ -195,6 +201,10 @@ class RankPut:
             except SnapshotExpiredError:
                 continue  # gc freed something that this relies on: the bytes are still in memory
         return self._write(layout_of, turn).record()
+
+    def _told_options(self) -> Body:
+        request = self._request
+        return {"metadata": unpack_body(memoryview(request.metadata), "metadata"), "metrics": request.metrics}
 
     def follow(self, go: Body) -> None:
         """All ranks look for blocks in the snapshot that rank 0 does: it alone has it held while one is staged."""
@@ -241,7 +251,7 @@ class RankPut:
         engine, rank, ranks, own = self._engine, self._group.rank, self._group.ranks, self._states.own
         problem = strangers(self._states.shared.layout, alike(layout_of, rank, ranks))
         if problem:
-            raise SnapshotAbortedError(problem, object_id=self._request.ref)
+            raise UnsupportedValueError(problem, object_id=self._request.ref)
         anchor = engine.log.sync().n
         known = self._known(rank)
         seat = self._seat = Seat(rank, ranks, alike(layout_of, rank, ranks), layout_of)
@@ -269,23 +279,37 @@ class RankPut:
 
     def compare(self, hellos: list[Body]) -> Body | str:
         """That all ranks put the same."""
-        problem = disagreements(hellos, COMPARED)
+        in_job = self._group.in_job
+        if disagreements(hellos, COMPARED):
+            require_alike([self._in_words(hello) for hello in hellos], COMPARED, in_job)
+        self._differing = Differing(hellos, HASHED)
+        problem = ""
         numbers: dict[bytes, int] = {}
         layout_of = [numbers.setdefault(take_digest(hello, "layout"), len(numbers)) for hello in hellos]
         for number in range(len(numbers)):
             said = {rank: take_digest(hellos[rank], "values").hex()[:16] for rank, of in enumerate(layout_of) if of == number}
             if len(set(said.values())) > 1:
                 advice = "put what is a rank's alone into rank_state="
-                problem = problem or f"the ranks differ in values that are no tensors ({sayings(said)}): {advice}"
+                problem = problem or f"the ranks differ in values that are no tensors ({sayings(said, in_job)}): {advice}"
         if problem:
             return problem
         self._layout_of = np.array(layout_of, "<u2").tobytes() if len(numbers) > 1 else b""
         self._regions = [take(hello, "regions", bytes) for hello in hellos]
         self._layouts = derived_hash("layouts of a put", *numbers, self._layout_of, *self._regions)
-        return {"layout_of": self._layout_of, "turn": self._checked.get(self._layouts, 0), "nearest": self._request.nearest}
+        turn, tellers = self._checked.get(self._layouts, 0), self._differing.tellers
+        return {"layout_of": self._layout_of, "turn": turn, "nearest": self._request.nearest, "tellers": tellers}
+
+    def _in_words(self, hello: Body) -> Body:
+        """The same, with snapshots by the names that people know, as far as this rank knows them."""
+        view = self._engine.log.view()
+        known = {key: view.by_root(hello[key]) for key in ("parent", "expect") if isinstance(hello.get(key), bytes)}
+        at = {key: "" if info is None or info.step is None else f"@{info.step}" for key, info in known.items()}
+        return hello | {key: Shown(f"{info.root.hex()[:16]} ({info.ref}{at[key]})") for key, info in known.items() if info is not None}
 
     def commit(self, records: list[Body]) -> Body:
         """Appends the entry for all."""
+        if self._differing.tellers:
+            raise self._differing.error({rank: records[rank] for rank in self._differing.tellers}, self._group.in_job)
         dones = [Done.of_record(record) for record in records]
         if self._layouts not in self._checked:
             self._check(dones)
@@ -332,4 +356,4 @@ class RankPut:
         problem = problem or differences(digests, [layouts[rank] for rank in range(len(dones))])
         problem = problem or (contradiction(stages) if stages else "")
         if problem:
-            raise SnapshotAbortedError(problem, object_id=self._request.ref)
+            raise UnsupportedValueError(problem, object_id=self._request.ref)
