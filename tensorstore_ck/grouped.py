@@ -46,13 +46,12 @@ def process_group(group: "ProcessGroup | DeviceMesh | None") -> "ProcessGroup | 
     """
     if group is None:
         return None
-    from torch.distributed import ProcessGroup  # noqa: PLC0415 - whoever has a group has loaded it
-    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - likewise
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - whoever has a group has loaded it
 
-    given: object = group
-    if isinstance(given, ProcessGroup):
-        return given
+    given: Any = group
     if not isinstance(given, DeviceMesh):
+        if callable(getattr(given, "get_group_store", None)):
+            return given  # type: ignore[no-any-return]
         raise InvalidOptionError(
             f"group= must be a process group that this rank is in, or a one-dimensional DeviceMesh, not {given!r}: "
             "torch.distributed.new_group gives no group to ranks that are not in it, and they must not make this call",

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.grouped import TIMEOUT_SECONDS, Groups
@@ -14,6 +14,7 @@ from tensorstore_ck.streams import Streams
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from tensorstore_ck.advising import Advice
     from tensorstore_ck.forgetting import Forgotten
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from tensorstore_ck.retaining import RetentionReport
     from tensorstore_ck.retention import Policy
     from tensorstore_ck.state import LazySnapshot, LoadReport
+
+
+T = TypeVar("T")
 
 
 class ReadOnlyStore(Protocol):
@@ -59,7 +63,7 @@ class ReadOnlyStore(Protocol):
         device: "str | torch.device" = "cpu",
         report: "LoadReport | None" = None,
         allow_bad: bool = False,
-        group: "ProcessGroup | None" = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
         broadcast: bool = False,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Any: ...
@@ -69,12 +73,17 @@ class ReadOnlyStore(Protocol):
         rank: int | None = None,
         *,
         rank_state_map: Callable[[int, int], int | Iterable[int]] | None = None,
-        group: "ProcessGroup | None" = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Any: ...
-    def streams(self, address: str, *, group: "ProcessGroup | None" = None, timeout_seconds: float = TIMEOUT_SECONDS) -> Streams: ...
+    def streams(
+        self, address: str, *, group: "ProcessGroup | DeviceMesh | None" = None, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> Streams: ...
+    def retrying(self, call: Callable[[], T], *, attempts: int = 3, pause_seconds: float = 1.0) -> T: ...
     def open_snapshot(self, address: str) -> "AbstractContextManager[LazySnapshot]": ...
-    def finish_staged(self, address: str, group: "ProcessGroup | None" = None, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None: ...
+    def finish_staged(
+        self, address: str, group: "ProcessGroup | DeviceMesh | None" = None, *, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> None: ...
 
     # --- look ---------------------------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ class Differing:
             texts.append(f"{path}: {sayings(said, in_job)}")
         if len(differing) > MAX_PATHS:
             texts.append(f"{len(differing) - MAX_PATHS} more")
-        what = "; ".join(texts) or f"what comes after the first {MAX_TOLD} characters of metadata"
+        what = "; ".join(texts) or f"metadata or metrics: in the order of their keys, or after their first {MAX_TOLD} characters"
         return InvalidOptionError(f"the ranks differ in {what}: {ADVICE}", object_id=differing[0] if differing else "metadata")
 
 
@@ -74,5 +74,5 @@ def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping) and value:
         for key in sorted(value):
             yield from _leaves(f"{path}.{key}" if path else str(key), value[key])
-    elif path:
+    elif "." in path:  # no options at all are nothing
         yield path, value

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from tensorstore_ck.envelope import take, take_count
@@ -232,7 +233,9 @@ def open_group(group: "torch.distributed.ProcessGroup", scope: str, nonce: Ulid 
     """This rank's place in a process group; whoever owns it keeps it, one per process group object."""
     from torch.distributed import get_process_group_ranks  # noqa: PLC0415 - whoever has a group has loaded it
 
-    thread, in_job = StoreThread(group.get_group_store()), get_process_group_ranks(group)
+    thread, in_job = StoreThread(group.get_group_store()), None
+    with suppress(KeyError, ValueError):  # torch knows no group that was made by hand: then its ranks have no other numbers
+        in_job = get_process_group_ranks(group)
     return Group(
         thread, rank=group.rank(), ranks=group.size(), scope=scope, nonce=nonce, renew=thread.renew, close=thread.close, in_job=in_job
     )

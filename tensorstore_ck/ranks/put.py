@@ -249,12 +249,9 @@ class RankPut:
 
     def _write(self, layout_of: bytes, turn: int) -> "Done":
         engine, rank, ranks, own = self._engine, self._group.rank, self._group.ranks, self._states.own
-        problem = strangers(self._states.shared.layout, alike(layout_of, rank, ranks))
-        if problem:
-            raise UnsupportedValueError(problem, object_id=self._request.ref)
+        seat = self.take_seat(layout_of)
         anchor = engine.log.sync().n
         known = self._known(rank)
-        seat = self._seat = Seat(rank, ranks, alike(layout_of, rank, ranks), layout_of)
         write = partial(write_part, engine, anchor=anchor, coding=self._request.coding, meter=self._meter, sampling=self._request.sampling)
         self._written = [write(self._states.shared, known, seat=seat, apart=self.apart)]
         if own is not None:
@@ -266,6 +263,19 @@ class RankPut:
         sightings = drift.sightings_of(self._states.shared, seat, self._written[0].part, block_bytes, turn) if turn else None
         findings = self._request.examine(engine, self._written[0], self._states.shared)
         return Done(checked_parts(engine, self._written, anchor), self._told_bytes(seat), replicas, sightings, findings)
+
+    def take_seat(self, layout_of: bytes) -> Seat:
+        """This rank's place among all, by their layouts.
+
+        Raises:
+            UnsupportedValueError: it holds tensors together with ranks whose states are others.
+        """
+        rank, ranks = self._group.rank, self._group.ranks
+        self._seat = Seat(rank, ranks, alike(layout_of, rank, ranks), layout_of)
+        problem = strangers(self._states.shared.layout, self._seat.alike)
+        if problem:
+            raise UnsupportedValueError(problem, object_id=self._request.ref)
+        return self._seat
 
     def _known(self, number: int) -> Known:
         return KnownBlocks(self._engine, self._request.nearest, number, self._group.ranks)
@@ -308,8 +318,7 @@ class RankPut:
 
     def commit(self, records: list[Body]) -> Body:
         """Appends the entry for all."""
-        if self._differing.tellers:
-            raise self._differing.error({rank: records[rank] for rank in self._differing.tellers}, self._group.in_job)
+        self.require_told_alike(records)
         dones = [Done.of_record(record) for record in records]
         if self._layouts not in self._checked:
             self._check(dones)
@@ -319,6 +328,15 @@ class RankPut:
         with self._meter.timed("commit"):
             n = self._append(dones, drifted)
         return self._outcome(n) | {"drift": [[*pair] for pair in drifted]}
+
+    def require_told_alike(self, records: Sequence[Body]) -> None:
+        """Refuses what `compare` found to differ, now that a few ranks have told what it is.
+
+        Raises:
+            InvalidOptionError: it does.
+        """
+        if self._differing.tellers:
+            raise self._differing.error({rank: records[rank] for rank in self._differing.tellers}, self._group.in_job)
 
     def _append(self, dones: Sequence[Done], drifted: Sequence[tuple[int, int]]) -> int:
         """Says so in the log: the number of the entry."""

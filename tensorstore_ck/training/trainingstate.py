@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
+from tensorstore_ck.grouped import process_group
 from tensorstore_ck.samples import SampleCursor
 from tensorstore_ck.sampling import SAMPLE_SHARE
 from tensorstore_ck.saving import PendingSnapshot
@@ -106,7 +107,7 @@ class TrainingState:
         *,
         ref: str,
         step: int | None = None,
-        group: "ProcessGroup | None" = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
         gradients: bool = False,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, object] | None = None,
@@ -133,6 +134,7 @@ class TrainingState:
             verify_capture: Likewise.
             timeout_seconds: With `group`: when to give up on ranks that do not come.
         """
+        group = _require_group(group)
         state, rank_state = self._sides(group, gradients)
         return store.put_snapshot(
             state,
@@ -150,7 +152,7 @@ class TrainingState:
         )
 
     def put_async(
-        self, store: Store, *, ref: str, group: "ProcessGroup | None" = None, gradients: bool = False, **options: Any
+        self, store: Store, *, ref: str, group: "ProcessGroup | DeviceMesh | None" = None, gradients: bool = False, **options: Any
     ) -> PendingSnapshot:
         """As `put`, beside the training: the next step may begin when it returns.
 
@@ -161,6 +163,7 @@ class TrainingState:
             gradients: Also the gradients so far.
             options: See `Store.put_snapshot_async`.
         """
+        group = _require_group(group)
         state, rank_state = self._sides(group, gradients)
         return store.put_snapshot_async(state, ref=ref, group=group, rank_state=rank_state, **options)
 
@@ -169,7 +172,7 @@ class TrainingState:
         store: "ReadOnlyStore",
         address: str,
         *,
-        group: "ProcessGroup | None" = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
         allow_bad: bool = False,
         broadcast: bool = False,
         timeout_seconds: float = TIMEOUT_SECONDS,
@@ -188,7 +191,7 @@ class TrainingState:
             MismatchError: it does not fit: another model, other parts, or loaders whose positions are those of another number of ranks.
             ConflictError: the ref moved meanwhile.
         """
-        _require_group(group)
+        group = _require_group(group)
         ranks = 1 if group is None else group.size()
         store.finish_staged(address, group, timeout_seconds=timeout_seconds)
         found = find(store, address, group, timeout_seconds)
@@ -262,7 +265,6 @@ class TrainingState:
 
     def _sides(self, group: "ProcessGroup | None", with_gradients: bool) -> tuple[State, State | None]:
         """What is put as the state, and what is put as this rank's."""
-        _require_group(group)
         shared, own = self._capture(1 if group is None else group.size(), with_gradients=with_gradients)
         if group is None:
             return {**shared, OWN: own}, None
@@ -390,11 +392,12 @@ def _place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
-def _require_group(group: "ProcessGroup | None") -> None:
-    """Refuses to take one of several ranks for all: the others' generators and positions would be lost."""
+def _require_group(group: "ProcessGroup | DeviceMesh | None") -> "ProcessGroup | None":
+    """What ``group=`` means; refuses to take one of several ranks for all: the others' generators and positions would be lost."""
     rank, ranks = _place()
     if group is None and ranks > 1:
         raise InvalidOptionError(
             f"this is rank {rank} of {ranks}, and each has generators and positions of its own: call it on all with group=dist.group.WORLD",
             object_id="group",
         )
+    return process_group(group)

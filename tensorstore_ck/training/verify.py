@@ -14,6 +14,7 @@ from tensorstore_ck.training.trainingstate import TrainingState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 Make = Callable[[], tuple[TrainingState, Callable[[], object]]]
 """Builds the job anew: its state, and what makes one step (and returns its loss, say)."""
@@ -48,7 +49,9 @@ class ResumeReport:
         return f"from {where}, {when}: {found.name} differs: {found.what}"
 
 
-def verify_resume(make: Make, store: ReadOnlyStore, address: str, steps: int = 3, *, group: "ProcessGroup | None" = None) -> ResumeReport:
+def verify_resume(
+    make: Make, store: ReadOnlyStore, address: str, steps: int = 3, *, group: "ProcessGroup | DeviceMesh | None" = None
+) -> ResumeReport:
     """Restores the snapshot at `address` into two fresh jobs, one after the other, makes some steps with each, and compares them.
 
     Everything that the states hold is compared bit by bit, after the restore and after each step, and what the step returned.
@@ -74,7 +77,7 @@ def verify_resume(make: Make, store: ReadOnlyStore, address: str, steps: int = 3
     return ResumeReport(found.root, found.step, steps, len(expected[-1]), first)
 
 
-def _run(make: Make, store: ReadOnlyStore, root: str, steps: int, group: "ProcessGroup | None") -> Iterator[Leaves]:
+def _run(make: Make, store: ReadOnlyStore, root: str, steps: int, group: "ProcessGroup | DeviceMesh | None") -> Iterator[Leaves]:
     """What one job holds after the restore, and after each step."""
     made = make()
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], TrainingState) or not callable(made[1]):

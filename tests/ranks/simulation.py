@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeVar
 
 from tensorstore_ck.envelope import Body
-from tensorstore_ck.errors import SnapshotAbortedError
+from tensorstore_ck.errors import InputError, SnapshotAbortedError
 from tensorstore_ck.ids import Ulid, new_ulid
 from tensorstore_ck.ranks import Attempt, Duties, Group, KeyValue, disagreements
 
@@ -316,7 +316,7 @@ def require_one_outcome(simulation: Simulation, group: list[Rank]) -> None:
         for ending in rank.endings:
             if ending.put is not None:
                 assert simulation.log[ending.txn] == ending.put
-            elif isinstance(ending.error, SnapshotAbortedError):
+            elif isinstance(ending.error, SnapshotAbortedError | InputError):
                 assert simulation.log.get(ending.txn) is None
             else:  # it could not ask the log
                 assert isinstance(ending.error, OSError)
