@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from tensorstore_ck.address import Resolved
 from tensorstore_ck.blockreader import read_blocks
 from tensorstore_ck.codec import CodecOption, DeltaOption
-from tensorstore_ck.errors import MismatchError, NotFoundError
 from tensorstore_ck.grouped import TIMEOUT_SECONDS, Reading, process_group
 from tensorstore_ck.keeping import changes
 from tensorstore_ck.layout import Content
@@ -152,10 +151,7 @@ class Store(SavingStore):
         own, size = (0, 1) if group is None else (group.rank(), group.size())
 
         def read(info: SnapshotInfo, *_: object) -> Any:
-            try:
-                ranks = count_rank_states(self._engine, info, size if rank is None and rank_state_map is None else None)
-            except (NotFoundError, MismatchError) as exc:
-                return exc  # all ranks find it so, and trying again is no use: no reason to abort
+            ranks = count_rank_states(self._engine, info, size if rank is None and rank_state_map is None else None)
             if rank is not None:
                 whose: int | Iterable[int] = rank
             else:
@@ -164,10 +160,7 @@ class Store(SavingStore):
                 return [restore(open_rank_state(self._engine, info, each)) for each in whose]
             return restore(open_rank_state(self._engine, info, whose))
 
-        found = self._agreed(address, read, group, timeout_seconds)
-        if isinstance(found, NotFoundError | MismatchError):
-            raise found
-        return found
+        return self._agreed(address, read, group, timeout_seconds)
 
     def streams(
         self, address: str, *, group: "ProcessGroup | DeviceMesh | None" = None, timeout_seconds: float = TIMEOUT_SECONDS
