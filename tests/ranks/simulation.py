@@ -240,7 +240,7 @@ class Rank:
         self.hello: dict[str, Any] = {"step": 1000}
         self.work_error: BaseException | None = None
         self.work_seconds = 0.0
-        self.log_is_gone = False
+        self.log_error: Exception | None = None
         self.actor = simulation.spawn(self._run, rank)
 
     def _run(self, actor: Actor) -> None:
@@ -270,8 +270,8 @@ class Rank:
             return actor.effect(action, OSError("the backend is gone"))
 
         def judge(record: Body | None) -> Body | None:
-            if self.log_is_gone:
-                raise OSError("the log is gone")
+            if self.log_error is not None:
+                raise self.log_error
             return effect(lambda: log.setdefault(txn, record))
 
         def work(go: Body) -> Body:

@@ -77,7 +77,7 @@ def test_a_rank_that_cannot_write(failing: int, error: Exception, what: str) -> 
     world = World()
     world.group[failing].faults = SteppedFaults(error=error, what=what)
     world.run()
-    (reason,) = world.reasons()
+    (reason,) = world.refusals(type(error))
     assert f"rank {failing}: {type(error).__name__}: {error}" in reason
     assert all(rank.endings[SECOND].seconds < TIMEOUT for rank in world.group), "known at once"
     assert (world.group[failing].endings[SECOND].error or error).__cause__ is error
@@ -89,7 +89,7 @@ def test_rank_0_cannot_write_the_record() -> None:
     world = World()
     world.group[0].faults = SteppedFaults(error=NoSpaceError("the disk is full"), what="put snapshots")
     world.run()
-    (reason,) = world.reasons()
+    (reason,) = world.refusals(NoSpaceError)
     assert "rank 0: NoSpaceError" in reason
     require_restorable(world.engine, [1, 3])
     require_no_garbage(world.engine)
