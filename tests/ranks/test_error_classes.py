@@ -1,6 +1,7 @@
 """An error of one rank is an error of the same class on all of them, by real ranks; and what is refused is told before a put."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,13 @@ def require_all(errors: list[Any], kind: type[tsck.StoreError], *words: str) -> 
 
 
 def test_what_one_rank_cannot_store(pool: Pool, folder: Path) -> None:
-    errors = pool.ask(lambda_put_generator, str(folder), ranks=SIZE)
+    errors = pool.ask(put_generator, str(folder), ranks=SIZE)
     require_all(errors, tsck.UnsupportedValueError, "rank 1: ", "data.loader")
     assert {error.object_id for error in errors} == {"data.loader"}
     assert len(set(pool.run(put, str(folder), "generator", ranks=SIZE))) == 1, "all are together again"
 
 
-def lambda_put_generator(folder: str) -> str:
+def put_generator(folder: str) -> str:
     return put(folder, "generator", data={"loader": (number for number in range(3))})
 
 
@@ -82,7 +83,7 @@ def restore(folder: str, address: str, fault: str = "") -> torch.Tensor:
         into["model"]["norm"] = torch.zeros(2001)  # type: ignore[index]
     plain = LocalBackend.read_into
 
-    def read_into(self: LocalBackend, name: str, offset: int, memory: memoryview) -> None:
+    def read_into(self: Any, name: str, offset: int, memory: memoryview) -> None:
         if fault == "unavailable" and name.startswith("packs/"):
             raise BackendUnavailableError("injected: gone")
         plain(self, name, offset, memory)
@@ -90,7 +91,7 @@ def restore(folder: str, address: str, fault: str = "") -> torch.Tensor:
             memory[100] ^= 1
 
     if is_hit:
-        LocalBackend.read_into = read_into  # type: ignore[method-assign]
+        LocalBackend.read_into = read_into  # type: ignore[method-assign, assignment]
     try:
         store.checkout(address, into=into, group=GROUPS[SIZE], timeout_seconds=TIMEOUT_SECONDS)
     finally:
@@ -145,7 +146,8 @@ def with_meshes(folder: str) -> dict[str, Any]:
     store = opened(folder, 4)
     said: dict[str, Any] = {}
     state = {"w": distribute_tensor(whole(), square, [Replicate(), Shard(0)], src_data_rank=None)}
-    for name, group in (("square", square), ("other", other), ("nothing", dist.GroupMember.NON_GROUP_MEMBER), ("line", line)):
+    groups: dict[str, Any] = {"square": square, "other": other, "nothing": dist.GroupMember.NON_GROUP_MEMBER, "line": line}
+    for name, group in groups.items():
         try:
             said[name] = store.put_snapshot(state, ref="mesh", step=1, group=group, timeout_seconds=TIMEOUT_SECONDS).root
         except tsck.InvalidOptionError as exc:
@@ -190,8 +192,6 @@ def without_group(folder: str, *, in_rank_state: bool) -> None:
 
 @pytest.mark.parametrize("in_rank_state", [False, True])
 def test_a_forgotten_group(pool: Pool, folder: Path, in_rank_state: bool) -> None:
-    from functools import partial
-
     for error in pool.ask(partial(without_group, in_rank_state=in_rank_state), str(folder), ranks=SIZE):
         assert type(error) is tsck.UnsupportedValueError
         assert "pass group=" in str(error)
@@ -206,8 +206,9 @@ def check(folder: str, odd: str) -> tuple[bool, list[str], int, str]:
     state: dict[str, Any] = {"w": sharded(whole(), SIZE), "norm": torch.ones(2000), "lr": 0.1}
     own: dict[str, Any] = {"rank": dist.get_rank()}
     if dist.get_rank() == 1:
-        state |= {"value": {"lr": 0.2}, "tensor": {"norm": torch.zeros(2000)}, "type": {"lr": object(), "norm": {1, 2}}}.get(odd, {})
-        own |= {"own": {"loader": object()}}.get(odd, {})
+        oddities: dict[str, dict[str, Any]] = {"value": {"lr": 0.2}, "tensor": {"norm": torch.zeros(2000)}, "type": {"lr": object()}}
+        state |= oddities.get(odd, {})
+        own |= {"loader": object()} if odd == "own" else {}
     store, options = opened(folder, SIZE), {"group": GROUPS[SIZE], "rank_state": own, "timeout_seconds": TIMEOUT_SECONDS}
     found = store.check(state, **options)
     try:

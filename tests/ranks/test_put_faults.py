@@ -16,6 +16,7 @@ from tensorstore_ck.errors import (
     NoSpaceError,
     PermissionDeniedError,
     SnapshotAbortedError,
+    StoreError,
 )
 from tensorstore_ck.fsck import run_fsck
 from tensorstore_ck.gc import run_gc
@@ -73,7 +74,7 @@ def test_without_faults_everything_is_visible() -> None:
     "error", [NoSpaceError("the disk is full"), PermissionDeniedError("403: the credentials have expired")], ids=["space", "credentials"]
 )
 @pytest.mark.parametrize("what", ["open packs", "append", "close", "put parts"])
-def test_a_rank_that_cannot_write(failing: int, error: Exception, what: str) -> None:
+def test_a_rank_that_cannot_write(failing: int, error: StoreError, what: str) -> None:
     world = World()
     world.group[failing].faults = SteppedFaults(error=error, what=what)
     world.run()

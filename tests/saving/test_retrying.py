@@ -111,8 +111,13 @@ def test_conflicts_are_not_tried_again(backend: Flaky) -> None:
     with opened(backend) as store, opened(backend) as other:
         other.put_snapshot(state(1), ref="job", step=1)
         calls: list[int] = []
+
+        def put() -> tsck.Snapshot:
+            calls.append(1)
+            return store.put_snapshot(state(1), ref="job", step=1)
+
         with pytest.raises(tsck.ConflictError) as caught:
-            store.retrying(lambda: (calls.append(1), store.put_snapshot(state(1), ref="job", step=1)))
+            store.retrying(put)
         assert len(calls) == 1
         assert caught.value.retry == "after_resume"
 
