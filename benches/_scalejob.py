@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -109,7 +110,8 @@ class Job:
         if rank not in self._engines:
             self._engines[rank] = self._fresh_engine()
         states = RankStates(captured(self.layout, step, rank), None)
-        return RankPut(self._engines[rank], Seat(rank, self.ranks), lambda: Prepared(request, states), txn=txn, checked={})  # type: ignore[arg-type]
+        group, attempt = SimpleNamespace(rank=rank, ranks=self.ranks), SimpleNamespace(txn=txn)
+        return RankPut(self._engines[rank], group, lambda: Prepared(request, states), attempt=attempt, memory={})  # type: ignore[arg-type]
 
     def _copy(self, put: RankPut, rank: int) -> Body:
         """Stores a part like that of `put`, with packs and block ids of its own."""

@@ -9,7 +9,8 @@ import argparse
 import time
 from collections.abc import Callable, Iterable
 from itertools import chain, repeat
-from typing import Any, NamedTuple, TypeVar
+from types import SimpleNamespace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from tensorstore_ck.log import ObjectKey, Objects, Op
 from tensorstore_ck.opening import init_store, make_engine
 from tensorstore_ck.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values, part_name
 from tensorstore_ck.ranks import Channel, Group, KeyValue
+from tensorstore_ck.ranks.kinds import Kind, encode_kind
+from tensorstore_ck.ranks.plan import Known, Memory, Plan, plan_of, remember
+from tensorstore_ck.ranks.planning import Planning
 from tensorstore_ck.ranks.publish import RankParts
 from tensorstore_ck.ranks.put import Done, Prepared, RankPut, RankStates, put_ranks
 from tensorstore_ck.ranks.replicas import Digests
@@ -48,13 +52,20 @@ class Case(NamedTuple):
     """The first put of a layout: ranks also tell digests of what they hold with others."""
     condemns: bool = False
     """Another process's gc condemned something meanwhile, some of it named by the parts."""
+    kinds: int = 1
+    """How many kinds of ranks there are, each with experts of its own, beside the tensors that are spread over all ranks."""
 
 
 CASES = [
     Case("nothing condemned"),
     Case("nothing condemned, first put of the layout", is_first=True),
     Case("condemned meanwhile, 1 pack in 100 of these", condemns=True),
+    Case("64 kinds of ranks", kinds=64),
+    Case("64 kinds of ranks, first put of the layouts", is_first=True, kinds=64),
 ]
+EXPERTS = 48
+"""Tensors of the experts of one kind of ranks."""
+VALUES = 40
 
 
 class Cost(NamedTuple):
@@ -64,11 +75,20 @@ class Cost(NamedTuple):
     traffic: Traffic
 
 
-def layout(ranks: int) -> Layout:
-    """Tensors of one row of 32 bytes on each rank."""
-    specs = [TensorSpec(f"layers.{number}.weight", "float32", 4, (ranks, 8)) for number in range(TENSORS)]
-    mesh = Mesh((ranks,), tuple(range(ranks)))
-    return Layout(specs, ["l", list(range(TENSORS))], (), [mesh], [Sharding(0, (Shard(0),))] * TENSORS)
+def state(ranks: int, kinds: int, kind: int) -> Captured:
+    """Tensors of one row of 32 bytes on each rank, and of its experts, where there are several kinds."""
+    names = [f"layers.{number}.weight" for number in range(TENSORS)]
+    meshes, spreads = [Mesh((ranks,), tuple(range(ranks)))], [Sharding(0, (Shard(0),))] * TENSORS
+    specs = [TensorSpec(name, "float32", 4, (ranks, 8)) for name in names]
+    if kinds > 1:
+        names += [f"experts.{kind}.{number}" for number in range(EXPERTS)]
+        own = tuple(range(kind, ranks, kinds))
+        meshes.append(Mesh((len(own),), own))
+        spreads = spreads + [Sharding(1, (Shard(0),))] * EXPERTS
+        specs += [TensorSpec(name, "float32", 4, (len(own), 8)) for name in names[TENSORS:]]
+    values = [f"value.{number}" for number in range(VALUES)]
+    tree = ["d", [*names, *values], [*range(len(names)), *[None] * VALUES]]
+    return Captured(Layout(specs, tree, (), meshes, spreads), list(range(VALUES)), (), [ZeroSource()] * len(specs))
 
 
 class ZeroSource:
@@ -98,13 +118,15 @@ def measure(case: Case, ranks: int, blocks: int) -> Cost:
     """Has rank 0 put, with all others' records there."""
     backend = CountingBackend()
     engine = make_engine(backend, init_store(backend), MemoryTable())
-    own_layout = layout(ranks)
-    states = RankStates(Captured(own_layout, (), (), [ZeroSource()] * TENSORS), None)
+    states = RankStates(state(ranks, case.kinds, 0), None)
     request = PutRequest("bench", 1, None, None, encode_metadata({}), {})
     nonce = new_ulid()
     store = FakeStore()
-    put = RankPut(engine, None, lambda: Prepared(request, states), txn=new_ulid(), checked={})  # type: ignore[arg-type]
-    said = _sayings(engine, case, put, ranks, blocks)
+    memory: Memory = {}
+    job = Job(engine, backend, case, request, ranks, memory)
+    if not case.is_first:
+        _put_before(job)
+    said = [*_sayings(job, blocks)]
     prefix = f"tsck/bench/{ulid_text(nonce)}/1/"
     channel = Channel(lambda action, seconds: action(store), prefix, ranks=ranks)
     for key, record in said:
@@ -119,39 +141,63 @@ def measure(case: Case, ranks: int, blocks: int) -> Cost:
 
     ids = chain([new_ulid(), nonce], (new_ulid() for _ in repeat(None)))
     group = Group(run, rank=0, ranks=ranks, scope="bench", new_id=lambda: next(ids))
-    checked: dict[bytes, int] = {}
-    if not case.is_first:
-        checked = _Everything()
     store.bytes = 0
     backend.take_traffic()
     started = time.perf_counter()
-    put_ranks(engine, group, lambda: Prepared(request, states), ref=request.ref, checked=checked, timeout=600)
+    put_ranks(engine, group, lambda: Prepared(request, states), ref=request.ref, memory=memory, timeout=600)
     return Cost(time.perf_counter() - started, store.bytes, backend.take_traffic())
 
 
-class _Everything(dict[bytes, int]):
-    """It has it all: every layout was put before."""
+class Job(NamedTuple):
+    """Who puts what."""
 
-    def get(self, key: bytes, default: object = None) -> Any:
-        return 1
+    engine: Engine
+    backend: CountingBackend
+    case: Case
+    request: PutRequest
+    ranks: int
+    memory: Memory
+    """Of every rank."""
 
-    def __contains__(self, item: object) -> bool:
-        return True
+
+def _put_before(job: Job) -> None:
+    """As if the same layouts had been put once: all ranks know the plan."""
+    ranks, case = job.ranks, job.case
+    kinds = [Kind(tuple(range(kind, ranks, case.kinds)), *state(ranks, case.kinds, kind)[:2], {}, ()) for kind in range(case.kinds)]
+    known = plan_of(kinds, {}) if case.kinds > 1 else Known(Plan())
+    known.turn = 1
+    planning = Planning(SimpleNamespace(txn=new_ulid()), job.memory, 0, ranks)  # type: ignore[arg-type]
+    remember(job.memory, planning.compare(_hellos(job), state(ranks, case.kinds, 0))["key"], known)
 
 
-def _sayings(engine: Engine, case: Case, put: RankPut, ranks: int, blocks: int) -> Iterable[tuple[str, Body]]:
-    """The hellos and dones of all ranks but rank 0, of which `put` is; their parts are stored."""
-    backend, head, hello = engine.backend, engine.log.sync().n, put.hello()
-    assert isinstance(backend, CountingBackend)
+def _hellos(job: Job) -> list[Body]:
+    """What all ranks say first."""
+    engine, _, case, request, ranks, memory = job
+    attempt = SimpleNamespace(txn=new_ulid())
+    of_kind = []
+    for kind in range(case.kinds):
+        states, place = RankStates(state(ranks, case.kinds, kind), None), SimpleNamespace(rank=kind, ranks=ranks)
+        put = RankPut(engine, place, lambda states=states: Prepared(request, states), attempt=attempt, memory=memory)  # type: ignore[arg-type, misc]
+        of_kind.append(put.hello())
+    return [of_kind[rank % case.kinds] for rank in range(ranks)]
+
+
+def _sayings(job: Job, blocks: int) -> Iterable[tuple[str, Body]]:
+    """The hellos and dones of all ranks but rank 0, and what the first of each kind tells; their parts are stored."""
+    engine, backend, case, _, ranks, _ = job
+    head, hellos = engine.log.sync().n, _hellos(job)
     replicas = Digests({}, b"") if case.is_first else None
     for rank in range(1, ranks):
-        part, ulid = make_part(hello["layout"], rank, ranks, blocks), new_ulid()
+        part, ulid = make_part(hellos[rank]["layout"], rank, ranks, blocks), new_ulid()
         if case.condemns:
             backend.put(part_name(ulid), part.encode())
             backend.packs_named += part.packs
         done = Done(RankParts([ulid], [part.part_id()], blocks * BLOCK_BYTES, head, head, Objects()), 0, replicas, None, Findings())
-        yield f"hello/{rank}", {"record": hello, "oldest": 1}
+        yield f"hello/{rank}", {"record": hellos[rank], "oldest": 1}
         yield f"done/{rank}", {"record": done.record()}
+        if rank < case.kinds:
+            told = encode_kind(state(ranks, case.kinds, rank), with_layout=case.is_first, known_blobs=b"")
+            yield f"kinds/{rank}", {"data": told}
 
 
 def main() -> None:

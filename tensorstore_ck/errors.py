@@ -155,7 +155,7 @@ class AmbiguousAddressError(InputError):
 
 
 class MismatchError(InputError):
-    """A snapshot does not fit what it should be restored into."""
+    """A snapshot does not fit what it should be restored into, or what ranks put does not fit together."""
 
     kind = "mismatch"
     exit_code = 27

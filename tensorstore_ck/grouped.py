@@ -18,6 +18,7 @@ from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.ranks import Duties, Group, open_group, second_nonce
 from tensorstore_ck.ranks.agreeing import require_alike
 from tensorstore_ck.ranks.channel import Runner
+from tensorstore_ck.ranks.plan import Memory
 from tensorstore_ck.ranks.wording import sayings
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Groups:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._groups: weakref.WeakKeyDictionary[ProcessGroup, tuple[Group, dict[bytes, int]]] = weakref.WeakKeyDictionary()
+        self._groups: weakref.WeakKeyDictionary[ProcessGroup, tuple[Group, Memory]] = weakref.WeakKeyDictionary()
         """With the layouts that it has put, and how often: see `run_put`."""
         self._publishing: weakref.WeakKeyDictionary[ProcessGroup, Group] = weakref.WeakKeyDictionary()
         self._told: weakref.WeakKeyDictionary[ProcessGroup, dict[str, list[bytes]]] = weakref.WeakKeyDictionary()
@@ -211,7 +212,7 @@ class Groups:
             self._publishing[group] = open_group(group, f"{self._engine.config.uuid}/publish", second_nonce(self.of(group)[0].nonce))
         return self._publishing[group]
 
-    def of(self, group: "ProcessGroup") -> tuple[Group, dict[bytes, int]]:
+    def of(self, group: "ProcessGroup") -> tuple[Group, Memory]:
         """This rank's place in a process group, and the layouts that it has put."""
         if group not in self._groups:
             self._groups[group] = open_group(group, self._engine.config.uuid), {}

@@ -3,6 +3,7 @@
     turn           whether it takes place at all, where rank 0 says so before anybody prepares
     hello/<rank>   what each rank is about to do; rank 0 waits for all and compares
     go             what rank 0 tells all, after which each rank does its work
+    <name>/<rank>  what some ranks tell rank 0 in the midst of it, and <name>, what rank 0 answers: see `Attempt.ask`, `Attempt.answer`
     done/<rank>    what came of it; rank 0 waits for all and commits, which decides the outcome
     failed         a rank that could not: rank 0 waits no longer
     outcome        what the log says: {put: record}, {abort: reason}, or {ask: text} when rank 0 could not find out
@@ -16,22 +17,23 @@ torch, no formats and no backend.
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final
 
 from tensorstore_ck.envelope import Body, take, take_count
 from tensorstore_ck.errors import (
     ConflictError,
     CorruptObjectError,
     InputError,
+    MismatchError,
     NoSpaceError,
     PermissionDeniedError,
     SnapshotExpiredError,
     StoreError,
     UndecidedError,
-    UnsupportedValueError,
 )
 from tensorstore_ck.ids import Ulid
 from tensorstore_ck.ranks.channel import Channel, ChannelError, LateError, decode_record, encode_record
+from tensorstore_ck.ranks.duties import Duties
 from tensorstore_ck.ranks.ledger import Ledger
 from tensorstore_ck.ranks.reason import Reason
 from tensorstore_ck.ranks.wording import error_text, named_ranks
@@ -39,23 +41,6 @@ from tensorstore_ck.ranks.wording import error_text, named_ranks
 GRACE_SECONDS: Final = 10.0
 """How long after the deadline the other ranks leave it to rank 0 to end the attempt."""
 TURN, GO, OUTCOME, FAILED = "turn", "go", "outcome", "failed"
-
-
-class Duties(NamedTuple):
-    """What the caller does in an attempt. Records are small maps of what msgpack has; an error that one raises ends the attempt."""
-
-    hello: Callable[[], Body]
-    """What this rank is about to do."""
-    work: Callable[[Body], Body]
-    """Does this rank's part, durably, and says what came of it; gets the record of `compare`."""
-    settle: Callable[[str], Body | None] | None
-    """Has the log say "abort" unless it says "put" already; the outcome's record if put, None if aborted. The reason is for people.
-    None for what leaves nothing in the log."""
-    compare: Callable[[list[Body]], Body | str]
-    """On rank 0, with the hellos of all ranks in order: what to tell all; or, in words, why their states cannot be one. An input error
-    that it raises is that of all ranks, whatever it is about."""
-    commit: Callable[[list[Body]], Body]
-    """On rank 0, with what came of the work of all ranks, in order: appends the put to the log; the outcome's record."""
 
 
 class _RefusedError(Exception):
@@ -125,7 +110,7 @@ class Attempt:
             key, told = self._channel.wait([OUTCOME, TURN], self._patience())
             if key == TURN:
                 return told
-            reason = _told_reason(told) or Reason(f"{self._named(0)} could not begin it")
+            reason = Reason.of_outcome(told) or Reason(f"{self._named(0)} could not begin it")
         except ChannelError as exc:
             self.leave()
             who = f"{self._named(self._rank)} waited for {self._named(0)}"
@@ -154,6 +139,35 @@ class Attempt:
         finally:
             self._ledger.end(self.n, self._channel)
 
+    def ask(self, name: str, ranks: Sequence[int], tell: Callable[[], bytes]) -> dict[int, bytes]:
+        """What some `ranks` tell rank 0 in the midst of their work: nothing on the others. What rank 0 would tell itself is empty.
+
+        Called by all ranks that it concerns, and by rank 0, in their `Duties.work`.
+        """
+        others = [rank for rank in ranks if rank]
+        if self._rank:
+            if self._rank in others:
+                self._channel.put_large(f"{name}/{self._rank}", tell(), self._deadline + self._grace)
+            return {}
+        records = self._gather(name, others)
+        told = {rank: self._channel.whole(f"{name}/{rank}", record, self._deadline + self._grace) for rank, record in records.items()}
+        return {0: b""} | told if 0 in ranks else told
+
+    def answer(self, name: str, data: bytes | None) -> bytes:
+        """What rank 0 tells all in the midst of their work; the others wait for it.
+
+        Raises:
+            _RefusedError: the attempt was given up meanwhile.
+        """
+        if self._rank == 0:
+            assert data is not None
+            self._channel.put_large(name, data, self._deadline + self._grace)
+            return data
+        key, record = self._channel.wait([OUTCOME, name], self._patience())
+        if key == OUTCOME:
+            raise _RefusedError(Reason.of_outcome(record) or Reason("the attempt was given up"))
+        return self._channel.whole(name, record, self._deadline + self._grace)
+
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 
     def _lead(self, duties: Duties) -> Body:
@@ -178,7 +192,7 @@ class Attempt:
             return settled
         told = self._spread({"put": outcome})
         if duties.settle is None and "put" not in told:
-            raise self._error(_told_reason(told) or Reason("the other ranks cannot be told"))
+            raise self._error(Reason.of_outcome(told) or Reason("the other ranks cannot be told"))
         return outcome
 
     def _judged(self, judge: Callable[[], Body | str]) -> Body:
@@ -194,31 +208,36 @@ class Attempt:
         except (InputError, ConflictError) as exc:
             raise _RefusedError(Reason.of_error(exc, by_name=False)) from exc
         if isinstance(answer, str):
-            raise _RefusedError(Reason(answer, UnsupportedValueError.kind, self._object_id))
+            raise _RefusedError(Reason(answer, MismatchError.kind, self._object_id))
         return answer
 
     def _collect(self, own: Body) -> list[Body]:
-        """What all ranks said in this stage.
+        """What all ranks said in this stage: see `_gather`."""
+        stage = self._stage
+        return [{"record": own, "oldest": self._ledger.oldest()}, *self._gather(stage, range(1, self._ranks)).values()]
+
+    def _gather(self, stage: str, ranks: Sequence[int]) -> dict[int, Body]:
+        """What other ranks said in a stage.
 
         Raises:
             _RefusedError: names the ranks that failed, and those that said nothing by the deadline.
         """
-        stage = self._stage
-        keys = [f"{stage}/{rank}" for rank in range(1, self._ranks)]
+        keys = [f"{stage}/{rank}" for rank in ranks]
         found, alarm = self._channel.collect(keys, self._deadline, alarm=FAILED)
-        said: list[Body] = [{"record": own, "oldest": self._ledger.oldest()}]
+        said: dict[int, Body] = {}
         errors: dict[int, Reason] = {}
         silent = []
         if alarm is not None:
             with suppress(CorruptObjectError, TypeError, ValueError):
                 record = decode_record(alarm, FAILED)
                 errors[take_count(record, "rank")] = Reason.of_record(take(record, "error", dict))
-        for rank, key in enumerate(keys, start=1):
+        for rank, key in zip(ranks, keys, strict=True):
             if key not in found:
                 silent.append(rank)
                 continue
             try:
-                said.append(_check_said(decode_record(found[key], key), stage))
+                said[rank] = decode_record(found[key], key)
+                _check_said(said[rank], stage)
             except _RefusedError as exc:
                 errors[rank] = exc.reason
             except (CorruptObjectError, TypeError, ValueError) as exc:
@@ -259,7 +278,7 @@ class Attempt:
                 return self._give_up(duties, late, own)
         if type(outcome.get("put")) is dict:
             return self._own(take(outcome, "put", dict))
-        reason = _told_reason(outcome)
+        reason = Reason.of_outcome(outcome)
         if reason is not None:
             raise self._error(reason) from (None if isinstance(own, _RefusedError) else own)
         return self._give_up(duties, LateError(f"{self._named(0)} does not know the outcome: {outcome.get('ask')}"), own)
@@ -312,7 +331,7 @@ class Attempt:
         if duties.settle is None:
             told = self._spread({"abort": reason.record()})
             put = told.get("put")
-            return put if type(put) is dict else _told_reason(told) or reason
+            return put if type(put) is dict else Reason.of_outcome(told) or reason
         try:
             settled = duties.settle(reason.text)
         except BaseException as exc:
@@ -325,7 +344,7 @@ class Attempt:
         if settled is not None:
             self._spread({"put": settled})
             return settled
-        return _told_reason(self._spread({"abort": reason.record()})) or reason
+        return Reason.of_outcome(self._spread({"abort": reason.record()})) or reason
 
     def _spread(self, outcome: Body) -> Body:
         """Tells all, unless somebody was faster; returns what they are told, which is nothing when the channel is gone."""
@@ -364,19 +383,12 @@ def _reason_of(exc: BaseException, duties: Duties) -> Reason:
     return Reason.of_error(exc)
 
 
-def _told_reason(outcome: Body) -> Reason | None:
-    """Why nothing came of the attempt, if that is what all were told."""
-    try:
-        return Reason.of_record(take(outcome, "abort", dict))
-    except TypeError:
-        return None
-
-
 def _check_said(record: Body, stage: str) -> Body:
     """What a rank said, if it is what belongs into this stage."""
     if "error" in record:
         raise _RefusedError(Reason.of_record(take(record, "error", dict)))
-    take(record, "record", dict)
+    if stage in ("hello", "done"):
+        take(record, "record", dict)
     if stage == "hello":
         take_count(record, "oldest")
     return record

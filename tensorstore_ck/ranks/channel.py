@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
-from tensorstore_ck.envelope import Body, pack_body, unpack_body
+from tensorstore_ck.envelope import Body, pack_body, take, take_count, unpack_body
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 
 T = TypeVar("T")
 
 MAX_RECORD_BYTES: Final = 1 << 20
+PIECE_BYTES: Final = MAX_RECORD_BYTES - 1024
+"""Of something larger than a record."""
 BATCH: Final = 256
 """Keys that are asked for at once: many enough to make round trips few, few enough to poll often."""
 CALL_SECONDS: Final = 3.0
@@ -118,6 +120,35 @@ class Channel:
         packed = encode_record(record, key)
         self.written.append(key)
         return self._decode(self._call(lambda store: store.compare_set(self._prefix + key, b"", packed), deadline), key)
+
+    def put_large(self, key: str, data: bytes, deadline: float) -> None:
+        """Sets a record that stands for bytes of any size: see `whole`.
+
+        Raises:
+            ChannelError: the store cannot be used; the record may be there.
+        """
+        if len(data) <= PIECE_BYTES:
+            self.put(key, {"data": data}, deadline)
+            return
+        starts = range(0, len(data), PIECE_BYTES)
+        for number, start in enumerate(starts):
+            self.put(f"{key}/piece/{number}", {"data": data[start : start + PIECE_BYTES]}, deadline)
+        self.put(key, {"pieces": len(starts)}, deadline)
+
+    def whole(self, key: str, record: Body, deadline: float) -> bytes:
+        """The bytes that the record of `put_large` under `key` stands for.
+
+        Raises:
+            ChannelError: the store cannot be used, or this is no such record.
+        """
+        try:
+            if "data" in record:
+                return take(record, "data", bytes)
+            names = [f"{self._prefix}{key}/piece/{number}" for number in range(take_count(record, "pieces"))]
+            pieces = self._call(lambda store: store.multi_get(names), deadline)
+            return b"".join(take(self._decode(piece, key), "data", bytes) for piece in pieces)
+        except TypeError as exc:
+            raise ChannelError(f"the record {key} is malformed: {exc}") from exc
 
     def try_get(self, key: str, deadline: float) -> Body | None:
         """The record, None when there is none yet.

@@ -7,28 +7,28 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import Body, pack_body, take, take_count, take_digest, unpack_body
-from tensorstore_ck.errors import SnapshotExpiredError, UnsupportedValueError
+from tensorstore_ck.errors import MismatchError, SnapshotExpiredError
 from tensorstore_ck.ids import Ulid, derived_hash
 from tensorstore_ck.knownblocks import KnownBlocks
-from tensorstore_ck.layout import Captured, Layout, layout_id
+from tensorstore_ck.layout import Captured, Layout
 from tensorstore_ck.log import Op, SnapshotInfo
 from tensorstore_ck.metering import Meter
 from tensorstore_ck.partwriter import Known, Seat, WrittenPart, write_part
 from tensorstore_ck.ranks import drift
 from tensorstore_ck.ranks.agreeing import Differing, require_alike, telling
-from tensorstore_ck.ranks.attempt import Attempt, Duties
-from tensorstore_ck.ranks.coverage import strangers, uncovered
+from tensorstore_ck.ranks.attempt import Attempt
+from tensorstore_ck.ranks.duties import Duties
 from tensorstore_ck.ranks.group import Group
+from tensorstore_ck.ranks.plan import Memory
+from tensorstore_ck.ranks.planning import Planning
 from tensorstore_ck.ranks.publish import RankParts, checked_parts, publish, record_of
 from tensorstore_ck.ranks.replicas import Digests, differences, digests_of
 from tensorstore_ck.ranks.stages import Stage, contradiction
-from tensorstore_ck.ranks.wording import Shown, disagreements, sayings
+from tensorstore_ck.ranks.wording import Shown, disagreements, in_the_job
 from tensorstore_ck.record import Record
-from tensorstore_ck.split import alike, decode_regions, encode_regions, first_ranks
+from tensorstore_ck.split import alike, first_ranks
 from tensorstore_ck.streams import RULE
 from tensorstore_ck.suspicion import Findings, merged
 from tensorstore_ck.writer import MAX_TRIES, PutRequest
@@ -87,11 +87,9 @@ class Done(NamedTuple):
         )
 
 
-def put_ranks(
-    engine: Engine, group: Group, prepare: Callable[[], Prepared], *, ref: str, checked: dict[bytes, int], timeout: float
-) -> SnapshotInfo:
+def put_ranks(engine: Engine, group: Group, prepare: Callable[[], Prepared], *, ref: str, memory: Memory, timeout: float) -> SnapshotInfo:
     """Stores the state of all ranks as one snapshot, or nothing of it; every rank learns the same outcome. See `run_put`."""
-    return run_put(engine, group, begin_put(group, ref, timeout), prepare, checked=checked)
+    return run_put(engine, group, begin_put(group, ref, timeout), prepare, memory=memory)
 
 
 def begin_put(group: Group, ref: str, timeout: float) -> Attempt:
@@ -109,7 +107,7 @@ def run_put(
     attempt: Attempt,
     prepare: Callable[[], Prepared],
     *,
-    checked: dict[bytes, int],
+    memory: Memory,
     meter: Meter | None = None,
 ) -> SnapshotInfo:
     """Puts in an attempt that was begun.
@@ -117,7 +115,7 @@ def run_put(
     All that can fail on one rank alone belongs into `prepare`: a rank that has not begun an attempt when the others have is never
     with them again.
 
-    `checked` keeps the layouts that this group has put, and how often. With the first put of one it is made sure that all replicas are
+    `memory` keeps the plans by which this group has put, and how often. With the first put of one it is made sure that all replicas are
     equal, and later that of each block one more is, in rotation.
 
     Raises:
@@ -126,7 +124,7 @@ def run_put(
         SnapshotAbortedError: a rank failed in another way, or is gone; likewise.
         UndecidedError: on this rank alone: the log could not be asked for the outcome.
     """
-    put = RankPut(engine, group, prepare, txn=attempt.txn, checked=checked, meter=meter)
+    put = RankPut(engine, group, prepare, attempt=attempt, memory=memory, meter=meter)
     outcome = attempt.run(put.duties())
     info = put.published(outcome)
     put.keep(info, outcome)
@@ -147,8 +145,8 @@ class RankPut:
         group: Group,
         prepare: Callable[[], Prepared],
         *,
-        txn: Ulid,
-        checked: dict[bytes, int],
+        attempt: Attempt,
+        memory: Memory,
         meter: Meter | None = None,
     ) -> None:
         self._engine = engine
@@ -157,12 +155,9 @@ class RankPut:
         self._prepare = prepare
         self._request: PutRequest
         self._states: RankStates
-        self._txn = txn
-        self._checked = checked
-        self._layouts = b""
+        self._txn = attempt.txn
+        self._planning = Planning(attempt, memory, group.rank, group.ranks, group.in_job)
         self._seat: Seat
-        self._layout_of = b""
-        self._regions: list[bytes] = []
         self._written: list[WrittenPart] = []
 
     def duties(self) -> Duties:
@@ -184,23 +179,20 @@ class RankPut:
             "metadata": derived_hash("metadata of a put", request.metadata),
             "metrics": derived_hash("metrics of a put", pack_body(sorted(request.metrics.items()))),
             "rank_state": self._states.own is not None,
-            "layout": layout_id(shared.layout.encode()),
-            "regions": encode_regions(shared.explicit),
-            "values": derived_hash("values of a put", pack_body([list(shared.values), list(shared.blobs)])),
-        }
+        } | self._planning.hello(shared)
 
     def work(self, go: Body) -> Body:
         """Writes this rank's part; or tells what it came with, where that differs."""
-        if go["tellers"]:
-            return telling(self._told_options()) if self._group.rank in go["tellers"] else {}
-        layout_of, turn = take(go, "layout_of", bytes), take_count(go, "turn")
+        if go["explain"]:
+            return telling(self._told_options()) if self._group.rank in go["explain"] else {}
         self.follow(go)
+        self._states = self._states._replace(shared=self._planning.follow(go, self._states.shared))
         for _ in range(MAX_TRIES - 1):
             try:
-                return self._write(layout_of, turn).record()
+                return self._write().record()
             except SnapshotExpiredError:
                 continue  # gc freed something that this relies on: the bytes are still in memory
-        return self._write(layout_of, turn).record()
+        return self._write().record()
 
     def _told_options(self) -> Body:
         request = self._request
@@ -247,9 +239,9 @@ class RankPut:
             if rank == self._group.rank:
                 drift.keep_copy(self._engine, self._states.shared, self._seat, info, owner)
 
-    def _write(self, layout_of: bytes, turn: int) -> "Done":
+    def _write(self) -> "Done":
         engine, rank, ranks, own = self._engine, self._group.rank, self._group.ranks, self._states.own
-        seat = self.take_seat(layout_of)
+        turn, seat = self._planning.turn, self.take_seat()
         anchor = engine.log.sync().n
         known = self._known(rank)
         write = partial(write_part, engine, anchor=anchor, coding=self._request.coding, meter=self._meter, sampling=self._request.sampling)
@@ -259,23 +251,21 @@ class RankPut:
             known = self._known(ranks + rank)
             self._written.append(write(own, known, seat=alone))
         block_bytes = engine.config.block_bytes
-        replicas = None if turn else digests_of(self._states.shared, seat, block_bytes)
+        replicas = None if turn else self._digests(seat)
         sightings = drift.sightings_of(self._states.shared, seat, self._written[0].part, block_bytes, turn) if turn else None
         findings = self._request.examine(engine, self._written[0], self._states.shared)
         return Done(checked_parts(engine, self._written, anchor), self._told_bytes(seat), replicas, sightings, findings)
 
-    def take_seat(self, layout_of: bytes) -> Seat:
-        """This rank's place among all, by their layouts.
-
-        Raises:
-            UnsupportedValueError: it holds tensors together with ranks whose states are others.
-        """
-        rank, ranks = self._group.rank, self._group.ranks
+    def take_seat(self) -> Seat:
+        """This rank's place among all, by their layouts."""
+        rank, ranks, layout_of = self._group.rank, self._group.ranks, self._planning.layout_of
         self._seat = Seat(rank, ranks, alike(layout_of, rank, ranks), layout_of)
-        problem = strangers(self._states.shared.layout, self._seat.alike)
-        if problem:
-            raise UnsupportedValueError(problem, object_id=self._request.ref)
         return self._seat
+
+    def _digests(self, seat: Seat) -> Digests:
+        """Of all that this rank holds with others."""
+        told, sums = self._planning.told_digests(), self._planning.sums()
+        return digests_of(self._states.shared, seat, self._engine.config.block_bytes, told)._replace(sums=sums)
 
     def _known(self, number: int) -> Known:
         return KnownBlocks(self._engine, self._request.nearest, number, self._group.ranks)
@@ -289,25 +279,11 @@ class RankPut:
 
     def compare(self, hellos: list[Body]) -> Body | str:
         """That all ranks put the same."""
-        in_job = self._group.in_job
         if disagreements(hellos, COMPARED):
-            require_alike([self._in_words(hello) for hello in hellos], COMPARED, in_job)
+            require_alike([self._in_words(hello) for hello in hellos], COMPARED, self._group.in_job)
         self._differing = Differing(hellos, HASHED)
-        problem = ""
-        numbers: dict[bytes, int] = {}
-        layout_of = [numbers.setdefault(take_digest(hello, "layout"), len(numbers)) for hello in hellos]
-        for number in range(len(numbers)):
-            said = {rank: take_digest(hellos[rank], "values").hex()[:16] for rank, of in enumerate(layout_of) if of == number}
-            if len(set(said.values())) > 1:
-                advice = "put what is a rank's alone into rank_state="
-                problem = problem or f"the ranks differ in values that are no tensors ({sayings(said, in_job)}): {advice}"
-        if problem:
-            return problem
-        self._layout_of = np.array(layout_of, "<u2").tobytes() if len(numbers) > 1 else b""
-        self._regions = [take(hello, "regions", bytes) for hello in hellos]
-        self._layouts = derived_hash("layouts of a put", *numbers, self._layout_of, *self._regions)
-        turn, tellers = self._checked.get(self._layouts, 0), self._differing.tellers
-        return {"layout_of": self._layout_of, "turn": turn, "nearest": self._request.nearest, "tellers": tellers}
+        plan = self._planning.compare(hellos, self._states.shared)
+        return plan | {"nearest": self._request.nearest, "explain": self._differing.tellers}
 
     def _in_words(self, hello: Body) -> Body:
         """The same, with snapshots by the names that people know, as far as this rank knows them."""
@@ -320,9 +296,9 @@ class RankPut:
         """Appends the entry for all."""
         self.require_told_alike(records)
         dones = [Done.of_record(record) for record in records]
-        if self._layouts not in self._checked:
+        if not self._planning.turn:
             self._check(dones)
-        self._checked[self._layouts] = self._checked.get(self._layouts, 0) + 1
+        self._planning.count()
         self._request = self._request.judged(self._engine, merged([done.findings for done in dones]))
         drifted = drift.drifted([done.sightings for done in dones])
         with self._meter.timed("commit"):
@@ -358,20 +334,16 @@ class RankPut:
         return {key: op.fields[key] for key in TOLD} | {"n": n, "time_ns": entry.time_ns}
 
     def _check(self, dones: Sequence[Done]) -> None:
-        """That the ranks hold every element of every tensor, and that those which hold the same do."""
+        """That ranks which hold the same do."""
         layouts: dict[int, Layout] = {}
         stages: list[Stage] = []
-        problem = ""
-        for first in first_ranks(self._layout_of):
-            own = alike(self._layout_of, first, len(dones))
-            layout = self._states.shared.layout
-            if len(own) < len(dones):
-                stages.append(Stage(self._engine, own, [dones[rank].parts.ulids[0] for rank in own]))
-                layout = stages[-1].layout
-            layouts |= dict.fromkeys(own, layout)
-            problem = problem or uncovered(layout, {rank: decode_regions(layout, self._regions[rank], f"rank {rank}") for rank in own})
+        layout_of = self._planning.layout_of
+        for first in first_ranks(layout_of) if layout_of else ():
+            own = alike(layout_of, first, len(dones))
+            stages.append(Stage(self._engine, own, [dones[rank].parts.ulids[0] for rank in own]))
+            layouts |= dict.fromkeys(own, stages[-1].layout)
         digests = [done.replicas or Digests({}, b"") for done in dones]
-        problem = problem or differences(digests, [layouts[rank] for rank in range(len(dones))])
+        problem = differences(digests, [layouts.get(rank, self._states.shared.layout) for rank in range(len(dones))])
         problem = problem or (contradiction(stages) if stages else "")
         if problem:
-            raise UnsupportedValueError(problem, object_id=self._request.ref)
+            raise MismatchError(problem + in_the_job(self._group.in_job), object_id=self._request.ref)

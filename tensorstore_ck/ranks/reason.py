@@ -60,6 +60,14 @@ class Reason(NamedTuple):
             take(record, "object", str),
         )
 
+    @classmethod
+    def of_outcome(cls, outcome: Body) -> "Reason | None":
+        """Why nothing came of the attempt, if that is what all were told."""
+        try:
+            return cls.of_record(take(outcome, "abort", dict))
+        except TypeError:
+            return None
+
     def error(self, title: str, object_id: str) -> StoreError:
         """What every rank raises of an attempt with that title."""
         kind = BY_KIND.get(self.kind, SnapshotAbortedError)

@@ -5,6 +5,7 @@ a checksum for each of some runs of tensors, from which the tensors are named wh
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Final, NamedTuple
 
 from tensorstore_ck.envelope import Body, take
@@ -12,6 +13,7 @@ from tensorstore_ck.ids import block_id, derived_hash
 from tensorstore_ck.layout import Captured, Layout
 from tensorstore_ck.parallel import cpu_threads, for_each
 from tensorstore_ck.partwriter import Seat
+from tensorstore_ck.ranks.copies import Sum, Told, contradicting
 from tensorstore_ck.ranks.wording import named_ranks
 from tensorstore_ck.split import regions
 
@@ -21,6 +23,10 @@ MIN_BUCKETS: Final = 16
 CHECKSUM_BYTES: Final = 4
 DIGEST_BYTES: Final = 16
 MAX_NAMED: Final = 4
+DIFFERENT: Final = (
+    "do tensors of expert, tensor or pipeline parallelism have one name on several ranks? Make them DTensors, or give them names of their "
+    "own. Or are they buffers that each rank updates, as batch norm does under DDP? Put those into rank_state=, or broadcast them first"
+)
 
 
 class Digests(NamedTuple):
@@ -30,19 +36,26 @@ class Digests(NamedTuple):
     """Set of replicas -> digest of all that they hold."""
     checksums: bytes
     """Of each bucket of tensors."""
+    sums: Sequence[Sum] = ()
+    """Of tensors that ranks hold in several ways."""
 
     def record(self) -> Body:
         """As other ranks read it."""
-        return {"sets": [[*pair] for pair in sorted(self.sets.items())], "checksums": self.checksums}
+        return {
+            "sets": [[*pair] for pair in sorted(self.sets.items())],
+            "checksums": self.checksums,
+            "sums": [[*each] for each in self.sums],
+        }
 
     @classmethod
     def of_record(cls, record: Body) -> "Digests":
         """What `record` made."""
-        return cls({bytes(key): bytes(digest) for key, digest in take(record, "sets", list)}, take(record, "checksums", bytes))
+        sets = {bytes(key): bytes(digest) for key, digest in take(record, "sets", list)}
+        return cls(sets, take(record, "checksums", bytes), [Sum(*map(int, each)) for each in take(record, "sums", list)])
 
 
-def digests_of(captured: Captured, seat: Seat, block_bytes: int) -> Digests:
-    """Hashes all that this rank holds with others, in the blocks that it is stored in."""
+def digests_of(captured: Captured, seat: Seat, block_bytes: int, told: Sequence[Told] = ()) -> Digests:
+    """Hashes all that this rank holds with others, in the blocks that it is stored in; `told` was hashed already."""
     tensors = captured.layout.tensors
     held = regions(captured.layout, seat.rank, seat.alike, captured.explicit)
     found: dict[int, bytes] = {}
@@ -64,13 +77,18 @@ def digests_of(captured: Captured, seat: Seat, block_bytes: int) -> Digests:
         found[number] = derived_hash("region of a replica", *ids)
 
     for_each(tasks, digest, cpu_threads())
-    of_sets: dict[tuple[int, ...], list[bytes]] = {}
+    of_sets: dict[bytes, list[bytes]] = {}
+    key_of = cache(set_key)
     buckets = [0] * bucket_count(captured.layout, seat.world_size)
     for number in sorted(found):
         region = held[number]
-        of_sets.setdefault(region.replicas, []).append(found[number])
+        of_sets.setdefault(key_of(region.replicas), []).append(found[number])
         buckets[bucket_of(region.tensor, captured.layout, seat.world_size)] ^= int.from_bytes(found[number][:CHECKSUM_BYTES], "little")
-    sets = {set_key(replicas): bytes(derived_hash("set of replicas", *several)[:DIGEST_BYTES]) for replicas, several in of_sets.items()}
+    numbers = {spec.name: number for number, spec in enumerate(tensors)} if told else {}
+    for key, name, hashed in told:
+        of_sets.setdefault(key, []).append(hashed)
+        buckets[bucket_of(numbers[name], captured.layout, seat.world_size)] ^= int.from_bytes(hashed[:CHECKSUM_BYTES], "little")
+    sets = {key: bytes(derived_hash("set of replicas", *several)[:DIGEST_BYTES]) for key, several in of_sets.items()}
     if not sets:
         return Digests({}, b"")
     return Digests(sets, b"".join(bucket.to_bytes(CHECKSUM_BYTES, "little") for bucket in buckets))
@@ -84,7 +102,13 @@ def differences(said: Sequence[Digests], layouts: Sequence[Layout | None]) -> st
             other = first.setdefault(key, rank)
             if said[other].sets[key] != digest:
                 return _explain(layouts[other], said, key, other)
-    return ""
+    tensor = contradicting([each for digests in said for each in digests.sums])
+    if tensor is None:
+        return ""
+    ranks = [rank for rank, digests in enumerate(said) if any(each.tensor == tensor for each in digests.sums)]
+    layout = layouts[ranks[0]]
+    name = repr(layout.tensors[tensor].name) if layout is not None else "a tensor"
+    return f"{name} is not the same on all of {named_ranks(ranks)}, which hold it in different ways, each in full: {DIFFERENT}"
 
 
 def _explain(layout: Layout | None, said: Sequence[Digests], key: bytes, first: int) -> str:
@@ -98,9 +122,7 @@ def _explain(layout: Layout | None, said: Sequence[Digests], key: bytes, first: 
     shown = ", ".join(map(repr, names[:MAX_NAMED])) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
     return (
         f"tensors that should be equal on all ranks that hold them are not: rank {first} and {named_ranks(others)} differ in "
-        f"{shown or 'some tensor'}; do tensors of expert, tensor or pipeline parallelism have one name on several ranks? "
-        "Make them DTensors, or give them names of their own. Or are they buffers that each rank updates, as batch norm does under DDP? "
-        "Put those into rank_state=, or broadcast them first"
+        f"{shown or 'some tensor'}; {DIFFERENT}"
     )
 
 

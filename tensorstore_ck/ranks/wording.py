@@ -38,6 +38,13 @@ def named_ranks(ranks: Iterable[int], in_job: Sequence[int] | None = None) -> st
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(shown)}{more}"
 
 
+def in_the_job(in_job: Sequence[int] | None) -> str:
+    """What is added to a message that speaks of the group's ranks; nothing where these are the job's."""
+    if in_job is None or [*in_job] == [*range(len(in_job))]:
+        return ""
+    return f" (these are the group's numbers: its ranks 0 to {len(in_job) - 1} are {named_ranks(range(len(in_job)), in_job)} of the job)"
+
+
 def sayings(said: Mapping[int, str], in_job: Sequence[int] | None = None) -> str:
     """What ranks said, those who said the same together: ``rank 3: NoSpaceError: ...; ranks 5-7: ...``."""
     who: dict[str, list[int]] = {}

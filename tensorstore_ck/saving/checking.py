@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import take_count
-from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
+from tensorstore_ck.errors import InvalidOptionError, MismatchError, UnsupportedValueError
 from tensorstore_ck.grouped import Groups
 from tensorstore_ck.layout import Captured
 from tensorstore_ck.ranks.check import RankCheck
@@ -40,9 +40,9 @@ def check_ranks(
 
     tensor_bytes = None
     try:
-        outcome = attempt.run(RankCheck(engine, own, prepare, txn=attempt.txn, checked={}).duties())
+        outcome = attempt.run(RankCheck(engine, own, prepare, attempt=attempt, memory={}).duties())
         tensor_bytes = take_count(outcome, "bytes")
-    except (UnsupportedValueError, InvalidOptionError) as exc:
+    except (UnsupportedValueError, InvalidOptionError, MismatchError) as exc:
         problems = problems or [Problem(exc.object_id, str(exc))]
     if tensor_bytes is None:
         tensor_bytes = sum(source.size_bytes for source in looked_at[0].sources)

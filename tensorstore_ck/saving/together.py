@@ -62,7 +62,7 @@ class GroupJob:
         self._rank_state = rank_state
         self._globs = frozen
         self._timeout_seconds = self.patience_seconds = timeout_seconds
-        self._own, self._checked = handle.groups.of(group)
+        self._own, self._memory = handle.groups.of(group)
         self.rank = self._own.rank
         self._attempt = begin_put(self._own, ref, timeout_seconds)
         self.number = self._attempt.n
@@ -115,7 +115,7 @@ class GroupJob:
         def fail() -> Prepared:
             raise error
 
-        run_put(self._handle.engine, self._own, self._attempt, fail, checked=self._checked)
+        run_put(self._handle.engine, self._own, self._attempt, fail, memory=self._memory)
 
     def hold(self, slot: Slot) -> None:
         """Copies this rank's side."""
@@ -139,7 +139,7 @@ class GroupJob:
             return Prepared(seen.as_of_now(engine, asked), states)
 
         if engine.tier is None:
-            info = run_put(engine, self._own, self._attempt, prepare, checked=self._checked, meter=course.meter)
+            info = run_put(engine, self._own, self._attempt, prepare, memory=self._memory, meter=course.meter)
             self._handle.note_speed(course)
             seen.note(self.ref, info.root, info.root)
             return info
@@ -183,8 +183,8 @@ class GroupJob:
             self._handle.engine,
             self._own,
             prepare,
-            txn=self._attempt.txn,
-            checked=self._checked,
+            attempt=self._attempt,
+            memory=self._memory,
             meter=course.meter,
             tier=tier,
             chain=self._handle.chain(self.ref),

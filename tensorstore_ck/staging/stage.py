@@ -26,7 +26,9 @@ from tensorstore_ck.layout import Captured
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.metering import Meter
 from tensorstore_ck.partwriter import ALONE, Known, WrittenPart, write_part
+from tensorstore_ck.ranks.attempt import Attempt
 from tensorstore_ck.ranks.group import Group
+from tensorstore_ck.ranks.plan import Memory
 from tensorstore_ck.ranks.publish import checked_parts, record_of
 from tensorstore_ck.ranks.put import Done, Prepared, RankPut
 from tensorstore_ck.record import Record, decode_record, record_name
@@ -225,14 +227,14 @@ class StagedRankPut(RankPut):
         group: Group,
         prepare: Callable[[], Prepared],
         *,
-        txn: Ulid,
-        checked: dict[bytes, int],
+        attempt: Attempt,
+        memory: Memory,
         meter: Meter,
         tier: Tier,
         chain: StagedChain,
         stop: Callable[[], None],
     ) -> None:
-        super().__init__(engine, group, prepare, txn=txn, checked=checked, meter=meter)
+        super().__init__(engine, group, prepare, attempt=attempt, memory=memory, meter=meter)
         self._store_engine = engine
         self._tier = tier
         self._chain = chain
@@ -253,7 +255,7 @@ class StagedRankPut(RankPut):
 
     def work(self, go: Body) -> Body:
         """Stages this rank's side; what others need to open the snapshot goes to the store at once: it is small."""
-        if go["tellers"]:
+        if go["explain"]:
             return super().work(go)
         self._engine = self._stager.engine
         self._store_engine.log.sync()

@@ -24,6 +24,7 @@ from tensorstore_ck.ids import Digest, Ulid
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.opening import init_store, make_engine, read_config
 from tensorstore_ck.ranks import Group
+from tensorstore_ck.ranks.plan import Memory
 from tensorstore_ck.ranks.put import Prepared, RankStates, put_ranks
 from tensorstore_ck.record import encode_metadata
 from tensorstore_ck.sharding import Mesh, Shard
@@ -123,7 +124,7 @@ class PutRank:
         new_id = ids_of(actor.simulation)
         self.engine = open_engine(self._simulation, FaultyBackend(self._backend, self.faults, atomic_put=True), actor.sleep)
         group = Group(actor, rank=actor.rank, ranks=self._ranks, scope="s", clock=actor.clock, sleep=actor.sleep, new_id=new_id)
-        checked: dict[bytes, int] = {}
+        memory: Memory = {}
         root: Digest | None = None
         for number, put in enumerate(self.puts):
             put.before()
@@ -141,7 +142,7 @@ class PutRank:
                     group,
                     lambda put=put, request=request: Prepared(request, put.take_apart()),  # type: ignore[misc]
                     ref=put.ref,
-                    checked=checked,
+                    memory=memory,
                     timeout=self._timeout,
                 )
                 root = info.root

@@ -50,7 +50,7 @@ def put_all(
             group = Group(run, rank=rank, ranks=ranks, scope="test")
             request = PutRequest(ref, step, head.root if head else None, ANY, encode_metadata({}), {})
             states = RankStates(shared(rank), own(rank) if own is not None else None)
-            done[rank] = put_ranks(store._engine, group, lambda: Prepared(request, states), ref=request.ref, timeout=20, checked={})
+            done[rank] = put_ranks(store._engine, group, lambda: Prepared(request, states), ref=request.ref, timeout=20, memory={})
         except BaseException as exc:  # noqa: BLE001 - raised by the caller's thread
             done[rank] = exc
 

@@ -17,6 +17,7 @@ from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.ranks import drift
 from tensorstore_ck.ranks.channel import KeyValue
 from tensorstore_ck.ranks.group import Group
+from tensorstore_ck.ranks.plan import Memory
 from tensorstore_ck.ranks.put import Prepared, RankStates, put_ranks
 from tensorstore_ck.record import encode_metadata
 from tensorstore_ck.sharding import Mesh, Shard
@@ -38,7 +39,7 @@ class Job:
         self._lock = threading.Lock()
         self.stores = [open_store(backend) for _ in range(RANKS)]
         self._groups = [Group(self._run, rank=rank, ranks=RANKS, scope="test") for rank in range(RANKS)]
-        self._checked: list[dict[bytes, int]] = [{} for _ in range(RANKS)]
+        self._memory: list[Memory] = [{} for _ in range(RANKS)]
         self._step = 0
 
     def _run(self, action: Callable[[KeyValue], T], seconds: float) -> T:
@@ -57,7 +58,7 @@ class Job:
             states = RankStates(state(rank), None)
             try:
                 done[rank] = put_ranks(
-                    engine, self._groups[rank], lambda: Prepared(request, states), ref=request.ref, timeout=60, checked=self._checked[rank]
+                    engine, self._groups[rank], lambda: Prepared(request, states), ref=request.ref, timeout=60, memory=self._memory[rank]
                 )
             except BaseException as exc:  # noqa: BLE001 - raised by the caller's thread
                 done[rank] = exc

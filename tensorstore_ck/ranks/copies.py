@@ -1,0 +1,144 @@
+"""Whether what several ranks hold in their own ways is the same: regions that ranks tell, and tensors that they cut differently.
+
+Equal regions are compared by a digest of all that a set of ranks holds. Of different cuts no block is the same: there each rank adds up a
+number for each of its elements, drawn from its place in the whole tensor and its bits (the finalizer of SplitMix64: Steele et al., "Fast
+splittable pseudorandom number generators", 2014), modulo 2^64. The sum over all ranks of a cut does not depend on the cut.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorstore_ck.ids import block_id, derived_hash
+from tensorstore_ck.layout import ByteSource, Captured, Layout, Sharding, TensorSpec
+from tensorstore_ck.ranks.cuts import Cut, Placed
+from tensorstore_ck.ranks.plan import Plan
+from tensorstore_ck.ranks.side import tensors_of, without_copies
+from tensorstore_ck.split import Region, regions
+
+PIECE_ELEMENTS: Final = 1 << 20
+PIECE_BYTES: Final = 4 << 20
+
+_Words = npt.NDArray[np.uint64]
+
+
+class Sum(NamedTuple):
+    """What a rank adds up of a tensor that ranks hold in several ways."""
+
+    tensor: int
+    """Of the layout of all ranks."""
+    cut: int
+    replica: int
+    """Which of those who hold the same it is."""
+    total: int
+
+
+def contradicting(sums: Sequence[Sum]) -> int | None:
+    """A tensor whose cuts, or their replicas, do not add up to the same."""
+    totals: dict[tuple[int, int, int], int] = {}
+    for tensor, cut, replica, total in sums:
+        key = tensor, cut, replica
+        totals[key] = (totals.get(key, 0) + total) % (1 << 64)
+    first: dict[int, int] = {}
+    return next((tensor for (tensor, _, _), total in totals.items() if first.setdefault(tensor, total) != total), None)
+
+
+class Told(NamedTuple):
+    """A region that several ranks tell."""
+
+    set_key: bytes
+    """Names the set of these ranks."""
+    name: str
+    """Of the tensor."""
+    digest: bytes
+
+
+def told_digests(captured: Captured, plan: Plan, rank: int) -> list[Told]:
+    """Of each region that other ranks tell as well, in the same order on each of them; `captured` is this rank's own state, as it came."""
+    said = plan.regions_of(rank)
+    held: list[tuple[tuple[str, tuple[int, ...]], Told]] = []
+    at = 0
+    for tensor, boxes in captured.explicit if said is not None else ():
+        spec, start = captured.layout.tensors[tensor], 0
+        for box in boxes:
+            size_bytes = prod(box.sizes) * spec.item_bytes
+            number = said[at] >> 1 if said is not None else 0
+            if number:
+                key = bytes(derived_hash("told set of ranks", number.to_bytes(4, "little"))[:8])
+                told = Told(key, spec.name, _digest(captured.sources[tensor], start, start + size_bytes))
+                held.append(((spec.name, box.offsets + box.sizes), told))
+            start += size_bytes
+            at += 1
+    return [told for _, told in sorted(held, key=lambda each: each[0])]
+
+
+def sums_of(captured: Captured, plan: Plan, rank: int) -> list[Sum]:
+    """What this rank adds up; `captured` is its own state, as it came."""
+    if not plan.compared or plan.layout is None:
+        return []
+    said = plan.regions_of(rank)
+    kept = captured if said is None else without_copies(captured, said)
+    told = {each.tensor: each.boxes for each in kept.explicit}
+    cuts_of = {each.tensor: each.cuts for each in plan.compared}
+    found: dict[int, list[Sum]] = {}
+    for tensor, mine, source in tensors_of(kept, plan):
+        spec = plan.layout.tensors[tensor]
+        for number, cut in enumerate(cuts_of.get(tensor, ())):
+            if rank not in cut.ranks or tensor in found:
+                continue
+            if isinstance(cut.spread, Placed):
+                held = _regions(spec, cut.spread, rank, cut)
+            else:
+                held = [Region(tensor, *box, cut.spread == "flat", (rank,)) for box in told.get(mine if mine is not None else -1, ())]
+            start = total = 0
+            for region in held:
+                total += _sum(region, spec, source, start)
+                start += region.size_bytes(spec)
+            replica = held[0].replicas.index(rank) if held else 0
+            found[tensor] = [Sum(tensor, number, replica, total % (1 << 64))]
+    return [each for several in found.values() for each in several]
+
+
+def _regions(spec: TensorSpec, placed: Placed, rank: int, cut: Cut) -> list[Region]:
+    return regions(Layout([spec], 0, (), [placed.mesh], [Sharding(0, placed.placements)]), rank, cut.ranks)
+
+
+def _digest(source: ByteSource, start: int, stop: int) -> bytes:
+    ids = [block_id(source.read(at, min(at + PIECE_BYTES, stop))) for at in range(start, stop, PIECE_BYTES)]
+    return derived_hash("region of a replica", *ids)
+
+
+def _sum(region: Region, spec: TensorSpec, source: ByteSource, start: int) -> int:
+    """Of a region whose bytes begin at `start` of the source."""
+    total = 0
+    words = next(size for size in (8, 4, 2, 1) if spec.item_bytes % size == 0)
+    steps = [prod(spec.shape[dim + 1 :]) for dim in range(len(spec.shape))]
+    elements = prod(region.sizes)
+    for first in range(0, elements, PIECE_ELEMENTS):
+        last = min(first + PIECE_ELEMENTS, elements)
+        data = source.read(start + first * spec.item_bytes, start + last * spec.item_bytes)
+        bits = np.frombuffer(data, f"<u{words}").astype(np.uint64).reshape(last - first, -1)
+        whole = np.concatenate([*_places(region, spec, steps, first, last)])
+        places = (whole[:, None] * np.uint64(bits.shape[1]) + np.arange(bits.shape[1], dtype=np.uint64)).astype(np.uint64)
+        total += int(_mixed(bits, places).sum(dtype=np.uint64))
+    return total
+
+
+def _places(region: Region, spec: TensorSpec, steps: Sequence[int], first: int, last: int) -> Iterator[_Words]:
+    """Where the elements [first, last) of a region are in the flattened tensor."""
+    for (offsets, sizes), _ in region.pieces(spec, first, last):
+        places = np.zeros((), np.uint64)
+        for offset, size, step in zip(offsets, sizes, steps, strict=True):
+            places = places[..., None] + np.arange(offset, offset + size, dtype=np.uint64) * np.uint64(step)
+        yield places.ravel()
+
+
+def _mixed(bits: _Words, places: _Words) -> _Words:
+    mixed = bits * np.uint64(0x9E3779B97F4A7C15) + (places + np.uint64(1)) * np.uint64(0xD1B54A32D192ED03)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    final: _Words = mixed ^ (mixed >> np.uint64(31))
+    return final

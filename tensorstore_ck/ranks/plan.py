@@ -1,0 +1,174 @@
+"""How ranks put together: rank 0 plans it from what all say of their states, and all keep the plan for the puts after.
+
+    same     all ranks have one layout, and it says what each holds
+    apart    ranks of several kinds, each kind with a layout of its own: see `kinds.can_stay_apart`
+    united   ranks of several kinds under one layout, which has what any of them has: see `unite`
+
+The plan holds for all puts whose ranks come with these layouts and regions. Knows no torch.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.envelope import pack_body, take, take_count, unpack_body
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.layout import Layout, TensorSpec, decode_layout
+from tensorstore_ck.ranks.claims import Held, claims, gap, held_of
+from tensorstore_ck.ranks.cuts import Cut, Placed
+from tensorstore_ck.ranks.kinds import ZIP_LEVEL, Kind, Told, can_stay_apart
+from tensorstore_ck.ranks.unite import ONE_REGION, Compared, MisfitError, United, unite
+from tensorstore_ck.sharding import Mesh, Shard
+
+MAX_PLANS: Final = 8
+"""That a rank keeps of a group."""
+SOLE, KEEPS = 0, 1
+"""What a rank is told of a region: no other holds it; bit 0 of its set: it stores what they all hold."""
+
+
+class Plan(NamedTuple):
+    """What all ranks know."""
+
+    form: Literal["same", "apart", "united"] = "same"
+    layout: Layout | None = None
+    """Of all ranks, if united."""
+    holes: int = 0
+    """Values of the united layout."""
+    compared: Sequence[Compared] = ()
+    sets: Sequence[bytes] = ()
+    """For each rank, if any region that ranks tell is held by several: u4 for each of its regions, in order: `SOLE`, or twice the number
+    of the set of ranks that hold it and `KEEPS`."""
+
+    def regions_of(self, rank: int) -> Sequence[int] | None:
+        """What the plan says of the regions that a rank tells; None: it is the only one to hold each."""
+        return np.frombuffer(self.sets[rank], "<u4").tolist() if self.sets else None
+
+    def encode(self) -> bytes:
+        """As it travels."""
+        body = {
+            "form": self.form,
+            "layout": b"" if self.layout is None else self.layout.encode(),
+            "holes": self.holes,
+            "compared": [[each.tensor, [_pack_cut(cut) for cut in each.cuts]] for each in self.compared],
+            "sets": list(self.sets),
+        }
+        return zlib.compress(pack_body(body), ZIP_LEVEL)
+
+
+@dataclass(slots=True)
+class Known:
+    """What a rank keeps of the puts of one plan."""
+
+    plan: Plan
+    turn: int = 0
+    """How many were published, on rank 0."""
+    united: United | None = None
+    """On rank 0: what ranks of several kinds have together."""
+
+
+Memory = dict[bytes, Known]
+"""The plans that a group has put by, under what names the layouts of all ranks."""
+
+
+def remember(memory: Memory, key: bytes, known: Known) -> None:
+    """Keeps a plan, and the newest ones beside it."""
+    memory.pop(key, None)
+    memory[key] = known
+    for old in [*memory][:-MAX_PLANS]:
+        del memory[old]
+
+
+def decode_plan(data: bytes) -> Plan:
+    """What `Plan.encode` made.
+
+    Raises:
+        CorruptObjectError: it is not that.
+    """
+    try:
+        body = unpack_body(memoryview(zlib.decompress(data)), "the plan of a put")
+        encoded = take(body, "layout", bytes)
+        compared = [Compared(int(tensor), tuple(map(_cut, cuts))) for tensor, cuts in take(body, "compared", list)]
+        layout = decode_layout(encoded, "the layout of all ranks") if encoded else None
+        form = take(body, "form", str)
+        if form not in ("same", "apart", "united"):
+            raise ValueError(f"no form is called {form!r}")
+        return Plan(form, layout, take_count(body, "holes"), compared, [bytes(each) for each in take(body, "sets", list)])  # type: ignore[arg-type]
+    except (TypeError, ValueError, IndexError, zlib.error) as exc:
+        raise CorruptObjectError(f"the plan of a put is malformed: {exc}", object_id="plan") from exc
+
+
+def plan_of(kinds: Sequence[Kind], told: Told) -> Known:
+    """Plans a put.
+
+    Raises:
+        MisfitError: the ranks cannot put one snapshot together.
+    """
+    sets = _sets(kinds, told, sum(len(kind.ranks) for kind in kinds))
+    if len(kinds) == 1:
+        layout = kinds[0].layout
+        for tensor, held in _by_tensor(kinds, told).items():
+            spec = layout.tensors[tensor[1]]
+            once = list({box: (rank, box) for rank, box in held}.values())
+            problem = gap(spec, once, is_flat=layout.spreads[tensor[1]] == "flat")
+            if problem:
+                raise MisfitError(spec.name, problem, ONE_REGION)
+        return Known(Plan("same", sets=sets))
+    if can_stay_apart(kinds, told):
+        return Known(Plan("apart"), united=unite(kinds, told))
+    united = unite(kinds, told)
+    return Known(Plan("united", united.layout, len(united.holes), united.compared, sets), united=united)
+
+
+def _sets(kinds: Sequence[Kind], told: Told, ranks: int) -> list[bytes]:
+    """See `Plan.sets`."""
+    of_name: dict[tuple[str, str], tuple[TensorSpec, list[Held]]] = {}
+    for (side, tensor), held in _by_tensor(kinds, told).items():
+        layout = kinds[side].layout
+        spec = layout.tensors[tensor]
+        of_name.setdefault((spec.name, str(layout.spreads[tensor])), (spec, []))[1].extend(held)
+    found = dict(zip(of_name, claims(of_name.values()), strict=True))
+    if not any(found.values()):
+        return []
+    numbers: dict[tuple[int, ...], int] = {}
+    said: list[list[int]] = [[] for _ in range(ranks)]
+    for kind in kinds:
+        for rank in kind.ranks:
+            for tensor, boxes in told.get(rank, ()):
+                claimed = found[kind.layout.tensors[tensor].name, str(kind.layout.spreads[tensor])]
+                for box in boxes:
+                    claim = claimed.get(box)
+                    if claim is None:
+                        said[rank].append(SOLE)
+                    else:
+                        number = numbers.setdefault(claim.holders, len(numbers) + 1)
+                        said[rank].append(2 * number + (KEEPS if claim.keeper == rank else 0))
+    return [np.array(each, "<u4").tobytes() for each in said]
+
+
+def _by_tensor(kinds: Sequence[Kind], told: Told) -> Mapping[tuple[int, int], list[Held]]:
+    """(kind, its tensor) -> its regions that ranks tell; also of those of which no rank has any."""
+    found: dict[tuple[int, int], list[Held]] = {}
+    for side, kind in enumerate(kinds):
+        held = held_of({rank: told.get(rank, ()) for rank in kind.ranks})
+        found |= {(side, tensor): held.get(tensor, []) for tensor, spread in enumerate(kind.layout.spreads) if isinstance(spread, str)}
+    return found
+
+
+def _pack_cut(cut: Cut) -> list[Any]:
+    ranks = np.array(cut.ranks, "<u4").tobytes()
+    if not isinstance(cut.spread, Placed):
+        return [cut.spread, ranks]
+    mesh, placements = cut.spread
+    return [[list(mesh.shape), np.array(mesh.ranks, "<u4").tobytes(), [each and list(each) for each in placements]], ranks]
+
+
+def _cut(item: Any) -> Cut:
+    spread, ranks = item
+    if spread not in ("boxes", "flat"):
+        shape, members, placements = spread
+        mesh = Mesh(tuple(shape), tuple(np.frombuffer(members, "<u4").tolist()))
+        spread = Placed(mesh, tuple(each and Shard(*each) for each in placements))
+    return Cut(spread, tuple(np.frombuffer(ranks, "<u4").tolist()))

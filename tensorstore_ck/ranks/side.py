@@ -1,0 +1,142 @@
+"""One rank's side of a planned put: its state as the plan has it. Knows no torch."""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+
+from tensorstore_ck.layout import ByteSource, Captured, Explicit, Frozen
+from tensorstore_ck.ranks.plan import KEEPS, SOLE, Plan
+from tensorstore_ck.sharding import Box
+from tensorstore_ck.tree import Branch, Leaf, Tree, parse
+
+
+def planned(captured: Captured, plan: Plan, rank: int, values: Sequence[Any] = (), blobs: Sequence[bytes] = ()) -> Captured:
+    """What `rank` puts of its state. `values`, `blobs`: those of the united state, on the rank that stores them."""
+    said = plan.regions_of(rank)
+    kept = captured if said is None else without_copies(captured, said)
+    return kept if plan.layout is None else _as_united(kept, plan, values, blobs)
+
+
+def without_copies(captured: Captured, said: Sequence[int]) -> Captured:
+    """Without the regions that another rank stores; `said`: see `Plan.regions_of`."""
+    sources, explicit = list(captured.sources), []
+    at = 0
+    for tensor, boxes in captured.explicit:
+        own = [said[at + number] == SOLE or bool(said[at + number] & KEEPS) for number in range(len(boxes))]
+        at += len(boxes)
+        if not all(own):
+            sources[tensor] = _Some(captured.sources[tensor], _pieces(boxes, own, captured.layout.tensors[tensor].item_bytes))
+        explicit.append(Explicit(tensor, tuple(box for box, is_own in zip(boxes, own, strict=True) if is_own)))
+    return captured._replace(sources=sources, explicit=explicit)
+
+
+def _pieces(boxes: Sequence[Box], own: Sequence[bool], item_bytes: int) -> list[tuple[int, int]]:
+    pieces, start = [], 0
+    for box, is_own in zip(boxes, own, strict=True):
+        size_bytes = prod(box.sizes) * item_bytes
+        if is_own:
+            pieces.append((start, size_bytes))
+        start += size_bytes
+    return pieces
+
+
+def _as_united(captured: Captured, plan: Plan, values: Sequence[Any], blobs: Sequence[bytes]) -> Captured:
+    layout = plan.layout
+    assert layout is not None
+    sources: list[ByteSource] = [NOTHING] * len(layout.tensors)
+    told = {each.tensor: each.boxes for each in captured.explicit}
+    boxes: dict[int, tuple[Box, ...]] = {tensor: () for tensor, spread in enumerate(layout.spreads) if isinstance(spread, str)}
+    frozen: dict[int, Frozen] = {}
+    for number, mine, source in tensors_of(captured, plan):
+        sources[number] = source
+        if mine is None:
+            continue
+        if number in boxes and mine in told:
+            boxes[number] = told[mine]
+        if mine in captured.frozen:
+            frozen[number] = captured.frozen[mine]
+    return Captured(layout, values, blobs, sources, [Explicit(*each) for each in sorted(boxes.items())], frozen)
+
+
+def tensors_of(captured: Captured, plan: Plan) -> Iterator[tuple[int, int | None, ByteSource]]:
+    """The tensors of all that this rank has something of: number, number here (None: it is a view here), and what it has."""
+    assert plan.layout is not None
+    own = parse(captured.layout, len(captured.values), "the layout of this rank")
+    for mine, ours in _pairs(own, parse(plan.layout, plan.holes, "the layout of all ranks")):
+        if mine.kind == "view" and ours.kind == "tensor":
+            item_bytes = plan.layout.tensors[ours.index].item_bytes
+            yield ours.index, None, _View(captured.sources[mine.index], item_bytes, mine.node)
+        elif mine.kind != "value":
+            yield ours.index, mine.index, captured.sources[mine.index]
+
+
+def _pairs(own: Tree, ours: Tree) -> Iterator[tuple[Leaf, Leaf]]:
+    """The leaves of this rank's tree, and what they are in the tree of all, which has all that is in this one."""
+    pending: list[tuple[Tree, Tree]] = [(own, ours)]
+    while pending:
+        mine, other = pending.pop()
+        if isinstance(mine, Leaf) or isinstance(other, Leaf):
+            assert isinstance(mine, Leaf)
+            assert isinstance(other, Leaf)
+            yield mine, other
+            continue
+        children = {_key(other, at): child for at, child in enumerate(other.children)}
+        pending += [(child, children[_key(mine, at)]) for at, child in enumerate(mine.children)]
+        if mine.attributes is not None and other.attributes is not None:
+            pending.append((mine.attributes, other.attributes))
+
+
+def _key(branch: Branch, at: int) -> str:
+    return repr(branch.keys[at]) if branch.keys else str(at)
+
+
+class _Nothing:
+    """`ByteSource` of a tensor of which this rank has nothing."""
+
+    size_bytes = 0
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """No bytes."""
+        return memoryview(b"")
+
+
+NOTHING: Final = _Nothing()
+
+
+class _Some:
+    """`ByteSource` of some pieces of another one."""
+
+    def __init__(self, source: ByteSource, pieces: Sequence[tuple[int, int]]) -> None:
+        self._source = source
+        self._pieces = pieces
+        self.size_bytes = sum(size for _, size in pieces)
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes of one of them, which a block never leaves."""
+        for first, size in self._pieces:
+            if start < size:
+                return self._source.read(first + start, first + stop)
+            start, stop = start - size, stop - size
+        return memoryview(b"")
+
+
+class _View:
+    """`ByteSource` of a view into the memory of a tensor, which the ranks do not share alike: it is stored as a tensor of its own."""
+
+    def __init__(self, base: ByteSource, item_bytes: int, node: Any) -> None:
+        self._base = base
+        self._shape, self._strides, self._offset = node[3], [step * item_bytes for step in node[4]], node[5]
+        self._item_bytes = item_bytes
+        self.size_bytes = prod(self._shape) * item_bytes
+        self._data: memoryview | None = None
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes of a copy."""
+        if self._data is None:
+            memory = np.frombuffer(self._base.read(0, self._base.size_bytes), np.uint8)
+            shape, strides = (*self._shape, self._item_bytes), (*self._strides, 1)
+            view = np.lib.stride_tricks.as_strided(memory[self._offset :], shape, strides, writeable=False)
+            self._data = memoryview(np.ascontiguousarray(view).tobytes())
+        return self._data[start:stop]

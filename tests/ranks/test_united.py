@@ -1,0 +1,264 @@
+"""Ranks whose states differ put one snapshot, in one layout: restored by one process, and by ranks that are spread in other ways."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import tensorstore_ck as tsck
+from tests.ranks.pool import GROUPS, TIMEOUT_SECONDS, Pool, local_of, opened
+
+RANKS = 4
+
+
+def numbers(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def on(ranks: list[Any], full: torch.Tensor, *placements: Any) -> Any:
+    mesh = DeviceMesh("cpu", torch.tensor(ranks), _init_backend=False)
+    return distribute_tensor(full, mesh, list(placements), src_data_rank=None)
+
+
+EMBED, WEIGHT, NORM, EXPERT = numbers(1, 30, 40), numbers(2, 64, 40), numbers(3, 1500), numbers(4, 8, 300)
+GRID = [[0, 1], [2, 3]]
+ALL = [0, 1, 2, 3]
+
+
+def spanning(rank: int) -> dict[str, Any]:
+    """What makes any difference between the ranks a matter of all of them."""
+    return {"w": on(GRID, WEIGHT, Shard(0), Shard(1))}
+
+
+def norm_outside_tp(rank: int) -> dict[str, Any]:
+    return spanning(rank) | {"norm": on([rank % 2, rank % 2 + 2], NORM, Shard(0))}
+
+
+def experts_of_each(rank: int) -> dict[str, Any]:
+    return spanning(rank) | {"experts": {f"{rank}.w": EXPERT[rank] + 0}, "norm": NORM + 0}
+
+
+def experts_on_submeshes(rank: int) -> dict[str, Any]:
+    pair = [0, 1] if rank < 2 else [2, 3]
+    return spanning(rank) | {"experts": {f"{pair[0]}": on(pair, EXPERT + pair[0], Shard(0))}}
+
+
+def something_on_one(rank: int) -> dict[str, Any]:
+    extras: dict[int, dict[str, Any]] = {0: {"epoch": 3}, 2: {"log": "x" * 200_000, "seen": NORM[:20] + 0}}
+    return spanning(rank) | extras.get(rank, {})
+
+
+def in_another_order(rank: int) -> dict[str, Any]:
+    state = spanning(rank) | {"norm": NORM + 0, "embed": on(ALL, EMBED, Shard(0))}
+    return dict(reversed(state.items())) if rank == 1 else state
+
+
+def with_grad_on_one(rank: int) -> dict[str, Any]:
+    return spanning(rank) | {"norm": (NORM + 0).requires_grad_(rank == 2)}
+
+
+def tied_on_one(rank: int) -> dict[str, Any]:
+    embed = EMBED + 0
+    return spanning(rank) | {
+        "embed": embed,
+        "head": embed.detach() if rank == 3 else EMBED + 0,
+        "row": embed[3] if rank == 3 else EMBED[3] + 0,
+    }
+
+
+def stages_that_share(rank: int) -> dict[str, Any]:
+    """Stages of one rank and of three."""
+    state: dict[str, Any] = {"global": on(ALL, WEIGHT, Shard(0))}
+    embed = EMBED + 0 if rank == 0 else on([1, 2, 3], EMBED, Shard(1))
+    return state | {"embed": embed, f"layer of {min(rank, 1)}": NORM + min(rank, 1)}
+
+
+def flat_beside_an_extra(rank: int) -> dict[str, Any]:
+    flat = WEIGHT.flatten()
+    start, stop = (0, 700, 900, 2560, 2560)[rank : rank + 2]
+    return {"w": tsck.FlatShard(flat[start:stop].clone(), tuple(WEIGHT.shape), start)} | ({"epoch": 1} if rank == 0 else {})
+
+
+def flat_on_several(rank: int) -> dict[str, Any]:
+    """Each half on two ranks."""
+    flat, half = WEIGHT.flatten(), rank % 2 * 1280
+    return {"w": tsck.FlatShard(flat[half : half + 1280].clone(), tuple(WEIGHT.shape), half)}
+
+
+def replicated_here_whole_there(rank: int) -> dict[str, Any]:
+    return spanning(rank) | {"norm": on([0, 1], NORM, Replicate()) if rank < 2 else NORM + 0}
+
+
+STATES: dict[str, Callable[[int], dict[str, Any]]] = {
+    each.__name__: each
+    for each in (
+        norm_outside_tp, experts_of_each, experts_on_submeshes, something_on_one, in_another_order, with_grad_on_one, tied_on_one,
+        stages_that_share, flat_beside_an_extra, flat_on_several, replicated_here_whole_there,
+    )
+}  # fmt: skip
+EXPECTED: dict[str, dict[str, Any]] = {
+    "norm_outside_tp": {"w": WEIGHT, "norm": NORM},
+    "experts_of_each": {"w": WEIGHT, "experts": {f"{rank}.w": EXPERT[rank] for rank in ALL}, "norm": NORM},
+    "experts_on_submeshes": {"w": WEIGHT, "experts": {"0": EXPERT, "2": EXPERT + 2}},
+    "something_on_one": {"w": WEIGHT, "epoch": 3, "log": "x" * 200_000, "seen": NORM[:20]},
+    "in_another_order": {"w": WEIGHT, "norm": NORM, "embed": EMBED},
+    "with_grad_on_one": {"w": WEIGHT, "norm": NORM},
+    "tied_on_one": {"w": WEIGHT, "embed": EMBED, "head": EMBED, "row": EMBED[3]},
+    "stages_that_share": {"global": WEIGHT, "embed": EMBED, "layer of 0": NORM, "layer of 1": NORM + 1},
+    "flat_beside_an_extra": {"w": WEIGHT, "epoch": 1},
+    "flat_on_several": {"w": WEIGHT},
+    "replicated_here_whole_there": {"w": WEIGHT, "norm": NORM},
+}
+
+
+def equal(one: Any, two: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(equal(value, two[key]) for key, value in one.items())
+    return torch.equal(one, two) if isinstance(one, torch.Tensor) else bool(one == two)
+
+
+def put(folder: str, name: str, step: int, is_async: bool = False) -> str:
+    state, store, group = STATES[name](torch.distributed.get_rank()), opened(folder, RANKS), GROUPS[RANKS]
+    if is_async:
+        handle = store.put_snapshot_async(state, ref=name, step=step, group=group, timeout_seconds=TIMEOUT_SECONDS, unchanged="ok")
+        return handle.wait().root
+    return store.put_snapshot(state, ref=name, step=step, group=group, timeout_seconds=TIMEOUT_SECONDS, unchanged="ok").root
+
+
+def zeroed(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: zeroed(value) for key, value in state.items()}
+    if isinstance(state, tsck.FlatShard):
+        return tsck.FlatShard(torch.zeros_like(state.local), state.shape, state.start)
+    return torch.zeros_like(state) if isinstance(state, torch.Tensor) else type(state)()
+
+
+def restore_alike(folder: str, name: str) -> None:
+    state = STATES[name](torch.distributed.get_rank())
+    target = zeroed(state)
+    opened(folder, RANKS).checkout(name, into=target, group=GROUPS[RANKS], timeout_seconds=TIMEOUT_SECONDS)
+    require_same(target, state)
+
+
+def require_same(found: Any, expected: Any) -> None:
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            require_same(found[key], value)
+        elif isinstance(value, torch.Tensor | tsck.FlatShard):
+            assert all(map(torch.equal, local_of(found[key]), local_of(value))), key
+        else:
+            assert found[key] == value
+
+
+def restore_on_two(folder: str, name: str) -> None:
+    """All of it on each of two ranks, as shards where it has rows enough."""
+
+    def spread(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: spread(each) for key, each in value.items()}
+        if not isinstance(value, torch.Tensor):
+            return type(value)()
+        return on([1, 0], torch.zeros_like(value), Shard(0))
+
+    target = spread(EXPECTED[name])
+    opened(folder, 2).checkout(name, into=target, group=GROUPS[2], timeout_seconds=TIMEOUT_SECONDS)
+
+    def require(found: Any, expected: Any) -> None:
+        if isinstance(expected, dict):
+            for key in expected:
+                require(found[key], expected[key])
+        elif isinstance(expected, torch.Tensor):
+            assert torch.equal(found.to_local(), on([1, 0], expected, Shard(0)).to_local())
+        else:
+            assert found == expected
+
+    require(target, EXPECTED[name])
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_that_differ_by_rank(pool: Pool, folder: Path, name: str) -> None:
+    (first,) = set(pool.run(put, str(folder), name, 1, ranks=RANKS))
+    (second,) = set(pool.run(put, str(folder), name, 2, True, ranks=RANKS))  # by the plan that is known by now
+    assert first != second
+    with tsck.open(folder / "store", cache_dir=folder / "cache") as store:
+        assert equal(EXPECTED[name], store.checkout(name))
+        assert store.fsck(read_data=True).ok
+    pool.run(restore_alike, str(folder), name, ranks=RANKS)
+    pool.run(restore_on_two, str(folder), name, ranks=2)
+
+
+# --- what cannot be right is refused before a byte is written ------------------------------------------------------------
+
+
+def another_dtype(rank: int) -> dict[str, Any]:
+    return {"w": on(ALL, WEIGHT.double() if rank == 2 else WEIGHT, Shard(0))}
+
+
+def without_it(rank: int) -> dict[str, Any]:
+    return {"norm": NORM + 0} | ({} if rank == 1 else {"w": on(ALL, WEIGHT, Shard(0))})
+
+
+def a_hole(rank: int) -> dict[str, Any]:
+    start = (0, 100, 200, 300)[rank]
+    return {"w": tsck.FlatShard(WEIGHT.flatten()[start : start + 90].clone(), tuple(WEIGHT.shape), start)} | {f"of {rank}": 1}
+
+
+def an_overlap(rank: int) -> dict[str, Any]:
+    start = rank * 640 - (10 if rank == 3 else 0)
+    return {"w": tsck.FlatShard(WEIGHT.flatten()[start : start + 640].clone(), tuple(WEIGHT.shape), start)}
+
+
+def other_values(rank: int) -> dict[str, Any]:
+    return spanning(rank) | {"nested": {"lr": 0.5 if rank == 3 else 0.25}}
+
+
+REFUSED: dict[str, tuple[Callable[[int], dict[str, Any]], list[str]]] = {
+    "a dtype": (another_dtype, ["'w'", "ranks 0-1, 3: float32 [64, 40]", "rank 2: float64 [64, 40]"]),
+    "a tensor that a rank of its mesh lacks": (
+        without_it,
+        ["'w'", "ranks 0, 2-3: split along dim 0 on the mesh of ranks 0-3; rank 1: no such tensor"],
+    ),
+    "a hole": (a_hole, ["'w'", "no rank holds 2200 of 2560 elements"]),
+    "an overlap": (an_overlap, ["'w'", "ranks 2-3 hold some elements twice"]),
+    "values": (other_values, ["'nested.lr'", "rank 0: 0.25", "rank 3: 0.5"]),
+}
+
+
+def refuse(folder: str, name: str) -> str:
+    state, store = REFUSED[name][0](torch.distributed.get_rank()), opened(folder, RANKS)
+    before = {path for path in (Path(folder) / "store").rglob("*") if path.is_file() and {"packs", "parts", "snapshots"} & {*path.parts}}
+    try:
+        store.put_snapshot(state, ref="refused", group=GROUPS[RANKS], timeout_seconds=TIMEOUT_SECONDS)
+    except tsck.StoreError as exc:
+        torch.distributed.barrier(GROUPS[RANKS])
+        assert before == {
+            path for path in (Path(folder) / "store").rglob("*") if path.is_file() and {"packs", "parts", "snapshots"} & {*path.parts}
+        }
+        return str(exc)
+    raise AssertionError("it was put")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_right(pool: Pool, folder: Path, name: str) -> None:
+    for text in pool.run(refuse, str(folder), name, ranks=RANKS):
+        assert not [each for each in REFUSED[name][1] if each not in text], text
+
+
+def put_unequal(folder: str, name: str) -> str:
+    rank = torch.distributed.get_rank()
+    state = {**STATES[name](rank), "another": "layout"}  # replicas are compared with the first put of one
+    if rank == 3:
+        found = state["w" if name == "flat_on_several" else "norm"]
+        local = found.local if isinstance(found, tsck.FlatShard) else found.to_local() if isinstance(found, DTensor) else found
+        local[-1] += 1
+    return opened(folder, RANKS).put_snapshot(state, ref="unequal", group=GROUPS[RANKS], timeout_seconds=TIMEOUT_SECONDS).root
+
+
+@pytest.mark.parametrize("name", ["flat_on_several", "norm_outside_tp", "experts_of_each", "replicated_here_whole_there"])
+def test_what_should_be_equal_and_is_not(pool: Pool, folder: Path, name: str) -> None:
+    for error in pool.ask(put_unequal, str(folder), name, ranks=RANKS):
+        assert "differ in '" in str(error) or "'norm' is not the same on all of ranks 0-3" in str(error), error
