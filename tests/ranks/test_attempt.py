@@ -119,7 +119,7 @@ def test_ranks_that_differ_are_named_with_their_values() -> None:
     group = group_of(simulation, 8)
     group[3].hello["step"] = 900
     simulation.run()
-    assert {type(rank.endings[0].error) for rank in group} == {UnsupportedValueError}
+    assert {type(rank.endings[0].error) for rank in group} == {MismatchError}
     (reason,) = reasons(group)
     assert "the ranks differ in step: ranks 0-2, 4-7: 1000; rank 3: 900" in reason
     assert not any(rank.works for rank in group)
