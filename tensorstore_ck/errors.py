@@ -3,9 +3,21 @@
 Three groups under `StoreError`: `RetryableError` (try again, perhaps after reading the store anew), `InputError`
 (the caller must change something) and `DamageError` (stored data cannot be used). `kind` is stable and shows up in
 ``--json``; `exit_code` is the CLI's. A message says what happened, to which object, and what to do next.
+
+`retry` says when the same call can succeed, which the group alone does not: a `ConflictError` comes again however often one tries.
+
+    same           now, or after a pause: nothing needs to be changed. Nothing of what failed is visible
+    after_resume   after the ref was looked at: restore what is there (`Checkpointer.resume`, `Store.checkout`), and go on from that
+    after_reopen   after the store was opened anew, with what it needs: credentials, the right to write, a newer build
+    never          not before something else has changed: an argument, the state, the environment, or what is stored
+
+`Store.retrying` calls again what is "same", and looks whether an undecided put happened.
 """
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import ClassVar, Final, Literal
+
+Retry = Literal["same", "after_resume", "after_reopen", "never"]
 
 
 class StoreError(Exception):
@@ -13,6 +25,8 @@ class StoreError(Exception):
 
     kind: ClassVar[str] = "store_error"
     exit_code: ClassVar[int] = 1
+    retry: ClassVar[Retry] = "never"
+    """When the same call can succeed: see above."""
 
     def __init__(self, message: str, *, object_id: str = "") -> None:
         """`object_id` names the object that is hit: a storage name, a ref, a tensor or an option."""
@@ -28,6 +42,7 @@ class RetryableError(StoreError):
 
     kind = "retryable"
     exit_code = 10
+    retry: ClassVar[Retry] = "same"
 
 
 class ConflictError(RetryableError):
@@ -35,6 +50,7 @@ class ConflictError(RetryableError):
 
     kind = "conflict"
     exit_code = 11
+    retry = "after_resume"
 
 
 class UndecidedError(RetryableError):
@@ -42,6 +58,12 @@ class UndecidedError(RetryableError):
 
     kind = "undecided"
     exit_code = 12
+    retry = "after_resume"
+
+    def __init__(self, message: str, *, object_id: str = "", txn: bytes = b"") -> None:
+        """`txn` names the put in the log, where it is one."""
+        super().__init__(message, object_id=object_id)
+        self.txn = txn
 
 
 class BackendUnavailableError(RetryableError):
@@ -70,6 +92,7 @@ class SnapshotDroppedError(SnapshotAbortedError):
 
     kind = "snapshot_dropped"
     exit_code = 15
+    retry = "never"
 
 
 class WaitTimeoutError(RetryableError):
@@ -132,7 +155,7 @@ class AmbiguousAddressError(InputError):
 
 
 class MismatchError(InputError):
-    """A snapshot does not fit what it should be restored into."""
+    """A snapshot does not fit what it should be restored into, or what ranks put does not fit together."""
 
     kind = "mismatch"
     exit_code = 27
@@ -157,6 +180,7 @@ class FormatVersionError(InputError):
 
     kind = "format_version"
     exit_code = 31
+    retry = "after_reopen"
 
 
 class UnsafeBackendError(InputError):
@@ -171,6 +195,7 @@ class PermissionDeniedError(InputError):
 
     kind = "permission_denied"
     exit_code = 33
+    retry = "after_reopen"
 
 
 class NoSpaceError(InputError):
@@ -265,3 +290,9 @@ class UnreadableError(DamageError):
 
     kind = "unreadable"
     exit_code = 45
+
+
+BY_KIND: Final[Mapping[str, type[StoreError]]] = {
+    each.kind: each for each in list(globals().values()) if isinstance(each, type) and issubclass(each, StoreError)
+}
+"""Every class above: how one process names an error to another."""

@@ -11,17 +11,19 @@ from tensorstore_ck.address import Resolved
 from tensorstore_ck.blockreader import ReadBlocks
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import Body, take
-from tensorstore_ck.errors import BackendUnavailableError, StoreError
+from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, MismatchError, StoreError
 from tensorstore_ck.hostreads import HostReads, host_key
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.ranks import Duties, Group, open_group, second_nonce
+from tensorstore_ck.ranks.agreeing import require_alike
 from tensorstore_ck.ranks.channel import Runner
 from tensorstore_ck.ranks.plan import Memory
-from tensorstore_ck.ranks.wording import disagreements
+from tensorstore_ck.ranks.wording import sayings
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from tensorstore_ck.state import Unclaimed
 
@@ -35,6 +37,36 @@ class Reading(NamedTuple):
     unclaimed: "Unclaimed"
     agree: Callable[[bytes, Callable[[bytes], None]], None]
     """See `state.broadcast.Agree`."""
+
+
+def process_group(group: "ProcessGroup | DeviceMesh | None") -> "ProcessGroup | None":
+    """What ``group=`` means: the process group of a one-dimensional mesh, or what it is.
+
+    Raises:
+        InvalidOptionError: it is no process group that this process is in; or a mesh of several dims, or that this rank is not in.
+    """
+    if group is None:
+        return None
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - whoever has a group has loaded it
+
+    given: Any = group
+    if not isinstance(given, DeviceMesh):
+        if callable(getattr(given, "get_group_store", None)):
+            return given  # type: ignore[no-any-return]
+        raise InvalidOptionError(
+            f"group= must be a process group that this rank is in, or a one-dimensional DeviceMesh, not {given!r}: "
+            "torch.distributed.new_group gives no group to ranks that are not in it, and they must not make this call",
+            object_id="group",
+        )
+    if given.ndim != 1:
+        raise InvalidOptionError(
+            f"group= is a DeviceMesh of {given.ndim} dims {given.mesh_dim_names or ''}: pass the group of all ranks that hold the state, "
+            "such as torch.distributed.group.WORLD; or one dim of the mesh, mesh[name], where its ranks hold all of it",
+            object_id="group",
+        )
+    if given.get_coordinate() is None:
+        raise InvalidOptionError("group= is a DeviceMesh that this rank is not in: only its ranks make this call", object_id="group")
+    return given.get_group()
 
 
 class Groups:
@@ -67,18 +99,19 @@ class Groups:
 
     def from_first(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> bytes:
         """What the first rank says, a few bytes, told to all; on the others `value` is not asked."""
-        attempt = self.of(group)[0].begin(title, object_id=title, timeout=timeout_seconds)
+        own = self.of(group)[0]
+        attempt = own.begin(title, object_id=title, timeout=timeout_seconds)
         told: list[bytes] = []
 
         def work(go: Body) -> Body:
             told.append(take(go, "value", bytes))
             return {}
 
-        attempt.run(
-            Duties(
-                lambda: {"title": title}, work, None, lambda hellos: disagreements(hellos, ("title",)) or {"value": value()}, lambda _: {}
-            )
-        )
+        def compare(hellos: list[Body]) -> Body:
+            require_alike(hellos, ("title",), own.in_job)
+            return {"value": value()}
+
+        attempt.run(Duties(lambda: {"title": title}, work, None, compare, lambda _: {}))
         return told[0]
 
     def runner(self, group: "ProcessGroup") -> Runner:
@@ -111,10 +144,8 @@ class Groups:
         attempt = own.begin(title, object_id=address, timeout=timeout_seconds)
         host = HostReads(attempt.txn.hex(), own.rank, timeout=timeout_seconds)
 
-        def compare(hellos: list[Body]) -> Body | str:
-            problem = disagreements(hellos, ("address",))
-            if problem:
-                return problem
+        def compare(hellos: list[Body]) -> Body:
+            require_alike(hellos, ("address",), own.in_job)
             there = resolve(address)
             numbers: dict[bytes, int] = {}
             hosts = [numbers.setdefault(take(hello, "host", bytes) or f"rank {rank}".encode(), rank) for rank, hello in enumerate(hellos)]
@@ -168,10 +199,12 @@ class Groups:
     def _agree(group: Group, title: str, timeout: float, bits: bytes, work: Callable[[bytes], None]) -> None:
         """Has all ranks do `work` with the bits that all of them have; or none of them, when it fails on one."""
 
-        def compare(hellos: list[Body]) -> Body | str:
+        def compare(hellos: list[Body]) -> Body:
             said = [np.frombuffer(take(hello, "bits", bytes), np.uint8) for hello in hellos]
-            if len({len(each) for each in said}) > 1:
-                return "the ranks differ in how many tensors they read"
+            counts = {rank: f"{8 * len(each)}" for rank, each in enumerate(said)}
+            if len(set(counts.values())) > 1:
+                what = f"the ranks differ in how many tensors they read, to the next multiple of 8 ({sayings(counts, group.in_job)})"
+                raise MismatchError(f"{what}: broadcast=True needs the same `into` on all", object_id=title)
             return {"bits": np.bitwise_and.reduce(said).tobytes()}
 
         def do(go: Body) -> Body:

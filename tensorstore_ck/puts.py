@@ -6,14 +6,14 @@ torch is loaded only by the methods that take tensors.
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from tensorstore_ck.address import is_staged_address, resolve
 from tensorstore_ck.codec import CodecName, DeltaOption
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.events import Callback
-from tensorstore_ck.grouped import TIMEOUT_SECONDS, Groups
+from tensorstore_ck.grouped import TIMEOUT_SECONDS, Groups, process_group
 from tensorstore_ck.keeping import changes
 from tensorstore_ck.manage import ManagedStore
 from tensorstore_ck.sampling import SAMPLE_SHARE
@@ -23,6 +23,7 @@ from tensorstore_ck.saving.handle import Handle
 from tensorstore_ck.saving.hostmemory import default_limit_bytes
 from tensorstore_ck.saving.peering import connect_peers
 from tensorstore_ck.saving.resumed import resume_alone, resume_ranks
+from tensorstore_ck.saving.retrying import retrying
 from tensorstore_ck.seen import LAST_SEEN, Asked, LastSeen, asked
 from tensorstore_ck.snapshot import Snapshot
 from tensorstore_ck.suspicion import Unchanged, require_checks
@@ -30,10 +31,20 @@ from tensorstore_ck.writer import Anything
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from tensorstore_ck.saving.alone import AloneJob
     from tensorstore_ck.saving.together import GroupJob
     from tensorstore_ck.state.buffers import Arena
+
+
+T = TypeVar("T")
+
+
+def require_no_rank_state(rank_state: object) -> None:
+    """Refuses what is a rank's alone where there are no ranks."""
+    if rank_state is not None:
+        raise InvalidOptionError("rank_state= needs group=: one process puts everything into the state", object_id="rank_state")
 
 
 class SavingStore(ManagedStore):
@@ -71,7 +82,7 @@ class SavingStore(ManagedStore):
         metadata: Mapping[str, object] | None = None,
         expect: "str | Snapshot | Anything | LastSeen | None" = LAST_SEEN,
         parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
-        group: "ProcessGroup | None" = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
         rank_state: object = None,
         frozen: Sequence[str] = (),
         codec: CodecName | None = None,
@@ -97,6 +108,7 @@ class SavingStore(ManagedStore):
             parent: The snapshot that this one continues, by its address; None: none. By default what this handle last put or restored on
                 the ref; on one that it has not seen, what its branch is at; and none where there is no branch. Part of the root.
             group: All ranks of it put together, each its own side of the state: its share of a DTensor, `FlatShard` or `Box`, others whole.
+                A process group, or a one-dimensional DeviceMesh.
             rank_state: With `group`: what is this rank's alone, such as random number generators.
             frozen: Globs over names such as ``model.base.*``, of tensors that do not change while this store is open: they are read at
                 the first put and each tenth one after it, where a change is a `FrozenChangedError`.
@@ -114,8 +126,11 @@ class SavingStore(ManagedStore):
             CaptureChangedError: a tensor changed meanwhile; nothing was published. The message names it.
             SuspiciousSaveError: with ``unchanged="error"``; nothing was published.
             ConflictError: the ref is elsewhere; nothing was written.
-            InvalidOptionError: an argument is not what it must be, or the step is lower than that of the head which was only restored.
-            SnapshotAbortedError: with `group`: a rank failed, is gone, or came with something else; the message names it.
+            InvalidOptionError: an argument is not what it must be, or not the same on all ranks; or the step is lower than that of the head
+                which was only restored.
+            SnapshotAbortedError: with `group`: a rank failed in another way, or is gone; the message names it. Each of the errors above is
+                raised by all ranks where one of them meets it, or where their states cannot be one snapshot.
+            UndecidedError: the store went away in the middle of the commit: see `retrying`.
         """
 
         def ask() -> Asked:
@@ -132,6 +147,7 @@ class SavingStore(ManagedStore):
                 checks=require_checks(unchanged, verify_capture),
             )
 
+        group = process_group(group)
         if group is not None:
             self._saver.require_no_lane()
         return self._saver.run(
@@ -149,7 +165,7 @@ class SavingStore(ManagedStore):
         metadata: Mapping[str, object] | None = None,
         expect: "str | Snapshot | Anything | LastSeen | None" = LAST_SEEN,
         parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
-        group: "ProcessGroup | None" = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
         rank_state: object = None,
         frozen: Sequence[str] = (),
         codec: CodecName | None = None,
@@ -207,6 +223,8 @@ class SavingStore(ManagedStore):
 
         from tensorstore_ck.saving.alone import AloneJob  # noqa: PLC0415 - loads torch
 
+        group = process_group(group)
+
         def make() -> "AloneJob | GroupJob":
             if group is not None:  # also where host_memory_bytes is given: other ranks may not have it, and all must ask
                 self._local_ranks = self._groups.local_ranks(group, timeout_seconds=timeout_seconds)
@@ -218,6 +236,27 @@ class SavingStore(ManagedStore):
 
         return self._saver.submit(make, on_full)
 
+    def retrying(self, call: Callable[[], T], *, attempts: int = 3, pause_seconds: float = 1.0) -> T:
+        """What `call` returns; it is called again as often as that helps: see `errors`, "retry".
+
+        ::
+
+            snapshot = store.retrying(lambda: store.put_snapshot(state, ref="runs/gpt", step=step, group=group))
+
+        What may pass is tried again. Of a put that may or may not have happened the log is asked first, which decides it: what was put is
+        returned, and not put again. All else is raised at once, as a put to a ref that another process moved. With ``group=`` all
+        ranks call it: they raise the same, and so try again together.
+
+        Args:
+            call: A put, a restore or anything else with this store; a put beside the training with its ``wait()``.
+            attempts: How often it is called, at most.
+            pause_seconds: Before the second call; twice as long before each further one.
+
+        Raises:
+            StoreError: what the last call raised.
+        """
+        return retrying(self._handle, call, attempts=attempts, pause_seconds=pause_seconds)
+
     def pending(self) -> list[PendingSnapshot]:
         """The puts under way, oldest first."""
         return self._saver.pending()
@@ -226,12 +265,14 @@ class SavingStore(ManagedStore):
         """Waits for the puts under way; those that are not published by the deadline are given up cleanly. Says which snapshot is safe."""
         return self._saver.drain(deadline_seconds)
 
-    def finish_staged(self, address: str, group: "ProcessGroup | None" = None, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+    def finish_staged(
+        self, address: str, group: "ProcessGroup | DeviceMesh | None" = None, *, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> None:
         """Waits for the puts of this handle, and for what this host, or those of `group`, staged before; a restore does that first.
 
         An `address` like ``runs/gpt^staged`` means what is staged: then no upload is waited for.
         """
-        self._resume(group, timeout_seconds)
+        self._resume(process_group(group), timeout_seconds)
         self._saver.settle(uploads=not self._is_staged(address))
 
     def on_preemption(self, signal_number: int, *, deadline_seconds: float) -> Preemption:
@@ -287,8 +328,8 @@ class SavingStore(ManagedStore):
         from tensorstore_ck.saving.alone import AloneJob  # noqa: PLC0415 - loads torch
         from tensorstore_ck.saving.together import GroupJob  # noqa: PLC0415 - likewise
 
-        if rank_state is not None and group is None:
-            raise InvalidOptionError("rank_state= needs group=: one process puts everything into the state", object_id="rank_state")
+        if group is None:
+            require_no_rank_state(rank_state)
         if self._engine.limit is not None and group is not None:
             self._engine.limit.share(group.size())
         self._resume(group, timeout_seconds)

@@ -15,6 +15,7 @@ from tensorstore_ck.streams import Streams
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from tensorstore_ck.advising import Advice
     from tensorstore_ck.forgetting import Forgotten
@@ -62,7 +63,7 @@ class ReadOnlyStore(Protocol):
         device: "str | torch.device" = "cpu",
         report: "LoadReport | None" = None,
         allow_bad: bool = False,
-        group: "ProcessGroup | None" = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
         broadcast: bool = False,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Any: ...
@@ -82,12 +83,17 @@ class ReadOnlyStore(Protocol):
         rank: int | None = None,
         *,
         rank_state_map: Callable[[int, int], int | Iterable[int]] | None = None,
-        group: "ProcessGroup | None" = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Any: ...
-    def streams(self, address: str, *, group: "ProcessGroup | None" = None, timeout_seconds: float = TIMEOUT_SECONDS) -> Streams: ...
+    def streams(
+        self, address: str, *, group: "ProcessGroup | DeviceMesh | None" = None, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> Streams: ...
+    def retrying(self, call: Callable[[], T], *, attempts: int = 3, pause_seconds: float = 1.0) -> T: ...
     def open_snapshot(self, address: str) -> "AbstractContextManager[LazySnapshot]": ...
-    def finish_staged(self, address: str, group: "ProcessGroup | None" = None, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None: ...
+    def finish_staged(
+        self, address: str, group: "ProcessGroup | DeviceMesh | None" = None, *, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> None: ...
 
     # --- look ---------------------------------------------------------------------------------------------------------
 

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from tensorstore_ck.address import Resolved
 from tensorstore_ck.codec import CodecOption, DeltaOption
-from tensorstore_ck.errors import MismatchError, NotFoundError
-from tensorstore_ck.grouped import TIMEOUT_SECONDS
+from tensorstore_ck.grouped import TIMEOUT_SECONDS, process_group
 from tensorstore_ck.keeping import changes
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.merged import count_rank_states, open_rank_state, open_snapshot
 from tensorstore_ck.opening import open_engine
-from tensorstore_ck.puts import SavingStore
+from tensorstore_ck.puts import SavingStore, require_no_rank_state
 from tensorstore_ck.readonlystore import ReadOnlyStore
 from tensorstore_ck.restoring import Restoring
 from tensorstore_ck.seen import LAST_SEEN
@@ -29,6 +28,7 @@ from tensorstore_ck.writer import ANY
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from tensorstore_ck.state import LazySnapshot, LoadReport, StateCheck
 
@@ -52,7 +52,7 @@ class Store(SavingStore):
         device: "str | torch.device" = "cpu",
         report: "LoadReport | None" = None,
         allow_bad: bool = False,
-        group: "ProcessGroup | None" = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
         broadcast: bool = False,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Any:
@@ -69,7 +69,8 @@ class Store(SavingStore):
             dtype: Floating-point tensors are converted to it.
             device: Where new tensors are made.
             report: Filled with the differences when `strict` is false.
-            group: All ranks of it restore the snapshot that the first of them finds, each its own side of `into`; all, or none.
+            group: All ranks of it restore the snapshot that the first of them finds, each its own side of `into`; all, or none. A
+                process group, or a one-dimensional DeviceMesh.
             broadcast: With `group`: tensors that all ranks restore in full, as under DDP, are read by one rank each, and go to the
                 others by a broadcast: where the network between hosts is faster than the store.
             timeout_seconds: With `group`: when to give up on ranks that do not come.
@@ -79,7 +80,8 @@ class Store(SavingStore):
             NotFoundError: nothing at that address.
             SnapshotMarkedBadError: it was marked ``bad`` or ``damaged``.
             MismatchError: it does not fit `into` or `select`.
-            DamageError: stored data is damaged; nothing wrong is returned.
+            DamageError: stored data is damaged; nothing wrong is returned. With `group` all ranks raise these where one meets them.
+            SnapshotAbortedError: with `group`: a rank failed in another way, or did not come.
         """
 
         def read(found: Restoring) -> Any:
@@ -94,7 +96,7 @@ class Store(SavingStore):
         address: str,
         read: Callable[[Restoring], T],
         *,
-        group: "ProcessGroup | None" = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
         broadcast: bool = False,
         allow_bad: bool = False,
         timeout_seconds: float = TIMEOUT_SECONDS,
@@ -106,6 +108,7 @@ class Store(SavingStore):
         Returns:
             What `read` returned, and the snapshot.
         """
+        group = process_group(group)
         self.finish_staged(address, group, timeout_seconds=timeout_seconds)
         self._handle.frozen.forget()
 
@@ -136,7 +139,7 @@ class Store(SavingStore):
         rank: int | None = None,
         *,
         rank_state_map: Callable[[int, int], int | Iterable[int]] | None = None,
-        group: "ProcessGroup | None" = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Any:
         """What a rank put as ``rank_state=``: this rank's own, if as many ranks put it.
@@ -155,13 +158,11 @@ class Store(SavingStore):
         """
         from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
 
+        group = process_group(group)
         own, size = (0, 1) if group is None else (group.rank(), group.size())
 
         def read(info: SnapshotInfo, *_: object) -> Any:
-            try:
-                ranks = count_rank_states(self._engine, info, size if rank is None and rank_state_map is None else None)
-            except (NotFoundError, MismatchError) as exc:
-                return exc  # all ranks find it so, and trying again is no use: no reason to abort
+            ranks = count_rank_states(self._engine, info, size if rank is None and rank_state_map is None else None)
             if rank is not None:
                 whose: int | Iterable[int] = rank
             else:
@@ -170,17 +171,17 @@ class Store(SavingStore):
                 return [restore(open_rank_state(self._engine, info, each)) for each in whose]
             return restore(open_rank_state(self._engine, info, whose))
 
-        found = self._agreed(address, read, group, timeout_seconds)
-        if isinstance(found, NotFoundError | MismatchError):
-            raise found
-        return found
+        return self._agreed(address, read, group, timeout_seconds)
 
-    def streams(self, address: str, *, group: "ProcessGroup | None" = None, timeout_seconds: float = TIMEOUT_SECONDS) -> Streams:
+    def streams(
+        self, address: str, *, group: "ProcessGroup | DeviceMesh | None" = None, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> Streams:
         """Seeds of new random streams for this rank, derived from a snapshot that another number of ranks put.
 
         Raises:
             FormatVersionError: the snapshot names a rule that this build does not know.
         """
+        group = process_group(group)
         root, rule = self._agreed(
             address, lambda info, *_: (info.root.hex(), self._engine.read_record(info).streams), group, timeout_seconds
         )
@@ -195,11 +196,31 @@ class Store(SavingStore):
         yield LazySnapshot(open_snapshot(self._engine, self._resolve(address).info))
 
     @changes
-    def check(self, state: object) -> "StateCheck":
-        """What `put_snapshot(state)` would do: what cannot be stored, sizes, free space, expected time. Publishes nothing."""
+    def check(
+        self,
+        state: object,
+        *,
+        group: "ProcessGroup | DeviceMesh | None" = None,
+        rank_state: object = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> "StateCheck":
+        """What `put_snapshot(state)` would do: what cannot be stored, sizes, free space, expected time. Publishes nothing.
+
+        Args:
+            state: See `put_snapshot`.
+            group: Likewise. All ranks call it, and are compared as at the first put: what cannot be one snapshot is a problem on all.
+            rank_state: Likewise.
+            timeout_seconds: With `group`: when to give up on ranks that do not come.
+        """
         from tensorstore_ck.state import check_state  # noqa: PLC0415 - loads torch
 
-        return check_state(state, self._engine.backend)
+        group = process_group(group)
+        if group is None:
+            require_no_rank_state(rank_state)
+            return check_state(state, self._engine.backend)
+        from tensorstore_ck.saving.checking import check_ranks  # noqa: PLC0415 - loads torch
+
+        return check_ranks(self._engine, self._groups, group, state, rank_state, timeout_seconds=timeout_seconds)
 
     def _agreed(self, address: str, read: Callable[..., Any], group: "ProcessGroup | None", timeout_seconds: float) -> Any:
         """What `read` makes of the snapshot at `address`: with `group` of the same one on all ranks, and on all or on none."""

@@ -12,7 +12,14 @@ from tensorstore_ck.closure import condemned_among, resolve
 from tensorstore_ck.codec import Coding
 from tensorstore_ck.conflicts import moved_away
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.errors import ConflictError, InvalidOptionError, MissingObjectError, SnapshotAbortedError, SnapshotExpiredError
+from tensorstore_ck.errors import (
+    ConflictError,
+    InvalidOptionError,
+    MissingObjectError,
+    SnapshotAbortedError,
+    SnapshotExpiredError,
+    UndecidedError,
+)
 from tensorstore_ck.examining import Examiner
 from tensorstore_ck.ids import Digest, Ulid
 from tensorstore_ck.knownblocks import KnownBlocks
@@ -169,7 +176,11 @@ def _publish(engine: Engine, written: WrittenPart, captured: Captured, request: 
         going = expire_at_put(view, request.ref, snapshot_ulid, record, engine.clock())
         return [operation, *going, *commit_rescue(engine, view, snapshot_ulid, [(part_ulid, part)])]
 
-    appended = engine.log.append(build)
+    try:
+        appended = engine.log.append(build)
+    except UndecidedError as exc:
+        exc.txn = snapshot_ulid
+        raise
     info = engine.log.published(appended, snapshot_ulid)
     if info is None:
         raise SnapshotAbortedError(

@@ -12,10 +12,9 @@ from tensorstore_ck.cadence.resuming import Resuming
 from tensorstore_ck.cadence.triggers import CLOCK, Moment, Trigger, auto, on_preemption
 from tensorstore_ck.cadence.unsaved import Unsaved, will_repeat
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotDroppedError, StoreError
-from tensorstore_ck.grouped import TIMEOUT_SECONDS
+from tensorstore_ck.grouped import TIMEOUT_SECONDS, process_group
 from tensorstore_ck.ids import Ulid, new_ulid, ulid_text
 from tensorstore_ck.intervals import DEFAULT_MTBF_SECONDS, Costs
-from tensorstore_ck.ranks.told import as_told
 from tensorstore_ck.retention import Policy
 from tensorstore_ck.sampling import SAMPLE_SHARE
 from tensorstore_ck.saving import PendingSnapshot
@@ -26,6 +25,7 @@ from tensorstore_ck.training import TrainingState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 LEAD_STEPS: Final = 10
 
@@ -55,7 +55,7 @@ class Checkpointer:
         when: Trigger,
         keep: Mapping[str, object] | None = None,
         asynchronous: bool = True,
-        group: "ProcessGroup | None" = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
         total_steps: int | None = None,
         lead_steps: int = LEAD_STEPS,
         unchanged: Unchanged = "warn",
@@ -90,6 +90,7 @@ class Checkpointer:
             raise InvalidOptionError(f"when must be a trigger, such as tsck.every_steps(1000), not {when!r}", object_id="when")
         if isinstance(lead_steps, bool) or not isinstance(lead_steps, int) or lead_steps < 1:
             raise InvalidOptionError(f"lead_steps must be a whole number from 1 on, not {lead_steps!r}", object_id="lead_steps")
+        group = process_group(group)
         policy = None if keep is None else Policy.of(**keep)
         self._store, self._state, self._ref, self._when, self._group = store, state, ref, when, group
         self._asynchronous, self._total_steps, self._timeout_seconds, self._clock = asynchronous, total_steps, timeout_seconds, clock
@@ -335,7 +336,7 @@ class Checkpointer:
     # --- what fails ---------------------------------------------------------------------------------------------------
 
     def _fail(self, step: int | None, exc: BaseException) -> None:
-        exc = as_told(exc) if isinstance(exc, StoreError) else exc
+
         self._unsaved.fail(exc)
         if not will_repeat(exc):
             warnings.warn(f"the snapshot of step {step} was not put: {exc}; the training goes on", stacklevel=5)

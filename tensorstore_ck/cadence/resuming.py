@@ -18,13 +18,11 @@ from tensorstore_ck.errors import (
     MissingObjectError,
     NotFoundError,
     RetryableError,
-    SnapshotAbortedError,
     SnapshotExpiredError,
     SnapshotMarkedBadError,
     StoreError,
 )
 from tensorstore_ck.ids import parse_ulid
-from tensorstore_ck.ranks.told import as_told
 from tensorstore_ck.snapshot import Snapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState
@@ -114,7 +112,7 @@ class Resuming(NamedTuple):
                 address, lambda found: found.checkout(into=self.state), group=self.group, timeout_seconds=self.timeout_seconds
             )[1], gone
         except StoreError as exc:
-            return None, as_told(exc)
+            return None, exc
 
     def _from_first(self, title: str, value: Callable[[], bytes]) -> bytes:
         """What the first rank says, told to all; tried again while the store or a rank does not answer."""
@@ -129,10 +127,7 @@ class Resuming(NamedTuple):
 
         if self.group is None:
             return patiently()
-        try:
-            return self.store.groups.from_first(self.group, title, patiently, timeout_seconds=self.timeout_seconds)
-        except SnapshotAbortedError as exc:
-            raise as_told(exc) from exc.__cause__
+        return self.store.groups.from_first(self.group, title, patiently, timeout_seconds=self.timeout_seconds)
 
 
 def _verdict(failure: StoreError) -> bytes:

@@ -6,82 +6,49 @@
     <name>/<rank>  what some ranks tell rank 0 in the midst of it, and <name>, what rank 0 answers: see `Attempt.ask`, `Attempt.answer`
     done/<rank>    what came of it; rank 0 waits for all and commits, which decides the outcome
     failed         a rank that could not: rank 0 waits no longer
-    outcome        what the log says: {put: record}, {abort: reason}, or {ask: reason} when rank 0 could not find out
+    outcome        what the log says: {put: record}, {abort: reason}, or {ask: text} when rank 0 could not find out
 
 The log is the judge, through `Duties.settle`: whoever gives up, rank 0 or another, first has the log say "abort", unless it says "put"
 already. The channel only spreads what the log says, so a rank that dies or stalls anywhere, or a channel that breaks, costs time and an
-attempt, never agreement. A restore leaves nothing in the log; there the first outcome in the channel counts. Knows no torch, no formats
-and no backend.
+attempt, never agreement. A restore leaves nothing in the log; there the first outcome in the channel counts. What is told of an error has
+its class (`Reason`), so that all ranks raise the same: what a user must change is never an aborted attempt, to be tried again. Knows no
+torch, no formats and no backend.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 from tensorstore_ck.envelope import Body, take, take_count
-from tensorstore_ck.errors import CorruptObjectError, SnapshotAbortedError
+from tensorstore_ck.errors import (
+    ConflictError,
+    CorruptObjectError,
+    InputError,
+    MismatchError,
+    NoSpaceError,
+    PermissionDeniedError,
+    SnapshotExpiredError,
+    StoreError,
+    UndecidedError,
+)
 from tensorstore_ck.ids import Ulid
 from tensorstore_ck.ranks.channel import Channel, ChannelError, LateError, decode_record, encode_record
-from tensorstore_ck.ranks.wording import error_text, named_ranks, sayings
+from tensorstore_ck.ranks.duties import Duties
+from tensorstore_ck.ranks.ledger import Ledger
+from tensorstore_ck.ranks.reason import Reason
+from tensorstore_ck.ranks.wording import error_text, named_ranks
 
 GRACE_SECONDS: Final = 10.0
 """How long after the deadline the other ranks leave it to rank 0 to end the attempt."""
 TURN, GO, OUTCOME, FAILED = "turn", "go", "outcome", "failed"
 
 
-class Duties(NamedTuple):
-    """What the caller does in an attempt. Records are small maps of what msgpack has; an error that one raises aborts the attempt."""
-
-    hello: Callable[[], Body]
-    """What this rank is about to do."""
-    work: Callable[[Body], Body]
-    """Does this rank's part, durably, and says what came of it; gets the record of `compare`."""
-    settle: Callable[[str], Body | None] | None
-    """Has the log say "abort" unless it says "put" already; the outcome's record if put, None if aborted. The reason is for people.
-    None for what leaves nothing in the log."""
-    compare: Callable[[list[Body]], Body | str]
-    """On rank 0, with the hellos of all ranks in order: what to tell all, or why this cannot be done."""
-    commit: Callable[[list[Body]], Body]
-    """On rank 0, with what came of the work of all ranks, in order: appends the put to the log; the outcome's record."""
-
-
-class Ledger:
-    """Which attempts of this rank go on, and which keys it wrote in those that ended. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
-        self._open: set[int] = set()
-        self._ended: dict[int, Channel] = {}
-
-    def begin(self) -> int:
-        """The number of the next attempt, from 1."""
-        with self._lock:
-            self._count += 1
-            self._open.add(self._count)
-            return self._count
-
-    def end(self, n: int, channel: Channel | None) -> None:
-        """Attempt `n` is over for this rank: it asks for none of its keys any more."""
-        with self._lock:
-            self._open.discard(n)
-            if channel is not None:
-                self._ended[n] = channel
-
-    def oldest(self) -> int:
-        """The lowest attempt that goes on."""
-        with self._lock:
-            return min(self._open, default=self._count + 1)
-
-    def take_before(self, n: int) -> list[Channel]:
-        """The channels of attempts that ended, up to `n`; each is returned once."""
-        with self._lock:
-            return [self._ended.pop(ended) for ended in sorted(self._ended) if ended < n]
-
-
 class _RefusedError(Exception):
-    """Why the attempt cannot go on, in words for all ranks."""
+    """Why the attempt cannot go on, as all ranks are told."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason.text)
+        self.reason = reason
 
 
 class Attempt:
@@ -101,10 +68,11 @@ class Attempt:
         timeout: float,
         grace: float,
         misfit: str = "",
+        in_job: Sequence[int] | None = None,
     ) -> None:
         """`title` is for messages, like "the put to 'runs/gpt'"; each of `agree` and `run` has `timeout` seconds.
 
-        `misfit`: why this rank has no place in the group; then it tells the others, and no outcome is its own.
+        `misfit`: why this rank has no place in the group; then it tells the others, and no outcome is its own. `in_job`: see `named_ranks`.
         """
         self.n = n
         """Its number in the group, from 1."""
@@ -119,6 +87,7 @@ class Attempt:
         self._timeout = timeout
         self._grace = grace
         self._misfit = misfit
+        self._in_job = in_job
         self._deadline = channel.clock() + timeout
         self._stage = "hello"
         self._is_counted = False
@@ -141,12 +110,13 @@ class Attempt:
             key, told = self._channel.wait([OUTCOME, TURN], self._patience())
             if key == TURN:
                 return told
-            reason = str(told.get("abort", "rank 0 could not begin it"))
+            reason = Reason.of_outcome(told) or Reason(f"{self._named(0)} could not begin it")
         except ChannelError as exc:
             self.leave()
-            raise self._aborted(f"rank {self._rank} waited for rank 0 to say whether it takes place: {exc}") from exc
+            who = f"{self._named(self._rank)} waited for {self._named(0)}"
+            raise self._error(Reason(f"{who} to say whether it takes place: {exc}")) from exc
         self.leave()
-        raise self._aborted(reason)
+        raise self._error(reason)
 
     def leave(self) -> None:
         """It does not take place, as all ranks were told."""
@@ -159,8 +129,9 @@ class Attempt:
         seconds after that; apart from what `duties` take. The deadline of all is rank 0's, from when it says go.
 
         Raises:
-            SnapshotAbortedError: the outcome is "abort", as on all other ranks; the cause is this rank's own error if it had one.
-            StoreError: `Duties.settle` failed: the log did not say what the outcome is.
+            InputError, DamageError, ConflictError: a rank met it, or rank 0 did when it compared; on all ranks of the same class.
+            SnapshotAbortedError: the outcome is "abort" for another reason, on all ranks. The cause is this rank's own error if it had one.
+            UndecidedError: `Duties.settle` failed: the log did not say what the outcome is.
         """
         self._deadline = self._channel.clock() + self._timeout
         try:
@@ -194,7 +165,7 @@ class Attempt:
             return data
         key, record = self._channel.wait([OUTCOME, name], self._patience())
         if key == OUTCOME:
-            raise _RefusedError(str(record.get("abort", "the attempt was given up")))
+            raise _RefusedError(Reason.of_outcome(record) or Reason("the attempt was given up"))
         return self._channel.whole(name, record, self._deadline + self._grace)
 
     # --- rank 0 -------------------------------------------------------------------------------------------------------
@@ -202,9 +173,7 @@ class Attempt:
     def _lead(self, duties: Duties) -> Body:
         try:
             hellos = self._collect(_plain(duties.hello()))
-            answer = duties.compare([take(hello, "record", dict) for hello in hellos])
-            if isinstance(answer, str):
-                raise _RefusedError(answer)
+            answer = self._judged(lambda: duties.compare([take(hello, "record", dict) for hello in hellos]))
             oldest = min(take_count(hello, "oldest") for hello in hellos)
             answer = _plain(answer)
             left = max(0.0, self._deadline - self._channel.clock())
@@ -212,19 +181,35 @@ class Attempt:
             self._forget(oldest)
             self._stage = "done"
             dones = self._collect(_plain(duties.work(answer)))
-            outcome = _plain(duties.commit([take(done, "record", dict) for done in dones]))
+            outcome = _plain(self._judged(lambda: duties.commit([take(done, "record", dict) for done in dones])))
         except BaseException as exc:
-            reason = _said(exc) if isinstance(exc, _RefusedError) else f"rank 0: {_said(exc)}"
+            reason = exc.reason if isinstance(exc, _RefusedError) else Reason.of_ranks({0: _reason_of(exc, duties)}, self._in_job)
             settled = self._settle(duties, reason)
             if not isinstance(exc, Exception):
                 raise  # all others know; this one was told to stop
-            if settled is None:
-                raise self._aborted(reason) from (None if isinstance(exc, _RefusedError) else exc)
+            if isinstance(settled, Reason):
+                raise self._error(settled) from (exc.__cause__ if isinstance(exc, _RefusedError) else exc)
             return settled
         told = self._spread({"put": outcome})
         if duties.settle is None and "put" not in told:
-            raise self._aborted(str(told.get("abort", "the other ranks cannot be told")))
+            raise self._error(Reason.of_outcome(told) or Reason("the other ranks cannot be told"))
         return outcome
+
+    def _judged(self, judge: Callable[[], Body | str]) -> Body:
+        """What rank 0 makes of what all have said.
+
+        Raises:
+            _RefusedError: they do not fit together, which is no rank's own error.
+        """
+        try:
+            answer = judge()
+        except (NoSpaceError, PermissionDeniedError):
+            raise  # those are of rank 0's own place
+        except (InputError, ConflictError) as exc:
+            raise _RefusedError(Reason.of_error(exc, by_name=False)) from exc
+        if isinstance(answer, str):
+            raise _RefusedError(Reason(answer, MismatchError.kind, self._object_id))
+        return answer
 
     def _collect(self, own: Body) -> list[Body]:
         """What all ranks said in this stage: see `_gather`."""
@@ -240,12 +225,12 @@ class Attempt:
         keys = [f"{stage}/{rank}" for rank in ranks]
         found, alarm = self._channel.collect(keys, self._deadline, alarm=FAILED)
         said: dict[int, Body] = {}
-        errors: dict[int, str] = {}
+        errors: dict[int, Reason] = {}
         silent = []
         if alarm is not None:
             with suppress(CorruptObjectError, TypeError, ValueError):
                 record = decode_record(alarm, FAILED)
-                errors[take_count(record, "rank")] = take(record, "error", str)
+                errors[take_count(record, "rank")] = Reason.of_record(take(record, "error", dict))
         for rank, key in zip(ranks, keys, strict=True):
             if key not in found:
                 silent.append(rank)
@@ -254,15 +239,16 @@ class Attempt:
                 said[rank] = decode_record(found[key], key)
                 _check_said(said[rank], stage)
             except _RefusedError as exc:
-                errors[rank] = str(exc)
+                errors[rank] = exc.reason
             except (CorruptObjectError, TypeError, ValueError) as exc:
-                errors[rank] = f"sent a damaged {stage}: {exc}"
-        reasons = [sayings(errors)] if errors else []
-        if silent and not errors and alarm is None:
+                errors[rank] = Reason(f"sent a damaged {stage}: {exc}")
+        if errors:
+            raise _RefusedError(Reason.of_ranks(errors, self._in_job))
+        if alarm is not None:
+            raise _RefusedError(Reason("a rank failed"))
+        if silent:
             what = "did not come to it" if stage == "hello" else "came to it but did not finish"
-            reasons.append(f"{named_ranks(silent)} of {self._ranks} {what} within {self._timeout:g} s")
-        if reasons or alarm is not None:
-            raise _RefusedError("; ".join(reasons) or "a rank failed")
+            raise _RefusedError(Reason(f"{named_ranks(silent, self._in_job)} of {self._ranks} {what} within {self._timeout:g} s"))
         return said
 
     # --- all others ---------------------------------------------------------------------------------------------------
@@ -271,7 +257,7 @@ class Attempt:
         own: Exception | None = None
         try:
             if self._misfit:
-                raise _RefusedError(self._misfit)
+                raise _RefusedError(Reason(self._misfit))
             self._put(f"hello/{self._rank}", {"record": duties.hello(), "oldest": self._ledger.oldest()})
             key, answer = self._channel.wait([OUTCOME, GO], self._patience())
             if key == GO:
@@ -282,7 +268,7 @@ class Attempt:
         except ChannelError as exc:
             return self._give_up(duties, exc)
         except BaseException as exc:
-            self._report(_said(exc))
+            self._report(_reason_of(exc, duties))
             if not isinstance(exc, Exception):
                 raise
             own = exc
@@ -292,9 +278,10 @@ class Attempt:
                 return self._give_up(duties, late, own)
         if type(outcome.get("put")) is dict:
             return self._own(take(outcome, "put", dict))
-        if type(outcome.get("abort")) is str:
-            raise self._aborted(outcome["abort"]) from (None if isinstance(own, _RefusedError) else own)
-        return self._give_up(duties, LateError(f"rank 0 does not know the outcome: {outcome.get('ask')}"), own)
+        reason = Reason.of_outcome(outcome)
+        if reason is not None:
+            raise self._error(reason) from (None if isinstance(own, _RefusedError) else own)
+        return self._give_up(duties, LateError(f"{self._named(0)} does not know the outcome: {outcome.get('ask')}"), own)
 
     def _enter(self, go: Body) -> Body:
         """Rank 0 said go: everything that all ranks have ended can be deleted, and the deadline is rank 0's."""
@@ -311,47 +298,53 @@ class Attempt:
         """When this rank gives up on rank 0: one after the other, so that the first one tells all and the log is asked once."""
         return self._deadline + self._grace * (1 + self._rank / self._ranks)
 
-    def _report(self, text: str) -> None:
+    def _report(self, reason: Reason) -> None:
         """Tells rank 0 that this rank cannot."""
         if self._is_cut_off:
             return
         with suppress(ChannelError):
-            self._put(f"{self._stage}/{self._rank}", {"error": text})
-            self._put(FAILED, {"rank": self._rank, "error": text})
+            self._put(f"{self._stage}/{self._rank}", {"error": reason.record()})
+            self._put(FAILED, {"rank": self._rank, "error": reason.record()})
 
     def _give_up(self, duties: Duties, trouble: ChannelError, own: Exception | None = None) -> Body:
         """Rank 0 or the channel is gone: what the log says counts."""
-        text = f"gave up on rank 0: {trouble}"
-        reason = f"rank {self._rank} {text}"
+        text = f"gave up on {self._named(0)}: {trouble}"
+        reason = Reason(f"{self._named(self._rank)} {text}")
         if self._channel.clock() < self._patience():
             self._channel.sleep(self._grace * self._rank / self._ranks)  # not all ranks at the log at once
         settled = self._settle(duties, reason)
-        if settled is None:
-            self._report(text)
-            raise self._aborted(reason) from (own or trouble)
+        if isinstance(settled, Reason):
+            self._report(Reason(text))
+            raise self._error(settled) from (own or trouble)
         return self._own(settled)
 
     def _own(self, put: Body) -> Body:
         """What was put, if this rank has a part in it."""
         if not self._is_counted:
-            raise self._aborted(self._misfit or "the process group's store holds what another group left, which put something else")
+            raise self._error(Reason(self._misfit or "the process group's store holds what another group left, which put something else"))
         return put
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
-    def _settle(self, duties: Duties, reason: str) -> Body | None:
-        """The outcome by its judge, which all who can be reached are told."""
+    def _settle(self, duties: Duties, reason: Reason) -> Body | Reason:
+        """The outcome by its judge, which all who can be reached are told: what was put, or why nothing was."""
         if duties.settle is None:
-            put = self._spread({"abort": reason}).get("put")
-            return put if type(put) is dict else None
+            told = self._spread({"abort": reason.record()})
+            put = told.get("put")
+            return put if type(put) is dict else Reason.of_outcome(told) or reason
         try:
-            settled = duties.settle(reason)
-        except BaseException:
+            settled = duties.settle(reason.text)
+        except BaseException as exc:
             if self._rank == 0:
-                self._spread({"ask": reason})
+                self._spread({"ask": reason.text})
+            if isinstance(exc, StoreError):
+                what = f"whether {self._title} happened is not known here, as the log could not be asked"
+                raise UndecidedError(f"{what}: {error_text(exc)}", object_id=self._object_id, txn=self.txn) from exc
             raise
-        self._spread({"abort": reason} if settled is None else {"put": settled})
-        return settled
+        if settled is not None:
+            self._spread({"put": settled})
+            return settled
+        return Reason.of_outcome(self._spread({"abort": reason.record()})) or reason
 
     def _spread(self, outcome: Body) -> Body:
         """Tells all, unless somebody was faster; returns what they are told, which is nothing when the channel is gone."""
@@ -369,10 +362,11 @@ class Attempt:
         for channel in self._ledger.take_before(oldest):
             channel.delete(channel.written, self._deadline)
 
-    def _aborted(self, reason: str) -> SnapshotAbortedError:
-        return SnapshotAbortedError(
-            f"{self._title} was aborted: {reason}; nothing needs to be cleaned up, try again", object_id=self._object_id
-        )
+    def _error(self, reason: Reason) -> StoreError:
+        return reason.error(self._title, self._object_id)
+
+    def _named(self, rank: int) -> str:
+        return named_ranks([rank], self._in_job)
 
 
 def _plain(record: Body) -> Body:
@@ -380,16 +374,19 @@ def _plain(record: Body) -> Body:
     return decode_record(encode_record(record, "of rank 0"), "of rank 0")
 
 
-def _said(exc: BaseException) -> str:
-    """An error in words for the other ranks."""
-    return str(exc) if isinstance(exc, _RefusedError) else error_text(exc)
+def _reason_of(exc: BaseException, duties: Duties) -> Reason:
+    """An error as the other ranks are told of it."""
+    if isinstance(exc, _RefusedError):
+        return exc.reason
+    if isinstance(exc, SnapshotExpiredError) and duties.settle is not None:
+        return Reason(error_text(exc))  # gc freed what the put relied on: the next one relies on something else
+    return Reason.of_error(exc)
 
 
 def _check_said(record: Body, stage: str) -> Body:
     """What a rank said, if it is what belongs into this stage."""
-    error: Any = record.get("error")
-    if type(error) is str:
-        raise _RefusedError(error)
+    if "error" in record:
+        raise _RefusedError(Reason.of_record(take(record, "error", dict)))
     if stage in ("hello", "done"):
         take(record, "record", dict)
     if stage == "hello":

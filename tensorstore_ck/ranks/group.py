@@ -8,15 +8,18 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from tensorstore_ck.envelope import take, take_count
-from tensorstore_ck.errors import SnapshotAbortedError
 from tensorstore_ck.ids import ULID_BYTES, IdSource, Ulid, derived_hash, new_ulid, ulid_text
-from tensorstore_ck.ranks.attempt import GRACE_SECONDS, Attempt, Ledger
+from tensorstore_ck.ranks.attempt import GRACE_SECONDS, Attempt
 from tensorstore_ck.ranks.channel import Channel, ChannelError, KeyValue, Runner
+from tensorstore_ck.ranks.ledger import Ledger
+from tensorstore_ck.ranks.reason import Reason
+from tensorstore_ck.ranks.wording import named_ranks
 
 if TYPE_CHECKING:
     import torch.distributed
@@ -109,14 +112,16 @@ class Group:
         new_id: IdSource = new_ulid,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
+        in_job: Sequence[int] | None = None,
     ) -> None:
         """`scope` keeps apart groups that share a store but not their attempts, such as those of two tensorstore_ck stores.
 
         `renew` mends a runner whose connection broke in an earlier attempt, and `close` ends it: see `StoreThread`. Without a `nonce`
-        that all ranks know, the first attempt draws one.
+        that all ranks know, the first attempt draws one. `in_job` is for messages: see `named_ranks`.
         """
         self.rank = rank
         self.ranks = ranks
+        self.in_job = in_job
         self.run = run
         self._renew = renew
         self.close = close
@@ -153,10 +158,8 @@ class Group:
             nonce = self._agreed_nonce(self._clock() + timeout + grace)
         except (ChannelError, RuntimeError, OSError) as exc:  # torch's store errors are RuntimeErrors
             self._ledger.end(n, None)
-            raise SnapshotAbortedError(
-                f"{title} was aborted: rank {self.rank} waited for rank 0 to begin it: {exc}; nothing needs to be cleaned up, try again",
-                object_id=object_id,
-            ) from exc
+            own, first = (named_ranks([rank], self.in_job) for rank in (self.rank, 0))
+            raise Reason(f"{own} waited for {first} to begin it: {exc}").error(title, object_id) from exc
         return Attempt(
             self._channel(f"{ulid_text(nonce)}/{n}/", sleep),
             self._ledger,
@@ -169,6 +172,7 @@ class Group:
             timeout=timeout,
             grace=grace,
             misfit=self._misfit,
+            in_job=self.in_job,
         )
 
     @property
@@ -227,5 +231,11 @@ def attempt_id(nonce: Ulid, n: int) -> Ulid:
 
 def open_group(group: "torch.distributed.ProcessGroup", scope: str, nonce: Ulid | None = None) -> Group:
     """This rank's place in a process group; whoever owns it keeps it, one per process group object."""
-    thread = StoreThread(group.get_group_store())
-    return Group(thread, rank=group.rank(), ranks=group.size(), scope=scope, nonce=nonce, renew=thread.renew, close=thread.close)
+    from torch.distributed import get_process_group_ranks  # noqa: PLC0415 - whoever has a group has loaded it
+
+    thread, in_job = StoreThread(group.get_group_store()), None
+    with suppress(KeyError, ValueError):  # torch knows no group that was made by hand: then its ranks have no other numbers
+        in_job = get_process_group_ranks(group)
+    return Group(
+        thread, rank=group.rank(), ranks=group.size(), scope=scope, nonce=nonce, renew=thread.renew, close=thread.close, in_job=in_job
+    )

@@ -19,20 +19,22 @@ from tensorstore_ck.ranks.kinds import Kind, decode_kind, encode_kind
 from tensorstore_ck.ranks.plan import Known, Memory, Plan, decode_plan, plan_of, remember
 from tensorstore_ck.ranks.side import planned
 from tensorstore_ck.ranks.unite import MisfitError, difference, values_of
+from tensorstore_ck.ranks.wording import in_the_job
 from tensorstore_ck.split import alike, decode_regions, encode_regions
 
 
 class Planning:
     """Of one put."""
 
-    def __init__(self, attempt: Attempt, memory: Memory, rank: int, ranks: int) -> None:
-        """`memory`: the plans that this rank knows."""
+    def __init__(self, attempt: Attempt, memory: Memory, rank: int, ranks: int, in_job: Sequence[int] | None = None) -> None:
+        """`memory`: the plans that this rank knows; `in_job`: see `named_ranks`."""
         self.turn = 0
         """How many snapshots were put by this plan."""
         self.layout_of = b""
         """See `Part.layout_of`."""
         self._attempt = attempt
         self._memory = memory
+        self._in_job = in_job
         self._rank = rank
         self._ranks = ranks
         self._plan = Plan()
@@ -130,7 +132,7 @@ class Planning:
             self._plan = known.plan if known is not None else Plan()
             return ([], []) if known is None or known.united is None else values_of(known.united, kinds)
         except MisfitError as exc:
-            raise MismatchError(str(exc), object_id=exc.path) from exc
+            raise MismatchError(str(exc) + in_the_job(self._in_job), object_id=exc.path) from exc
 
     def _kinds(self, told: Mapping[int, bytes], shared: Captured, *, is_known: bool) -> list[Kind]:
         """The kinds of ranks that told; or that of all, if none had to."""

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.envelope import Body, take, take_count, take_digest
+from tensorstore_ck.envelope import Body, pack_body, take, take_count, take_digest, unpack_body
 from tensorstore_ck.errors import MismatchError, SnapshotExpiredError
 from tensorstore_ck.ids import Ulid, derived_hash
 from tensorstore_ck.knownblocks import KnownBlocks
@@ -17,21 +17,24 @@ from tensorstore_ck.log import Op, SnapshotInfo
 from tensorstore_ck.metering import Meter
 from tensorstore_ck.partwriter import Known, Seat, WrittenPart, write_part
 from tensorstore_ck.ranks import drift
-from tensorstore_ck.ranks.attempt import Attempt, Duties
+from tensorstore_ck.ranks.agreeing import Differing, require_alike, telling
+from tensorstore_ck.ranks.attempt import Attempt
+from tensorstore_ck.ranks.duties import Duties
 from tensorstore_ck.ranks.group import Group
 from tensorstore_ck.ranks.plan import Memory
 from tensorstore_ck.ranks.planning import Planning
 from tensorstore_ck.ranks.publish import RankParts, checked_parts, publish, record_of
 from tensorstore_ck.ranks.replicas import Digests, differences, digests_of
 from tensorstore_ck.ranks.stages import Stage, contradiction
-from tensorstore_ck.ranks.wording import disagreements
+from tensorstore_ck.ranks.wording import Shown, disagreements, in_the_job
 from tensorstore_ck.record import Record
 from tensorstore_ck.split import alike, first_ranks
 from tensorstore_ck.streams import RULE
 from tensorstore_ck.suspicion import Findings, merged
 from tensorstore_ck.writer import MAX_TRIES, PutRequest
 
-COMPARED: Final = ("ref", "step", "parent", "expect", "metadata", "metrics", "rank_state")
+COMPARED: Final = ("ref", "step", "parent", "expect", "rank_state")
+HASHED: Final = ("metadata", "metrics")
 
 TOLD: Final = ("snapshot", "root", "record", "logical_bytes", "new_bytes")
 
@@ -116,8 +119,10 @@ def run_put(
     equal, and later that of each block one more is, in rotation.
 
     Raises:
-        SnapshotAbortedError: a rank failed, is gone, or came with something else; it names them. Nothing is visible, and nothing needs
-            to be cleaned up.
+        StoreError: as on all ranks, with the ranks named: what a rank came with cannot be put, or not together with what others did (an
+            `InputError`); stored data is damaged; the ref is elsewhere. Nothing is visible, and nothing needs to be cleaned up.
+        SnapshotAbortedError: a rank failed in another way, or is gone; likewise.
+        UndecidedError: on this rank alone: the log could not be asked for the outcome.
     """
     put = RankPut(engine, group, prepare, attempt=attempt, memory=memory, meter=meter)
     outcome = attempt.run(put.duties())
@@ -151,7 +156,7 @@ class RankPut:
         self._request: PutRequest
         self._states: RankStates
         self._txn = attempt.txn
-        self._planning = Planning(attempt, memory, group.rank, group.ranks)
+        self._planning = Planning(attempt, memory, group.rank, group.ranks, group.in_job)
         self._seat: Seat
         self._written: list[WrittenPart] = []
 
@@ -172,12 +177,14 @@ class RankPut:
             "parent": request.parent,
             "expect": request.expect if request.expect is None or isinstance(request.expect, bytes) else repr(request.expect),
             "metadata": derived_hash("metadata of a put", request.metadata),
-            "metrics": repr(sorted(request.metrics.items())),
+            "metrics": derived_hash("metrics of a put", pack_body(sorted(request.metrics.items()))),
             "rank_state": self._states.own is not None,
         } | self._planning.hello(shared)
 
     def work(self, go: Body) -> Body:
-        """Writes this rank's part."""
+        """Writes this rank's part; or tells what it came with, where that differs."""
+        if go["explain"]:
+            return telling(self._told_options()) if self._group.rank in go["explain"] else {}
         self.follow(go)
         self._states = self._states._replace(shared=self._planning.follow(go, self._states.shared))
         for _ in range(MAX_TRIES - 1):
@@ -186,6 +193,10 @@ class RankPut:
             except SnapshotExpiredError:
                 continue  # gc freed something that this relies on: the bytes are still in memory
         return self._write().record()
+
+    def _told_options(self) -> Body:
+        request = self._request
+        return {"metadata": unpack_body(memoryview(request.metadata), "metadata"), "metrics": request.metrics}
 
     def follow(self, go: Body) -> None:
         """All ranks look for blocks in the snapshot that rank 0 does: it alone has it held while one is staged."""
@@ -237,10 +248,9 @@ class RankPut:
 
     def _write(self) -> "Done":
         engine, rank, ranks, own = self._engine, self._group.rank, self._group.ranks, self._states.own
-        turn, layout_of = self._planning.turn, self._planning.layout_of
+        turn, seat = self._planning.turn, self.take_seat()
         anchor = engine.log.sync().n
         known = self._known(rank)
-        seat = self._seat = Seat(rank, ranks, alike(layout_of, rank, ranks), layout_of)
         write = partial(write_part, engine, anchor=anchor, coding=self._request.coding, meter=self._meter, sampling=self._request.sampling)
         self._written = [write(self._states.shared, known, seat=seat, apart=self.apart)]
         if own is not None:
@@ -252,6 +262,12 @@ class RankPut:
         sightings = drift.sightings_of(self._states.shared, seat, self._written[0].part, block_bytes, turn) if turn else None
         findings = self._request.examine(engine, self._written[0], self._states.shared)
         return Done(checked_parts(engine, self._written, anchor), self._told_bytes(seat), replicas, sightings, findings)
+
+    def take_seat(self) -> Seat:
+        """This rank's place among all, by their layouts."""
+        rank, ranks, layout_of = self._group.rank, self._group.ranks, self._planning.layout_of
+        self._seat = Seat(rank, ranks, alike(layout_of, rank, ranks), layout_of)
+        return self._seat
 
     def _digests(self, seat: Seat) -> Digests:
         """Of all that this rank holds with others."""
@@ -270,13 +286,22 @@ class RankPut:
 
     def compare(self, hellos: list[Body]) -> Body | str:
         """That all ranks put the same."""
-        problem = disagreements(hellos, COMPARED)
-        if problem:
-            return problem
-        return self._planning.compare(hellos, self._states.shared) | {"nearest": self._request.nearest}
+        if disagreements(hellos, COMPARED):
+            require_alike([self._in_words(hello) for hello in hellos], COMPARED, self._group.in_job)
+        self._differing = Differing(hellos, HASHED)
+        plan = self._planning.compare(hellos, self._states.shared)
+        return plan | {"nearest": self._request.nearest, "explain": self._differing.tellers}
+
+    def _in_words(self, hello: Body) -> Body:
+        """The same, with snapshots by the names that people know, as far as this rank knows them."""
+        view = self._engine.log.view()
+        known = {key: view.by_root(hello[key]) for key in ("parent", "expect") if isinstance(hello.get(key), bytes)}
+        at = {key: "" if info is None or info.step is None else f"@{info.step}" for key, info in known.items()}
+        return hello | {key: Shown(f"{info.root.hex()[:16]} ({info.ref}{at[key]})") for key, info in known.items() if info is not None}
 
     def commit(self, records: list[Body]) -> Body:
         """Appends the entry for all."""
+        self.require_told_alike(records)
         dones = [Done.of_record(record) for record in records]
         if not self._planning.turn:
             self._check(dones)
@@ -286,6 +311,15 @@ class RankPut:
         with self._meter.timed("commit"):
             n = self._append(dones, drifted)
         return self._outcome(n) | {"drift": [[*pair] for pair in drifted]}
+
+    def require_told_alike(self, records: Sequence[Body]) -> None:
+        """Refuses what `compare` found to differ, now that a few ranks have told what it is.
+
+        Raises:
+            InvalidOptionError: it does.
+        """
+        if self._differing.tellers:
+            raise self._differing.error({rank: records[rank] for rank in self._differing.tellers}, self._group.in_job)
 
     def _append(self, dones: Sequence[Done], drifted: Sequence[tuple[int, int]]) -> int:
         """Says so in the log: the number of the entry."""
@@ -319,4 +353,4 @@ class RankPut:
         problem = differences(digests, [layouts.get(rank, self._states.shared.layout) for rank in range(len(dones))])
         problem = problem or (contradiction(stages) if stages else "")
         if problem:
-            raise MismatchError(problem, object_id=self._request.ref)
+            raise MismatchError(problem + in_the_job(self._group.in_job), object_id=self._request.ref)

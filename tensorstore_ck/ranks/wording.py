@@ -1,54 +1,84 @@
 """How messages name ranks and what they said: in full for a few, as runs and counts for thousands.
 
-Pure text. A message stays short whatever the size of the group.
+Pure text. A message stays short whatever the size of the group: lists of ranks and of names are cut, and of a text of several KB the
+middle, since what happened comes first and what to do last.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 MAX_RUNS: Final = 8
 MAX_SAYINGS: Final = 4
-MAX_TEXT: Final = 1200
+MAX_TEXT: Final = 4096
+"""Of what one rank says."""
+MAX_TOTAL: Final = 8192
+"""Of what several say, as far as it is shown."""
+_CUT: Final = " [...] "
 
 
-def named_ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0-6, 9`` or ``ranks 0, 2, 4, ... (512 in all)``; `ranks` ascend."""
+class Shown(str):
+    """What is shown as it is, not as a quoted string."""
+
+
+def named_ranks(ranks: Iterable[int], in_job: Sequence[int] | None = None) -> str:
+    """``rank 3``, ``ranks 0-6, 9`` or ``ranks 0, 2, 4, ... (512 in all)``.
+
+    `in_job`: what each rank of the group is in the job, as `torch.distributed.get_rank` tells it, where these differ: messages speak of
+    the job's ranks.
+    """
+    numbers = sorted(ranks if in_job is None else (in_job[rank] if rank < len(in_job) else rank for rank in ranks))
     runs: list[list[int]] = []
-    for rank in ranks:
+    for rank in numbers:
         if runs and runs[-1][1] == rank - 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
     shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:MAX_RUNS]]
-    more = f", ... ({len(ranks)} in all)" if len(runs) > MAX_RUNS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}{more}"
+    more = f", ... ({len(numbers)} in all)" if len(runs) > MAX_RUNS else ""
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(shown)}{more}"
 
 
-def sayings(said: Mapping[int, str]) -> str:
+def in_the_job(in_job: Sequence[int] | None) -> str:
+    """What is added to a message that speaks of the group's ranks; nothing where these are the job's."""
+    if in_job is None or [*in_job] == [*range(len(in_job))]:
+        return ""
+    return f" (these are the group's numbers: its ranks 0 to {len(in_job) - 1} are {named_ranks(range(len(in_job)), in_job)} of the job)"
+
+
+def sayings(said: Mapping[int, str], in_job: Sequence[int] | None = None) -> str:
     """What ranks said, those who said the same together: ``rank 3: NoSpaceError: ...; ranks 5-7: ...``."""
     who: dict[str, list[int]] = {}
     for rank in sorted(said):
         who.setdefault(said[rank], []).append(rank)
-    shown = [f"{named_ranks(ranks)}: {text[:MAX_TEXT]}" for text, ranks in list(who.items())[:MAX_SAYINGS]]
-    rest = sorted(rank for ranks in list(who.values())[MAX_SAYINGS:] for rank in ranks)
-    return "; ".join([*shown, f"{named_ranks(rest)}: something else"] if rest else shown)
+    first, others = list(who.items())[:MAX_SAYINGS], list(who.items())[MAX_SAYINGS:]
+    shown = [f"{named_ranks(ranks, in_job)}: {shortened(text, MAX_TOTAL // len(first))}" for text, ranks in first]
+    rest = [rank for _, ranks in others for rank in ranks]
+    return "; ".join([*shown, f"{named_ranks(rest, in_job)}: something else"] if rest else shown)
 
 
-def disagreements(records: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> str:
+def disagreements(records: Sequence[Mapping[str, Any]], keys: Sequence[str], in_job: Sequence[int] | None = None) -> str:
     """Which of `keys` have not one value in the records of all ranks (in rank order), and who says what; empty when all agree."""
     texts = []
     for key in keys:
         first = records[0].get(key)
         if any(record.get(key) != first for record in records):
             said = {rank: _shown(record.get(key)) for rank, record in enumerate(records)}
-            texts.append(f"the ranks differ in {key}: {sayings(said)}")
+            texts.append(f"the ranks differ in {key}: {sayings(said, in_job)}")
     return "; ".join(texts)
 
 
 def error_text(exc: BaseException) -> str:
-    """An error in one line, for the other ranks."""
-    return f"{type(exc).__name__}: {exc}"[:MAX_TEXT]
+    """An error in words, for the other ranks."""
+    return shortened(f"{type(exc).__name__}: {exc}", MAX_TEXT)
+
+
+def shortened(text: str, limit: int) -> str:
+    """At most `limit` characters of it: its middle goes."""
+    if len(text) <= limit:
+        return text
+    end = limit // 3
+    return text[: limit - end - len(_CUT)] + _CUT + text[-end:]
 
 
 def _shown(value: object) -> str:
-    return value.hex()[:16] if isinstance(value, bytes) else repr(value)
+    return value.hex()[:16] if isinstance(value, bytes) else value if isinstance(value, Shown) else repr(value)

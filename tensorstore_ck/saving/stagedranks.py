@@ -13,7 +13,6 @@ from tensorstore_ck.envelope import Body, take
 from tensorstore_ck.errors import (
     ConflictError,
     CorruptObjectError,
-    RetryableError,
     SnapshotAbortedError,
     SnapshotDroppedError,
     SnapshotExpiredError,
@@ -97,7 +96,7 @@ class StagedRanks(PublishedInOrder):
         attempt = self._group.begin(title, object_id=self._ref, timeout=self._timeout_seconds, sleep=sleep)
         try:
             return attempt.run(self._duties(course, attempt.txn, problem))
-        except RetryableError as exc:
+        except StoreError as exc:
             if course.dropped == "abandoned":
                 raise
             outcome = self._handle.patiently(course, "the log entry of what was staged", lambda: self._settle(attempt.txn))
@@ -116,12 +115,12 @@ class StagedRanks(PublishedInOrder):
             lead = next((each.lead for each in self._manifests if each.lead is not None), None)
             return {"txn": self._txn, "cancelled": course.dropped, "lead": None if lead is None else encode_lead(lead)}
 
-        def compare(hellos: list[Body]) -> Body | str:
+        def compare(hellos: list[Body]) -> Body:
             if len({take(hello, "txn", bytes) for hello in hellos}) > 1:
-                return "the ranks have staged different snapshots"
+                raise SnapshotAbortedError("the ranks have staged different snapshots", object_id=self._ref)
             said = next((hello["lead"] for hello in hellos if hello.get("lead") is not None), None)
             if said is None:
-                return "no rank has what rank 0 had staged"
+                raise SnapshotAbortedError("no rank has what rank 0 had staged", object_id=self._ref)
             self._lead = decode_lead(said)
             return {"cancelled": next((reason for hello in hellos if (reason := take(hello, "cancelled", str))), "")}
 

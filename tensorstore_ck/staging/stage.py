@@ -255,6 +255,8 @@ class StagedRankPut(RankPut):
 
     def work(self, go: Body) -> Body:
         """Stages this rank's side; what others need to open the snapshot goes to the store at once: it is small."""
+        if go["explain"]:
+            return super().work(go)
         self._engine = self._stager.engine
         self._store_engine.log.sync()
         self.follow(go)

@@ -1,7 +1,14 @@
 """What to do about values that people often try to store, and that have no stored form."""
 
+from typing import Final
+
 import numpy as np
 import torch
+
+_ON_RANKS: Final = (
+    "pass group= (such as torch.distributed.group.WORLD) on all ranks that hold shares of it; in rank_state= nothing is shared, so put it "
+    "into the state"
+)
 
 
 def advice_for(value: object) -> tuple[str, str] | None:
@@ -10,7 +17,7 @@ def advice_for(value: object) -> tuple[str, str] | None:
     name = f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, torch.Tensor):
         if kind.__name__ == "DTensor":
-            return "it is a DTensor", "store .to_local() or .full_tensor()"
+            return "it is a DTensor", _ON_RANKS
         if kind.__module__.startswith("torch._subclasses"):
             return f"it is a {kind.__name__}, which has no data", "leave FakeTensorMode before storing"
         if value.is_nested:
@@ -27,7 +34,7 @@ def advice_for(value: object) -> tuple[str, str] | None:
     if isinstance(value, np.ndarray):
         return f"it is a {name}, a numpy subclass", "store a plain array (np.asarray; for a masked array .data and .mask)"
     if kind.__name__ == "ShardedTensor":
-        return "it is a ShardedTensor", "store its local shards as plain tensors"
+        return "it is a ShardedTensor", _ON_RANKS
     if isinstance(value, torch.Generator):
         return "it is a torch.Generator", "store .get_state()"
     if callable(getattr(kind, "state_dict", None)):

@@ -1,6 +1,7 @@
 """What putting a state would do, told before the first step: all that cannot be stored, how large it is, how long it takes."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,6 +12,7 @@ from tensorstore_ck.ids import block_id, new_ulid
 from tensorstore_ck.layout import Captured
 from tensorstore_ck.pack import pack_name
 from tensorstore_ck.state.capture import Walk
+from tensorstore_ck.state.sharded import Describer
 
 SAMPLE_BYTES: Final = 64 << 20
 
@@ -29,8 +31,10 @@ class StateCheck:
     """What `Store.check` found."""
 
     problems: tuple[Problem, ...]
+    """With ``group=``: of this rank; and what another one has, or why the ranks' states cannot be one snapshot."""
     tensor_count: int
     tensor_bytes: int
+    """With ``group=``: of all ranks together, but where there are problems, of this one."""
     value_bytes: int
     """Everything that is not a tensor."""
     free_bytes: int | None
@@ -46,13 +50,17 @@ class StateCheck:
 
 def problems(state: object) -> list[Problem]:
     """All things in `state` that cannot be stored, in its order."""
-    return _walked(state)[0]
+    return look_at(state)[0]
 
 
 def check_state(state: object, backend: Backend) -> StateCheck:
     """Checks `state`, and writes and deletes a sample of it to see how long a put would take."""
-    found, captured = _walked(state)
-    tensor_bytes = sum(spec.size_bytes for spec in captured.layout.tensors)
+    found, captured = look_at(state)
+    return checked(found, captured, backend, sum(spec.size_bytes for spec in captured.layout.tensors))
+
+
+def checked(found: Sequence[Problem], captured: Captured, backend: Backend, tensor_bytes: int, *, writers: int = 1) -> StateCheck:
+    """What is told of a state that was looked at: `tensor_bytes` in all, written by so many `writers` together."""
     space = backend.space()
     value_bytes = len(pack_body(captured.values)) + sum(map(len, captured.blobs)) + len(captured.layout.encode())
     return StateCheck(
@@ -61,13 +69,14 @@ def check_state(state: object, backend: Backend) -> StateCheck:
         tensor_bytes,
         value_bytes,
         None if space is None else space.free_bytes,
-        _expected_seconds(captured, tensor_bytes, backend),
+        _expected_seconds(captured, tensor_bytes, backend) / writers,
     )
 
 
-def _walked(state: object) -> tuple[list[Problem], Captured]:
+def look_at(state: object, describer: Describer | None = None) -> tuple[list[Problem], Captured]:
+    """All things in `state` that cannot be stored, in its order; and the rest of it, taken apart."""
     errors: list[UnsupportedValueError] = []
-    walk = Walk(errors.append)
+    walk = Walk(errors.append, describer)
     walk.visit(state)
     captured = walk.finish()
     return [Problem(error.object_id, str(error)) for error in errors], captured
@@ -77,7 +86,7 @@ def _expected_seconds(captured: Captured, total: int, backend: Backend) -> float
     sample = []
     left = SAMPLE_BYTES
     for spec, source in zip(captured.layout.tensors, captured.sources, strict=True):
-        size = min(spec.size_bytes // spec.item_bytes * spec.item_bytes, left)
+        size = min(source.size_bytes, left) // spec.item_bytes * spec.item_bytes
         if size:
             sample.append(source.read(0, size))
             left -= size

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 from tensorstore_ck.envelope import Body, take
 from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.ranks import Duties
-from tensorstore_ck.ranks.wording import disagreements
+from tensorstore_ck.ranks.agreeing import require_alike
 from tensorstore_ck.readonlystore import ReadOnlyStore
 from tensorstore_ck.snapshot import Snapshot
 
@@ -29,10 +29,10 @@ def find(store: ReadOnlyStore, address: str, group: "ProcessGroup | None", timeo
     title = f"the search for {address!r}"
     attempt = own.begin(title, object_id=address, timeout=timeout_seconds)
 
-    def compare(hellos: list[Body]) -> Body | str:
-        problem = disagreements(hellos, ("address",))
-        found = None if problem else _at(store, address)
-        return problem or {"root": found.root if found is not None else ""}
+    def compare(hellos: list[Body]) -> Body:
+        require_alike(hellos, ("address",), own.in_job)
+        found = _at(store, address)
+        return {"root": found.root if found is not None else ""}
 
     told: list[Snapshot | None] = []
 

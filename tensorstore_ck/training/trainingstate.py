@@ -16,8 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tensorstore_ck.errors import InvalidOptionError, MismatchError, SnapshotAbortedError
-from tensorstore_ck.ranks.told import as_told
+from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.restoring import Restoring
 from tensorstore_ck.samples import SampleCursor
 from tensorstore_ck.sampling import SAMPLE_SHARE
@@ -120,7 +119,7 @@ class TrainingState:
         *,
         ref: str,
         step: int | None = None,
-        group: "ProcessGroup | None" = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
         gradients: bool = False,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, object] | None = None,
@@ -147,6 +146,7 @@ class TrainingState:
             verify_capture: Likewise.
             timeout_seconds: With `group`: when to give up on ranks that do not come.
         """
+        group = require_group(group)
         state, rank_state = self._sides(store, group, timeout_seconds, with_gradients=gradients)
         return store.put_snapshot(
             state,
@@ -164,7 +164,7 @@ class TrainingState:
         )
 
     def put_async(
-        self, store: Store, *, ref: str, group: "ProcessGroup | None" = None, gradients: bool = False, **options: Any
+        self, store: Store, *, ref: str, group: "ProcessGroup | DeviceMesh | None" = None, gradients: bool = False, **options: Any
     ) -> PendingSnapshot:
         """As `put`, beside the training: the next step may begin when it returns.
 
@@ -176,6 +176,7 @@ class TrainingState:
             options: See `Store.put_snapshot_async`.
         """
         timeout = options.get("timeout_seconds", TIMEOUT_SECONDS)
+        group = require_group(group)
         state, rank_state = self._sides(store, group, timeout, with_gradients=gradients)
         return store.put_snapshot_async(state, ref=ref, group=group, rank_state=rank_state, **options)
 
@@ -184,7 +185,7 @@ class TrainingState:
         store: "ReadOnlyStore",
         address: str,
         *,
-        group: "ProcessGroup | None" = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
         allow_bad: bool = False,
         broadcast: bool = False,
         timeout_seconds: float = TIMEOUT_SECONDS,
@@ -202,16 +203,13 @@ class TrainingState:
             NotFoundError: the ref has no such step or ancestor, or there is no such root.
             MismatchError: it does not fit: another model, other parts, or loaders whose positions are those of another number of ranks.
         """
-        require_group(group)
+        group = require_group(group)
         ranks = 1 if group is None else group.size()
         store.finish_staged(address, group, timeout_seconds=timeout_seconds)
         if find(store, address, group, timeout_seconds) is None:
             return None
         options: dict[str, Any] = {"group": group, "broadcast": broadcast, "allow_bad": allow_bad, "timeout_seconds": timeout_seconds}
-        try:
-            old, found = store.restoring(address, partial(self._read, address, ranks, broadcast), **options)
-        except SnapshotAbortedError as exc:
-            raise as_told(exc) from exc.__cause__
+        old, found = store.restoring(address, partial(self._read, address, ranks, broadcast), **options)
         self._warn(f"{address!r} (step {found.step})", old, ranks)
         return found
 
@@ -284,7 +282,6 @@ class TrainingState:
 
     def _sides(self, store: Store, group: "ProcessGroup | None", timeout: float, *, with_gradients: bool) -> tuple[State, State | None]:
         """What is put as the state, and what is put as this rank's."""
-        require_group(group)
         if group is None:
             shared, own = self._capture(1, with_gradients=with_gradients)
             return {**shared, OWN: own}, None

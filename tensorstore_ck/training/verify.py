@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
+from tensorstore_ck.grouped import process_group
 from tensorstore_ck.readonlystore import ReadOnlyStore
 from tensorstore_ck.training.compare import Difference, Leaves, copied, first_difference, leaves_of
 from tensorstore_ck.training.finding import find
@@ -15,6 +16,7 @@ from tensorstore_ck.training.trainingstate import TIMEOUT_SECONDS, TrainingState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 Make = Callable[[], tuple[TrainingState, Callable[[], object]]]
 """Builds the job anew: its state, and what makes one step (and returns its loss, say)."""
@@ -49,7 +51,9 @@ class ResumeReport:
         return f"from {where}, {when}: {found.name} differs: {found.what}"
 
 
-def verify_resume(make: Make, store: ReadOnlyStore, address: str, steps: int = 3, *, group: "ProcessGroup | None" = None) -> ResumeReport:
+def verify_resume(
+    make: Make, store: ReadOnlyStore, address: str, steps: int = 3, *, group: "ProcessGroup | DeviceMesh | None" = None
+) -> ResumeReport:
     """Restores the snapshot at `address` into two fresh jobs, one after the other, makes some steps with each, and compares them.
 
     Everything that the states hold is compared bit by bit, after the restore and after each step, and what the step returned.
@@ -67,6 +71,7 @@ def verify_resume(make: Make, store: ReadOnlyStore, address: str, steps: int = 3
     """
     if steps < 1:
         raise InvalidOptionError(f"steps must be 1 or more, not {steps!r}", object_id="steps")
+    group = process_group(group)
     found = find(store, address, group, TIMEOUT_SECONDS)
     if found is None:
         raise NotFoundError(f"there is no snapshot at {address!r}", object_id=address)
@@ -77,7 +82,7 @@ def verify_resume(make: Make, store: ReadOnlyStore, address: str, steps: int = 3
     return ResumeReport(found.root, found.step, steps, len(expected[-1]), first)
 
 
-def _run(make: Make, store: ReadOnlyStore, root: str, steps: int, group: "ProcessGroup | None") -> Iterator[Leaves]:
+def _run(make: Make, store: ReadOnlyStore, root: str, steps: int, group: "ProcessGroup | DeviceMesh | None") -> Iterator[Leaves]:
     """What one job holds after the restore, and after each step."""
     made = make()
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], TrainingState) or not callable(made[1]):

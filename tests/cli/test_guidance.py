@@ -35,12 +35,12 @@ def test_every_kind_has_a_code_of_its_own() -> None:
 
 
 def test_the_readme_has_all_exit_codes() -> None:
-    rows = re.findall(r"^\| (\d+) \| (?:`(\w+)`)? \| (.+) \|$", README, re.MULTILINE)
-    assert {int(code): kind for code, kind, _ in rows} == expected_codes()
-    assert [int(code) for code, _, _ in rows] == sorted(expected_codes())
-    meanings = {int(code): meaning for code, _, meaning in rows}
+    rows = re.findall(r"^\| (\d+) \| (?:`(\w+)`)? \| (?:`(\w+)`)? \| (.+) \|$", README, re.MULTILINE)
+    assert {int(code): kind for code, kind, _, _ in rows} == expected_codes()
+    assert [int(code) for code, _, _, _ in rows] == sorted(expected_codes())
+    told = {int(code): (retry, meaning) for code, _, retry, meaning in rows}
     for kind in KINDS - {errors.StoreError}:
-        assert meanings[kind.exit_code] == (kind.__doc__ or "").splitlines()[0]
+        assert told[kind.exit_code] == (kind.retry, (kind.__doc__ or "").splitlines()[0])
 
 
 def test_help_has_all_exit_codes(tsck: Tsck) -> None:

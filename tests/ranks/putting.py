@@ -12,7 +12,14 @@ import numpy as np
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.errors import BackendUnavailableError, SnapshotAbortedError, UndecidedError
+from tensorstore_ck.errors import (
+    BackendUnavailableError,
+    ConflictError,
+    DamageError,
+    InputError,
+    SnapshotAbortedError,
+    UndecidedError,
+)
 from tensorstore_ck.ids import Digest, Ulid
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.opening import init_store, make_engine, read_config
@@ -143,7 +150,7 @@ class PutRank:
                 raise
             except BaseException as exc:  # noqa: BLE001 - tests look at it
                 error = exc
-                if not isinstance(exc, SnapshotAbortedError):  # only the log knows
+                if isinstance(exc, BackendUnavailableError | UndecidedError):  # only the log knows
                     self.faults.armed = False
                     self.engine.log.sync()
                     branch = self.engine.log.view().branch(put.ref)
@@ -253,7 +260,7 @@ def require_agreement(group: Sequence[PutRank], engine: Engine, *, gone: frozens
                 continue
             if ending.info is not None:
                 assert roots[ending.info.root].step == put.step
-            elif isinstance(ending.error, SnapshotAbortedError):
+            elif isinstance(ending.error, SnapshotAbortedError | InputError | DamageError | ConflictError):
                 assert put.step not in steps, (rank.rank, ending.error)
             else:  # it could not ask the log
                 assert isinstance(ending.error, BackendUnavailableError | UndecidedError), ending.error

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeVar
 
 from tensorstore_ck.envelope import Body
-from tensorstore_ck.errors import SnapshotAbortedError
+from tensorstore_ck.errors import InputError, SnapshotAbortedError
 from tensorstore_ck.ids import Ulid, new_ulid
 from tensorstore_ck.ranks import Attempt, Duties, Group, KeyValue, disagreements
 
@@ -240,7 +240,7 @@ class Rank:
         self.hello: dict[str, Any] = {"step": 1000}
         self.work_error: BaseException | None = None
         self.work_seconds = 0.0
-        self.log_is_gone = False
+        self.log_error: Exception | None = None
         self.actor = simulation.spawn(self._run, rank)
 
     def _run(self, actor: Actor) -> None:
@@ -270,8 +270,8 @@ class Rank:
             return actor.effect(action, OSError("the backend is gone"))
 
         def judge(record: Body | None) -> Body | None:
-            if self.log_is_gone:
-                raise OSError("the log is gone")
+            if self.log_error is not None:
+                raise self.log_error
             return effect(lambda: log.setdefault(txn, record))
 
         def work(go: Body) -> Body:
@@ -316,7 +316,7 @@ def require_one_outcome(simulation: Simulation, group: list[Rank]) -> None:
         for ending in rank.endings:
             if ending.put is not None:
                 assert simulation.log[ending.txn] == ending.put
-            elif isinstance(ending.error, SnapshotAbortedError):
+            elif isinstance(ending.error, SnapshotAbortedError | InputError):
                 assert simulation.log.get(ending.txn) is None
             else:  # it could not ask the log
                 assert isinstance(ending.error, OSError)

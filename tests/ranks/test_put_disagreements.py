@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 
 from tensorstore_ck.errors import (
+    InvalidOptionError,
+    MismatchError,
     SnapshotAbortedError,
+    StoreError,
     UnsupportedValueError,
 )
 from tensorstore_ck.ids import Digest
@@ -44,10 +47,10 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     ("changes", "said"),
     [
         ({"step": 900}, "step: ranks 0-1: 2; rank 2: 900"),
-        ({"parent": Digest(b"p" * 32)}, "parent: ranks 0-1: {root}; rank 2: 7070707070707070"),
-        ({"expect": ANY}, "expect: ranks 0-1: {root}; rank 2: 'tsck.ANY'"),
-        ({"metrics": {"loss": 2.5}}, "metrics: ranks 0-1: '[]'; rank 2: \"[('loss', 2.5)]\""),
-        ({"metadata": encode_metadata({"lr": 1})}, "metadata: ranks 0-1: "),
+        ({"parent": Digest(b"p" * 32)}, "parent: ranks 0-1: {root} (job@1); rank 2: 7070707070707070"),
+        ({"expect": ANY}, "expect: ranks 0-1: {root} (job@1); rank 2: 'tsck.ANY'"),
+        ({"metrics": {"loss": 2.5}}, "metrics.loss: ranks 0-1: nothing; rank 2: 2.5"),
+        ({"metadata": encode_metadata({"lr": 1, "data": {"seed": 7}})}, "metadata.data.seed: ranks 0-1: nothing; rank 2: 7; metadata.lr: "),
     ],
     ids=["step", "parent", "expect", "metrics", "metadata"],
 )
@@ -56,11 +59,12 @@ def test_a_rank_that_wants_something_else(changes: dict[str, Any], said: str) ->
     odd = world.group[2]
     odd.puts[SECOND] = odd.puts[SECOND].but(**changes)
     world.run()
-    (reason,) = world.reasons()
+    (reason,) = world.refusals(InvalidOptionError)
     root = world.group[0].endings[0].info
     assert root is not None
     assert f"the ranks differ in {said.format(root=root.root.hex()[:16])}" in reason
     assert "nothing needs to be cleaned up" in reason
+    assert "try again" not in reason
     require_restorable(world.engine, [1, 3])
     require_no_garbage(world.engine)
 
@@ -69,7 +73,8 @@ def test_a_rank_that_wants_another_ref_is_named_with_both() -> None:
     world = World()
     world.group[2].puts[SECOND] = world.group[2].puts[SECOND].but(ref="other")
     world.run()
-    assert all("the ranks differ in ref: ranks 0-1: 'job'; rank 2: 'other'" in reason for reason in world.reasons())
+    reasons = world.refusals(InvalidOptionError)
+    assert all("the ranks differ in ref: ranks 0-1: 'job'; rank 2: 'other'" in reason for reason in reasons)
     assert set(world.engine.log.view().branches()) == {"job"}
 
 
@@ -125,7 +130,8 @@ def test_a_rank_with_another_state(tell: Callable[[int, int], RankStates], said:
     world = World()
     world.group[odd].puts[SECOND] = world.group[odd].puts[SECOND].but(take_apart=lambda: tell(2, odd))
     world.run()
-    (reason,) = world.reasons()
+    kinds: dict[object, type[StoreError]] = {without_own: InvalidOptionError, refused: UnsupportedValueError}
+    (reason,) = world.refusals(kinds.get(tell, MismatchError))
     assert said.format(odd=odd) in reason
     assert f"rank {odd}" in reason or f", {odd}" in reason or f"{odd}-" in reason or f"-{odd}" in reason
     assert all(rank.endings[SECOND].seconds < TIMEOUT for rank in world.group), "known at once"
@@ -138,7 +144,7 @@ def test_a_replica_that_differs_on_the_first_put(odd: int) -> None:
     world = World()
     world.group[odd].puts[0] = world.group[odd].puts[0].but(take_apart=lambda: with_another_replica(1, odd))
     world.run()
-    (reason,) = world.reasons(0)
+    (reason,) = world.refusals(MismatchError, 0)
     assert "'replicated'" in reason
     assert f"rank {odd}" in reason or f"{odd}-" in reason or f"-{odd}" in reason
     require_restorable(world.engine, [2, 3])

@@ -17,6 +17,7 @@ from tensorstore_ck.errors import (
     NoSpaceError,
     PermissionDeniedError,
     SnapshotAbortedError,
+    StoreError,
 )
 from tensorstore_ck.fsck import run_fsck
 from tensorstore_ck.gc import run_gc
@@ -75,11 +76,11 @@ def test_without_faults_everything_is_visible() -> None:
     "error", [NoSpaceError("the disk is full"), PermissionDeniedError("403: the credentials have expired")], ids=["space", "credentials"]
 )
 @pytest.mark.parametrize("what", ["open packs", "append", "close", "put parts"])
-def test_a_rank_that_cannot_write(failing: int, error: Exception, what: str) -> None:
+def test_a_rank_that_cannot_write(failing: int, error: StoreError, what: str) -> None:
     world = World()
     world.group[failing].faults = SteppedFaults(error=error, what=what)
     world.run()
-    (reason,) = world.reasons()
+    (reason,) = world.refusals(type(error))
     assert f"rank {failing}: {type(error).__name__}: {error}" in reason
     assert all(rank.endings[SECOND].seconds < TIMEOUT for rank in world.group), "known at once"
     assert (world.group[failing].endings[SECOND].error or error).__cause__ is error
@@ -91,7 +92,7 @@ def test_rank_0_cannot_write_the_record() -> None:
     world = World()
     world.group[0].faults = SteppedFaults(error=NoSpaceError("the disk is full"), what="put snapshots")
     world.run()
-    (reason,) = world.reasons()
+    (reason,) = world.refusals(NoSpaceError)
     assert "rank 0: NoSpaceError" in reason
     require_restorable(world.engine, [1, 3])
     require_no_garbage(world.engine)

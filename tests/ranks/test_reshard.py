@@ -238,7 +238,7 @@ def put_partial(folder: str) -> str:
 
 def test_partial_is_refused(pool: Pool, folder: Path) -> None:
     for error in pool.ask(put_partial, str(folder), ranks=2):
-        assert isinstance(error, tsck.SnapshotAbortedError)
+        assert isinstance(error, tsck.UnsupportedValueError)
         assert "model.w is a DTensor with the placement Partial(sum)" in str(error)
         assert "redistribute it first" in str(error)
 

@@ -102,7 +102,7 @@ def test_none_were_put(pool: Pool, folder: Path) -> None:
 
 def test_a_map_that_is_wrong_for_one_rank_fails_on_all(pool: Pool, folder: Path) -> None:
     for error in pool.ask(own_state, str(folder), "own", 2, "wrong", ranks=2):
-        assert isinstance(error, tsck.SnapshotAbortedError)
+        assert isinstance(error, tsck.NotFoundError)
         assert "rank 1: NotFoundError: " in str(error)
         assert "there is no rank 4" in str(error)
 

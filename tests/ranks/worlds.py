@@ -4,9 +4,7 @@ from typing import Any, Final
 
 from tensorstore_ck.blockreader import MemoryTarget
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.errors import (
-    SnapshotAbortedError,
-)
+from tensorstore_ck.errors import SnapshotAbortedError, StoreError
 from tensorstore_ck.fsck import run_fsck
 from tensorstore_ck.gc import run_gc
 from tensorstore_ck.merged import open_rank_state
@@ -53,9 +51,17 @@ class World:
 
     def reasons(self, number: int = SECOND) -> set[str]:
         """Why a put failed, in the words of all ranks."""
+        return {str(error) for error in self.errors(SnapshotAbortedError, number)}
+
+    def refusals(self, kind: type[StoreError], number: int = SECOND) -> set[str]:
+        """Likewise, of a put that one class of error ended on all ranks."""
+        return {str(error) for error in self.errors(kind, number)}
+
+    def errors(self, kind: type[StoreError], number: int = SECOND) -> list[BaseException | None]:
+        """How a put ended, on all ranks with this very class."""
         errors = [rank.endings[number].error for rank in self.group]
-        assert all(isinstance(error, SnapshotAbortedError) for error in errors), errors
-        return {str(error) for error in errors}
+        assert {type(error) for error in errors} == {kind}, errors
+        return errors
 
     def steps(self) -> list[int]:
         """What is visible, oldest first."""
