@@ -21,8 +21,8 @@ from typing import Any, Final, NamedTuple
 from tensorstore_ck.envelope import Body, take, take_count
 from tensorstore_ck.errors import CorruptObjectError, SnapshotAbortedError
 from tensorstore_ck.ids import Ulid
-from tensorstore_ck.ranks.channel import Channel, ChannelError, LateError, decode_record, encode_record
-from tensorstore_ck.ranks.wording import error_text, named_ranks, sayings
+from tensorstore_ck.ranks.channel import Channel, ChannelError, LateError, SilentError, decode_record, encode_record
+from tensorstore_ck.ranks.wording import error_text, named_ranks, sayings, unheard
 
 GRACE_SECONDS: Final = 10.0
 """How long after the deadline the other ranks leave it to rank 0 to end the attempt."""
@@ -137,7 +137,7 @@ class Attempt:
                 return decided
             if self._misfit:
                 raise LateError(self._misfit)
-            key, told = self._channel.wait([OUTCOME, TURN], self._patience())
+            key, told = self._channel.wait([OUTCOME, TURN], self._patience(), writer=0)
             if key == TURN:
                 return told
             reason = str(told.get("abort", "rank 0 could not begin it"))
@@ -200,21 +200,21 @@ class Attempt:
         """What all ranks said in this stage.
 
         Raises:
-            _RefusedError: names the ranks that failed, and those that said nothing by the deadline.
+            _RefusedError: names the ranks that failed, and those that said nothing by the deadline or are not heard of.
         """
         stage = self._stage
-        keys = [f"{stage}/{rank}" for rank in range(1, self._ranks)]
-        found, alarm = self._channel.collect(keys, self._deadline, alarm=FAILED)
+        keys = {f"{stage}/{rank}": rank for rank in range(1, self._ranks)}
+        found, alarm, silent = self._channel.collect(keys, self._deadline, alarm=FAILED)
         said: list[Body] = [{"record": own, "oldest": self._ledger.oldest()}]
         errors: dict[int, str] = {}
-        silent = []
+        missing = []
         if alarm is not None:
             with suppress(CorruptObjectError, TypeError, ValueError):
                 record = decode_record(alarm, FAILED)
                 errors[take_count(record, "rank")] = take(record, "error", str)
-        for rank, key in enumerate(keys, start=1):
+        for key, rank in keys.items():
             if key not in found:
-                silent.append(rank)
+                missing.append(rank)
                 continue
             try:
                 said.append(_check_said(decode_record(found[key], key), stage))
@@ -223,9 +223,11 @@ class Attempt:
             except (CorruptObjectError, TypeError, ValueError) as exc:
                 errors[rank] = f"sent a damaged {stage}: {exc}"
         reasons = [sayings(errors)] if errors else []
-        if silent and not errors and alarm is None:
+        if silent:
+            reasons.append(unheard(silent, self._channel.watch.limit))
+        elif missing and not errors and alarm is None:
             what = "did not come to it" if stage == "hello" else "came to it but did not finish"
-            reasons.append(f"{named_ranks(silent)} of {self._ranks} {what} within {self._timeout:g} s")
+            reasons.append(f"{named_ranks(missing)} of {self._ranks} {what} within {self._timeout:g} s")
         if reasons or alarm is not None:
             raise _RefusedError("; ".join(reasons) or "a rank failed")
         return said
@@ -238,7 +240,7 @@ class Attempt:
             if self._misfit:
                 raise _RefusedError(self._misfit)
             self._put(f"hello/{self._rank}", {"record": duties.hello(), "oldest": self._ledger.oldest()})
-            key, answer = self._channel.wait([OUTCOME, GO], self._patience())
+            key, answer = self._channel.wait([OUTCOME, GO], self._patience(), writer=0)
             if key == GO:
                 done = {"record": duties.work(self._enter(answer))}
                 self._is_counted = True
@@ -270,7 +272,7 @@ class Attempt:
         return record
 
     def _wait_for_outcome(self) -> Body:
-        return self._channel.wait([OUTCOME], self._patience())[1]
+        return self._channel.wait([OUTCOME], self._patience(), writer=0)[1]
 
     def _patience(self) -> float:
         """When this rank gives up on rank 0: one after the other, so that the first one tells all and the log is asked once."""
@@ -288,7 +290,7 @@ class Attempt:
         """Rank 0 or the channel is gone: what the log says counts."""
         text = f"gave up on rank 0: {trouble}"
         reason = f"rank {self._rank} {text}"
-        if self._channel.clock() < self._patience():
+        if self._channel.clock() < self._patience() and not isinstance(trouble, SilentError):
             self._channel.sleep(self._grace * self._rank / self._ranks)  # not all ranks at the log at once
         settled = self._settle(duties, reason)
         if settled is None:

@@ -24,6 +24,13 @@ def named_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}{more}"
 
 
+def unheard(ranks: Sequence[int], seconds: float) -> str:
+    """That nothing was heard of ranks, and why that may be."""
+    if len(ranks) == 1:
+        return f"{named_ranks(ranks)} has not been heard of for {seconds:.0f} s: it ended, was killed or suspended, or its host is gone"
+    return f"{named_ranks(ranks)} have not been heard of for {seconds:.0f} s: they ended, were killed or suspended, or their hosts are gone"
+
+
 def sayings(said: Mapping[int, str]) -> str:
     """What ranks said, those who said the same together: ``rank 3: NoSpaceError: ...; ranks 5-7: ...``."""
     who: dict[str, list[int]] = {}
