@@ -15,7 +15,7 @@ from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, M
 from tensorstore_ck.hostreads import HostReads, host_key
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.ranks import Duties, Group, open_group, second_nonce
+from tensorstore_ck.ranks import DEAD_AFTER_SECONDS, Duties, Group, open_group
 from tensorstore_ck.ranks.agreeing import require_alike
 from tensorstore_ck.ranks.channel import Runner
 from tensorstore_ck.ranks.plan import Memory
@@ -72,8 +72,9 @@ def process_group(group: "ProcessGroup | DeviceMesh | None") -> "ProcessGroup | 
 class Groups:
     """The process groups that one store handle has met."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, dead_after_seconds: float = DEAD_AFTER_SECONDS) -> None:
         self._engine = engine
+        self._dead_after_seconds = dead_after_seconds
         self._groups: weakref.WeakKeyDictionary[ProcessGroup, tuple[Group, Memory]] = weakref.WeakKeyDictionary()
         """With the layouts that it has put, and how often: see `run_put`."""
         self._publishing: weakref.WeakKeyDictionary[ProcessGroup, Group] = weakref.WeakKeyDictionary()
@@ -235,11 +236,11 @@ class Groups:
     def publishing(self, group: "ProcessGroup") -> Group:
         """The same ranks, for what their publishing threads do together, in an order of its own; only after an attempt of `of`."""
         if group not in self._publishing:
-            self._publishing[group] = open_group(group, f"{self._engine.config.uuid}/publish", second_nonce(self.of(group)[0].nonce))
+            self._publishing[group] = open_group(group, f"{self._engine.config.uuid}/publish", first=self.of(group)[0])
         return self._publishing[group]
 
     def of(self, group: "ProcessGroup") -> tuple[Group, Memory]:
         """This rank's place in a process group, and the layouts that it has put."""
         if group not in self._groups:
-            self._groups[group] = open_group(group, self._engine.config.uuid), {}
+            self._groups[group] = open_group(group, self._engine.config.uuid, dead_after=self._dead_after_seconds), {}
         return self._groups[group]

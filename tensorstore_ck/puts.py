@@ -16,6 +16,7 @@ from tensorstore_ck.events import Callback
 from tensorstore_ck.grouped import TIMEOUT_SECONDS, Groups, process_group
 from tensorstore_ck.keeping import changes
 from tensorstore_ck.manage import ManagedStore
+from tensorstore_ck.ranks import DEAD_AFTER_SECONDS
 from tensorstore_ck.sampling import SAMPLE_SHARE
 from tensorstore_ck.saving import DrainReport, OnFull, PendingSnapshot, Preemption, Saver
 from tensorstore_ck.saving.exiting import finish_at_exit
@@ -50,11 +51,13 @@ def require_no_rank_state(rank_state: object) -> None:
 class SavingStore(ManagedStore):
     """An open store that can be put to: the base of `Store`."""
 
-    def __init__(self, engine: Engine, *, host_memory_bytes: int | None = None) -> None:
+    def __init__(self, engine: Engine, *, host_memory_bytes: int | None = None, dead_after_seconds: float = DEAD_AFTER_SECONDS) -> None:
         super().__init__(engine)
         if host_memory_bytes is not None and host_memory_bytes <= 0:
             raise InvalidOptionError(f"host_memory_bytes must be more than 0, not {host_memory_bytes}", object_id="host_memory_bytes")
-        self._groups = Groups(engine)
+        if not dead_after_seconds >= 1:
+            raise InvalidOptionError(f"dead_after_seconds must be at least 1, not {dead_after_seconds}", object_id="dead_after_seconds")
+        self._groups = Groups(engine, float(dead_after_seconds))
         self._host_memory_bytes = host_memory_bytes
         self._local_ranks = 1
         self._numbers = itertools.count(1)

@@ -17,6 +17,7 @@ from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.merged import count_rank_states, open_rank_state, open_snapshot
 from tensorstore_ck.opening import open_engine
 from tensorstore_ck.puts import SavingStore, require_no_rank_state
+from tensorstore_ck.ranks import DEAD_AFTER_SECONDS
 from tensorstore_ck.readonlystore import ReadOnlyStore
 from tensorstore_ck.restoring import Restoring
 from tensorstore_ck.seen import LAST_SEEN
@@ -236,6 +237,7 @@ def open_store(
     read_only: Literal[True],
     storage_options: Mapping[str, Any] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    dead_after_seconds: float = DEAD_AFTER_SECONDS,
 ) -> ReadOnlyStore: ...
 @overload
 def open_store(
@@ -252,6 +254,7 @@ def open_store(
     max_bytes_per_second: float | None = None,
     codec: CodecOption = "auto",
     delta: DeltaOption = None,
+    dead_after_seconds: float = DEAD_AFTER_SECONDS,
     read_only: Literal[False] = False,
 ) -> Store: ...
 def open_store(
@@ -268,6 +271,7 @@ def open_store(
     max_bytes_per_second: float | None = None,
     codec: CodecOption = "auto",
     delta: DeltaOption = None,
+    dead_after_seconds: float = DEAD_AFTER_SECONDS,
     read_only: bool = False,
 ) -> Store:
     """Opens the store at a path or URL (``file://``, ``s3://bucket/prefix``, ``memory://``, any fsspec URL).
@@ -292,6 +296,9 @@ def open_store(
         delta: Whether blocks may be stored as differences to those of the snapshot before, which must then be read: by default with
             ``"small"``; if so, ``"auto"`` means ``"fast"``. A number says after how many snapshots a block that changes all over
             is stored in full again, else 8.
+        dead_after_seconds: With `group=`: when a rank is given up that is not heard of, instead of at the call's `timeout_seconds`. Each
+            rank says every 10 s that it lives, from the first call with a group on and however slow it is: on a thread that needs the
+            GIL, so more than the longest time for which one C call holds it. What rank 0 says counts for all.
         read_only: Open it to look: nothing in the store is ever changed, and no right to write there is needed. Whatever would change
             something is refused; for a type checker, what is returned has no such methods.
 
@@ -317,6 +324,7 @@ def open_store(
             read_only=read_only,
         ),
         host_memory_bytes=host_memory_bytes,
+        dead_after_seconds=dead_after_seconds,
     )
 
 

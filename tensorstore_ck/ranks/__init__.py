@@ -4,13 +4,15 @@ Knows no torch and no formats: a process group is anything with a rank, a size a
 an end. `Group` counts the attempts of a process group, `Attempt` is one of them, and the caller does the work in `Duties`.
 """
 
+from tensorstore_ck.ranks.alive import DEAD_AFTER_SECONDS
 from tensorstore_ck.ranks.attempt import GRACE_SECONDS, Attempt
 from tensorstore_ck.ranks.channel import Channel, ChannelError, KeyValue, Runner
 from tensorstore_ck.ranks.duties import Duties
-from tensorstore_ck.ranks.group import Group, StoreThread, open_group, second_nonce
+from tensorstore_ck.ranks.group import Group, StoreThread, open_group
 from tensorstore_ck.ranks.wording import disagreements, named_ranks
 
 __all__ = [
+    "DEAD_AFTER_SECONDS",
     "GRACE_SECONDS",
     "Attempt",
     "Channel",
@@ -23,5 +25,4 @@ __all__ = [
     "disagreements",
     "named_ranks",
     "open_group",
-    "second_nonce",
 ]

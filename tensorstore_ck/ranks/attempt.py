@@ -32,11 +32,11 @@ from tensorstore_ck.errors import (
     UndecidedError,
 )
 from tensorstore_ck.ids import Ulid
-from tensorstore_ck.ranks.channel import Channel, ChannelError, LateError, decode_record, encode_record
+from tensorstore_ck.ranks.channel import Channel, ChannelError, LateError, SilentError, decode_record, encode_record
 from tensorstore_ck.ranks.duties import Duties
 from tensorstore_ck.ranks.ledger import Ledger
 from tensorstore_ck.ranks.reason import Reason
-from tensorstore_ck.ranks.wording import error_text, named_ranks
+from tensorstore_ck.ranks.wording import error_text, named_ranks, unheard
 
 GRACE_SECONDS: Final = 10.0
 """How long after the deadline the other ranks leave it to rank 0 to end the attempt."""
@@ -107,7 +107,7 @@ class Attempt:
                 return decided
             if self._misfit:
                 raise LateError(self._misfit)
-            key, told = self._channel.wait([OUTCOME, TURN], self._patience())
+            key, told = self._channel.wait([OUTCOME, TURN], self._patience(), writer=0)
             if key == TURN:
                 return told
             reason = Reason.of_outcome(told) or Reason(f"{self._named(0)} could not begin it")
@@ -163,7 +163,7 @@ class Attempt:
             assert data is not None
             self._channel.put_large(name, data, self._deadline + self._grace)
             return data
-        key, record = self._channel.wait([OUTCOME, name], self._patience())
+        key, record = self._channel.wait([OUTCOME, name], self._patience(), writer=0)
         if key == OUTCOME:
             raise _RefusedError(Reason.of_outcome(record) or Reason("the attempt was given up"))
         return self._channel.whole(name, record, self._deadline + self._grace)
@@ -220,20 +220,20 @@ class Attempt:
         """What other ranks said in a stage.
 
         Raises:
-            _RefusedError: names the ranks that failed, and those that said nothing by the deadline.
+            _RefusedError: names the ranks that failed, and those that said nothing by the deadline or are not heard of.
         """
-        keys = [f"{stage}/{rank}" for rank in ranks]
-        found, alarm = self._channel.collect(keys, self._deadline, alarm=FAILED)
+        keys = {f"{stage}/{rank}": rank for rank in ranks}
+        found, alarm, silent = self._channel.collect(keys, self._deadline, alarm=FAILED)
         said: dict[int, Body] = {}
         errors: dict[int, Reason] = {}
-        silent = []
+        missing = []
         if alarm is not None:
             with suppress(CorruptObjectError, TypeError, ValueError):
                 record = decode_record(alarm, FAILED)
                 errors[take_count(record, "rank")] = Reason.of_record(take(record, "error", dict))
-        for rank, key in zip(ranks, keys, strict=True):
+        for key, rank in keys.items():
             if key not in found:
-                silent.append(rank)
+                missing.append(rank)
                 continue
             try:
                 said[rank] = decode_record(found[key], key)
@@ -247,8 +247,10 @@ class Attempt:
         if alarm is not None:
             raise _RefusedError(Reason("a rank failed"))
         if silent:
+            raise _RefusedError(Reason(unheard(silent, self._channel.watch.limit, self._in_job)))
+        if missing:
             what = "did not come to it" if stage == "hello" else "came to it but did not finish"
-            raise _RefusedError(Reason(f"{named_ranks(silent, self._in_job)} of {self._ranks} {what} within {self._timeout:g} s"))
+            raise _RefusedError(Reason(f"{named_ranks(missing, self._in_job)} of {self._ranks} {what} within {self._timeout:g} s"))
         return said
 
     # --- all others ---------------------------------------------------------------------------------------------------
@@ -259,7 +261,7 @@ class Attempt:
             if self._misfit:
                 raise _RefusedError(Reason(self._misfit))
             self._put(f"hello/{self._rank}", {"record": duties.hello(), "oldest": self._ledger.oldest()})
-            key, answer = self._channel.wait([OUTCOME, GO], self._patience())
+            key, answer = self._channel.wait([OUTCOME, GO], self._patience(), writer=0)
             if key == GO:
                 done = {"record": duties.work(self._enter(answer))}
                 self._is_counted = True
@@ -292,7 +294,7 @@ class Attempt:
         return record
 
     def _wait_for_outcome(self) -> Body:
-        return self._channel.wait([OUTCOME], self._patience())[1]
+        return self._channel.wait([OUTCOME], self._patience(), writer=0)[1]
 
     def _patience(self) -> float:
         """When this rank gives up on rank 0: one after the other, so that the first one tells all and the log is asked once."""
@@ -310,7 +312,7 @@ class Attempt:
         """Rank 0 or the channel is gone: what the log says counts."""
         text = f"gave up on {self._named(0)}: {trouble}"
         reason = Reason(f"{self._named(self._rank)} {text}")
-        if self._channel.clock() < self._patience():
+        if self._channel.clock() < self._patience() and not isinstance(trouble, SilentError):
             self._channel.sleep(self._grace * self._rank / self._ranks)  # not all ranks at the log at once
         settled = self._settle(duties, reason)
         if isinstance(settled, Reason):

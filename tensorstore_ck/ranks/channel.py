@@ -5,12 +5,15 @@ only when it is there, since a store's `get` waits for it, up to half an hour; s
 it any more. Every call has a deadline, on the `clock` of this rank.
 """
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from tensorstore_ck.envelope import Body, pack_body, take, take_count, unpack_body
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
+from tensorstore_ck.ranks.alive import UNBORN, Watch
+from tensorstore_ck.ranks.wording import unheard
 
 T = TypeVar("T")
 
@@ -37,11 +40,18 @@ class LateError(ChannelError):
     """Nothing came by the deadline."""
 
 
+class SilentError(LateError):
+    """Whose record is waited for has not been heard of for too long."""
+
+
 class KeyValue(Protocol):
     """What we use of `torch.distributed.Store`."""
 
     def set(self, key: str, value: bytes, /) -> object:
         """Sets or replaces a value."""
+
+    def multi_set(self, keys: list[str], values: list[bytes], /) -> object:
+        """Sets or replaces values."""
 
     def get(self, key: str, /) -> bytes:
         """The value; waits for it."""
@@ -76,6 +86,8 @@ class Collected(NamedTuple):
 
     values: dict[str, bytes]
     alarm: bytes | None
+    silent: Sequence[int]
+    """Ranks that were given up, since they are not heard of."""
 
 
 class Channel:
@@ -87,12 +99,14 @@ class Channel:
         prefix: str,
         *,
         ranks: int,
+        watch: Watch | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """`ranks` is how many poll at the same time."""
+        """`ranks` is how many poll at the same time. Without a `watch` nobody is given up before the deadline."""
         self._run = run
         self._prefix = prefix
+        self.watch = watch or Watch("", every=math.inf, limit=math.inf)
         self._shortest = min(max(SHORTEST_PAUSE, ranks * PAUSE_PER_RANK), LONGEST_PAUSE)
         self.clock = clock
         self.sleep = sleep
@@ -159,26 +173,35 @@ class Channel:
         found = self._first_of([key], deadline)
         return None if found is None else found[1]
 
-    def wait(self, keys: Sequence[str], deadline: float) -> tuple[str, Body]:
+    def wait(self, keys: Sequence[str], deadline: float, *, writer: int | None = None) -> tuple[str, Body]:
         """The first of `keys` that is there, with its record; asks at least once, however late it is.
 
         Raises:
+            SilentError: none came, and the rank `writer` is not heard of.
             LateError: none came by the deadline.
             ChannelError: the store cannot be used, or this is no record.
         """
         started = self.clock()
         while True:
+            silent = () if writer is None else self._silent([writer], deadline)
             found = self._first_of(keys, deadline)
             if found is not None:
                 return found
+            if silent:
+                raise SilentError(unheard(silent, self.watch.limit))
             if not self._pause(started, deadline):
                 raise LateError(f"no answer within {self.clock() - started:.0f} s")
 
-    def collect(self, keys: Sequence[str], deadline: float, *, alarm: str) -> Collected:
-        """The raw values of `keys`: all of them, or what is there at the deadline, or as soon as `alarm` is there.
+    def collect(self, keys: Mapping[str, int], deadline: float, *, alarm: str) -> Collected:
+        """The raw values of `keys`: all of them, or what is there at the deadline, or as soon as `alarm` is there or a rank is given up.
 
         Keys are asked for in batches, in order, and the next batch when one is complete: a poll costs one small question,
         however many ranks there are, and all of it ``2 * len(keys) / BATCH`` round trips.
+
+        Args:
+            keys: Which rank writes each.
+            deadline: Until when to wait.
+            alarm: A key that ends the wait.
 
         Raises:
             ChannelError: the store cannot be used.
@@ -188,29 +211,41 @@ class Channel:
         values: list[bytes] = []
         started = self.clock()
 
-        def more(store: KeyValue) -> Collected:
+        def more(store: KeyValue) -> tuple[dict[str, bytes], bytes | None]:
             """The next complete batches."""
             found: dict[str, bytes] = {}
             for start in range(len(values), len(names), BATCH):
                 batch = names[start : start + BATCH]
                 if not store.check(batch):
-                    return Collected(found, store.get(alarm_name) if store.check([alarm_name]) else None)
+                    return found, store.get(alarm_name) if store.check([alarm_name]) else None
                 found |= zip(batch, store.multi_get(batch), strict=True)
-            return Collected(found, None)
+            return found, None
 
         while True:
             found, alarm_value = self._call(more, deadline)
             values += found.values()
             if len(values) == len(names):
-                return Collected(dict(zip(keys, values, strict=True)), None)
-            if alarm_value is not None or not self._pause(started, deadline):
+                return Collected(dict(zip(keys, values, strict=True)), None, ())
+            rest = dict(list(keys.items())[len(values) :])
+            silent = self._silent_without(rest, deadline)
+            if silent or alarm_value is not None or not self._pause(started, deadline):
                 break
-        rest = names[len(values) :]
-        there = dict(zip(keys, values, strict=False))
-        for start in range(0, len(rest), BATCH):
-            found = self._call(lambda store, batch=rest[start : start + BATCH]: _those_there(store, batch), deadline)  # type: ignore[misc]
-            there |= {name.removeprefix(self._prefix): value for name, value in found.items()}
-        return Collected(there, alarm_value)
+        there = dict(zip(keys, values, strict=False)) | self._there(list(rest), deadline)
+        return Collected(there, alarm_value, silent)
+
+    def set_unborn(self, ranks: int, prefix: str, deadline: float) -> None:
+        """Makes the counters of ranks 0 to `ranks` - 1, so that whoever looks at them finds all of them.
+
+        Raises:
+            ChannelError: the store cannot be used.
+        """
+
+        def set_all(store: KeyValue) -> None:
+            for start in range(0, ranks, BATCH):
+                batch = [f"{prefix}{rank}" for rank in range(start, min(start + BATCH, ranks))]
+                store.multi_set(batch, [UNBORN] * len(batch))
+
+        self._call(set_all, deadline)
 
     def delete(self, keys: Sequence[str], deadline: float) -> None:
         """Deletes keys that nobody asks for any more.
@@ -225,6 +260,37 @@ class Channel:
 
         if keys:
             self._call(delete_all, deadline)
+
+    def _silent(self, ranks: Collection[int], deadline: float) -> list[int]:
+        """Those of the ranks that are not heard of; looks at their counters when it is time, at two questions for each batch."""
+        if not self.watch.is_due(self.clock()):
+            return []
+        names = {f"{self.watch.prefix}{rank}": rank for rank in ranks}
+
+        def look(store: KeyValue) -> dict[int, bytes]:
+            found: dict[int, bytes] = {}
+            for start in range(0, len(names), BATCH):
+                batch = list(names)[start : start + BATCH]
+                if store.check(batch):
+                    found |= zip((names[name] for name in batch), store.multi_get(batch), strict=True)
+            return found
+
+        return self.watch.silent(self._call(look, deadline), self.clock())
+
+    def _silent_without(self, keys: Mapping[str, int], deadline: float) -> list[int]:
+        """The ranks that are not heard of and have not written their key."""
+        silent = set(self._silent(keys.values(), deadline))
+        awaited = [key for key, rank in keys.items() if rank in silent]
+        there = self._there(awaited, deadline)
+        return [keys[key] for key in awaited if key not in there]
+
+    def _there(self, keys: Sequence[str], deadline: float) -> dict[str, bytes]:
+        """The raw values of those keys that are there."""
+        names = [self._prefix + key for key in keys]
+        there: dict[str, bytes] = {}
+        for start in range(0, len(names), BATCH):
+            there |= self._call(lambda store, batch=names[start : start + BATCH]: _those_there(store, batch), deadline)  # type: ignore[misc]
+        return {name.removeprefix(self._prefix): value for name, value in there.items()}
 
     def _first_of(self, keys: Sequence[str], deadline: float) -> tuple[str, Body] | None:
         def look(store: KeyValue) -> tuple[str, bytes] | None:

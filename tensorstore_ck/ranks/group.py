@@ -11,10 +11,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from tensorstore_ck.envelope import take, take_count
 from tensorstore_ck.ids import ULID_BYTES, IdSource, Ulid, derived_hash, new_ulid, ulid_text
+from tensorstore_ck.ranks.alive import DEAD_AFTER_SECONDS, Heart, Watch, beat_seconds
 from tensorstore_ck.ranks.attempt import GRACE_SECONDS, Attempt
 from tensorstore_ck.ranks.channel import Channel, ChannelError, KeyValue, Runner
 from tensorstore_ck.ranks.ledger import Ledger
@@ -96,6 +97,15 @@ def _serve(store: Any, calls: _Calls, is_broken: threading.Event) -> None:
             call.set_exception(exc)
 
 
+class _Agreed(NamedTuple):
+    """What rank 0 says to all when it first uses a group."""
+
+    nonce: Ulid
+    counters: str
+    """What the names of the ranks' counters begin with: see `alive`."""
+    dead_after: float
+
+
 class Group:
     """One rank's place in a group. All ranks begin the same attempts in the same order."""
 
@@ -106,7 +116,9 @@ class Group:
         rank: int,
         ranks: int,
         scope: str,
-        nonce: Ulid | None = None,
+        first: "Group | None" = None,
+        dead_after: float = DEAD_AFTER_SECONDS,
+        beat: Callable[[str, float], object] = lambda name, seconds: None,
         renew: Callable[[], object] = lambda: None,
         close: Callable[[], object] = lambda: None,
         new_id: IdSource = new_ulid,
@@ -116,8 +128,10 @@ class Group:
     ) -> None:
         """`scope` keeps apart groups that share a store but not their attempts, such as those of two tensorstore_ck stores.
 
-        `renew` mends a runner whose connection broke in an earlier attempt, and `close` ends it: see `StoreThread`. Without a `nonce`
-        that all ranks know, the first attempt draws one. `in_job` is for messages: see `named_ranks`.
+        `renew` mends a runner whose connection broke in an earlier attempt, and `close` ends it: see `StoreThread`. `beat` begins to say
+        that this rank lives, when the group is first used: see `Heart`; who is silent for longer than `dead_after` of rank 0 is given up.
+        `first`: a group of the same ranks that has begun an attempt, and that says who lives for both. `in_job` is for messages: see
+        `named_ranks`.
         """
         self.rank = rank
         self.ranks = ranks
@@ -125,6 +139,9 @@ class Group:
         self.run = run
         self._renew = renew
         self.close = close
+        self._beat = beat
+        self._dead_after = dead_after
+        self._first = first
         self._scope = f"{ROOT}{scope}/"
         self._new_id = new_id
         self._clock = clock
@@ -132,7 +149,7 @@ class Group:
         self._ledger = Ledger()
         self._generation = 1
         self._token = new_id()
-        self._nonce = nonce
+        self._agreed = None if first is None else first.agreed._replace(nonce=second_nonce(first.agreed.nonce))
         self._misfit = ""
         self._lock = threading.Lock()
 
@@ -155,16 +172,18 @@ class Group:
         n = self._ledger.begin()
         try:
             self._renew()
-            nonce = self._agreed_nonce(self._clock() + timeout + grace)
+            agreed = self._agree(self._clock() + timeout + grace)
         except (ChannelError, RuntimeError, OSError) as exc:  # torch's store errors are RuntimeErrors
             self._ledger.end(n, None)
-            own, first = (named_ranks([rank], self.in_job) for rank in (self.rank, 0))
-            raise Reason(f"{own} waited for {first} to begin it: {exc}").error(title, object_id) from exc
+            own, zero = (named_ranks([rank], self.in_job) for rank in (self.rank, 0))
+            raise Reason(f"{own} waited for {zero} to begin it: {exc}").error(title, object_id) from exc
+        # Whoever waits for rank 0 gives it up one after the other, so that the first one tells all.
+        watch = Watch(agreed.counters, every=beat_seconds(agreed.dead_after), limit=agreed.dead_after + grace * self.rank / self.ranks)
         return Attempt(
-            self._channel(f"{ulid_text(nonce)}/{n}/", sleep),
+            self._channel(f"{ulid_text(agreed.nonce)}/{n}/", sleep, watch),
             self._ledger,
             n=n,
-            txn=attempt_id(nonce, n),
+            txn=attempt_id(agreed.nonce, n),
             rank=self.rank,
             ranks=self.ranks,
             title=title,
@@ -178,23 +197,29 @@ class Group:
     @property
     def nonce(self) -> Ulid:
         """What rank 0 drew for this group; known once an attempt was begun."""
-        assert self._nonce is not None
-        return self._nonce
+        return self.agreed.nonce
 
-    def _channel(self, prefix: str, sleep: Callable[[float], object] | None = None) -> Channel:
-        return Channel(self.run, self._scope + prefix, ranks=self.ranks, clock=self._clock, sleep=sleep or self._sleep)
+    @property
+    def agreed(self) -> _Agreed:
+        """What rank 0 said to all; known once an attempt was begun."""
+        assert self._agreed is not None
+        return self._agreed
 
-    def _agreed_nonce(self, deadline: float) -> Ulid:
-        """What rank 0 drew for this group.
+    def _channel(self, prefix: str, sleep: Callable[[float], object] | None = None, watch: Watch | None = None) -> Channel:
+        return Channel(self.run, self._scope + prefix, ranks=self.ranks, watch=watch, clock=self._clock, sleep=sleep or self._sleep)
+
+    def _agree(self, deadline: float) -> _Agreed:
+        """What rank 0 says to this group; from then on this rank says that it lives.
 
         A process group that was destroyed and made again has the same keys in the same store, so each rank counts its groups there.
         """
         with self._lock:
-            if self._nonce is None:
-                self._nonce = self._draw_nonce(deadline)
-            return self._nonce
+            if self._agreed is None:
+                self._agreed = self._draw(deadline)
+                self._beat(f"{self._agreed.counters}{self.rank}", beat_seconds(self._agreed.dead_after))
+            return self._agreed
 
-    def _draw_nonce(self, deadline: float) -> Ulid:
+    def _draw(self, deadline: float) -> _Agreed:
         channel = self._channel("")
         mine = False
         while not mine:  # again with the same token after an error: it may have been counted
@@ -204,18 +229,23 @@ class Group:
         key = f"nonce/{self._generation}"
         if self.rank == 0:
             nonce = self._new_id()
-            channel.put(key, {"nonce": nonce, "ranks": self.ranks}, deadline)
-            return nonce
+            agreed = _Agreed(nonce, self._counters(nonce), self._dead_after)
+            channel.set_unborn(self.ranks, agreed.counters, deadline)
+            channel.put(key, {"nonce": nonce, "ranks": self.ranks, "dead_after": self._dead_after}, deadline)
+            return agreed
         record = channel.wait([key], deadline)[1]
         try:
-            nonce, ranks = Ulid(take(record, "nonce", bytes)), take_count(record, "ranks")
+            nonce, ranks, dead_after = Ulid(take(record, "nonce", bytes)), take_count(record, "ranks"), take(record, "dead_after", float)
         except TypeError as exc:
             raise ChannelError(str(exc)) from exc
-        if len(nonce) != ULID_BYTES:
-            raise ChannelError(f"the nonce has {len(nonce)} bytes")
+        if len(nonce) != ULID_BYTES or not dead_after > 0:
+            raise ChannelError(f"the nonce has {len(nonce)} bytes, and ranks are given up after {dead_after} s")
         if ranks != self.ranks:
             self._misfit = f"it came with world size {self.ranks}, and rank 0 with {ranks}"
-        return nonce
+        return _Agreed(nonce, self._counters(nonce), dead_after)
+
+    def _counters(self, nonce: Ulid) -> str:
+        return f"{self._scope}{ulid_text(nonce)}/alive/"
 
 
 def second_nonce(nonce: Ulid) -> Ulid:
@@ -229,13 +259,30 @@ def attempt_id(nonce: Ulid, n: int) -> Ulid:
     return Ulid(nonce[:_TIME_BYTES] + n.to_bytes(_NUMBER_BYTES, "big") + drawn[: ULID_BYTES - _TIME_BYTES - _NUMBER_BYTES])
 
 
-def open_group(group: "torch.distributed.ProcessGroup", scope: str, nonce: Ulid | None = None) -> Group:
-    """This rank's place in a process group; whoever owns it keeps it, one per process group object."""
+def open_group(
+    group: "torch.distributed.ProcessGroup", scope: str, *, dead_after: float = DEAD_AFTER_SECONDS, first: Group | None = None
+) -> Group:
+    """This rank's place in a process group; whoever owns it keeps it, one per process group object. See `Group`."""
     from torch.distributed import get_process_group_ranks  # noqa: PLC0415 - whoever has a group has loaded it
 
-    thread, in_job = StoreThread(group.get_group_store()), None
+    store, in_job = group.get_group_store(), None
     with suppress(KeyError, ValueError):  # torch knows no group that was made by hand: then its ranks have no other numbers
         in_job = get_process_group_ranks(group)
+    thread, heart = StoreThread(store), Heart(store)
+
+    def close() -> None:
+        heart.close()
+        thread.close()
+
     return Group(
-        thread, rank=group.rank(), ranks=group.size(), scope=scope, nonce=nonce, renew=thread.renew, close=thread.close, in_job=in_job
+        thread,
+        rank=group.rank(),
+        ranks=group.size(),
+        scope=scope,
+        first=first,
+        dead_after=dead_after,
+        beat=heart,
+        renew=thread.renew,
+        close=close,
+        in_job=in_job,
     )

@@ -45,6 +45,14 @@ def in_the_job(in_job: Sequence[int] | None) -> str:
     return f" (these are the group's numbers: its ranks 0 to {len(in_job) - 1} are {named_ranks(range(len(in_job)), in_job)} of the job)"
 
 
+def unheard(ranks: Sequence[int], seconds: float, in_job: Sequence[int] | None = None) -> str:
+    """That nothing was heard of ranks, and why that may be."""
+    who = named_ranks(ranks, in_job)
+    if len(ranks) == 1:
+        return f"{who} has not been heard of for {seconds:.0f} s: it ended, was killed or suspended, or its host is gone"
+    return f"{who} have not been heard of for {seconds:.0f} s: they ended, were killed or suspended, or their hosts are gone"
+
+
 def sayings(said: Mapping[int, str], in_job: Sequence[int] | None = None) -> str:
     """What ranks said, those who said the same together: ``rank 3: NoSpaceError: ...; ranks 5-7: ...``."""
     who: dict[str, list[int]] = {}

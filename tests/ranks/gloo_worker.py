@@ -46,6 +46,7 @@ BUSY_FACTOR: Final = 4
 """On a machine that has other things to do, the ranks that live must still come in time."""
 
 POINTS: Final[dict[str, tuple[Any, str, str, str]]] = {
+    "before its put": (Group, "begin", "", "before"),
     "before hello": (Channel, "put", "hello/", "before"),
     "in capture": (together, "capture", "", "before"),
     "after hello": (Channel, "put", "hello/", "after"),
@@ -83,6 +84,7 @@ class Play:
     folder: str
     timeout_seconds: float
     """Of the second put; more when the first one took long."""
+    dead_after_seconds: float = 60.0
 
 
 # --- what is put --------------------------------------------------------------------------------------------------------
@@ -172,7 +174,8 @@ def live(play: Play, rank: int) -> None:
     """A rank's whole life."""
     Group.begin.__kwdefaults__["grace"] = GRACE_SECONDS  # type: ignore[index]
     trap = None
-    with tsck.open(play.url, storage_options=play.storage_options, cache_dir=f"{play.folder}/cache-{rank}") as store:
+    cache, patience = f"{play.folder}/cache-{rank}", play.dead_after_seconds
+    with tsck.open(play.url, storage_options=play.storage_options, cache_dir=cache, dead_after_seconds=patience) as store:
         if play.storage_options:
             for point, (owner, method, prefix, when) in POINTS.items():
                 POINTS[point] = (type(store._engine.placed.at(None)) if owner is LocalBackend else owner, method, prefix, when)

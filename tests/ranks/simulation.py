@@ -1,7 +1,7 @@
 """Ranks as threads of which one runs at a time, on a clock that jumps: any run is exact, and takes no real time.
 
 Every call of a rank to the channel or the log costs it two steps, before and after the effect. At any step it can die (it has no
-effect from there on), stall (it goes on after all others have ended), or get an error.
+effect from there on), stall (it is suspended, and goes on after all others have ended), be slow for as long, or get an error.
 """
 
 import heapq
@@ -41,6 +41,10 @@ class FakeStore:
         self.values[key] = value
         self.last_set = {key: value}
 
+    def multi_set(self, keys: list[str], values: list[bytes], /) -> None:
+        self._count(*values)
+        self.values |= zip(keys, values, strict=True)
+
     def get(self, key: str, /) -> bytes:
         self._count(self.values[key])  # a KeyError here is a wait without an end
         return self.values[key]
@@ -74,7 +78,7 @@ class Fault(NamedTuple):
     rank: int
     step: int
     kind: str
-    """``die``, ``stall``, ``error``."""
+    """``die``, ``stall``, ``slow``, ``error``."""
 
 
 class Simulation:
@@ -94,12 +98,23 @@ class Simulation:
         self.stall = stall
         self._events: list[tuple[float, float, int, Actor | Callable[[], None]]] = []
         self._numbers = itertools.count()
+        self._going_on = 0
         self._over = threading.Lock()
         self._errors: list[BaseException] = []
 
     def at(self, when: float, event: "Actor | Callable[[], None]") -> None:
         """Gives an actor the turn at that time, or calls a function; what is due at the same time comes in random order."""
         heapq.heappush(self._events, (when, self.random.random(), next(self._numbers), event))
+
+    def while_any_goes_on(self, seconds: float, action: Callable[[], None]) -> None:
+        """Now and every so many seconds."""
+
+        def again() -> None:
+            if self._going_on:
+                action()
+                self.at(self.now + seconds, again)
+
+        again()
 
     def spawn(self, body: Callable[["Actor"], None], rank: int) -> "Actor":
         actor = Actor(self, rank)
@@ -112,8 +127,10 @@ class Simulation:
                 pass
             except BaseException as exc:  # noqa: BLE001 - `run` raises it
                 self._errors.append(exc)
+            self._going_on -= 1
             self.next_turn()
 
+        self._going_on += 1
         threading.Thread(target=run, daemon=True).start()
         self.at(self.now, actor)
         return actor
@@ -138,6 +155,9 @@ class Simulation:
         while self._events:
             when, _, _, event = heapq.heappop(self._events)
             self.now = max(self.now, when)
+            if isinstance(event, Actor) and event.suspended_until > self.now:
+                self.at(event.suspended_until, event)
+                continue
             if isinstance(event, Actor):
                 event.turn.release()
                 return
@@ -159,6 +179,28 @@ class Actor:
         self.bytes = 0
         """Of values to and from the store."""
         self.dead = False
+        self.suspended_until = 0.0
+        self.beats = 0
+        self.struck: tuple[float, int] | None = None
+        """When the fault befell it, and how often it had said before that it lives."""
+
+    def beat(self, name: str, seconds: float) -> None:
+        """Says that it lives, as `Heart` does."""
+
+        def raise_counter() -> None:
+            if not self.dead and self.suspended_until <= self.simulation.now:
+                self.beats += 1
+                self.simulation.store.values[name] = str(self.beats).encode()
+
+        self.simulation.while_any_goes_on(seconds, raise_counter)
+
+    def suspend(self, start: float, seconds: float) -> None:
+        """It does nothing for a while, and does not know it."""
+
+        def begin() -> None:
+            self.suspended_until = start + seconds
+
+        self.simulation.at(start, begin)
 
     def clock(self) -> float:
         return self.simulation.now
@@ -195,6 +237,8 @@ class Actor:
     def step(self, error: Exception) -> None:
         number, self.steps = self.steps, self.steps + 1
         fault = self.simulation.faults.get((self.rank, number))
+        if fault is not None:
+            self.struck = self.simulation.now, self.beats
         if fault == "die":
             self.dead = True
         if self.dead:
@@ -202,8 +246,10 @@ class Actor:
         if fault == "error":
             raise error
         delay = self.simulation.random.uniform(0, self.simulation.max_delay) if self.simulation.max_delay else 0.0
-        if fault == "stall" or delay:
-            self.simulation.take_turn(self, self.simulation.stall if fault == "stall" else delay)
+        if fault == "stall":
+            self.suspended_until = self.simulation.now + self.simulation.stall
+        if fault in ("stall", "slow") or delay:
+            self.simulation.take_turn(self, self.simulation.stall if fault in ("stall", "slow") else delay)
 
 
 class Ending(NamedTuple):
@@ -228,7 +274,9 @@ class Rank:
         timeout: float = TIMEOUT,
         grace: float = GRACE,
         with_log: bool = True,
+        dead_after: float | None = None,
     ) -> None:
+        """With `dead_after` the ranks say that they live."""
         self.endings: list[Ending] = []
         self.works: list[Body] = []
         self._ranks = ranks
@@ -237,6 +285,9 @@ class Rank:
         self._grace = grace
         self.start = 0.0
         self._with_log = with_log
+        self._dead_after = dead_after
+        self.starts: dict[int, float] = {}
+        """Number of an attempt, from 0 -> when it is begun, if the one before has ended."""
         self.hello: dict[str, Any] = {"step": 1000}
         self.work_error: BaseException | None = None
         self.work_seconds = 0.0
@@ -246,8 +297,11 @@ class Rank:
     def _run(self, actor: Actor) -> None:
         actor.sleep(self.start)
         clock, new_id = actor.clock, new_ulid
-        group = Group(actor, rank=actor.rank, ranks=self._ranks, scope="s", clock=clock, sleep=actor.sleep, new_id=new_id)
-        for _ in range(self._attempts):
+        alive: dict[str, Any] = {} if self._dead_after is None else {"dead_after": self._dead_after, "beat": actor.beat}
+        group = Group(actor, rank=actor.rank, ranks=self._ranks, scope="s", clock=clock, sleep=actor.sleep, new_id=new_id, **alive)
+        for number in range(self._attempts):
+            if self.starts.get(number, 0.0) > actor.clock():
+                actor.sleep(self.starts[number] - actor.clock())
             started = actor.clock()
             try:
                 attempt = group.begin("the put to 'main'", object_id="main", timeout=self._timeout, grace=self._grace)

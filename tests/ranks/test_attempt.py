@@ -37,7 +37,7 @@ from tests.ranks.simulation import (
 
 SLACK = 5.0
 RANKS = 3
-MAX_STEPS = 60
+MAX_STEPS = 70
 
 
 def check_time(group: list[Rank], *, late: frozenset[int] = frozenset()) -> None:

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,18 @@ def test_local_files(nursery: Nursery, tmp_path: Path, point: str) -> None:
             for n, (victim, strike, server) in enumerate(variants(point))
         ],
     )
+
+
+def test_a_rank_that_is_gone_before_its_put_is_noticed_long_before_the_deadline(nursery: Nursery, tmp_path: Path) -> None:
+    """Nothing but its silence can end the second put within the test's time."""
+    plays = [
+        Play("before its put", victim, strike, "agent", f"{tmp_path}/store-{n}", {}, f"{tmp_path}/play-{n}", 600.0, 6.0)
+        for n, (victim, strike) in enumerate(product((0, VICTIM), (signal.SIGKILL, signal.SIGSTOP)))
+    ]
+    together(nursery, plays)
+    for play in plays:
+        for rank, ending in said(play, 2).items():
+            assert f"rank {play.victim} has not been heard of for" in ending["message"] or rank == play.victim == 0
 
 
 @pytest.mark.s3
