@@ -151,9 +151,8 @@ class Writer(StorageWriter):
         saving.ref, step = self._target.ref_and_step(saving.checkpoint_id)
         saving.checkpoint_id = saving.begun = None  # of this save alone
         saving.rank = kwargs.get("rank", 0)
-        self._engine.require_writable()
         saving.step = step if self._step is None else self._step
-        saving.request = self._make_request(saving.ref, saving.step) if is_coordinator else None
+        saving.request = self._make_request(saving.ref, saving.step) if is_coordinator else None  # the others open the store when it is there
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """On every rank.
@@ -236,6 +235,7 @@ class Writer(StorageWriter):
 
     def _make_request(self, ref: str, step: int | None) -> PutRequest:
         store = self._target.store
+        self._engine.require_writable()
         self._engine.log.sync()
         if not self._target.is_shared:
             store.seen.adopt(self._engine.log.view(), ref)
@@ -282,6 +282,7 @@ class Writer(StorageWriter):
         return written, parts, Examiner(self._engine, written, captured, self._claim()).examine()
 
     def _write(self, role: Role, captured: Captured) -> tuple[Begun, _Told]:
+        self._engine.require_writable()
         for attempt in range(1, MAX_TRIES + 1):
             begun = self._begin(role, captured)
             try:
