@@ -26,7 +26,8 @@ from tensorstore_ck.state.shares import source_of
 
 SMALL_BYTES: Final = 4 << 10
 """Tensors of up to this size are looked at in each save: the buffers of a norm are such."""
-RUN_BYTES: Final = 1 << 20
+RUN_BYTES: Final = 32 << 20
+"""What one thread hashes at a time: with small tensors, threads would do little but wait for each other."""
 MAX_NAMED: Final = 4
 ROW: Final = np.dtype([("name", "<u8"), ("content", "<u8")])
 
@@ -71,7 +72,8 @@ def look_at(items: Sequence[WriteItem], planner: SavePlanner, turn: int | None) 
             if content:
                 rows[number] = _number(wanted[number].index.fqn.encode()), int.from_bytes(content[:8], "little")
 
-    for_each(_runs(wanted), note, cpu_threads())
+    runs = _runs(wanted)
+    for_each(runs, note, min(len(runs), cpu_threads()))
     return Copies(dist.get_rank(), rows[rows["name"] != 0].tobytes())
 
 
