@@ -65,7 +65,8 @@ def open_engine(
     try:
         config = read_config(backend)
         if config is None and create:
-            config = init_store(backend, single_writer_unsafe=single_writer_unsafe)
+            unsynced = open_backend(url, no_sync=True) if backend.is_local else None  # eight fsyncs would prove nothing about exclusion
+            config = init_store(backend, single_writer_unsafe=single_writer_unsafe, unsynced=unsynced)
         if config is None:
             raise NotAStoreError(
                 f"there is no store at {backend.url}: make one with `tsck init`, or open(..., create=True)", object_id=backend.url
@@ -156,14 +157,16 @@ def read_config(backend: Backend) -> StoreConfig | None:
     return decode_config(data, backend.url)
 
 
-def init_store(backend: Backend, *, single_writer_unsafe: bool = False, exist_ok: bool = True) -> StoreConfig:
-    """Probes the backend and writes store.json; of several processes at once one wins and all agree.
+def init_store(
+    backend: Backend, *, single_writer_unsafe: bool = False, exist_ok: bool = True, unsynced: Backend | None = None
+) -> StoreConfig:
+    """Probes the backend and writes store.json; of several processes at once one wins and all agree. `unsynced`: see `probe_create`.
 
     Raises:
         AlreadyExistsError: there is a store, and `exist_ok` is false.
         UnsafeBackendError: the backend does not create exclusively, and the caller did not vouch to be the only writer.
     """
-    exclusive = probe_create(backend)
+    exclusive = probe_create(backend, unsynced=unsynced)
     if not exclusive and not single_writer_unsafe:
         raise UnsafeBackendError(
             f"{backend.url} lets two writers create the same object, so commits could be lost (see `tsck probe`): "

@@ -24,7 +24,7 @@ Unchanged = Literal["warn", "error", "ok"]
 
 
 class SuspiciousSaveWarning(UserWarning):
-    """A save was published as it was given, but its content contradicts its step; or much of it is suddenly not finite."""
+    """A save was published as it was given, but its content contradicts its step, much of it is suddenly not finite, or ranks differ."""
 
 
 class Claim(NamedTuple):

@@ -11,7 +11,7 @@ from tensorstore_ck.state.select import listed
 
 
 class LoadWarning(UserWarning):
-    """A restore with ``strict=False`` left something out."""
+    """A restore with ``strict=False`` left something out; or tensors that are one here are several in the snapshot, and not equal."""
 
 
 @dataclass

@@ -5,6 +5,7 @@ is small. Which blocks hold a wanted box follows from the layout, as in any rest
 """
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -38,6 +39,8 @@ from tensorstore_ck.state.build import build, require_buildable
 from tensorstore_ck.state.fresh import FreshTensors, form_of
 from tensorstore_ck.state.memory import target_of
 from tensorstore_ck.state.plain import require_plain
+from tensorstore_ck.state.report import LoadWarning
+from tensorstore_ck.state.shares import source_of
 from tensorstore_ck.state.types import decode_torch
 from tensorstore_ck.state.wrapped import ABOUT
 from tensorstore_ck.tree import REQUIRES_GRAD, Branch, Leaf, Tree, leaves, parse
@@ -47,7 +50,12 @@ _CPU: Final = torch.device("cpu")
 
 
 class Reader(StorageReader):
-    """A `StorageReader` over a store: ``dcp.load(state, storage_reader=Reader("./ckpt", "runs/gpt@1000"))``."""
+    """A `StorageReader` over a store: ``dcp.load(state, storage_reader=Reader("./ckpt", "runs/gpt@1000"))``.
+
+    Names that are one tensor here, such as an embedding and its head, may be two in the snapshot, where torch broke the tie. When those
+    are not equal, the last of them is loaded and a `LoadWarning` names them. That cannot be seen where `state` has copies of the model's
+    tensors (``StateDictOptions(cpu_offload=True)``).
+    """
 
     def __init__(
         self, store: str | os.PathLike[str] | ReadOnlyStore, address: str | None = None, *, allow_bad: bool = False, **open_options: Any
@@ -136,7 +144,8 @@ class Reader(StorageReader):
         boxes = [item for item in plan.items if item.type == LoadItemType.TENSOR]
         targets = [_target(planner, item) for item in boxes]
         wanted = []
-        for item, target in zip(boxes, targets, strict=True):
+        memory, tied = self._apart(boxes, targets)
+        for item, target in zip(boxes, memory, strict=True):
             leaf = self._leaves[item.storage_index.fqn]
             if tuple(target.shape) != tuple(item.lengths):
                 name = item.storage_index.fqn
@@ -152,6 +161,7 @@ class Reader(StorageReader):
                 box = Box(tuple(item.storage_offsets), tuple(item.lengths))
                 wanted.append(WantedBox(leaf.index, box, target_of(target, dtype)))
         self._content.read_boxes(wanted)
+        _warn_of_untied(boxes, memory, tied)
         for item, target in zip(boxes, targets, strict=True):
             planner.commit_tensor(item, target)
         for item in plan.items:
@@ -162,6 +172,17 @@ class Reader(StorageReader):
         return done
 
     # --- the work -----------------------------------------------------------------------------------------------------
+
+    def _apart(self, boxes: Sequence[ReadItem], targets: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], dict[int, int]]:
+        """Memory for each box: of several with one target, the last one has it; which box has the target of each other."""
+        last = {place: number for number, target in enumerate(targets) if (place := _place(target)) is not None}
+        memory, tied = [*targets], dict[int, int]()
+        for number, target in enumerate(targets):
+            place = _place(target)
+            if place is not None and last[place] != number:
+                tied[number] = last[place]
+                memory[number] = torch.empty_like(target)
+        return memory, tied
 
     def _metadata(self) -> Metadata:
         store, address = self._target.store, self._target.address(self._checkpoint_id)
@@ -235,6 +256,31 @@ class Reader(StorageReader):
         fresh = FreshTensors(self._content.layout, ((leaf, None) for leaf in wanted), _CPU)
         self._content.read(dict(fresh.targets))
         return fresh
+
+
+def _place(target: torch.Tensor) -> tuple[object, ...] | None:
+    """Where it lies; None for what takes no room."""
+    return (target.device, target.data_ptr(), target.dtype, target.shape, target.stride()) if target.numel() else None
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they have the same bits."""
+    return source_of(one).read(0, one.nbytes) == source_of(other).read(0, other.nbytes)
+
+
+def _warn_of_untied(boxes: Sequence[ReadItem], memory: Sequence[torch.Tensor], tied: Mapping[int, int]) -> None:
+    names: dict[str, dict[str, None]] = {}
+    for number, last in tied.items():
+        if not _are_equal(memory[number], memory[last]):
+            names.setdefault(boxes[last].storage_index.fqn, {})[boxes[number].storage_index.fqn] = None
+    if names:
+        shown = "; ".join(f"{', '.join(map(repr, [*others, name]))} (now that of {name!r})" for name, others in names.items())
+        warnings.warn(
+            f"tensors that are one here are several in the snapshot, and not equal: {shown}. They were saved by a run in which they were "
+            "not tied, as by parallelize_module before fully_shard: untie them here, or tie them there",
+            LoadWarning,
+            stacklevel=2,
+        )
 
 
 class _NoMetadata(Metadata):

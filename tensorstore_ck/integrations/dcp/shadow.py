@@ -110,6 +110,7 @@ class ShadowWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """On every rank."""
+        self._guarded(lambda: self._ours.prepare_local_plan(plan))
         return self._theirs.prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

@@ -9,6 +9,7 @@ layout in them has names and forms only: the coordinator fills in the values whe
 
 import os
 import threading
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.examining import Examiner
 from tensorstore_ck.ids import Digest
+from tensorstore_ck.integrations.dcp.copies import Copies, differences, explain, local_items, look_at
 from tensorstore_ck.integrations.dcp.plans import Role, Tiny, assign_roles, held_of, skeleton_of, with_tiny
 from tensorstore_ck.integrations.dcp.skeleton import build_skeleton, items_of_plans
 from tensorstore_ck.integrations.dcp.target import CheckpointId, Target
@@ -35,7 +37,7 @@ from tensorstore_ck.sampling import SAMPLE_SHARE, Sampling, turn_of
 from tensorstore_ck.snapshot import Snapshot
 from tensorstore_ck.state.subtree import Subtree
 from tensorstore_ck.store import Store
-from tensorstore_ck.suspicion import Claim, Findings, Unchanged, merged, require_checks
+from tensorstore_ck.suspicion import Claim, Findings, SuspiciousSaveWarning, Unchanged, merged, require_checks
 from tensorstore_ck.writer import MAX_TRIES, PutRequest, check_expected
 
 
@@ -68,6 +70,9 @@ class _Saving(threading.local):
         self.ref = ""
         self.step: int | None = None
         self.rank = 0
+        self.turn: int | None = None
+        """Which copies of what ranks have in common are compared; None: all."""
+        self.local_plan: SavePlan | None = None
         self.request: PutRequest | None = None
         """The coordinator's."""
         self.begun: Begun | None = None
@@ -78,6 +83,12 @@ class Writer(StorageWriter):
     """A `StorageWriter` over a store: ``dcp.save(state, storage_writer=Writer("./ckpt", ref="runs/gpt"), checkpoint_id="step-1000")``.
 
     What is saved is a snapshot like any other: durable and published when ``dcp.save`` returns, or nothing of it is visible.
+
+    Of plain tensors and values that several ranks have under one name, DCP saves the copy of one rank. Where the copies differ, a
+    `SuspiciousSaveWarning` names them, their ranks and the one that is saved, before anything is published: at a writer's first save all
+    are compared, later all values, all tensors of up to 4 KiB and of the others about one in as many as there are ranks. What cannot be
+    seen here is that two names were one tensor: where torch breaks a tie (`parallelize_module` before `fully_shard` makes two parameters
+    of an embedding and its head), both are saved as they are. A `Reader` warns when they then have one place.
     """
 
     def __init__(
@@ -115,6 +126,9 @@ class Writer(StorageWriter):
         self._metadata = metadata
         self._checks = require_checks(unchanged, verify_capture)
         self._saving = _Saving()
+        self._saves = 0
+        self._named: set[str] = set()
+        """Of what ranks had different copies, and were told."""
         self.snapshot: Snapshot | None = None
         """What the last save published; on the coordinator alone."""
 
@@ -123,7 +137,7 @@ class Writer(StorageWriter):
         return {name: value for name, value in vars(self).items() if name != "_saving"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _saving=_Saving())
+        vars(self).update(state, _saving=_Saving(), _saves=1)  # DCP's process for saves gets a copy for each of them: never the first
 
     # --- called by DCP, in this order ---------------------------------------------------------------------------------
 
@@ -149,11 +163,14 @@ class Writer(StorageWriter):
             )
         saving = self._saving
         saving.ref, step = self._target.ref_and_step(saving.checkpoint_id)
-        saving.checkpoint_id = saving.begun = None  # of this save alone
+        saving.checkpoint_id = saving.begun = saving.local_plan = None  # of this save alone
         saving.rank = kwargs.get("rank", 0)
-        self._engine.require_writable()
         saving.step = step if self._step is None else self._step
-        saving.request = self._make_request(saving.ref, saving.step) if is_coordinator else None
+        saving.turn = None if not self._saves else self._saves if saving.step is None else turn_of(None, saving.step)
+        self._saves += 1
+        saving.request = (
+            self._make_request(saving.ref, saving.step) if is_coordinator else None
+        )  # the others open the store when it is there
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """On every rank.
@@ -162,6 +179,7 @@ class Writer(StorageWriter):
             UnsupportedValueError: a tensor cannot be stored. Here, since a plan that fails later leaves DCP's plan cache half filled.
         """
         build_skeleton(*items_of_plans([plan]), in_boxes=True)
+        self._saving.local_plan = plan
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -189,13 +207,17 @@ class Writer(StorageWriter):
                     "enable_plan_caching=False",
                     object_id="planner",
                 )
-            return None, []  # everything that it has is written by others
+            return None, self._look_at_copies(planner)  # everything that it has is written by others
         held = held_of(plan, planner, role)
         if self._saving.request is not None:
             self._saving.begun = self._begin(role, held.captured)
-            return self._saving.begun, held.results
+            return self._saving.begun, [*held.results, *self._look_at_copies(planner)]
         begun, told = self._write(role, held.captured)
-        return begun, [*held.results, WriteResult(MetadataIndex(""), 0, told)]
+        return begun, [*held.results, WriteResult(MetadataIndex(""), 0, told), *self._look_at_copies(planner)]
+
+    def _look_at_copies(self, planner: SavePlanner) -> list[WriteResult]:
+        found = look_at(local_items(self._saving.local_plan, planner), planner, self._saving.turn)
+        return [] if found is None else [WriteResult(MetadataIndex(""), 0, found)]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: publishes the snapshot.
@@ -223,6 +245,7 @@ class Writer(StorageWriter):
                 "the ranks did not write parts of one plan: DCP's plan cache is out of step; use a planner with enable_plan_caching=False",
                 object_id=request.ref,
             )
+        self._compare_copies(request, metadata, results)
         info = self._publish(request, begun, captured, [told for _, told in sorted(parts.items())])
         self._target.store.seen.note(request.ref, info.root, info.root)
         self.snapshot = Snapshot.from_info(info)
@@ -234,8 +257,26 @@ class Writer(StorageWriter):
     def _engine(self) -> Engine:
         return self._target.store.engine
 
+    def _compare_copies(self, request: PutRequest, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Warns of copies that differ, of each name once."""
+        told = {
+            at: result.storage_data for at, of_rank in enumerate(results) for result in of_rank if isinstance(result.storage_data, Copies)
+        }
+
+        def writer_of(fqn: str) -> int | None:
+            return next(
+                (told[at].rank for at, of_rank in enumerate(results) if at in told for one in of_rank if one.index.fqn == fqn), None
+            )
+
+        found = [each for each in differences([*told.values()], metadata.state_dict_metadata, writer_of) if each.fqn not in self._named]
+        if found:
+            self._named |= {each.fqn for each in found}
+            address = request.ref if request.step is None else f"{request.ref}@{request.step}"
+            warnings.warn(f"{address}: {explain(found)}", SuspiciousSaveWarning, stacklevel=2)
+
     def _make_request(self, ref: str, step: int | None) -> PutRequest:
         store = self._target.store
+        self._engine.require_writable()
         self._engine.log.sync()
         if not self._target.is_shared:
             store.seen.adopt(self._engine.log.view(), ref)
@@ -282,6 +323,7 @@ class Writer(StorageWriter):
         return written, parts, Examiner(self._engine, written, captured, self._claim()).examine()
 
     def _write(self, role: Role, captured: Captured) -> tuple[Begun, _Told]:
+        self._engine.require_writable()
         for attempt in range(1, MAX_TRIES + 1):
             begun = self._begin(role, captured)
             try:
