@@ -11,6 +11,7 @@ import torch
 import tensorstore_ck as tsck
 from tests.golden.codecs_content import codec_state
 from tests.golden.content import golden_state
+from tests.golden.ranks_content import make, quantised, whole_state
 
 GOLDEN = Path(__file__).parent / "v1"
 ROOTS = {
@@ -26,6 +27,11 @@ CODEC_ROOTS = {
     "raw@11": "fb5267ece91dedcaf0992963362c50e2dab1ad242cf9bd9dbc9015ae36b3fa60",
 }
 """The last one was put raw, and then encoded anew."""
+RANKS = Path(__file__).parent / "ranks"
+RANKS_ROOTS = {
+    "united": "80283b0562d6870153908116400d82fe1e8ba16aa067bfbd441043b074ee66e4",
+    "quantised": "24776ef4863e0e6f64cf9058d794848bdf5dd3c20782efeb44100cd3cd0a4eca",
+}
 
 
 def same(left: object, right: object) -> bool:
@@ -93,3 +99,21 @@ def test_every_codec(tmp_path: Path) -> None:
             assert same(store.checkout(address), codec_state(int(address.partition("@")[2])))
         assert {usage.codec for usage in store.usage().codecs} == {"planes", "delta", "cast", "zstd", "lz4"}
         assert store.fsck(read_data=True).ok
+
+
+def test_ranks_that_are_not_alike(tmp_path: Path) -> None:
+    shutil.copytree(RANKS, tmp_path / "ranks")
+    with tsck.open(tmp_path / "ranks", cache_dir=tmp_path / "cache") as store:
+        assert {name: store.resolve(name).root for name in RANKS_ROOTS} == RANKS_ROOTS
+        united = store.checkout("united")
+        assert united.keys() == whole_state().keys()
+        assert all(same(united[name], value) for name, value in whole_state().items())
+        for name, rows in (("here", 3), ("spread", 8)):
+            found, expected = store.checkout("quantised")[name], quantised(rows)
+            assert type(found) is type(expected)
+            assert all(same(getattr(found, inner), getattr(expected, inner)) for inner in ("codes", "scale", "qmap"))
+        assert store.fsck(read_data=True).ok
+
+
+def test_ranks_that_are_not_alike_still_have_the_same_roots(tmp_path: Path) -> None:
+    assert make(tmp_path) == [*RANKS_ROOTS.values()]

@@ -23,7 +23,7 @@ from tensorstore_ck.integrations import virtual
 from tensorstore_ck.integrations.filesystem import SnapshotFileSystem
 from tensorstore_ck.layout import Captured, Layout
 from tests.fsck.stores import State
-from tests.ranks.built import RANKS, shared, stage
+from tests.ranks.built import RANKS, shared, stage, tensors
 from tests.ranks.stores import put_all
 from tests.servers import S3Server
 
@@ -170,6 +170,8 @@ def test_many_ranks(ranks: int, put: Callable[[int], Captured], tmp_path: Path) 
         put_all(open_backend(tmp_path / "ck"), ranks, put)
         files = SnapshotFileSystem(str(tmp_path / "ck"), cache_dir=str(tmp_path / "cache"))
         state = store.checkout("job")
+        if put is not stage:
+            state = dict(zip(map(str, range(len(tensors()))), state, strict=False))
         expected = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
         assert len(expected) > 3
         assert_same(load(files.cat_file("job/model.safetensors")), expected)

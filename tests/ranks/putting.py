@@ -238,7 +238,7 @@ def teller_of_kinds(step: int, ranks: int) -> Callable[[int], RankStates]:
 
     def tell(rank: int) -> RankStates:
         mine = {**tensors, f"of {rank}": Spreading(whole((1100,), 100 * step + rank), None)}
-        return RankStates(captured(mine, meshes, rank, ranks, ["text", step, *["of one"] * (rank == 2)]), own_of(step, rank))
+        return RankStates(captured(mine, meshes, rank, ranks, ["text", step, *["of one"] * (rank == 2)], named=True), own_of(step, rank))
 
     return tell
 

@@ -35,10 +35,19 @@ def whole(shape: Sequence[int], seed: int = 0) -> Array:
     return np.random.default_rng(seed).integers(0, 1 << 31, shape, dtype=np.int32)
 
 
-def captured(tensors: Mapping[str, Spreading], meshes: Sequence[Mesh], rank: int, ranks: int, values: Sequence[object] = ()) -> Captured:
-    """What a rank puts."""
+def captured(
+    tensors: Mapping[str, Spreading],
+    meshes: Sequence[Mesh],
+    rank: int,
+    ranks: int,
+    values: Sequence[object] = (),
+    *,
+    named: bool = False,
+) -> Captured:
+    """What a rank puts: a list, or a dict."""
     specs = [TensorSpec(name, "np:<i4", 4, each.whole.shape) for name, each in tensors.items()]
-    tree = ["d", [*tensors, *(f"value {number}" for number in range(len(values)))], [*range(len(specs)), *[None] * len(values)]]
+    nodes = [*range(len(specs)), *[None] * len(values)]
+    tree = ["d", [*tensors, *(f"value {number}" for number in range(len(values)))], nodes] if named else ["l", nodes]
     layout = Layout(specs, tree, (), meshes, [each.spread for each in tensors.values()])
     held = [b""] * len(specs)
     everything = list(tensors.values())

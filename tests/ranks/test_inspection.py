@@ -59,7 +59,7 @@ def test_diff_of_one_spread() -> None:
     own = [(f"rank_state[{rank}].rng", 8000) for rank in range(RANKS)]
     changed = [(name, tensors()[name].whole.nbytes) for name in ("tp", "hsdp", "one")]
     assert [(change.name, change.changed_bytes) for change in diff.tensors] == [*changed, *own]
-    assert [(change.path, change.old, change.new) for change in diff.values] == [("value 1", 1, 2)]
+    assert [(change.path, change.old, change.new) for change in diff.values] == [("7", 1, 2)]
     assert (diff.unchanged_tensors, diff.unchanged_values) == (3, 1 + RANKS)
     assert not diff.layout_changed
 
