@@ -15,8 +15,8 @@ import numpy.typing as npt
 from tensorstore_ck.ids import block_id, derived_hash
 from tensorstore_ck.layout import ByteSource, Captured, Layout, Sharding, TensorSpec
 from tensorstore_ck.ranks.cuts import Cut, Placed
-from tensorstore_ck.ranks.plan import Plan
-from tensorstore_ck.ranks.side import tensors_of, without_copies
+from tensorstore_ck.ranks.plan import Known, Plan
+from tensorstore_ck.ranks.side import source_at, without_copies
 from tensorstore_ck.split import Region, regions
 
 PIECE_ELEMENTS: Final = 1 << 20
@@ -75,31 +75,32 @@ def told_digests(captured: Captured, plan: Plan, rank: int) -> list[Told]:
     return [told for _, told in sorted(held, key=lambda each: each[0])]
 
 
-def sums_of(captured: Captured, plan: Plan, rank: int) -> list[Sum]:
+def sums_of(captured: Captured, known: Known, rank: int) -> list[Sum]:
     """What this rank adds up; `captured` is its own state, as it came."""
-    if not plan.compared or plan.layout is None:
+    plan, layout = known.plan, known.plan.layout
+    if not plan.compared or layout is None:
         return []
     said = plan.regions_of(rank)
     kept = captured if said is None else without_copies(captured, said)
     told = {each.tensor: each.boxes for each in kept.explicit}
     cuts_of = {each.tensor: each.cuts for each in plan.compared}
-    found: dict[int, list[Sum]] = {}
-    for tensor, mine, source in tensors_of(kept, plan):
-        spec = plan.layout.tensors[tensor]
+    found: dict[int, Sum] = {}
+    for place in known.places:
+        tensor, spec = place.tensor, layout.tensors[place.tensor]
         for number, cut in enumerate(cuts_of.get(tensor, ())):
             if rank not in cut.ranks or tensor in found:
                 continue
             if isinstance(cut.spread, Placed):
                 held = _regions(spec, cut.spread, rank, cut)
             else:
-                held = [Region(tensor, *box, cut.spread == "flat", (rank,)) for box in told.get(mine if mine is not None else -1, ())]
+                held = [Region(tensor, *box, cut.spread == "flat", (rank,)) for box in told.get(place.mine.index, ())]
             start = total = 0
             for region in held:
-                total += _sum(region, spec, source, start)
+                total += _sum(region, spec, source_at(kept, layout, place), start)
                 start += region.size_bytes(spec)
             replica = held[0].replicas.index(rank) if held else 0
-            found[tensor] = [Sum(tensor, number, replica, total % (1 << 64))]
-    return [each for several in found.values() for each in several]
+            found[tensor] = Sum(tensor, number, replica, total % (1 << 64))
+    return [*found.values()]
 
 
 def _regions(spec: TensorSpec, placed: Placed, rank: int, cut: Cut) -> list[Region]:

@@ -22,6 +22,7 @@ from tensorstore_ck.ranks.cuts import Cut, Placed
 from tensorstore_ck.ranks.kinds import ZIP_LEVEL, Kind, Told, can_stay_apart
 from tensorstore_ck.ranks.unite import ONE_REGION, Compared, MisfitError, United, unite
 from tensorstore_ck.sharding import Mesh, Shard
+from tensorstore_ck.tree import Leaf
 
 MAX_PLANS: Final = 8
 """That a rank keeps of a group."""
@@ -58,6 +59,17 @@ class Plan(NamedTuple):
         return zlib.compress(pack_body(body), ZIP_LEVEL)
 
 
+class Place(NamedTuple):
+    """What a tensor of this rank is in the layout of all."""
+
+    tensor: int
+    """Of the layout of all."""
+    mine: Leaf
+    """Here: a tensor, or a view into one."""
+    is_view: bool
+    """Only here: there it is a tensor of its own."""
+
+
 @dataclass(slots=True)
 class Known:
     """What a rank keeps of the puts of one plan."""
@@ -65,6 +77,8 @@ class Known:
     plan: Plan
     turn: int = 0
     """How many were published, on rank 0."""
+    places: Sequence["Place"] = ()
+    """Of this rank's tensors in the layout of all, if united."""
     united: United | None = None
     """On rank 0: what ranks of several kinds have together."""
 

@@ -17,7 +17,7 @@ from tensorstore_ck.ranks.attempt import Attempt
 from tensorstore_ck.ranks.copies import Sum, Told, sums_of, told_digests
 from tensorstore_ck.ranks.kinds import Kind, decode_kind, encode_kind
 from tensorstore_ck.ranks.plan import Known, Memory, Plan, decode_plan, plan_of, remember
-from tensorstore_ck.ranks.side import planned
+from tensorstore_ck.ranks.side import places_of, planned
 from tensorstore_ck.ranks.unite import MisfitError, difference, values_of
 from tensorstore_ck.ranks.wording import in_the_job
 from tensorstore_ck.split import alike, decode_regions, encode_regions
@@ -37,18 +37,20 @@ class Planning:
         self._in_job = in_job
         self._rank = rank
         self._ranks = ranks
-        self._plan = Plan()
+        self._known: Memory = {}
+        self._used = Known(Plan())
         self._key = b""
         self._regions: Sequence[bytes] = ()
         self._own: Captured
 
     def hello(self, shared: Captured) -> Body:
         """What this rank says of its state."""
+        self._known = dict(self._memory)  # as told: puts beside this one may have the memory forget
         return {
             "layout": layout_id(shared.layout.encode()),
             "regions": encode_regions(shared.explicit),
             "values": derived_hash("values of a put", pack_body([list(shared.values), list(shared.blobs)])),
-            "plans": b"".join(self._memory),
+            "plans": b"".join(self._known),
         }
 
     def follow(self, go: Body, shared: Captured) -> Captured:
@@ -63,23 +65,26 @@ class Planning:
         there = take(go, "blobs", bytes)
         told = self._attempt.ask("kinds", tellers, lambda: encode_kind(shared, with_layout=not is_known, known_blobs=there))
         values, blobs = self._lead(told, shared, is_known=is_known) if self._rank == 0 else ([], [])
-        if is_known:
-            self._plan = self._memory[self._key].plan if self._key in self._memory else Plan()
-        else:
-            self._plan = decode_plan(self._attempt.answer("plan", self._plan.encode() if self._rank == 0 else None))
+        known = self._known.get(self._key, Known(Plan()))
+        if not is_known:
+            answer = self._attempt.answer("plan", known.plan.encode() if self._rank == 0 else None)
             if self._rank:
-                remember(self._memory, self._key, Known(self._plan))
-        if self._plan.form != "apart":
+                known = Known(decode_plan(answer))
+                remember(self._memory, self._key, known)
+        if known.plan.layout is not None and not known.places:
+            known.places = places_of(shared, known.plan)
+        self._used = known
+        if known.plan.form != "apart":
             self.layout_of = b""
-        return planned(shared, self._plan, self._rank, values, blobs)
+        return planned(shared, known, self._rank, values, blobs)
 
     def told_digests(self) -> list[Told]:
         """See `copies.told_digests`."""
-        return told_digests(self._own, self._plan, self._rank)
+        return told_digests(self._own, self._used.plan, self._rank)
 
     def sums(self) -> list[Sum]:
         """See `copies.sums_of`."""
-        return sums_of(self._own, self._plan, self._rank)
+        return sums_of(self._own, self._used, self._rank)
 
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 
@@ -90,7 +95,7 @@ class Planning:
         self.layout_of = np.array(layout_of, "<u2").tobytes() if len(numbers) > 1 else b""
         self._regions = [take(hello, "regions", bytes) for hello in hellos]
         key = derived_hash("layouts of a put", *numbers, self.layout_of, *self._regions)
-        known = self._memory.get(key)
+        known = self._known.get(key)
         is_known = known is not None and all(_has(take(hello, "plans", bytes), key) for hello in hellos)
         first: dict[int, int] = {}
         for rank, number in enumerate(layout_of):
@@ -113,13 +118,12 @@ class Planning:
 
     def count(self) -> None:
         """A snapshot was put."""
-        known = self._memory.get(self._key) or Known(self._plan)
-        known.turn += 1
-        remember(self._memory, self._key, known)
+        self._used.turn += 1
+        remember(self._memory, self._key, self._used)
 
     def _lead(self, told: Mapping[int, bytes], shared: Captured, *, is_known: bool) -> tuple[list[Any], list[bytes]]:
         """Has a plan; the values of the state of all ranks, if that is united, and the large ones."""
-        known = self._memory.get(self._key)
+        known = self._known.get(self._key)
         kinds = self._kinds(told, shared, is_known=is_known)
         try:
             if not is_known:
@@ -128,8 +132,8 @@ class Planning:
                 explicit = {rank: decode_regions(kind.layout, self._regions[rank], f"rank {rank}") for kind in kinds for rank in kind.ranks}
                 turn, known = self.turn, plan_of(kinds, explicit)
                 known.turn = turn
+                self._known[self._key] = known
                 remember(self._memory, self._key, known)
-            self._plan = known.plan if known is not None else Plan()
             return ([], []) if known is None or known.united is None else values_of(known.united, kinds)
         except MisfitError as exc:
             raise MismatchError(str(exc) + in_the_job(self._in_job), object_id=exc.path) from exc

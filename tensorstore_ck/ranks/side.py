@@ -6,17 +6,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from tensorstore_ck.layout import ByteSource, Captured, Explicit, Frozen
-from tensorstore_ck.ranks.plan import KEEPS, SOLE, Plan
+from tensorstore_ck.layout import ByteSource, Captured, Explicit, Frozen, Layout
+from tensorstore_ck.ranks.plan import KEEPS, SOLE, Known, Place, Plan
 from tensorstore_ck.sharding import Box
 from tensorstore_ck.tree import Branch, Leaf, Tree, parse
 
 
-def planned(captured: Captured, plan: Plan, rank: int, values: Sequence[Any] = (), blobs: Sequence[bytes] = ()) -> Captured:
+def planned(captured: Captured, known: Known, rank: int, values: Sequence[Any] = (), blobs: Sequence[bytes] = ()) -> Captured:
     """What `rank` puts of its state. `values`, `blobs`: those of the united state, on the rank that stores them."""
-    said = plan.regions_of(rank)
+    said = known.plan.regions_of(rank)
     kept = captured if said is None else without_copies(captured, said)
-    return kept if plan.layout is None else _as_united(kept, plan, values, blobs)
+    return kept if known.plan.layout is None else _as_united(kept, known.plan.layout, known.places, values, blobs)
 
 
 def without_copies(captured: Captured, said: Sequence[int]) -> Captured:
@@ -42,16 +42,15 @@ def _pieces(boxes: Sequence[Box], own: Sequence[bool], item_bytes: int) -> list[
     return pieces
 
 
-def _as_united(captured: Captured, plan: Plan, values: Sequence[Any], blobs: Sequence[bytes]) -> Captured:
-    layout = plan.layout
-    assert layout is not None
+def _as_united(captured: Captured, layout: Layout, places: Sequence[Place], values: Sequence[Any], blobs: Sequence[bytes]) -> Captured:
     sources: list[ByteSource] = [NOTHING] * len(layout.tensors)
     told = {each.tensor: each.boxes for each in captured.explicit}
     boxes: dict[int, tuple[Box, ...]] = {tensor: () for tensor, spread in enumerate(layout.spreads) if isinstance(spread, str)}
     frozen: dict[int, Frozen] = {}
-    for number, mine, source in tensors_of(captured, plan):
-        sources[number] = source
-        if mine is None:
+    for place in places:
+        number, mine = place.tensor, place.mine.index
+        sources[number] = source_at(captured, layout, place)
+        if place.is_view:
             continue
         if number in boxes and mine in told:
             boxes[number] = told[mine]
@@ -60,16 +59,18 @@ def _as_united(captured: Captured, plan: Plan, values: Sequence[Any], blobs: Seq
     return Captured(layout, values, blobs, sources, [Explicit(*each) for each in sorted(boxes.items())], frozen)
 
 
-def tensors_of(captured: Captured, plan: Plan) -> Iterator[tuple[int, int | None, ByteSource]]:
-    """The tensors of all that this rank has something of: number, number here (None: it is a view here), and what it has."""
+def source_at(captured: Captured, layout: Layout, place: Place) -> ByteSource:
+    """What this rank has of a tensor of the layout of all."""
+    source = captured.sources[place.mine.index]
+    return _View(source, layout.tensors[place.tensor].item_bytes, place.mine.node) if place.is_view else source
+
+
+def places_of(captured: Captured, plan: Plan) -> list[Place]:
+    """What the tensors of this rank are in the layout of all."""
     assert plan.layout is not None
     own = parse(captured.layout, len(captured.values), "the layout of this rank")
-    for mine, ours in _pairs(own, parse(plan.layout, plan.holes, "the layout of all ranks")):
-        if mine.kind == "view" and ours.kind == "tensor":
-            item_bytes = plan.layout.tensors[ours.index].item_bytes
-            yield ours.index, None, _View(captured.sources[mine.index], item_bytes, mine.node)
-        elif mine.kind != "value":
-            yield ours.index, mine.index, captured.sources[mine.index]
+    pairs = _pairs(own, parse(plan.layout, plan.holes, "the layout of all ranks"))
+    return [Place(ours.index, mine, mine.kind == "view" and ours.kind == "tensor") for mine, ours in pairs if mine.kind != "value"]
 
 
 def _pairs(own: Tree, ours: Tree) -> Iterator[tuple[Leaf, Leaf]]:
