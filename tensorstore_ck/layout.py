@@ -326,6 +326,8 @@ class Frozen:
     verify_every: int
     ids: Sequence[Digest] = ()
     """Of its blocks on this rank, in order, when it was last read."""
+    cut: bytes = b""
+    """What says which blocks of the whole tensor these are."""
     unread: int = 0
     """How often it was put since."""
 

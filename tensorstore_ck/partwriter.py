@@ -209,9 +209,10 @@ def write_tensors(
     small = b"".join(inline)
     ids = [ZERO_DIGEST] * len(blocks)
     frozen = _rows_of_frozen(captured, blocks)
+    cuts = _cuts_of_frozen(captured, seat, block_bytes)
     for tensor in [*frozen]:
         said = captured.frozen[tensor]
-        if not said.is_due and len(said.ids) == len(frozen[tensor]) and packs.rely_on(said.ids):
+        if not said.is_due and said.cut == cuts[tensor] and len(said.ids) == len(frozen[tensor]) and packs.rely_on(said.ids):
             said.unread += 1
             for row, block in zip(frozen.pop(tensor), said.ids, strict=True):
                 ids[row] = block
@@ -245,7 +246,7 @@ def write_tensors(
         unread = (block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in masters.of) == later)
         for_each(_runs(unread), store, cpu_threads() + 1)
     for tensor, rows in frozen.items():
-        _note_frozen(captured, tensor, [ids[row] for row in rows])
+        _note_frozen(captured, tensor, [ids[row] for row in rows], cuts[tensor])
     sample.note_inline(inlined, inline, small)
     return TensorBlocks(ids, small, blocks, inlined, sample)
 
@@ -324,16 +325,28 @@ def _rows_of_frozen(captured: Captured, blocks: Sequence[TensorBlock]) -> dict[i
     return rows
 
 
-def _note_frozen(captured: Captured, tensor: int, ids: list[Digest]) -> None:
+def _cuts_of_frozen(captured: Captured, seat: Seat, block_bytes: int) -> dict[int, bytes]:
+    """Which blocks of each frozen tensor this rank stores: another rank may store them at the next put."""
+    cuts: dict[int, list[tuple[object, ...]]] = {}
+    if captured.frozen:
+        held = regions(captured.layout, seat.rank, seat.alike, captured.explicit)
+        for share in shares(captured.layout, held, seat.rank, block_bytes):
+            region = held[share.region]
+            if region.tensor in captured.frozen:
+                cuts.setdefault(region.tensor, []).append((region.is_flat, region.offsets, region.sizes, share.start, share.lengths))
+    return {tensor: repr(several).encode() for tensor, several in cuts.items()}
+
+
+def _note_frozen(captured: Captured, tensor: int, ids: list[Digest], cut: bytes) -> None:
     """What a frozen tensor was found to be when it was read."""
     said, name = captured.frozen[tensor], captured.layout.tensors[tensor].name
-    if len(said.ids) == len(ids) and said.ids != ids:
+    if said.cut == cut and len(said.ids) == len(ids) and said.ids != ids:
         raise FrozenChangedError(
             f"{name} was put as frozen, but has changed since it was last read: nothing was published, and the {said.unread} "
             "snapshots since then have its earlier values. Leave it out of frozen=",
             object_id=name,
         )
-    said.ids, said.unread = ids, 0
+    said.ids, said.cut, said.unread = ids, cut, 0
 
 
 def _runs(blocks: Iterable[TensorBlock]) -> Iterator[list[TensorBlock]]:

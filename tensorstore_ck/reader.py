@@ -199,8 +199,12 @@ class SnapshotReader:
                     missing -= held.stop - held.start
                 if not missing:
                     break
+            if missing:
+                raise CorruptObjectError(f"{self.name}: no part has all of {spec.name!r}; run `tsck fsck`", object_id=spec.name)
             if not left:
                 return  # so that of thousands of ranks hardly more parts are opened than needed
+        if left:
+            raise CorruptObjectError(f"{self.name}: no rank has put all of {spec.name!r}; run `tsck fsck`", object_id=spec.name)
 
     def _told(self, rank: int, tensor: int) -> Sequence[Box]:
         if rank not in self._regions:

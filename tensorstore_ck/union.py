@@ -51,6 +51,8 @@ class Union:
         """
         self._sides = sides
         self._number_of: dict[str, int] = {}
+        self._members: list[set[tuple[int, int]]] = []
+        """Of each tensor: where it is on all sides that have it."""
         self._values: list[Any] = []
         self.differing: list[ContradictionError] = []
         """Values that are not equal on all sides."""
@@ -124,8 +126,12 @@ class Union:
             self.numbered.append(ContradictionError(first.path, side, others[0][0]))
         name = self._sides[side].layout.tensors[first.index].name
         tensor = self._number_of.setdefault(name, len(self.places))
+        every = [(side, first.index), *((number, other.index) for number, other in others)]
         if tensor == len(self.places):
             self.places.append((side, first.index))
+            self._members.append(set(every))
+        elif strangers := [at for at, number in every if (at, number) not in self._members[tensor]]:
+            raise ContradictionError(first.path, self.places[tensor][0], strangers[0])  # as keys "a.b", and "a" over "b", have one path
         if others:
             known = self.shared.setdefault(tensor, [])
             known += [place for place in ((side, first.index), *((number, other.index) for number, other in others)) if place not in known]

@@ -53,6 +53,14 @@ def gap(spec: TensorSpec, held: Sequence[Held], *, is_flat: bool) -> str:
     return f"{problem} of tensor {spec.name!r}, of shape {list(spec.shape)}" if problem else ""
 
 
+def once(held: Sequence[Held]) -> list[Held]:
+    """Without what other ranks than the first one hold alike."""
+    first: dict[Box, int] = {}
+    for rank, box in held:
+        first.setdefault(box, rank)
+    return [(rank, box) for rank, box in held if first[box] == rank]
+
+
 def claims(tensors: Iterable[tuple[TensorSpec, Sequence[Held]]]) -> list[dict[Box, Claim]]:
     """Who stores the regions that several ranks hold, one map for each tensor: each rank about as many bytes."""
     found: list[dict[Box, Claim]] = []
@@ -61,7 +69,7 @@ def claims(tensors: Iterable[tuple[TensorSpec, Sequence[Held]]]) -> list[dict[Bo
     for number, (spec, held) in enumerate(tensors):
         found.append({})
         holders: dict[Box, list[int]] = {}
-        for rank, box in held:
+        for rank, box in sorted(set(held)):
             holders.setdefault(box, []).append(rank)
         for box, ranks in holders.items():
             size_bytes = prod(box.sizes) * spec.item_bytes

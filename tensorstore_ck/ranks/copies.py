@@ -15,14 +15,26 @@ import numpy.typing as npt
 from tensorstore_ck.ids import block_id, derived_hash
 from tensorstore_ck.layout import ByteSource, Captured, Layout, Sharding, TensorSpec
 from tensorstore_ck.ranks.cuts import Cut, Placed
-from tensorstore_ck.ranks.plan import Known, Plan
-from tensorstore_ck.ranks.side import source_at, without_copies
+from tensorstore_ck.ranks.plan import SOLE, Known
+from tensorstore_ck.ranks.side import NOTHING, Kept, source_at, told_by, without_copies
+from tensorstore_ck.sharding import Box
 from tensorstore_ck.split import Region, regions
 
 PIECE_ELEMENTS: Final = 1 << 20
 PIECE_BYTES: Final = 4 << 20
+SHARES: Final = 16
 
 _Words = npt.NDArray[np.uint64]
+
+
+class Share(NamedTuple):
+    """Which tensors are compared at a put: with the first one all, later one in `SHARES`, in turn."""
+
+    turn: int
+
+    def has(self, tensor: int) -> bool:
+        """Whether it is one of them."""
+        return not self.turn or tensor % SHARES == self.turn % SHARES
 
 
 class Sum(NamedTuple):
@@ -51,39 +63,32 @@ class Told(NamedTuple):
 
     set_key: bytes
     """Names the set of these ranks."""
-    name: str
-    """Of the tensor."""
+    tensor: int
+    """As it is planned."""
     digest: bytes
 
 
-def told_digests(captured: Captured, plan: Plan, rank: int) -> list[Told]:
+def told_digests(captured: Captured, known: Known, rank: int, share: Share) -> list[Told]:
     """Of each region that other ranks tell as well, in the same order on each of them; `captured` is this rank's own state, as it came."""
-    said = plan.regions_of(rank)
-    held: list[tuple[tuple[str, tuple[int, ...]], Told]] = []
-    at = 0
-    for tensor, boxes in captured.explicit if said is not None else ():
-        spec, start = captured.layout.tensors[tensor], 0
-        for box in boxes:
-            size_bytes = prod(box.sizes) * spec.item_bytes
-            number = said[at] >> 1 if said is not None else 0
-            if number:
-                key = bytes(derived_hash("told set of ranks", number.to_bytes(4, "little"))[:8])
-                told = Told(key, spec.name, _digest(captured.sources[tensor], start, start + size_bytes))
-                held.append(((spec.name, box.offsets + box.sizes), told))
+    held: list[tuple[tuple[int, Box], Told]] = []
+    for tensor, mine, boxes, said in told_by(captured, known, rank):
+        start = 0
+        for box, number in zip(boxes, said, strict=True):
+            size_bytes = prod(box.sizes) * captured.layout.tensors[mine].item_bytes
+            if number != SOLE and share.has(tensor):
+                key = bytes(derived_hash("told set of ranks", (number >> 1).to_bytes(4, "little"))[:8])
+                held.append(((tensor, box), Told(key, tensor, _digest(captured.sources[mine], start, start + size_bytes))))
             start += size_bytes
-            at += 1
-    return [told for _, told in sorted(held, key=lambda each: each[0])]
+    return [told for _, told in sorted(held)]
 
 
-def sums_of(captured: Captured, known: Known, rank: int) -> list[Sum]:
+def sums_of(captured: Captured, known: Known, rank: int, share: Share) -> list[Sum]:
     """What this rank adds up; `captured` is its own state, as it came."""
-    plan, layout = known.plan, known.plan.layout
-    if not plan.compared or layout is None:
+    layout = known.plan.layout
+    if not known.plan.compared or layout is None:
         return []
-    said = plan.regions_of(rank)
-    kept = captured if said is None else without_copies(captured, said)
-    told = {each.tensor: each.boxes for each in kept.explicit}
-    cuts_of = {each.tensor: each.cuts for each in plan.compared}
+    told = {each.tensor: without_copies(captured, each) for each in told_by(captured, known, rank)}
+    cuts_of = {each.tensor: each.cuts for each in known.plan.compared if share.has(each.tensor)}
     found: dict[int, Sum] = {}
     for place in known.places:
         tensor, spec = place.tensor, layout.tensors[place.tensor]
@@ -91,12 +96,13 @@ def sums_of(captured: Captured, known: Known, rank: int) -> list[Sum]:
             if rank not in cut.ranks or tensor in found:
                 continue
             if isinstance(cut.spread, Placed):
-                held = _regions(spec, cut.spread, rank, cut)
+                held, source = _regions(spec, cut.spread, rank, cut), source_at(captured, layout, place)
             else:
-                held = [Region(tensor, *box, cut.spread == "flat", (rank,)) for box in told.get(place.mine.index, ())]
+                kept = told.get(tensor, Kept(NOTHING, ()))
+                held, source = [Region(tensor, *box, cut.spread == "flat", (rank,)) for box in kept.boxes], kept.source
             start = total = 0
             for region in held:
-                total += _sum(region, spec, source_at(kept, layout, place), start)
+                total += _sum(region, spec, source, start)
                 start += region.size_bytes(spec)
             replica = held[0].replicas.index(rank) if held else 0
             found[tensor] = Sum(tensor, number, replica, total % (1 << 64))

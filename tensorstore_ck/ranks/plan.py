@@ -8,7 +8,7 @@ The plan holds for all puts whose ranks come with these layouts and regions. Kno
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
@@ -16,11 +16,11 @@ import numpy as np
 
 from tensorstore_ck.envelope import pack_body, take, take_count, unpack_body
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.layout import Layout, TensorSpec, decode_layout
-from tensorstore_ck.ranks.claims import Held, claims, gap, held_of
+from tensorstore_ck.layout import Layout, decode_layout
+from tensorstore_ck.ranks.claims import claims
 from tensorstore_ck.ranks.cuts import Cut, Placed
 from tensorstore_ck.ranks.kinds import ZIP_LEVEL, Kind, Told, can_stay_apart
-from tensorstore_ck.ranks.unite import ONE_REGION, Compared, MisfitError, United, unite
+from tensorstore_ck.ranks.unite import Compared, ToldTensor, United, unite
 from tensorstore_ck.sharding import Mesh, Shard
 from tensorstore_ck.tree import Leaf
 
@@ -40,8 +40,8 @@ class Plan(NamedTuple):
     """Values of the united layout."""
     compared: Sequence[Compared] = ()
     sets: Sequence[bytes] = ()
-    """For each rank, if any region that ranks tell is held by several: u4 for each of its regions, in order: `SOLE`, or twice the number
-    of the set of ranks that hold it and `KEEPS`."""
+    """For each rank, if any region that ranks tell is held by several: u4 for each of its regions, in the order of the layout: `SOLE`, or
+    twice the number of the set of ranks that hold it and `KEEPS`."""
 
     def regions_of(self, rank: int) -> Sequence[int] | None:
         """What the plan says of the regions that a rank tells; None: it is the only one to hold each."""
@@ -120,55 +120,47 @@ def plan_of(kinds: Sequence[Kind], told: Told) -> Known:
     Raises:
         MisfitError: the ranks cannot put one snapshot together.
     """
-    sets = _sets(kinds, told, sum(len(kind.ranks) for kind in kinds))
     if len(kinds) == 1:
-        layout = kinds[0].layout
-        for tensor, held in _by_tensor(kinds, told).items():
-            spec = layout.tensors[tensor[1]]
-            once = list({box: (rank, box) for rank, box in held}.values())
-            problem = gap(spec, once, is_flat=layout.spreads[tensor[1]] == "flat")
-            if problem:
-                raise MisfitError(spec.name, problem, ONE_REGION)
-        return Known(Plan("same", sets=sets))
-    if can_stay_apart(kinds, told):
-        return Known(Plan("apart"), united=unite(kinds, told))
+        return Known(Plan("same", sets=_sets(_told_of(kinds[0], told), len(kinds[0].ranks))))
     united = unite(kinds, told)
+    if can_stay_apart(kinds, told):
+        return Known(Plan("apart"), united=united)
+    sets = _sets(united.told, sum(len(kind.ranks) for kind in kinds))
     return Known(Plan("united", united.layout, len(united.holes), united.compared, sets), united=united)
 
 
-def _sets(kinds: Sequence[Kind], told: Told, ranks: int) -> list[bytes]:
+def _told_of(kind: Kind, told: Told) -> list[ToldTensor]:
+    """The tensors whose regions the ranks of the only kind tell.
+
+    Raises:
+        MisfitError: one of them is not held in full.
+    """
+    boxes = {rank: {each.tensor: each.boxes for each in told.get(rank, ())} for rank in kind.ranks}
+    found = []
+    for tensor, spread in enumerate(kind.layout.spreads):
+        if isinstance(spread, str):
+            found.append(ToldTensor(kind.layout.tensors[tensor], spread, {rank: own.get(tensor, ()) for rank, own in boxes.items()}))
+            found[-1].check()
+    return found
+
+
+def _sets(told: Sequence[ToldTensor], ranks: int) -> list[bytes]:
     """See `Plan.sets`."""
-    of_name: dict[tuple[str, str], tuple[TensorSpec, list[Held]]] = {}
-    for (side, tensor), held in _by_tensor(kinds, told).items():
-        layout = kinds[side].layout
-        spec = layout.tensors[tensor]
-        of_name.setdefault((spec.name, str(layout.spreads[tensor])), (spec, []))[1].extend(held)
-    found = dict(zip(of_name, claims(of_name.values()), strict=True))
-    if not any(found.values()):
+    found = claims((each.spec, each.held) for each in told)
+    if not any(found):
         return []
     numbers: dict[tuple[int, ...], int] = {}
     said: list[list[int]] = [[] for _ in range(ranks)]
-    for kind in kinds:
-        for rank in kind.ranks:
-            for tensor, boxes in told.get(rank, ()):
-                claimed = found[kind.layout.tensors[tensor].name, str(kind.layout.spreads[tensor])]
-                for box in boxes:
-                    claim = claimed.get(box)
-                    if claim is None:
-                        said[rank].append(SOLE)
-                    else:
-                        number = numbers.setdefault(claim.holders, len(numbers) + 1)
-                        said[rank].append(2 * number + (KEEPS if claim.keeper == rank else 0))
+    for each, claimed in zip(told, found, strict=True):
+        for rank, boxes in each.boxes.items():
+            for box in boxes:
+                claim = claimed.get(box)
+                if claim is None:
+                    said[rank].append(SOLE)
+                else:
+                    number = numbers.setdefault(claim.holders, len(numbers) + 1)
+                    said[rank].append(2 * number + (KEEPS if claim.keeper == rank else 0))
     return [np.array(each, "<u4").tobytes() for each in said]
-
-
-def _by_tensor(kinds: Sequence[Kind], told: Told) -> Mapping[tuple[int, int], list[Held]]:
-    """(kind, its tensor) -> its regions that ranks tell; also of those of which no rank has any."""
-    found: dict[tuple[int, int], list[Held]] = {}
-    for side, kind in enumerate(kinds):
-        held = held_of({rank: told.get(rank, ()) for rank in kind.ranks})
-        found |= {(side, tensor): held.get(tensor, []) for tensor, spread in enumerate(kind.layout.spreads) if isinstance(spread, str)}
-    return found
 
 
 def _pack_cut(cut: Cut) -> list[Any]:

@@ -14,7 +14,7 @@ from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.ids import DIGEST_BYTES, block_id, derived_hash
 from tensorstore_ck.layout import Captured, Layout, layout_id
 from tensorstore_ck.ranks.attempt import Attempt
-from tensorstore_ck.ranks.copies import Sum, Told, sums_of, told_digests
+from tensorstore_ck.ranks.copies import Share, Sum, Told, sums_of, told_digests
 from tensorstore_ck.ranks.kinds import Kind, decode_kind, encode_kind
 from tensorstore_ck.ranks.plan import Known, Memory, Plan, decode_plan, plan_of, remember
 from tensorstore_ck.ranks.side import places_of, planned
@@ -64,7 +64,7 @@ class Planning:
         self.turn, self.layout_of = take_count(go, "turn"), take(go, "layout_of", bytes)
         there = take(go, "blobs", bytes)
         told = self._attempt.ask("kinds", tellers, lambda: encode_kind(shared, with_layout=not is_known, known_blobs=there))
-        values, blobs = self._lead(told, shared, is_known=is_known) if self._rank == 0 else ([], [])
+        values, blobs = self._lead(told, shared, is_known=is_known, differ=take(go, "differ", bool)) if self._rank == 0 else ([], [])
         known = self._known.get(self._key, Known(Plan()))
         if not is_known:
             answer = self._attempt.answer("plan", known.plan.encode() if self._rank == 0 else None)
@@ -80,11 +80,11 @@ class Planning:
 
     def told_digests(self) -> list[Told]:
         """See `copies.told_digests`."""
-        return told_digests(self._own, self._used.plan, self._rank)
+        return told_digests(self._own, self._used, self._rank, Share(self.turn))
 
     def sums(self) -> list[Sum]:
         """See `copies.sums_of`."""
-        return sums_of(self._own, self._used, self._rank)
+        return sums_of(self._own, self._used, self._rank, Share(self.turn))
 
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 
@@ -113,6 +113,7 @@ class Planning:
             "layout_of": self.layout_of,
             "is_known": is_known,
             "tellers": tellers,
+            "differ": odd is not None,
             "blobs": b"".join(map(block_id, shared.blobs)) if tellers else b"",
         }
 
@@ -121,20 +122,22 @@ class Planning:
         self._used.turn += 1
         remember(self._memory, self._key, self._used)
 
-    def _lead(self, told: Mapping[int, bytes], shared: Captured, *, is_known: bool) -> tuple[list[Any], list[bytes]]:
+    def _lead(self, told: Mapping[int, bytes], shared: Captured, *, is_known: bool, differ: bool) -> tuple[list[Any], list[bytes]]:
         """Has a plan; the values of the state of all ranks, if that is united, and the large ones."""
         known = self._known.get(self._key)
         kinds = self._kinds(told, shared, is_known=is_known)
         try:
+            if differ:
+                raise difference(*kinds)
             if not is_known:
-                if sum(len(kind.ranks) for kind in kinds) < self._ranks:  # two that should have the same values told theirs
-                    raise difference(*kinds)
                 explicit = {rank: decode_regions(kind.layout, self._regions[rank], f"rank {rank}") for kind in kinds for rank in kind.ranks}
                 turn, known = self.turn, plan_of(kinds, explicit)
                 known.turn = turn
+            told_values = ([], []) if known is None or known.united is None else values_of(known.united, kinds)
+            if known is not None and not is_known:
                 self._known[self._key] = known
                 remember(self._memory, self._key, known)
-            return ([], []) if known is None or known.united is None else values_of(known.united, kinds)
+            return told_values
         except MisfitError as exc:
             raise MismatchError(str(exc) + in_the_job(self._in_job), object_id=exc.path) from exc
 

@@ -3,6 +3,7 @@
 What rank 0 handles is a small record of each rank. Knows no torch: it takes states that were taken apart.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
@@ -157,6 +158,8 @@ class RankPut:
         self._states: RankStates
         self._txn = attempt.txn
         self._planning = Planning(attempt, memory, group.rank, group.ranks, group.in_job)
+        self._differing_copies = ""
+        """On rank 0: which ranks no longer hold the same, though `drift` does not see it."""
         self._seat: Seat
         self._written: list[WrittenPart] = []
 
@@ -245,6 +248,8 @@ class RankPut:
                 drift.keep_copy(engine, self._states.shared, self._seat, info, owner)
         if self._group.rank == 0 and any(rank for rank, _ in pairs):
             drift.tell_all(pairs, info)
+        if self._differing_copies:
+            warnings.warn(f"the snapshot of step {info.step} is marked as drift: {self._differing_copies}", stacklevel=2)
 
     def _write(self) -> "Done":
         engine, rank, ranks, own = self._engine, self._group.rank, self._group.ranks, self._states.own
@@ -258,7 +263,7 @@ class RankPut:
             known = self._known(ranks + rank)
             self._written.append(write(own, known, seat=alone))
         block_bytes = engine.config.block_bytes
-        replicas = None if turn else self._digests(seat)
+        replicas = self._digests(seat, only_copies=bool(turn))
         sightings = drift.sightings_of(self._states.shared, seat, self._written[0].part, block_bytes, turn) if turn else None
         findings = self._request.examine(engine, self._written[0], self._states.shared)
         return Done(checked_parts(engine, self._written, anchor), self._told_bytes(seat), replicas, sightings, findings)
@@ -269,10 +274,11 @@ class RankPut:
         self._seat = Seat(rank, ranks, alike(layout_of, rank, ranks), layout_of)
         return self._seat
 
-    def _digests(self, seat: Seat) -> Digests:
-        """Of all that this rank holds with others."""
+    def _digests(self, seat: Seat, *, only_copies: bool = False) -> Digests:
+        """Of all that this rank holds with others; or `only_copies`, of which `drift` knows nothing: a share of them at each put."""
         told, sums = self._planning.told_digests(), self._planning.sums()
-        return digests_of(self._states.shared, seat, self._engine.config.block_bytes, told)._replace(sums=sums)
+        block_bytes = self._engine.config.block_bytes
+        return digests_of(self._states.shared, seat, block_bytes, told, only_told=only_copies)._replace(sums=sums)
 
     def _known(self, number: int) -> Known:
         return KnownBlocks(self._engine, self._request.nearest, number, self._group.ranks)
@@ -303,8 +309,10 @@ class RankPut:
         """Appends the entry for all."""
         self.require_told_alike(records)
         dones = [Done.of_record(record) for record in records]
-        if not self._planning.turn:
-            self._check(dones)
+        problem = self._difference(dones)
+        if problem and not self._planning.turn:
+            raise MismatchError(problem + in_the_job(self._group.in_job), object_id=self._request.ref)
+        self._differing_copies = problem
         self._planning.count()
         self._request = self._request.judged(self._engine, merged([done.findings for done in dones]))
         drifted = drift.drifted([done.sightings for done in dones])
@@ -332,7 +340,9 @@ class RankPut:
         return record_of(self._engine, self._request, parts, logical_bytes=logical, streams="" if self._states.own is None else RULE)
 
     def _mark(self, drifted: Sequence[tuple[int, int]]) -> tuple[str, str] | None:
-        return (drift.MARK, drift.reason(drifted, self._request.ref)) if drifted else None
+        if drifted:
+            return drift.MARK, drift.reason(drifted, self._request.ref)
+        return (drift.MARK, self._differing_copies) if self._differing_copies else None
 
     def _outcome(self, n: int) -> Body:
         """What all ranks are told of the snapshot that entry `n` is about."""
@@ -340,17 +350,15 @@ class RankPut:
         op = next(op for op in entry.ops if op.name == self.operation and op.fields["txn"] == self._txn)
         return {key: op.fields[key] for key in TOLD} | {"n": n, "time_ns": entry.time_ns}
 
-    def _check(self, dones: Sequence[Done]) -> None:
-        """That ranks which hold the same do."""
+    def _difference(self, dones: Sequence[Done]) -> str:
+        """Which ranks that should hold the same do not, in words; empty when all do."""
         layouts: dict[int, Layout] = {}
         stages: list[Stage] = []
         layout_of = self._planning.layout_of
-        for first in first_ranks(layout_of) if layout_of else ():
+        for first in first_ranks(layout_of) if layout_of and not self._planning.turn else ():
             own = alike(layout_of, first, len(dones))
             stages.append(Stage(self._engine, own, [dones[rank].parts.ulids[0] for rank in own]))
             layouts |= dict.fromkeys(own, stages[-1].layout)
         digests = [done.replicas or Digests({}, b"") for done in dones]
         problem = differences(digests, [layouts.get(rank, self._states.shared.layout) for rank in range(len(dones))])
-        problem = problem or (contradiction(stages) if stages else "")
-        if problem:
-            raise MismatchError(problem + in_the_job(self._group.in_job), object_id=self._request.ref)
+        return problem or (contradiction(stages) if stages else "")

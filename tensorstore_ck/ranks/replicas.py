@@ -54,10 +54,10 @@ class Digests(NamedTuple):
         return cls(sets, take(record, "checksums", bytes), [Sum(*map(int, each)) for each in take(record, "sums", list)])
 
 
-def digests_of(captured: Captured, seat: Seat, block_bytes: int, told: Sequence[Told] = ()) -> Digests:
+def digests_of(captured: Captured, seat: Seat, block_bytes: int, told: Sequence[Told] = (), *, only_told: bool = False) -> Digests:
     """Hashes all that this rank holds with others, in the blocks that it is stored in; `told` was hashed already."""
     tensors = captured.layout.tensors
-    held = regions(captured.layout, seat.rank, seat.alike, captured.explicit)
+    held = [] if only_told else regions(captured.layout, seat.rank, seat.alike, captured.explicit)
     found: dict[int, bytes] = {}
     ends: dict[int, int] = {}
     tasks: list[tuple[int, int, list[int]]] = []
@@ -84,10 +84,9 @@ def digests_of(captured: Captured, seat: Seat, block_bytes: int, told: Sequence[
         region = held[number]
         of_sets.setdefault(key_of(region.replicas), []).append(found[number])
         buckets[bucket_of(region.tensor, captured.layout, seat.world_size)] ^= int.from_bytes(found[number][:CHECKSUM_BYTES], "little")
-    numbers = {spec.name: number for number, spec in enumerate(tensors)} if told else {}
-    for key, name, hashed in told:
+    for key, tensor, hashed in told:
         of_sets.setdefault(key, []).append(hashed)
-        buckets[bucket_of(numbers[name], captured.layout, seat.world_size)] ^= int.from_bytes(hashed[:CHECKSUM_BYTES], "little")
+        buckets[bucket_of(tensor, captured.layout, seat.world_size)] ^= int.from_bytes(hashed[:CHECKSUM_BYTES], "little")
     sets = {key: bytes(derived_hash("set of replicas", *several)[:DIGEST_BYTES]) for key, several in of_sets.items()}
     if not sets:
         return Digests({}, b"")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -12,24 +12,71 @@ from tensorstore_ck.sharding import Box
 from tensorstore_ck.tree import Branch, Leaf, Tree, parse
 
 
+class Kept(NamedTuple):
+    """What this rank stores of a tensor whose regions it tells."""
+
+    source: ByteSource
+    boxes: tuple[Box, ...]
+
+
 def planned(captured: Captured, known: Known, rank: int, values: Sequence[Any] = (), blobs: Sequence[bytes] = ()) -> Captured:
     """What `rank` puts of its state. `values`, `blobs`: those of the united state, on the rank that stores them."""
+    layout = known.plan.layout
+    kept = {each.tensor: without_copies(captured, each) for each in told_by(captured, known, rank)}
+    if layout is None:
+        sources = [kept[number].source if number in kept else source for number, source in enumerate(captured.sources)]
+        return captured._replace(sources=sources, explicit=[Explicit(tensor, each.boxes) for tensor, each in sorted(kept.items())])
+    united: list[ByteSource] = [NOTHING] * len(layout.tensors)
+    frozen: dict[int, Frozen] = {}
+    for place in known.places:
+        united[place.tensor] = source_at(captured, layout, place)
+        if not place.is_view and place.mine.index in captured.frozen:
+            frozen[place.tensor] = captured.frozen[place.mine.index]
+    explicit = []
+    for tensor, spread in enumerate(layout.spreads):
+        if isinstance(spread, str):
+            own = kept.get(tensor, Kept(NOTHING, ()))
+            united[tensor] = own.source
+            explicit.append(Explicit(tensor, own.boxes))
+    return Captured(layout, values, blobs, united, explicit, frozen)
+
+
+class ToldHere(NamedTuple):
+    """A tensor whose regions this rank tells."""
+
+    tensor: int
+    """As it is planned."""
+    mine: int
+    """Here."""
+    boxes: tuple[Box, ...]
+    said: Sequence[int]
+    """What the plan says of each: see `Plan.sets`."""
+
+
+def told_by(captured: Captured, known: Known, rank: int) -> list[ToldHere]:
+    """The tensors whose regions a rank tells, in the order of the planned layout."""
+    boxes = {each.tensor: each.boxes for each in captured.explicit}
+    if known.plan.layout is None:
+        pairs = [(tensor, tensor) for tensor in sorted(boxes)]
+    else:
+        pairs = sorted({(place.tensor, place.mine.index) for place in known.places if not place.is_view and place.mine.index in boxes})
     said = known.plan.regions_of(rank)
-    kept = captured if said is None else without_copies(captured, said)
-    return kept if known.plan.layout is None else _as_united(kept, known.plan.layout, known.places, values, blobs)
+    found, at = [], 0
+    for tensor, mine in pairs:
+        count = len(boxes[mine])
+        found.append(ToldHere(tensor, mine, boxes[mine], [SOLE] * count if said is None else said[at : at + count]))
+        at += count
+    return found
 
 
-def without_copies(captured: Captured, said: Sequence[int]) -> Captured:
-    """Without the regions that another rank stores; `said`: see `Plan.regions_of`."""
-    sources, explicit = list(captured.sources), []
-    at = 0
-    for tensor, boxes in captured.explicit:
-        own = [said[at + number] == SOLE or bool(said[at + number] & KEEPS) for number in range(len(boxes))]
-        at += len(boxes)
-        if not all(own):
-            sources[tensor] = _Some(captured.sources[tensor], _pieces(boxes, own, captured.layout.tensors[tensor].item_bytes))
-        explicit.append(Explicit(tensor, tuple(box for box, is_own in zip(boxes, own, strict=True) if is_own)))
-    return captured._replace(sources=sources, explicit=explicit)
+def without_copies(captured: Captured, told: ToldHere) -> Kept:
+    """Without the regions that another rank stores."""
+    source, boxes = captured.sources[told.mine], told.boxes
+    own = [said == SOLE or bool(said & KEEPS) for said in told.said]
+    if all(own):
+        return Kept(source, boxes)
+    pieces = _pieces(boxes, own, captured.layout.tensors[told.mine].item_bytes)
+    return Kept(_Some(source, pieces), tuple(box for box, is_own in zip(boxes, own, strict=True) if is_own))
 
 
 def _pieces(boxes: Sequence[Box], own: Sequence[bool], item_bytes: int) -> list[tuple[int, int]]:
@@ -40,23 +87,6 @@ def _pieces(boxes: Sequence[Box], own: Sequence[bool], item_bytes: int) -> list[
             pieces.append((start, size_bytes))
         start += size_bytes
     return pieces
-
-
-def _as_united(captured: Captured, layout: Layout, places: Sequence[Place], values: Sequence[Any], blobs: Sequence[bytes]) -> Captured:
-    sources: list[ByteSource] = [NOTHING] * len(layout.tensors)
-    told = {each.tensor: each.boxes for each in captured.explicit}
-    boxes: dict[int, tuple[Box, ...]] = {tensor: () for tensor, spread in enumerate(layout.spreads) if isinstance(spread, str)}
-    frozen: dict[int, Frozen] = {}
-    for place in places:
-        number, mine = place.tensor, place.mine.index
-        sources[number] = source_at(captured, layout, place)
-        if place.is_view:
-            continue
-        if number in boxes and mine in told:
-            boxes[number] = told[mine]
-        if mine in captured.frozen:
-            frozen[number] = captured.frozen[mine]
-    return Captured(layout, values, blobs, sources, [Explicit(*each) for each in sorted(boxes.items())], frozen)
 
 
 def source_at(captured: Captured, layout: Layout, place: Place) -> ByteSource:

@@ -6,18 +6,18 @@ those that have something of it, whatever else they hold. Knows no torch, and no
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from itertools import combinations
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
 from tensorstore_ck.layout import Layout, Node, Sharding, SharedStorage, TensorSpec
 from tensorstore_ck.layout import Spread as LayoutSpread
-from tensorstore_ck.ranks.claims import Held, gap, held_of
+from tensorstore_ck.ranks.claims import Held, gap, once
 from tensorstore_ck.ranks.cuts import Cut, NotOneTensorError, Placed, Spread, cuts_of
 from tensorstore_ck.ranks.kinds import Kind, Told
 from tensorstore_ck.ranks.wording import sayings
-from tensorstore_ck.sharding import Mesh
+from tensorstore_ck.sharding import Box, Mesh
 from tensorstore_ck.tree import Branch, Leaf, Tree, leaves, parse
 from tensorstore_ck.values import describe
 
@@ -27,7 +27,6 @@ BY_NAME: Final = (
     "key an optimizer's state by names, with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict and "
     "flatten_optimizer_state_dict=True"
 )
-ONE_REGION: Final = "a region that several ranks hold is the same region on each of them"
 RANK_STATE: Final = "put what is a rank's own into rank_state="
 
 
@@ -54,12 +53,38 @@ class Compared(NamedTuple):
     cuts: tuple[Cut, ...]
 
 
+class ToldTensor(NamedTuple):
+    """A tensor whose regions ranks tell."""
+
+    spec: TensorSpec
+    spread: Literal["boxes", "flat"]
+    boxes: Mapping[int, Sequence[Box]]
+    """Rank -> its regions, in order."""
+
+    @property
+    def held(self) -> list[Held]:
+        """Its regions, and who holds them."""
+        return [(rank, box) for rank, boxes in sorted(self.boxes.items()) for box in boxes]
+
+    def check(self) -> None:
+        """That the ranks hold all of it.
+
+        Raises:
+            MisfitError: they do not.
+        """
+        problem = gap(self.spec, once(self.held), is_flat=self.spread == "flat")
+        if problem:
+            raise MisfitError(self.spec.name, problem, "a region that several ranks hold is the same region on each of them")
+
+
 class United(NamedTuple):
     """The state of all ranks."""
 
     layout: Layout
     holes: Sequence[Hole]
     compared: Sequence[Compared]
+    told: Sequence[ToldTensor]
+    """In the order of the layout."""
 
 
 @dataclass(slots=True)
@@ -84,11 +109,13 @@ def unite(kinds: Sequence[Kind], told: Told) -> United:
 class _Uniting:
     def __init__(self, kinds: Sequence[Kind], told: Told) -> None:
         self._kinds = kinds
-        self._held = [held_of({rank: told.get(rank, ()) for rank in kind.ranks}) for kind in kinds]
+        self._boxes = {rank: {each.tensor: each.boxes for each in explicit} for rank, explicit in told.items()}
         self._members: list[_Member] = []
         self._number_of: dict[tuple[int, int], int] = {}
         """(side, its tensor) -> the united one that has its name."""
         self._holes: list[Hole] = []
+        self._visited: list[list[tuple[int, Leaf]]] = []
+        """The leaves of all sides, in the order of the united tree."""
         self._item_bytes = {spec.dtype: spec.item_bytes for kind in kinds for spec in kind.layout.tensors}
         self._trees = [parse(kind.layout, len(kind.values), f"the layout of {kind.name}") for kind in kinds]
         self._names = [frozenset(leaf.path for leaf in leaves(tree) if leaf.kind != "value") for tree in self._trees]
@@ -96,9 +123,16 @@ class _Uniting:
     def result(self) -> United:
         tree = self._node(list(enumerate(self._trees)), numbered="")
         parsed = parse(Layout([each.spec for each in self._members], tree), len(self._holes))
-        names = {leaf.index: leaf.path for leaf in leaves(parsed) if leaf.kind == "tensor"}
+        names: dict[int, str] = {}
+        for leaf, sides in zip(leaves(parsed), self._visited, strict=True):
+            other = next((side for side, own in sides if own.path != leaf.path), None)
+            if other is not None:  # such as the keys "a.b", and "a" over "b": a restore goes by paths
+                who = self._kinds[other].name
+                raise MisfitError(leaf.path.partition("#")[0], f"{who} have it in another place of the state", "rename one of them")
+            if leaf.kind == "tensor":
+                names.setdefault(leaf.index, leaf.path)
         taken = {leaf.path for leaf in leaves(parsed)}
-        tensors, spreads, compared = [], list[LayoutSpread](), []
+        tensors, spreads, compared, told = [], list[LayoutSpread](), [], list[ToldTensor]()
         meshes: dict[Mesh, int] = {}
         found: dict[tuple[tuple[int, LayoutSpread], ...], tuple[list[Cut], LayoutSpread]] = {}
         """Many tensors are held alike, and a mesh may have thousands of ranks."""
@@ -110,13 +144,13 @@ class _Uniting:
                 cuts = self._cuts(spec, member)
                 found[key] = cuts, self._as_stored(cuts[0], meshes)
             cuts, spread = found[key]
-            self._check_told(spec, member, cuts)
+            told += self._told(spec, member, cuts)
             if len(cuts) > 1:
                 compared.append(Compared(number, tuple(cuts)))
             spreads.append(spread)
             tensors.append(spec)
         layout = Layout(tensors, tree, self._storages(), list(meshes), spreads if any(each is not None for each in spreads) else ())
-        return United(layout, self._holes, compared)
+        return United(layout, self._holes, compared, told)
 
     # --- the tree -----------------------------------------------------------------------------------------------------
 
@@ -124,6 +158,7 @@ class _Uniting:
         """The node of what lies at one path on some of the sides. `numbered`: the path of a dict with numbers for keys that it is in."""
         first = trees[0][1]
         if isinstance(first, Leaf):
+            self._visited.append([(number, other) for number, other in trees if isinstance(other, Leaf)])
             others = [(number, other) for number, other in trees if isinstance(other, Leaf)]
             self._check_alike(trees, lambda other: isinstance(other, Leaf) and (other.kind == "value") == (first.kind == "value"))
             if first.kind != "value":
@@ -172,23 +207,21 @@ class _Uniting:
 
     def _check_numbers(self, path: str, branches: Sequence[tuple[int, Branch]]) -> None:
         """A number may mean another parameter on each side, unless all have the same parameters."""
-        tensors = [(side, {leaf.path for leaf in leaves(branch) if leaf.kind != "value"}) for side, branch in branches]
-        tensors = [(side, found) for side, found in tensors if found]
-        if len(tensors) < 2 or not set.intersection(*(found for _, found in tensors)):
-            return
-        names = sorted((self._names[side] for side, _ in tensors), key=len)
-        is_chain = all(one <= other for one, other in pairwise(names))
-        if is_chain and all(found == tensors[0][1] for _, found in tensors):
-            return
-        one, two = (self._kinds[side].name for side, _ in tensors[:2])
-        raise MisfitError(path, f"the same number may mean another parameter on {one} than on {two}, which have other tensors", BY_NAME)
+        first: dict[tuple[frozenset[str], frozenset[str]], int] = {}
+        for side, branch in branches:
+            first.setdefault((frozenset(leaf.path for leaf in leaves(branch) if leaf.kind != "value"), self._names[side]), side)
+        for ((one, its_names), side), ((two, other_names), other) in combinations(first.items(), 2):
+            if not one.isdisjoint(two) and (one != two or not (its_names <= other_names or its_names >= other_names)):
+                who, others = self._kinds[side].name, self._kinds[other].name
+                text = f"the same number may mean another parameter on {who} than on {others}, which have other tensors"
+                raise MisfitError(path, text, BY_NAME)
 
     # --- tensors ------------------------------------------------------------------------------------------------------
 
     def _tensor(self, sides: Sequence[tuple[int, Leaf]], numbered: str) -> Node:
         side, first = sides[0]
         flags = first.flags
-        if all(leaf.kind == "view" and leaf.node[2:-1] == first.node[2:-1] for _, leaf in sides):
+        if all(leaf.kind == "view" and leaf.node[2:-1] == first.node[2:-1] for _, leaf in sides) and self._have_one_base(sides):
             base = self._known(sides)
             if base is None:
                 base = self._add(sides, self._kinds[side].layout.tensors[first.index], are_views=False)
@@ -196,6 +229,10 @@ class _Uniting:
         known = self._known(sides) if all(leaf.kind == "tensor" for _, leaf in sides) else None
         number = self._add(sides, self._spec(first, side), are_views=True) if known is None else known
         return ["t", number, flags] if flags else number
+
+    def _have_one_base(self, sides: Sequence[tuple[int, Leaf]]) -> bool:
+        """Whether views lie in memory of one form on all sides."""
+        return len({self._kinds[side].layout.tensors[leaf.index][1:] for side, leaf in sides}) == 1
 
     def _known(self, sides: Sequence[tuple[int, Leaf]]) -> int | None:
         """The united tensor that has all of these tensors, if there is one."""
@@ -242,14 +279,16 @@ class _Uniting:
             return None
         return Sharding(meshes.setdefault(cut.spread.mesh, len(meshes)), cut.spread.placements)
 
-    def _check_told(self, spec: TensorSpec, member: _Member, cuts: Sequence[Cut]) -> None:
-        """That the regions which ranks tell are the whole tensor."""
+    def _told(self, spec: TensorSpec, member: _Member, cuts: Sequence[Cut]) -> list[ToldTensor]:
+        """What ranks tell of a tensor, for each cut."""
+        found = []
         for cut in cuts:
             if not isinstance(cut.spread, Placed):
-                held = self._told(member, cut.spread)
-                problem = gap(spec, list({box: (rank, box) for rank, box in reversed(held)}.values()), is_flat=cut.spread == "flat")
-                if problem:
-                    raise MisfitError(spec.name, problem, ONE_REGION)
+                sides = [(side, leaf) for side, leaf in member.sides.items() if self._layout_spread(side, leaf) == cut.spread]
+                boxes = {rank: self._boxes[rank].get(leaf.index, ()) for side, leaf in sides for rank in self._kinds[side].ranks}
+                found.append(ToldTensor(spec, cut.spread, boxes))
+                found[-1].check()
+        return found
 
     def _layout_spread(self, side: int, leaf: Leaf) -> LayoutSpread:
         spreads = self._kinds[side].layout.spreads
@@ -258,11 +297,6 @@ class _Uniting:
     def _spread(self, side: int, leaf: Leaf) -> Spread:
         spread = self._layout_spread(side, leaf)
         return Placed(self._kinds[side].layout.meshes[spread.mesh], spread.placements) if isinstance(spread, Sharding) else spread
-
-    def _told(self, member: _Member, kind: str) -> list[Held]:
-        """The regions of a tensor that ranks tell, and who holds them."""
-        sides = [(side, leaf) for side, leaf in member.sides.items() if self._spread(side, leaf) == kind]
-        return sorted(each for side, leaf in sides for each in self._held[side].get(leaf.index, ()))
 
     def _storages(self) -> list[SharedStorage]:
         """The allocations of which all sides with one of the tensors say the same."""
@@ -278,11 +312,11 @@ class _Uniting:
 def difference(one: Kind, other: Kind) -> MisfitError:
     """In which value two differ that have the same layout."""
     paths = [leaf.path for leaf in leaves(parse(one.layout, len(one.values), one.name)) if leaf.kind == "value"]
-    holes = [Hole(path, ((0, number), (1, number))) for number, path in enumerate(paths)]
-    try:
-        values_of(United(one.layout, holes, ()), [one, other])
-    except MisfitError as exc:
-        return exc
+    for number, path in enumerate(paths):
+        try:
+            _check_value(Hole(path, ((0, number), (1, number))), [one, other])
+        except MisfitError as exc:
+            return exc
     return MisfitError("the state", f"{one.name} and {other.name} have different values", RANK_STATE)
 
 
@@ -295,17 +329,22 @@ def values_of(united: United, kinds: Sequence[Kind]) -> tuple[list[Any], list[by
     values: list[Any] = []
     blobs: list[bytes] = []
     bytes_of = {kind.blob_ids[number]: blob for kind in kinds for number, blob in kind.blobs.items()}
-    for path, places in united.holes:
-        side, number = places[0]
+    for hole in united.holes:
+        _check_value(hole, kinds)
+        side, number = hole.places[0]
         value = kinds[side].values[number]
-        if len({_said(kinds[at], kinds[at].values[each]) for at, each in places}) > 1:
-            shown = {at: _shown(kinds[at], kinds[at].values[each]) for at, each in places}
-            raise MisfitError(path, _each(kinds, shown), BY_NAME if "param_groups" in path else RANK_STATE)
         if _is_large(value):
             blobs.append(bytes_of[kinds[side].blob_ids[value[2]]])
             value = ["b", value[1], len(blobs) - 1]
         values.append(value)
     return values, blobs
+
+
+def _check_value(hole: Hole, kinds: Sequence[Kind]) -> None:
+    """That all have the same value."""
+    if len({_said(kinds[at], kinds[at].values[each]) for at, each in hole.places}) > 1:
+        shown = {at: _shown(kinds[at], kinds[at].values[each]) for at, each in hole.places}
+        raise MisfitError(hole.path, _each(kinds, shown), BY_NAME if "param_groups" in hole.path else RANK_STATE)
 
 
 def _said(kind: Kind, value: Any) -> str:

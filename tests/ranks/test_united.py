@@ -1,5 +1,6 @@
 """Ranks whose states differ put one snapshot, in one layout: restored by one process, and by ranks that are spread in other ways."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tensorstore_ck as tsck
+from tensorstore_ck.ranks import copies
 from tests.ranks.pool import GROUPS, TIMEOUT_SECONDS, Pool, local_of, opened
 
 RANKS = 4
@@ -89,6 +91,23 @@ def flat_on_several(rank: int) -> dict[str, Any]:
     return {"w": tsck.FlatShard(flat[half : half + 1280].clone(), tuple(WEIGHT.shape), half)}
 
 
+def tied_flat_on_several(rank: int) -> dict[str, Any]:
+    """Tied on even ranks only; each half on two ranks."""
+    flat, half = WEIGHT.flatten(), rank // 2 * 1280
+    share = tsck.FlatShard(flat[half : half + 1280].clone(), tuple(WEIGHT.shape), half)
+    return {"embed": share, "head": share} if rank % 2 == 0 else {"head": share}
+
+
+def flat_tied_in_another_order(rank: int) -> dict[str, Any]:
+    share = flat_on_several(rank)["w"]
+    return {"embed": share, "head": share, "own": 1} if rank == 0 else {"head": share, "embed": share}
+
+
+def paths_alike(rank: int) -> dict[str, Any]:
+    """One text for two places."""
+    return {"a.b": NORM + 0} if rank else {"a": {"b": NORM + 1}}
+
+
 def replicated_here_whole_there(rank: int) -> dict[str, Any]:
     return spanning(rank) | {"norm": on([0, 1], NORM, Replicate()) if rank < 2 else NORM + 0}
 
@@ -97,7 +116,8 @@ STATES: dict[str, Callable[[int], dict[str, Any]]] = {
     each.__name__: each
     for each in (
         norm_outside_tp, experts_of_each, experts_on_submeshes, something_on_one, in_another_order, with_grad_on_one, tied_on_one,
-        stages_that_share, flat_beside_an_extra, flat_on_several, replicated_here_whole_there,
+        stages_that_share, flat_beside_an_extra, flat_on_several, tied_flat_on_several, flat_tied_in_another_order,
+        replicated_here_whole_there,
     )
 }  # fmt: skip
 EXPECTED: dict[str, dict[str, Any]] = {
@@ -111,6 +131,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "stages_that_share": {"global": WEIGHT, "embed": EMBED, "layer of 0": NORM, "layer of 1": NORM + 1},
     "flat_beside_an_extra": {"w": WEIGHT, "epoch": 1},
     "flat_on_several": {"w": WEIGHT},
+    "tied_flat_on_several": {"embed": WEIGHT, "head": WEIGHT},
+    "flat_tied_in_another_order": {"embed": WEIGHT, "head": WEIGHT, "own": 1},
     "replicated_here_whole_there": {"w": WEIGHT, "norm": NORM},
 }
 
@@ -224,6 +246,7 @@ REFUSED: dict[str, tuple[Callable[[int], dict[str, Any]], list[str]]] = {
     ),
     "a hole": (a_hole, ["'w'", "no rank holds 2200 of 2560 elements"]),
     "an overlap": (an_overlap, ["'w'", "ranks 2-3 hold some elements twice"]),
+    "one path for two places": (paths_alike, ["'a.b'", "ranks 1-3"]),
     "values": (other_values, ["'nested.lr'", "rank 0: 0.25", "rank 3: 0.5"]),
 }
 
@@ -262,3 +285,61 @@ def put_unequal(folder: str, name: str) -> str:
 def test_what_should_be_equal_and_is_not(pool: Pool, folder: Path, name: str) -> None:
     for error in pool.ask(put_unequal, str(folder), name, ranks=RANKS):
         assert "differ in '" in str(error) or "'norm' is not the same on all of ranks 0-3" in str(error), error
+
+
+def put_what_drifts(folder: str, name: str) -> list[str]:
+    """Equal once, and later not: with each put some of it is compared, here all."""
+    rank, marks = torch.distributed.get_rank(), []
+    state = {**STATES[name](rank), "another": "layout, too"}
+    found = state["w" if name == "flat_on_several" else "norm"]
+    local = found.local if isinstance(found, tsck.FlatShard) else found.to_local() if isinstance(found, DTensor) else found
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(copies, "SHARES", 1)
+        for step in (1, 2):
+            put = opened(folder, RANKS).put_snapshot
+            snapshot = put(state, ref=f"drifts-{name}", step=step, group=GROUPS[RANKS], timeout_seconds=TIMEOUT_SECONDS, unchanged="ok")
+            local[-1] += rank == 3
+    marks = [str(each.message) for each in caught if "is marked as drift" in str(each.message)]
+    assert bool(marks) == (rank == 0)
+    return [snapshot.root, *marks]
+
+
+@pytest.mark.parametrize("name", ["flat_on_several", "replicated_here_whole_there"])
+def test_copies_that_are_no_longer_equal_are_found(pool: Pool, folder: Path, name: str) -> None:
+    root, mark = pool.run(put_what_drifts, str(folder), name, ranks=RANKS)[0]
+    with tsck.open(folder / "store", cache_dir=folder / "cache") as store:
+        assert store.resolve(root).mark == "drift"
+        assert store.resolve(f"drifts-{name}@1").mark == ""
+        assert store.resolve(root).reason in mark
+
+
+def put_frozen(folder: str) -> str:
+    """What two ranks hold alike is stored by either of them, as the rest of the state has it."""
+    rank = torch.distributed.get_rank()
+    parts = [tsck.Box(WEIGHT[:32].clone(), (64, 40), (0, 0)), tsck.Box(WEIGHT[32:].clone(), (64, 40), (32, 0))]
+    options: dict[str, Any] = {"ref": "frozen", "group": GROUPS[2], "timeout_seconds": TIMEOUT_SECONDS, "frozen": ["w"], "unchanged": "ok"}
+    state: dict[str, Any] = {"w": tsck.Boxes(parts)}
+    opened(folder, 2).put_snapshot(state, step=1, **options)
+    more = NORM + 0 if rank == 0 else NORM[:0]
+    state["more"] = tsck.FlatShard(more, (1500,), 0 if rank == 0 else 1500)
+    return opened(folder, 2).put_snapshot(state, step=2, **options).root
+
+
+def test_a_frozen_tensor_of_which_others_store_what(pool: Pool, folder: Path) -> None:
+    (root,) = set(pool.run(put_frozen, str(folder), ranks=2))
+    with tsck.open(folder / "store", cache_dir=folder / "cache") as store:
+        assert torch.equal(store.checkout(root)["w"], WEIGHT)
+
+
+def put_after_a_refusal(folder: str) -> str:
+    rank = torch.distributed.get_rank()
+    put = opened(folder, 2).put_snapshot
+    options: dict[str, Any] = {"ref": "after", "group": GROUPS[2], "timeout_seconds": TIMEOUT_SECONDS}
+    with pytest.raises(tsck.MismatchError, match=r"'lr' together: rank 0: 0.25; rank 1: 0.5"):
+        put({"w": NORM + 0, "lr": 0.5 if rank else 0.25}, **options)
+    return put({"w": NORM + 0, "lr": 0.5}, **options).root
+
+
+def test_a_put_after_a_refusal(pool: Pool, folder: Path) -> None:
+    assert len(set(pool.run(put_after_a_refusal, str(folder), ranks=2))) == 1
