@@ -289,9 +289,9 @@ def test_what_should_be_equal_and_is_not(pool: Pool, folder: Path, name: str) ->
 
 def put_what_drifts(folder: str, name: str) -> list[str]:
     """Equal once, and later not: with each put some of it is compared, here all."""
-    rank, marks = torch.distributed.get_rank(), []
+    rank = torch.distributed.get_rank()
     state = {**STATES[name](rank), "another": "layout, too"}
-    found = state["w" if name == "flat_on_several" else "norm"]
+    found = state["w" if name == "flat_on_several" else "embed"]
     local = found.local if isinstance(found, tsck.FlatShard) else found.to_local() if isinstance(found, DTensor) else found
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -305,7 +305,7 @@ def put_what_drifts(folder: str, name: str) -> list[str]:
     return [snapshot.root, *marks]
 
 
-@pytest.mark.parametrize("name", ["flat_on_several", "replicated_here_whole_there"])
+@pytest.mark.parametrize("name", ["flat_on_several", "stages_that_share"])
 def test_copies_that_are_no_longer_equal_are_found(pool: Pool, folder: Path, name: str) -> None:
     root, mark = pool.run(put_what_drifts, str(folder), name, ranks=RANKS)[0]
     with tsck.open(folder / "store", cache_dir=folder / "cache") as store:
