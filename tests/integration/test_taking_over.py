@@ -169,17 +169,17 @@ def test_a_reader_of_dcp_restores_too(put: Put, open_store: Open) -> None:
 
 
 @pytest.mark.parametrize("way", ["alone"], indirect=True)
-def test_a_checkpointer_says_it_and_the_job_is_unharmed(open_store: Open) -> None:
+def test_a_checkpointer_ends_and_the_job_is_unharmed(open_store: Open) -> None:
     job, notebook = open_store(), open_store()
     put_alone(job, 1000)
     own = notebook.checkout("job")
-    with tsck.Checkpointer(notebook, own, ref="job", when=tsck.every_steps(1), asynchronous=False) as ckpt:
-        with pytest.warns(UserWarning, match=LOWER):
-            assert ckpt.step(1) is None
-        assert ckpt.resume() is not None
-        put_alone(job, 1001)
-        with pytest.warns(UserWarning, match=r"another process moved it \(to step 1001, by "):
-            assert ckpt.step(1001) is None
+    with pytest.raises(tsck.InvalidOptionError, match=LOWER):
+        tsck.Checkpointer(notebook, own, ref="job", when=tsck.every_steps(1), asynchronous=False).step(1)
+    ckpt = tsck.Checkpointer(notebook, own, ref="job", when=tsck.every_steps(1), asynchronous=False)
+    assert ckpt.resume() is not None
+    put_alone(job, 1001)
+    with pytest.raises(tsck.ConflictError, match=r"another process moved it \(to step 1001, by "):
+        ckpt.step(1001)
     assert [snapshot.step for snapshot in job.log("job")] == [1001, 1000]
 
 

@@ -150,7 +150,7 @@ def test_a_users_traceable_subclass_needs_a_name_alone(store: tsck.Store) -> Non
     state = {"w": Pair(torch.rand(8, 4), torch.rand(8, 4))}  # type: ignore[no-untyped-call]
     with pytest.raises(tsck.UnsupportedValueError, match="register_type"):
         store.put_snapshot(state, ref="main")
-    tsck.register_type(Pair, "tests.Pair")
+    tsck.register_type(Pair, "tests.TwoTensorPair")
     store.put_snapshot(state, ref="main")
     require_same(store.checkout("main"), state)
     with pytest.raises(tsck.InvalidOptionError, match="to_state"):

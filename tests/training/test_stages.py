@@ -249,8 +249,8 @@ def restore_without(folder: str, ref: str) -> None:
 def test_what_no_stage_takes_is_told(pool: Pool, folder: Path) -> None:
     pool.run(put, str(folder), "2 stages", "misfit", ranks=2)
     for error in pool.ask(restore_without, str(folder), "misfit", ranks=2):
-        assert isinstance(error, tsck.StoreError)
-        assert f"model.layers.{LAYERS - 1}.weight" in str(error)
+        assert isinstance(error, tsck.MismatchError)
+        assert f"model.layers.{LAYERS - 1}.weight" in str(error) or "hold other parameters than in the snapshot" in str(error)
 
 
 def restore_grouped(folder: str, ref: str) -> None:
