@@ -134,10 +134,9 @@ def _read_at_places(engine: Engine, wanted: list[WantedBlock]) -> None:
         try:
             read(engine, run)
         except CorruptObjectError:
-            distrusted = [engine.distrust(pack_name(pack)) for pack in _packs_of(run[0])]
-            if not any(distrusted):
-                raise
-            read(engine, run)
+            for pack in _packs_of(run[0]):
+                engine.distrust(pack_name(pack))
+            read(engine, run)  # once more: what came may be wrong where what is stored is not
 
     for_each(runs, fetch, min(threads, len(runs)))
     if roundings:  # of masters that are most likely in their places now

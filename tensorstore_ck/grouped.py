@@ -81,21 +81,23 @@ class Groups:
         self._told: weakref.WeakKeyDictionary[ProcessGroup, dict[str, list[bytes]]] = weakref.WeakKeyDictionary()
 
     def tell_all(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> list[bytes]:
-        """What each rank of a group says, a few bytes; the ranks ask each other once for each `title`."""
+        """What each rank of a group says, a few bytes.
+
+        All ranks meet at each call, also when this one knows it from an earlier one: another may have missed how that ended.
+        """
         told = self._told.setdefault(group, {})
-        if title not in told:
-            attempt = self.of(group)[0].begin(title, object_id=title, timeout=timeout_seconds)
-            values: list[list[bytes]] = []
+        attempt = self.of(group)[0].begin(title, object_id=title, timeout=timeout_seconds)
 
-            def compare(hellos: list[Body]) -> Body:
-                return {"values": [take(hello, "value", bytes) for hello in hellos]}
+        def compare(hellos: list[Body]) -> Body:
+            is_known = all(take(hello, "known", bool) for hello in hellos)
+            return {"values": None if is_known else [take(hello, "value", bytes) for hello in hellos]}
 
-            def work(go: Body) -> Body:
-                values.append(take(go, "values", list))
-                return {}
+        def work(go: Body) -> Body:
+            if go["values"] is not None:
+                told[title] = take(go, "values", list)
+            return {}
 
-            attempt.run(Duties(lambda: {"value": value()}, work, None, compare, lambda _: {}))
-            told[title] = values[0]
+        attempt.run(Duties(lambda: {"known": title in told, "value": value()}, work, None, compare, lambda _: {}))
         return told[title]
 
     def from_first(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> bytes:
@@ -157,7 +159,7 @@ class Groups:
                 "hosts": np.array(hosts, "<u4").tobytes(),
             }
 
-        def work(go: Body) -> Body:
+        def read_at(go: Body, reading: Reading) -> None:
             self._engine.log.sync()
             view, ulid = self._engine.log.view(), take(go, "snapshot", bytes)
             info = view.snapshot(ulid) or view.staged(ulid)
@@ -170,6 +172,9 @@ class Groups:
             hosts = np.frombuffer(take(go, "hosts", bytes), "<u4")
             if not self._engine.backend.is_local:  # there the page cache does it, four times as fast
                 host.join(np.flatnonzero(hosts == hosts[own.rank]).tolist())
+            result.append(read(info, reading))
+
+        def work(go: Body) -> Body:
             has_agreed = not agrees
 
             def agree(bits: bytes, do: Callable[[bytes], None]) -> None:
@@ -178,7 +183,7 @@ class Groups:
                 self._agree(own, title, timeout_seconds, bits, do)
 
             try:
-                result.append(read(info, Reading(host.read, unclaimed, agree)))
+                read_at(go, Reading(host.read, unclaimed, agree))
             except Exception as exc:
                 if not has_agreed:  # the others wait for this rank there, and would be one attempt ahead of it ever after
                     self._refuse(own, title, timeout_seconds, exc)

@@ -225,13 +225,18 @@ class SavingStore(ManagedStore):
             )
 
         from tensorstore_ck.saving.alone import AloneJob  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.saving.together import Unready  # noqa: PLC0415 - likewise
 
         group = process_group(group)
 
         def make() -> "AloneJob | GroupJob":
+            captured = state
             if group is not None:  # also where host_memory_bytes is given: other ranks may not have it, and all must ask
-                self._local_ranks = self._groups.local_ranks(group, timeout_seconds=timeout_seconds)
-            job = self._job(ask, state, rank_state, ref=ref, step=step, group=group, frozen=frozen, timeout_seconds=timeout_seconds)
+                try:
+                    self._local_ranks = self._groups.local_ranks(group, timeout_seconds=timeout_seconds)
+                except StoreError as exc:  # the others may know, and begin the put
+                    captured = Unready(exc)
+            job = self._job(ask, captured, rank_state, ref=ref, step=step, group=group, frozen=frozen, timeout_seconds=timeout_seconds)
             job.prepare()
             if isinstance(job, AloneJob) and self._saver.is_quiet():
                 job.check_known()

@@ -11,8 +11,8 @@ from typing import Final
 
 from tensorstore_ck.envelope import Body, take
 from tensorstore_ck.errors import (
+    BackendUnavailableError,
     ConflictError,
-    CorruptObjectError,
     SnapshotAbortedError,
     SnapshotDroppedError,
     SnapshotExpiredError,
@@ -166,7 +166,10 @@ class StagedRanks(PublishedInOrder):
         self._handle.patiently(course, "the log", self._handle.engine.log.sync)
         info = self._handle.engine.log.view().snapshot(self._txn)
         if info is None:
-            raise CorruptObjectError(f"this rank does not see the snapshot that was published for {self._ref!r}", object_id=self._ref)
+            raise BackendUnavailableError(
+                f"this rank does not see the snapshot that was published for {self._ref!r}: do all ranks open one store?",
+                object_id=self._ref,
+            )
         self._handle.published(self._ref, self._txn, info.root)
         self.ended()
         self._handle.clean_up(self._tier, self._manifests, course, published=True)

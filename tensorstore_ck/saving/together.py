@@ -7,10 +7,11 @@ What can fail on one rank alone is told to all: else they would wait for a rank 
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from tensorstore_ck.envelope import Body, take
-from tensorstore_ck.errors import StoreError
+from tensorstore_ck.errors import StoreError, UndecidedError
 from tensorstore_ck.layout import Captured
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.parallel import cpu_threads
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _logger: Final = logging.getLogger("tensorstore_ck")
+
+
+@dataclass(frozen=True)
+class Unready:
+    """In the place of a state that could not be made on this rank: its put is refused on all."""
+
+    error: Exception
 
 
 class GroupJob:
@@ -192,6 +200,8 @@ class GroupJob:
         )
         try:
             return put.finish(self._attempt.run(put.duties()))
+        except UndecidedError:
+            raise  # the log may say "staged": the files stay for whoever opens the store with this disk next
         except BaseException:
             put.give_up()
             raise
@@ -199,6 +209,8 @@ class GroupJob:
     def _take_apart(self) -> tuple[Asked, RankStates]:
         if self._asked is None or self._states is None:
             self._asked = self._ask()
+            if isinstance(self._state, Unready):
+                raise self._state.error
             shared = self._handle.frozen.mark(capture(self._state, describer_of(self._group)), self._globs, self._own.nonce)
             self._states = RankStates(shared, None if self._rank_state is None else capture(self._rank_state))
             self._state = self._rank_state = None

@@ -1,8 +1,10 @@
 """What the ranks of a group find out about each other before they put together for the first time. Knows no models and no tensors.
 
-Once is enough, and once is all that it may cost the training: later puts go by what was found then.
+Later puts go by what was found then. All ranks meet before each put nevertheless, to say that they know it: a rank that lost the connection
+may not, and one that asks when the others do not would never be with them again.
 """
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -41,32 +43,59 @@ class Agreement(NamedTuple):
 ALONE: Final = Agreement(frozenset(), frozenset(), same_groups=True)
 
 
-def agree(store: "Store", group: "ProcessGroup", own: Callable[[], Own], timeout_seconds: float) -> Agreement:
-    """Asks all ranks of a group, each of which calls this.
+class Agreements:
+    """What the groups that put one state have found."""
 
-    Raises:
-        SnapshotAbortedError: a rank did not come, or could not say it.
-    """
-    place = store.groups.of(group)[0]
-    attempt = place.begin(_TITLE, object_id=_TITLE, timeout=timeout_seconds)
-    names: dict[bytes, str] = {}
-    told: list[Body] = []
+    def __init__(self) -> None:
+        self._found: weakref.WeakKeyDictionary[ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
+        self._answers: weakref.WeakKeyDictionary[ProcessGroup, Body] = weakref.WeakKeyDictionary()
+        """On rank 0, what it tells. It knows it before anybody else does."""
 
-    def hello() -> Body:
-        found = own()
-        names.update((_key(name), name) for name in found.buffers)
-        groups = derived_hash("groups of parameters", repr(found.groups).encode())
-        return {"buffers": [[_key(name), digest] for name, digest in found.buffers.items()], "groups": groups}
+    def ask(self, store: "Store", group: "ProcessGroup", own: Callable[[], Own], timeout_seconds: float) -> Agreement:
+        """Asks all ranks of a group, each of which calls this before each put; `own` only where this rank does not know it yet.
 
-    def work(go: Body) -> Body:
-        told.append(go)
-        return {}
+        Raises:
+            SnapshotAbortedError: a rank did not come, or could not say it.
+        """
+        if group.size() == 1:
+            return ALONE
+        place = store.groups.of(group)[0]
+        attempt = place.begin(_TITLE, object_id=_TITLE, timeout=timeout_seconds)
+        names: dict[bytes, str] = {}
 
-    attempt.run(Duties(hello, work, None, _compare, lambda _: {}))
-    leader = {bytes(key): int(rank) for rank, led in take(told[0], "leaders", list) for key in led}
-    leads = frozenset(name for key, name in names.items() if leader.get(key) == place.rank)
+        def hello() -> Body:
+            if group in self._found:
+                return {"known": True}
+            found = own()
+            names.update((_key(name), name) for name in found.buffers)
+            groups = derived_hash("groups of parameters", repr(found.groups).encode())
+            return {"known": False, "buffers": [[_key(name), digest] for name, digest in found.buffers.items()], "groups": groups}
+
+        def compare(hellos: list[Body]) -> Body | str:
+            knows = [take(each, "known", bool) for each in hellos]
+            if all(knows):
+                return {"answer": None}
+            if group not in self._answers:
+                if any(knows):
+                    return "rank 0 has made its TrainingState anew, and others have not: make it on all ranks, or on none"
+                self._answers[group] = _compare(hellos)
+            return {"answer": self._answers[group]}
+
+        def work(go: Body) -> Body:
+            if group not in self._found:
+                self._found[group] = _own_side(take(go, "answer", dict), names, place.rank)
+            return {}
+
+        attempt.run(Duties(hello, work, None, compare, lambda _: {}))
+        return self._found[group]
+
+
+def _own_side(answer: Body, names: Mapping[bytes, str], rank: int) -> Agreement:
+    """What one rank needs of what rank 0 tells."""
+    leader = {bytes(key): int(leading) for leading, led in take(answer, "leaders", list) for key in led}
+    leads = frozenset(name for key, name in names.items() if leader.get(key) == rank)
     follows = frozenset(name for key, name in names.items() if key in leader) - leads
-    return Agreement(leads, follows, take(told[0], "same_groups", bool))
+    return Agreement(leads, follows, take(answer, "same_groups", bool))
 
 
 def _key(name: str) -> bytes:

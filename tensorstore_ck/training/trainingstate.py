@@ -5,7 +5,6 @@ loader positions) fits as many ranks as put it. One process puts its own side wi
 """
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -21,12 +20,13 @@ from tensorstore_ck.restoring import Restoring
 from tensorstore_ck.samples import SampleCursor
 from tensorstore_ck.sampling import SAMPLE_SHARE
 from tensorstore_ck.saving import PendingSnapshot
+from tensorstore_ck.saving.together import Unready
 from tensorstore_ck.snapshot import Snapshot
 from tensorstore_ck.store import LAST_SEEN, Store
 from tensorstore_ck.streams import Streams
 from tensorstore_ck.suspicion import Unchanged
 from tensorstore_ck.training import environment, extras, generators, gradients, models, optimizers, sealed
-from tensorstore_ck.training.agreeing import ALONE, Agreement, Own, agree
+from tensorstore_ck.training.agreeing import ALONE, Agreement, Agreements, Own
 from tensorstore_ck.training.finding import find
 from tensorstore_ck.training.names import Names, require_supported
 from tensorstore_ck.training.own import Merge, OwnSide
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 OWN: Final = "rank"
 TIMEOUT_SECONDS: Final = 600.0
 State = dict[str, Any]
+Sides = tuple[State | Unready, State | None]
 _GetOptimizer = Callable[[str, torch.optim.Optimizer, Names], State]
 
 
@@ -105,7 +106,7 @@ class TrainingState:
         self._loaders = loaders.where(lambda each: not isinstance(each, SampleCursor))
         self._extra = {} if extra is None else extra
         self._own = OwnSide(self._models, self._loaders, self._extra, {} if rank_values is None else rank_values, rank_merge)
-        self._agreements: weakref.WeakKeyDictionary[ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
+        self._agreements = Agreements()
         require_supported(self._models.objects)
         if self._optimizers.objects and not self._models.objects:
             raise InvalidOptionError("optimizer= needs model=: its states are kept by the names of parameters", object_id="optimizer")
@@ -280,14 +281,16 @@ class TrainingState:
         shared, own = self._capture(place()[1])
         return {**shared, OWN: own}
 
-    def _sides(self, store: Store, group: "ProcessGroup | None", timeout: float, *, with_gradients: bool) -> tuple[State, State | None]:
-        """What is put as the state, and what is put as this rank's."""
+    def _sides(self, store: Store, group: "ProcessGroup | None", timeout: float, *, with_gradients: bool) -> Sides:
+        """What is put as the state, and as this rank's. Ranks begin a put whatever fails here: what does is told in it."""
         if group is None:
             shared, own = self._capture(1, with_gradients=with_gradients)
             return {**shared, OWN: own}, None
-        if group not in self._agreements:
-            self._agreements[group] = agree(store, group, self._describe, timeout) if group.size() > 1 else ALONE
-        return self._capture(group.size(), with_gradients=with_gradients, agreement=self._agreements[group])
+        try:
+            agreement = self._agreements.ask(store, group, self._describe, timeout)
+            return self._capture(group.size(), with_gradients=with_gradients, agreement=agreement)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the put raises it
+            return Unready(exc), None
 
     def _describe(self) -> Own:
         names = self._names()

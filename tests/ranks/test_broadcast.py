@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.log import RefTable
 from tests.ranks.pool import GROUPS, TIMEOUT_SECONDS, Pool, make_store
 
 RANKS = 4
@@ -111,3 +112,30 @@ def test_one_rank_fails_and_nobody_waits_in_a_collective(pool: Pool, folder: Pat
         assert f"rank {damaged}" in message
         assert "does not match its hash" in message
     assert [wrong for _, wrong in pool.run(restore, str(folder), False, ranks=RANKS)] == [[]] * RANKS, "the group goes on"
+
+
+def miss_the_snapshot(folder: str) -> str:
+    """Rank 1 does not see once what rank 0 has found."""
+    store, left = tsck.open(f"{folder}/store", cache_dir=f"{folder}/cache-{dist.get_rank()}"), [1] if dist.get_rank() == 1 else []
+
+    def snapshot(self: RefTable, ulid: Any, original: Any = RefTable.snapshot) -> Any:
+        return None if left and left.pop() else original(self, ulid)
+
+    error = ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RefTable, "snapshot", snapshot)
+        try:
+            store.checkout("job", into=target(False), group=GROUPS[RANKS], broadcast=True, timeout_seconds=TIMEOUT_SECONDS)
+        except tsck.StoreError as exc:
+            error = str(exc)
+    state = target(False)
+    store.checkout("job", into=state, group=GROUPS[RANKS], broadcast=True, timeout_seconds=TIMEOUT_SECONDS)
+    store.close()
+    assert state["step"] == 3
+    return error
+
+
+def test_one_rank_fails_before_it_reads(pool: Pool, folder: Path) -> None:
+    for message in pool.run(miss_the_snapshot, str(folder), ranks=RANKS):
+        assert "rank 1" in message
+        assert "does not see the snapshot" in message

@@ -5,11 +5,13 @@ import threading
 from contextlib import suppress
 from typing import Any, Final
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import tensorstore_ck as tsck
-from tensorstore_ck.errors import PermissionDeniedError, StoreError
+from tensorstore_ck.errors import BackendUnavailableError, PermissionDeniedError, StoreError
+from tensorstore_ck.log import RefTable
 from tensorstore_ck.ranks import Group
 from tensorstore_ck.saving import resumed, stagedranks
 from tensorstore_ck.tiers import Uploader
@@ -211,3 +213,59 @@ def die_before_the_log_knows(folder: str, ranks: int, disks: tuple[str, ...]) ->
                 job.put(1).wait(SECONDS)
     finally:
         stage.announce, stage.StagedRankPut.give_up, stage.StagedRankPut.settle = real  # type: ignore[method-assign]
+
+
+def lose_the_log(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
+    """Rank 1 stages its side, learns no outcome and cannot ask the log: what that put raises."""
+    from tensorstore_ck.ranks.attempt import Attempt
+    from tensorstore_ck.ranks.channel import ChannelError
+    from tensorstore_ck.staging.stage import StagedRankPut
+
+    real = Attempt._wait_for_outcome, StagedRankPut.settle
+
+    def lose(self: Attempt) -> Any:
+        if not self._title.startswith("the put"):
+            return real[0](self)
+        real[0](self)
+        self._grace = 0.0
+        raise ChannelError("the connection is lost")
+
+    def settle(*_: object) -> Any:
+        raise BackendUnavailableError("no answer")
+
+    if dist.get_rank() == 1:
+        Attempt._wait_for_outcome, StagedRankPut.settle = lose, settle  # type: ignore[method-assign]
+    try:
+        with Job(folder, ranks, disks, stagger_seconds=DAY_SECONDS) as job:
+            job.restore("job")
+            pending = job.put(1)
+            try:
+                pending.staged.wait(SECONDS)
+            except StoreError as exc:
+                return type(exc).__name__
+            return ""
+    finally:
+        Attempt._wait_for_outcome, StagedRankPut.settle = real  # type: ignore[method-assign]
+
+
+def miss_what_was_published(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
+    """Rank 1 does not find in the log what rank 0 published: what that put raises."""
+    real = stagedranks.StagedRanks._end
+
+    def end(self: stagedranks.StagedRanks, *args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RefTable, "snapshot", lambda *_: None)
+            return real(self, *args)
+
+    if dist.get_rank() == 1:
+        stagedranks.StagedRanks._end = end  # type: ignore[method-assign]
+    try:
+        with Job(folder, ranks, disks) as job:
+            job.restore("job")
+            try:
+                job.put(1).wait(SECONDS)
+            except StoreError as exc:
+                return type(exc).__name__
+            return ""
+    finally:
+        stagedranks.StagedRanks._end = real  # type: ignore[method-assign]

@@ -116,6 +116,19 @@ def test_ranks_that_die_before_the_log_knows(pool: Pool, folder: Path) -> None:
     require_clean(folder, [0], *OWN[:2])
 
 
+def test_a_rank_that_does_not_know_whether_it_is_staged_keeps_it(pool: Pool, folder: Path) -> None:
+    pool.run(jobs.leave_staged, str(folder), 2, OWN, (), ranks=2)
+    assert pool.run(jobs.lose_the_log, str(folder), 2, OWN, ranks=2) == ["", "UndecidedError"]
+    for step, steps, _ in pool.run(jobs.resume, str(folder), 2, OWN, ranks=2):
+        assert (step, steps) == (1, [0, 1])
+    require_clean(folder, [0, 1], *OWN[:2])
+
+
+def test_a_rank_that_does_not_see_what_was_published(pool: Pool, folder: Path) -> None:
+    pool.run(jobs.leave_staged, str(folder), 2, OWN, (), ranks=2)
+    assert pool.run(jobs.miss_what_was_published, str(folder), 2, OWN, ranks=2) == ["", "BackendUnavailableError"]
+
+
 def test_one_process_publishes_what_lies_on_its_disk_in_full(pool: Pool, folder: Path) -> None:
     pool.run(jobs.leave_staged, str(folder), 2, SHARED, (1, 2), ranks=2)
     (shown, listed) = (tsck_staging(folder, *more) for more in ((), ("--json",)))
