@@ -100,6 +100,7 @@ class WaitTimeoutError(RetryableError):
 
     kind = "wait_timeout"
     exit_code = 16
+    retry = "never"  # a call that put and then waited would put twice
 
 
 # --- ask the user -------------------------------------------------------------------------------------------------

@@ -3,10 +3,10 @@
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from tensorstore_ck.advising import NOTE, note_costs
-from tensorstore_ck.cadence.board import Board
+from tensorstore_ck.cadence.board import Board, ask_around
 from tensorstore_ck.cadence.candidates import OnDrift
 from tensorstore_ck.cadence.resuming import Resuming
 from tensorstore_ck.cadence.triggers import CLOCK, Moment, Trigger, auto, on_preemption
@@ -99,7 +99,8 @@ class Checkpointer:
         self.preempted = False
         """Whether a snapshot was begun because of `on_preemption`: on all ranks after the same step, so that the loop can end there."""
         self._board: Board | None = None
-        self._is_board_there = True
+        self._ends_at: int | None = None
+        """After which step all ranks look whether the training must end, as rank 0 has said."""
         self._pending: list[tuple[PendingSnapshot, float]] = []
         self._saves = self._resumes = 0
         self._before: Moment | None = None
@@ -116,11 +117,12 @@ class Checkpointer:
             return new_ulid()
 
         drawn = Ulid(self._from_first("the id of a Checkpointer", begin))
+        self._id = ulid_text(drawn)
         self._began_ns = int.from_bytes(drawn[:6], "big") * 1_000_000
         """Of the run: the same on all ranks, as it is in the metadata."""
         if group is not None:
-            runner = store.groups.runner(group)
-            self._board = Board(runner, rank=group.rank(), prefix=f"tsck/{ulid_text(drawn)}/", lead_steps=lead_steps)
+            run, renew, prefix = store.groups.runner(group), store.groups.of(group)[0].renew, f"tsck/{self._id}/"
+            self._board = Board(run, renew, rank=group.rank(), prefix=prefix, lead_steps=lead_steps, clock=clock)
 
     def __enter__(self) -> Self:
         return self
@@ -155,7 +157,7 @@ class Checkpointer:
             RetryableError: it cannot be restored for now.
         """
         began = self._clock()
-        self._round += 1
+        self._begin_round()
         found = self._resuming.restore(drift)
         if found is not None:
             self._restart = self._clock() - began
@@ -217,34 +219,13 @@ class Checkpointer:
         )
         self._before = moment
         self._end_if_hopeless(step)
-        self._ask_around(step)
+        ask_around(self._board, self._told, self._saves, step)
         if not self._when.fires(moment):
             return None
         self._saves += 1
         self.preempted |= any(isinstance(each, on_preemption) and each.fires(moment) for each in self._told)
         self._when.saved(moment)
         return self._put(moment, metadata or {})
-
-    def _ask_around(self, step: int) -> None:
-        """What one rank decides, told to all."""
-        for number, each in enumerate(self._told):
-            if each.since is not None:
-                continue
-            if self._board is None:
-                each.since = step if each.wants() else None
-                continue
-            wants = (each.any_rank or self._board.is_first) and each.wants()
-            try:
-                each.since = self._board.look(f"{number}/{self._saves}", step, wants=wants)
-            except SnapshotAbortedError as exc:
-                warnings.warn(str(exc), stacklevel=3)
-                continue
-            if each.since is not None and each.since < step:
-                warnings.warn(
-                    f"this rank is at step {step}, past step {each.since}, from which rank 0 wanted to save: make lead_steps larger than "
-                    "ranks are apart",
-                    stacklevel=3,
-                )
 
     def _put(self, moment: Moment, metadata: Mapping[str, object]) -> Snapshot | PendingSnapshot | None:
         options: dict[str, Any] = {
@@ -255,9 +236,9 @@ class Checkpointer:
             **self._checks._asdict(),
             "timeout_seconds": self._timeout_seconds,
         }
+        self._settle()
         began = self._clock()
         self._unsaved.begin_save()
-        self._is_board_there = True
         state, store = self._state, self._store
         found: Snapshot | PendingSnapshot
         try:
@@ -330,48 +311,77 @@ class Checkpointer:
             StoreError: the newest save failed, and nothing will be saved after it.
         """
         self.wait()
+        self._settle()
         if self._unsaved.failure is not None and not isinstance(self._unsaved.failure, SnapshotDroppedError):
             self._end(is_over=True)
 
     # --- what fails ---------------------------------------------------------------------------------------------------
 
     def _fail(self, step: int | None, exc: BaseException) -> None:
-
-        self._unsaved.fail(exc)
-        if not will_repeat(exc):
+        if not self._unsaved.fail(exc):
             warnings.warn(f"the snapshot of step {step} was not put: {exc}; the training goes on", stacklevel=5)
 
+    def _settle(self) -> None:
+        """See `Unsaved.settle`. What is not known yet is asked again at the next save; ranks must begin this one together."""
+        try:
+            self._unsaved.settle(self._store)
+        except StoreError as exc:
+            warnings.warn(f"{exc}; it is asked again at the next save", stacklevel=5)
+
+    def _begin_round(self) -> None:
+        """What the board says of an end counts no more."""
+        self._round += 1
+        self._ends_at = None
+
+    def _must_end(self) -> bool:
+        """Whether the saves will fail, or have failed or hung for too long: the first rank says so of the time, each of its own errors."""
+        is_first, unsaved = self._board is None or self._board.is_first, self._unsaved
+        is_failing = unsaved.failure is not None or bool(self._pending)
+        return unsaved.refusal is not None or (is_first and is_failing and unsaved.is_too_long)
+
     def _end_if_hopeless(self, step: int) -> None:
-        """Ends the training where saves will fail, or have failed or hung for too long; all ranks from the step that rank 0 says.
-
-        What came of a put is known to all ranks, sooner or later: while one is under way or the newest has failed, they look at the board.
-        """
-        unsaved = self._unsaved
-        is_too_long = (unsaved.failure is not None or bool(self._pending)) and unsaved.is_too_long
+        """Ends the training where it must; all ranks from the step that rank 0 says, whatever they know of the saves themselves."""
         if self._board is None:
-            if unsaved.refusal is not None or is_too_long:
-                self._end()
+            if self._must_end():
+                self._end(unless_sound=True)
             return
-        if unsaved.failure is None and not self._pending:
-            return
-        since = step if unsaved.refusal is not None or is_too_long else None
-        if self._is_board_there:
-            wants = unsaved.refusal is not None or (is_too_long and self._board.is_first)
+        if self._ends_at is None:
             try:
-                since = self._board.look(f"end/{self._round}", step, wants=wants)
-            except SnapshotAbortedError:
-                self._is_board_there = False  # nobody can tell, and to ask takes long: until the next save each rank sees for itself
-        if since is not None and step >= since:
-            self._end()
+                self._ends_at = self._board.look(f"end/{self._round}", step, wants=self._must_end())
+            except SnapshotAbortedError as exc:
+                if self._unsaved.is_too_long and self._board.away_seconds > self._unsaved.max_seconds:
+                    self._unsaved.fail(exc)
+                    self._end()  # nobody can tell, for too long: this rank sees for itself
+        if self._ends_at is not None and step >= self._ends_at:
+            self._end(unless_sound=True)
 
-    def _end(self, *, is_over: bool = False) -> NoReturn:
-        """Raises what the saves fail with, once those under way have ended; on all ranks after the same step. `is_over`: at the end."""
+    def _all_go_on(self) -> bool:
+        """Whether no rank must end now, after the puts under way have ended; the same on all ranks."""
+        if self._group is None:
+            return not self._must_end()
+        title, must_end = f"whether saves to {self._ref!r} go on failing ({self._id}, {self._round})", self._must_end()
+        try:
+            said = self._store.groups.tell_all(self._group, title, lambda: bytes([must_end]), timeout_seconds=self._timeout_seconds)
+        except StoreError as exc:
+            self._unsaved.failure = self._unsaved.failure or exc
+            return False
+        return not any(map(any, said))
+
+    def _end(self, *, is_over: bool = False, unless_sound: bool = False) -> None:
+        """Raises what the saves fail with, once those under way have ended; on all ranks after the same step.
+
+        `is_over`: at the end. `unless_sound`: the training goes on where those that were under way have mended it.
+        """
         unsaved = self._unsaved
         error, seconds = unsaved.refusal or unsaved.failure, unsaved.seconds
         report = self._store.drain(self._timeout_seconds)
         self._look_at_pending()
+        self._settle()
+        goes_on = unless_sound and self._all_go_on()
+        self._begin_round()
+        if goes_on:
+            return
         error = error or unsaved.refusal or unsaved.failure
-        self._round += 1
         self._pending = []
         unsaved.begin()
         if error is not None and will_repeat(error):

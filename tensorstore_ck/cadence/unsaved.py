@@ -12,21 +12,30 @@ from tensorstore_ck.errors import (
     InvalidOptionError,
     NoSpaceError,
     PermissionDeniedError,
+    SnapshotAbortedError,
     StoreError,
     SuspiciousSaveError,
+    UndecidedError,
 )
+from tensorstore_ck.ranks.wording import DIFFER
+from tensorstore_ck.snapshot import Snapshot
+from tensorstore_ck.store import Store
 
 LEAST_SECONDS: Final = 3600.0
 INTERVALS: Final = 10
 """How many usual intervals between saves a run may go on without a snapshot."""
 _MAY_PASS: Final = (CaptureChangedError, NoSpaceError, PermissionDeniedError, SuspiciousSaveError)
 """What somebody may mend while the job runs, and what is so of one moment's state."""
+_OF_ONE_SAVE: Final = ("step", "parent", "expect")
+"""Where ranks differ in these, one did not read the board in time, or does not know yet what came of the save before."""
 
 
 def will_repeat(error: BaseException) -> bool:
     """Whether each later save will fail likewise: the state, the options or the ref are refused, or this is no error of the store's."""
     if not isinstance(error, StoreError):
         return True
+    if isinstance(error, InvalidOptionError) and error.object_id in _OF_ONE_SAVE and DIFFER in str(error):
+        return False
     return isinstance(error, ConflictError) or (isinstance(error, InputError) and not isinstance(error, _MAY_PASS))
 
 
@@ -44,6 +53,8 @@ class Unsaved:
             raise InvalidOptionError(f"max_unsaved_seconds must be a time in seconds, not {max_seconds!r}", object_id="max_unsaved_seconds")
         self._max_seconds, self._clock = max_seconds, clock
         self._intervals: list[float] = []
+        self.undecided: UndecidedError | None = None
+        """Of the save of which it is not known whether it happened."""
         self.begin()
 
     def begin(self) -> None:
@@ -65,11 +76,37 @@ class Unsaved:
         self._intervals = [*self._intervals[1 - INTERVALS :], now - self._begun]
         self._begun = now
 
-    def fail(self, error: BaseException) -> None:
-        """A save failed."""
+    def fail(self, error: BaseException) -> bool:
+        """A save failed: returns whether each later one will."""
         self.failure = error
-        if self.refusal is None and will_repeat(error):
-            self.refusal = error
+        if isinstance(error, UndecidedError):
+            self.undecided = error
+        if not will_repeat(error) or (isinstance(error, ConflictError) and self.undecided is not None):
+            return False  # such a conflict may be with the save before
+        self.refusal = self.refusal or error
+        return True
+
+    def settle(self, store: Store) -> None:
+        """Asks the log about a save that may have happened: the next one goes on from it, or it never will have.
+
+        Raises:
+            UndecidedError: that is still not known.
+        """
+        undecided = self.undecided
+        if undecided is None:
+            return
+
+        def again() -> Snapshot:
+            raise undecided
+
+        try:
+            store.retrying(again, attempts=1)
+        except SnapshotAbortedError:
+            pass  # it did not happen
+        else:
+            if self.failure is undecided:
+                self.sound()
+        self.undecided = None
 
     @property
     def seconds(self) -> float:

@@ -137,7 +137,8 @@ class Group:
         self.ranks = ranks
         self.in_job = in_job
         self.run = run
-        self._renew = renew
+        self.renew = renew
+        """Mends `run` where its connection broke; raises what `StoreThread.renew` does."""
         self.close = close
         self._beat = beat
         self._dead_after = dead_after
@@ -171,7 +172,7 @@ class Group:
         """
         n = self._ledger.begin()
         try:
-            self._renew()
+            self.renew()
             agreed = self._agree(self._clock() + timeout + grace)
         except (ChannelError, RuntimeError, OSError) as exc:  # torch's store errors are RuntimeErrors
             self._ledger.end(n, None)

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 MAX_RUNS: Final = 8
 MAX_SAYINGS: Final = 4
+DIFFER: Final = "the ranks differ in"
 MAX_TEXT: Final = 4096
 """Of what one rank says."""
 MAX_TOTAL: Final = 8192
@@ -71,7 +72,7 @@ def disagreements(records: Sequence[Mapping[str, Any]], keys: Sequence[str], in_
         first = records[0].get(key)
         if any(record.get(key) != first for record in records):
             said = {rank: _shown(record.get(key)) for rank, record in enumerate(records)}
-            texts.append(f"the ranks differ in {key}: {sayings(said, in_job)}")
+            texts.append(f"{DIFFER} {key}: {sayings(said, in_job)}")
     return "; ".join(texts)
 
 

@@ -173,7 +173,10 @@ def test_a_limit_that_is_no_time(tmp_path: Path, seconds: Any) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize("trouble", ["one rank's state is refused", "one rank's backend is away", "one rank's backend is away for long"])
+@pytest.mark.parametrize(
+    "trouble",
+    ["one rank's state is refused", "one rank's backend is away", "one rank's backend is away for long", "one rank is a step ahead once"],
+)
 def test_all_ranks_end_after_the_same_step(pool: Pool, tmp_path: Path, asynchronous: bool, trouble: str) -> None:
     """Each rank waits for the others at each step, as for their gradients: one that ends alone would leave them there."""
     make_store(tmp_path)
@@ -189,6 +192,48 @@ def test_all_ranks_end_after_the_same_step(pool: Pool, tmp_path: Path, asynchron
     elif trouble == "one rank's backend is away":
         assert set(kinds) == {""}
         assert (steps[0], steps[-1]) == (4, 40)
+    elif trouble == "one rank is a step ahead once":
+        assert set(kinds) == {""}
+        assert steps == [4, *range(12, 41, 4)]
     else:
         assert all("no snapshot of 'job' was published in the last" in text for text in texts)
         assert (steps, ended[0] < 40) == ([4], True)
+
+
+@pytest.mark.timeout(120)
+def test_an_end_that_was_told_counts_no_more_once_the_save_is_published(pool: Pool, tmp_path: Path) -> None:
+    """Rank 0 says at step 9 that all end at step 12; the save of step 8 is published at step 10."""
+    make_store(tmp_path)
+    found = pool.run(unsaved_side.run, str(tmp_path), "two saves are slow", True, 3, ranks=3)
+    assert found == [(40, "", "")] * 3
+    with tsck.open(tmp_path / "store", cache_dir=tmp_path / "look") as store:
+        assert [snapshot.step for snapshot in reversed(store.log("job"))] == [*range(4, 41, 4)]
+
+
+def test_a_board_that_is_away_ends_a_run_that_saves_by_it(pool: Pool, tmp_path: Path) -> None:
+    make_store(tmp_path)
+    [(step, said)] = pool.run(unsaved_side.without_a_board, str(tmp_path), ranks=1)
+    assert 32 <= step <= 34
+    assert "the ranks cannot agree on when to save: injected" in said
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("happened", [True, False])
+def test_a_save_that_may_have_happened_is_settled_before_the_next(tmp_path: Path, asynchronous: bool, happened: bool) -> None:
+    job = Job(tmp_path, asynchronous=asynchronous)
+    job.save()
+    log = job.store.engine.log
+    append = log.append
+
+    def without_a_reply(build: Any) -> Any:
+        log.append = append  # type: ignore[method-assign]
+        if happened:
+            append(build)
+        raise tsck.UndecidedError("injected: no reply")
+
+    log.append = without_a_reply  # type: ignore[method-assign]
+    job.save()
+    job.save()
+    job.save()
+    job.ckpt.close()
+    assert job.steps() == ([4, 3, 2, 1] if happened else [4, 3, 1])

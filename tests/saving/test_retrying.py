@@ -1,5 +1,6 @@
 """`Store.retrying`: again what may pass, never what comes again; and of a put that may have happened the log is asked before."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -126,3 +127,24 @@ def test_conflicts_are_not_tried_again(backend: Flaky) -> None:
 def test_attempts_that_make_no_sense(backend: Flaky, attempts: Any) -> None:
     with opened(backend) as store, pytest.raises(tsck.InvalidOptionError, match="attempts"):
         store.retrying(lambda: 1, attempts=attempts)
+
+
+def test_a_wait_that_ends_too_early_does_not_put_twice(backend: Flaky) -> None:
+    with opened(backend) as store:
+        puts: list[tsck.PendingSnapshot] = []
+        gate, write = threading.Event(), backend.put
+
+        def put(*args: Any, **options: Any) -> Any:
+            gate.wait(30)
+            return write(*args, **options)
+
+        def call() -> tsck.Snapshot:
+            puts.append(store.put_snapshot_async(state(1), ref="job", step=1))
+            return puts[-1].wait(0.01)
+
+        backend.put = put  # type: ignore[method-assign]
+        with pytest.raises(tsck.WaitTimeoutError):
+            store.retrying(call, pause_seconds=0.0)
+        gate.set()
+        assert puts[-1].wait().step == 1
+        assert len(puts) == 1
