@@ -234,7 +234,7 @@ def lose_the_log(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
         raise BackendUnavailableError("no answer")
 
     if dist.get_rank() == 1:
-        Attempt._wait_for_outcome, StagedRankPut.settle = lose, settle  # type: ignore[method-assign]
+        Attempt._wait_for_outcome, StagedRankPut.settle = lose, settle  # type: ignore[method-assign, assignment]
     try:
         with Job(folder, ranks, disks, stagger_seconds=DAY_SECONDS) as job:
             job.restore("job")
@@ -258,7 +258,7 @@ def miss_what_was_published(folder: str, ranks: int, disks: tuple[str, ...]) -> 
             return real(self, *args)
 
     if dist.get_rank() == 1:
-        stagedranks.StagedRanks._end = end  # type: ignore[method-assign]
+        stagedranks.StagedRanks._end = end  # type: ignore[method-assign, assignment]
     try:
         with Job(folder, ranks, disks) as job:
             job.restore("job")
