@@ -109,7 +109,7 @@ class Checkpointer:
         self._unsaved = Unsaved(max_unsaved_seconds, clock)
         self._resuming = Resuming(store, state, ref, group, timeout_seconds)
         self._round = 0
-        """How often it was resumed or has raised: the same on all ranks."""
+        """How often it was resumed, or looked whether it must end: the same on all ranks."""
 
         def begin() -> bytes:
             if policy is not None and store.policies().get(ref) != policy:
@@ -342,8 +342,7 @@ class Checkpointer:
     def _end_if_hopeless(self, step: int) -> None:
         """Ends the training where it must; all ranks from the step that rank 0 says, whatever they know of the saves themselves."""
         if self._board is None:
-            if self._must_end():
-                self._end(unless_sound=True)
+            self._end(unless_sound=True) if self._must_end() else None
             return
         if self._ends_at is None:
             try:

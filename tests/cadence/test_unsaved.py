@@ -231,7 +231,7 @@ def test_a_save_that_may_have_happened_is_settled_before_the_next(tmp_path: Path
             append(build)
         raise tsck.UndecidedError("injected: no reply")
 
-    log.append = without_a_reply  # type: ignore[method-assign]
+    log.append = without_a_reply  # type: ignore[assignment]
     job.save()
     job.save()
     job.save()

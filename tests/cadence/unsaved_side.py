@@ -89,9 +89,9 @@ def without_a_board(folder: str) -> tuple[int, str]:
             return runner(action, seconds)
 
         store.groups.of(GROUPS[1])[0].run = run
-        clock, options = lambda: now[0], {"unchanged": "ok", "max_unsaved_seconds": 120.0, "lead_steps": 1}
-        when = tsck.every_seconds(30, clock=clock)
-        ckpt = tsck.Checkpointer(store, {"w": torch.zeros(9)}, ref="job", when=when, group=GROUPS[1], clock=clock, **options)
+        options: dict[str, Any] = {"unchanged": "ok", "max_unsaved_seconds": 120.0, "lead_steps": 1, "clock": lambda: now[0]}
+        when = tsck.every_seconds(30, clock=options["clock"])
+        ckpt = tsck.Checkpointer(store, {"w": torch.zeros(9)}, ref="job", when=when, group=GROUPS[1], **options)
         for step in range(1, 101):
             now[0] += SECONDS_A_STEP
             is_away[0] = step >= 20
