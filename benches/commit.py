@@ -176,7 +176,7 @@ def _hellos(job: Job) -> list[Body]:
     attempt = SimpleNamespace(txn=new_ulid())
     of_kind = []
     for kind in range(case.kinds):
-        states, place = RankStates(state(ranks, case.kinds, kind), None), SimpleNamespace(rank=kind, ranks=ranks)
+        states, place = RankStates(state(ranks, case.kinds, kind), None), SimpleNamespace(rank=kind, ranks=ranks, in_job=None)
         put = RankPut(engine, place, lambda states=states: Prepared(request, states), attempt=attempt, memory=memory)  # type: ignore[arg-type, misc]
         of_kind.append(put.hello())
     return [of_kind[rank % case.kinds] for rank in range(ranks)]
