@@ -70,7 +70,7 @@ def test_a_job_whose_store_stays_away_on_one_rank_ends(tmp_path: Path, broken: i
     """Each rank ends by itself, and says why, long before the last step."""
     make_store(tmp_path)
     modes = ["unavailable" if rank == broken else "" for rank in range(RANKS)]
-    ended = codes(tmp_path, modes, [40] * RANKS)
+    ended = codes(tmp_path, modes, [20] * RANKS)
     assert DONE not in ended
     assert all(code is not None and code > 0 for code in ended), ended
     told = [line for rank in range(RANKS) for line in (tmp_path / f"notes-{rank}").read_text().splitlines() if line.startswith("ended by")]
