@@ -110,7 +110,8 @@ class Job:
         if rank not in self._engines:
             self._engines[rank] = self._fresh_engine()
         states = RankStates(captured(self.layout, step, rank), None)
-        group, attempt = SimpleNamespace(rank=rank, ranks=self.ranks, in_job=None), SimpleNamespace(txn=txn)
+        group = SimpleNamespace(rank=rank, ranks=self.ranks, in_job=None)
+        attempt = SimpleNamespace(txn=txn, ask=lambda *_: {})  # ranks that are alike tell nothing more
         return RankPut(self._engines[rank], group, lambda: Prepared(request, states), attempt=attempt, memory={})  # type: ignore[arg-type]
 
     def _copy(self, put: RankPut, rank: int) -> Body:
