@@ -1,6 +1,7 @@
 """What DCP would let pass in silence is told: ranks with different copies under one name, and ties that torch broke."""
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,13 @@ from tests.ranks.pool import GROUPS, Pool
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 OWN_NAME = "own name"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Of its own: groups that not all ranks of a pool make would keep it from later tests."""
+    with Pool() as pool:
+        yield pool
 
 
 class Planner(DefaultSavePlanner):

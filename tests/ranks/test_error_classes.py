@@ -1,6 +1,7 @@
 """An error of one rank is an error of the same class on all of them, by real ranks; and what is refused is told before a put."""
 
 import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,13 @@ from tests.ranks.pool import GROUPS, RANKS, TIMEOUT_SECONDS, Pool, opened
 pytestmark = pytest.mark.timeout(120)
 
 SIZE = 3
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Of its own: groups that not all ranks of a pool make would keep it from later tests."""
+    with Pool() as pool:
+        yield pool
 
 
 def whole(seed: int = 0) -> torch.Tensor:

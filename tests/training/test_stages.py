@@ -22,6 +22,13 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 LAYERS, WIDTH, WORDS = 5, 8, 11
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Of its own: groups that not all ranks of a pool make would keep it from later tests."""
+    with Pool() as pool:
+        yield pool
+
+
 class Layout(NamedTuple):
     """How a model is spread. `cuts`: the first layer of each stage."""
 
