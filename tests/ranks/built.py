@@ -142,7 +142,7 @@ def stage(rank: int) -> Captured:
     box = Box((2500 * (rank % 2),), (2500,))
     layout = Layout(
         [*taken.layout.tensors, told],
-        ["d", [*found, "told", "stage"] if rank < 2 else [*found, "told2", "stage2"], [*range(len(found) + 1), None]],
+        ["d", [*found, "told", "stage"] if rank < 2 else [*found, "told", "stage2"], [*range(len(found) + 1), None]],
         (),
         taken.layout.meshes,
         [*taken.layout.spreads, "boxes"],
