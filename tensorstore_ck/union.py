@@ -129,9 +129,10 @@ class Union:
         every = [(side, first.index), *((number, other.index) for number, other in others)]
         if tensor == len(self.places):
             self.places.append((side, first.index))
-            self._members.append(set(every))
-        elif strangers := [at for at, number in every if (at, number) not in self._members[tensor]]:
-            raise ContradictionError(first.path, self.places[tensor][0], strangers[0])  # as keys "a.b", and "a" over "b", have one path
+            self._members.append(set())
+        elif self._members[tensor].isdisjoint(every):  # the keys "a.b", and "a" over "b", have one path
+            raise ContradictionError(first.path, self.places[tensor][0], side)
+        self._members[tensor].update(every)
         if others:
             known = self.shared.setdefault(tensor, [])
             known += [place for place in ((side, first.index), *((number, other.index) for number, other in others)) if place not in known]

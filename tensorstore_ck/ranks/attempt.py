@@ -35,20 +35,12 @@ from tensorstore_ck.ids import Ulid
 from tensorstore_ck.ranks.channel import Channel, ChannelError, LateError, SilentError, decode_record, encode_record
 from tensorstore_ck.ranks.duties import Duties
 from tensorstore_ck.ranks.ledger import Ledger
-from tensorstore_ck.ranks.reason import Reason
+from tensorstore_ck.ranks.reason import Reason, RefusedError
 from tensorstore_ck.ranks.wording import error_text, named_ranks, unheard
 
 GRACE_SECONDS: Final = 10.0
 """How long after the deadline the other ranks leave it to rank 0 to end the attempt."""
 TURN, GO, OUTCOME, FAILED = "turn", "go", "outcome", "failed"
-
-
-class _RefusedError(Exception):
-    """Why the attempt cannot go on, as all ranks are told."""
-
-    def __init__(self, reason: Reason) -> None:
-        super().__init__(reason.text)
-        self.reason = reason
 
 
 class Attempt:
@@ -157,7 +149,7 @@ class Attempt:
         """What rank 0 tells all in the midst of their work; the others wait for it.
 
         Raises:
-            _RefusedError: the attempt was given up meanwhile.
+            RefusedError: the attempt was given up meanwhile.
         """
         if self._rank == 0:
             assert data is not None
@@ -165,7 +157,7 @@ class Attempt:
             return data
         key, record = self._channel.wait([OUTCOME, name], self._patience(), writer=0)
         if key == OUTCOME:
-            raise _RefusedError(Reason.of_outcome(record) or Reason("the attempt was given up"))
+            raise RefusedError(Reason.of_outcome(record) or Reason("the attempt was given up"))
         return self._channel.whole(name, record, self._deadline + self._grace)
 
     # --- rank 0 -------------------------------------------------------------------------------------------------------
@@ -183,12 +175,12 @@ class Attempt:
             dones = self._collect(_plain(duties.work(answer)))
             outcome = _plain(self._judged(lambda: duties.commit([take(done, "record", dict) for done in dones])))
         except BaseException as exc:
-            reason = exc.reason if isinstance(exc, _RefusedError) else Reason.of_ranks({0: _reason_of(exc, duties)}, self._in_job)
+            reason = exc.reason if isinstance(exc, RefusedError) else Reason.of_ranks({0: _reason_of(exc, duties)}, self._in_job)
             settled = self._settle(duties, reason)
             if not isinstance(exc, Exception):
                 raise  # all others know; this one was told to stop
             if isinstance(settled, Reason):
-                raise self._error(settled) from (exc.__cause__ if isinstance(exc, _RefusedError) else exc)
+                raise self._error(settled) from (exc.__cause__ if isinstance(exc, RefusedError) else exc)
             return settled
         told = self._spread({"put": outcome})
         if duties.settle is None and "put" not in told:
@@ -199,16 +191,16 @@ class Attempt:
         """What rank 0 makes of what all have said.
 
         Raises:
-            _RefusedError: they do not fit together, which is no rank's own error.
+            RefusedError: they do not fit together, which is no rank's own error.
         """
         try:
             answer = judge()
         except (NoSpaceError, PermissionDeniedError):
             raise  # those are of rank 0's own place
         except (InputError, ConflictError) as exc:
-            raise _RefusedError(Reason.of_error(exc, by_name=False)) from exc
+            raise RefusedError(Reason.of_error(exc, by_name=False)) from exc
         if isinstance(answer, str):
-            raise _RefusedError(Reason(answer, MismatchError.kind, self._object_id))
+            raise RefusedError(Reason(answer, MismatchError.kind, self._object_id))
         return answer
 
     def _collect(self, own: Body) -> list[Body]:
@@ -220,7 +212,7 @@ class Attempt:
         """What other ranks said in a stage.
 
         Raises:
-            _RefusedError: names the ranks that failed, and those that said nothing by the deadline or are not heard of.
+            RefusedError: names the ranks that failed, and those that said nothing by the deadline or are not heard of.
         """
         keys = {f"{stage}/{rank}": rank for rank in ranks}
         found, alarm, silent = self._channel.collect(keys, self._deadline, alarm=FAILED)
@@ -238,19 +230,19 @@ class Attempt:
             try:
                 said[rank] = decode_record(found[key], key)
                 _check_said(said[rank], stage)
-            except _RefusedError as exc:
+            except RefusedError as exc:
                 errors[rank] = exc.reason
             except (CorruptObjectError, TypeError, ValueError) as exc:
                 errors[rank] = Reason(f"sent a damaged {stage}: {exc}")
         if errors:
-            raise _RefusedError(Reason.of_ranks(errors, self._in_job))
+            raise RefusedError(Reason.of_ranks(errors, self._in_job))
         if alarm is not None:
-            raise _RefusedError(Reason("a rank failed"))
+            raise RefusedError(Reason("a rank failed"))
         if silent:
-            raise _RefusedError(Reason(unheard(silent, self._channel.watch.limit, self._in_job)))
+            raise RefusedError(Reason(unheard(silent, self._channel.watch.limit, self._in_job)))
         if missing:
             what = "did not come to it" if stage == "hello" else "came to it but did not finish"
-            raise _RefusedError(Reason(f"{named_ranks(missing, self._in_job)} of {self._ranks} {what} within {self._timeout:g} s"))
+            raise RefusedError(Reason(f"{named_ranks(missing, self._in_job)} of {self._ranks} {what} within {self._timeout:g} s"))
         return said
 
     # --- all others ---------------------------------------------------------------------------------------------------
@@ -259,7 +251,7 @@ class Attempt:
         own: Exception | None = None
         try:
             if self._misfit:
-                raise _RefusedError(Reason(self._misfit))
+                raise RefusedError(Reason(self._misfit))
             self._put(f"hello/{self._rank}", {"record": duties.hello(), "oldest": self._ledger.oldest()})
             key, answer = self._channel.wait([OUTCOME, GO], self._patience(), writer=0)
             if key == GO:
@@ -282,7 +274,7 @@ class Attempt:
             return self._own(take(outcome, "put", dict))
         reason = Reason.of_outcome(outcome)
         if reason is not None:
-            raise self._error(reason) from (None if isinstance(own, _RefusedError) else own)
+            raise self._error(reason) from (None if isinstance(own, RefusedError) else own)
         return self._give_up(duties, LateError(f"{self._named(0)} does not know the outcome: {outcome.get('ask')}"), own)
 
     def _enter(self, go: Body) -> Body:
@@ -378,7 +370,7 @@ def _plain(record: Body) -> Body:
 
 def _reason_of(exc: BaseException, duties: Duties) -> Reason:
     """An error as the other ranks are told of it."""
-    if isinstance(exc, _RefusedError):
+    if isinstance(exc, RefusedError):
         return exc.reason
     if isinstance(exc, SnapshotExpiredError) and duties.settle is not None:
         return Reason(error_text(exc))  # gc freed what the put relied on: the next one relies on something else
@@ -388,7 +380,7 @@ def _reason_of(exc: BaseException, duties: Duties) -> Reason:
 def _check_said(record: Body, stage: str) -> Body:
     """What a rank said, if it is what belongs into this stage."""
     if "error" in record:
-        raise _RefusedError(Reason.of_record(take(record, "error", dict)))
+        raise RefusedError(Reason.of_record(take(record, "error", dict)))
     if stage in ("hello", "done"):
         take(record, "record", dict)
     if stage == "hello":

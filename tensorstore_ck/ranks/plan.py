@@ -77,7 +77,7 @@ class Known:
     plan: Plan
     turn: int = 0
     """How many were published, on rank 0."""
-    places: Sequence["Place"] = ()
+    places: Sequence[Place] = ()
     """Of this rank's tensors in the layout of all, if united."""
     united: United | None = None
     """On rank 0: what ranks of several kinds have together."""

@@ -17,6 +17,7 @@ from tensorstore_ck.ranks.attempt import Attempt
 from tensorstore_ck.ranks.copies import Share, Sum, Told, sums_of, told_digests
 from tensorstore_ck.ranks.kinds import Kind, decode_kind, encode_kind
 from tensorstore_ck.ranks.plan import Known, Memory, Plan, decode_plan, plan_of, remember
+from tensorstore_ck.ranks.reason import Reason, RefusedError
 from tensorstore_ck.ranks.side import places_of, planned
 from tensorstore_ck.ranks.unite import MisfitError, difference, values_of
 from tensorstore_ck.ranks.wording import in_the_job
@@ -57,7 +58,7 @@ class Planning:
         """This rank's state as it is put with those of the others.
 
         Raises:
-            MismatchError: on rank 0, the ranks cannot put one snapshot together.
+            RefusedError: on rank 0, the ranks cannot put one snapshot together.
         """
         self._own = shared
         self._key, is_known, tellers = take_digest(go, "key"), take(go, "is_known", bool), list(map(int, take(go, "tellers", list)))
@@ -139,7 +140,7 @@ class Planning:
                 remember(self._memory, self._key, known)
             return told_values
         except MisfitError as exc:
-            raise MismatchError(str(exc) + in_the_job(self._in_job), object_id=exc.path) from exc
+            raise RefusedError(Reason(str(exc) + in_the_job(self._in_job), MismatchError.kind, exc.path)) from exc
 
     def _kinds(self, told: Mapping[int, bytes], shared: Captured, *, is_known: bool) -> list[Kind]:
         """The kinds of ranks that told; or that of all, if none had to."""

@@ -75,3 +75,11 @@ class Reason(NamedTuple):
             return kind(f"{title} was aborted: {self.text}; {CLEAN}, try again", object_id=object_id)
         how = "failed" if issubclass(kind, DamageError) else "was refused"
         return kind(f"{title} {how}: {self.text}; {CLEAN}", object_id=self.object_id or object_id)
+
+
+class RefusedError(Exception):
+    """Why an attempt cannot go on, which is no rank's own error; rank 0 raises it. Never leaves this package."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason.text)
+        self.reason = reason

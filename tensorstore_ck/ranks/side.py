@@ -22,6 +22,8 @@ class Kept(NamedTuple):
 def planned(captured: Captured, known: Known, rank: int, values: Sequence[Any] = (), blobs: Sequence[bytes] = ()) -> Captured:
     """What `rank` puts of its state. `values`, `blobs`: those of the united state, on the rank that stores them."""
     layout = known.plan.layout
+    if layout is None and not known.plan.sets:
+        return captured
     kept = {each.tensor: without_copies(captured, each) for each in told_by(captured, known, rank)}
     if layout is None:
         sources = [kept[number].source if number in kept else source for number, source in enumerate(captured.sources)]

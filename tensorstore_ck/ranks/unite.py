@@ -4,7 +4,7 @@ What lies at one path is one thing, whoever has it. A value must be the same on 
 those that have something of it, whatever else they hold. Knows no torch, and no bytes: whether tensors are equal is for `copies` to see.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Final, Literal, NamedTuple
@@ -94,7 +94,6 @@ class _Member:
     spec: TensorSpec
     sides: dict[int, Leaf] = field(default_factory=dict)
     """Side -> the leaf there: a tensor, or a view that has become one."""
-    flags: int = 0
 
 
 def unite(kinds: Sequence[Kind], told: Told) -> United:
@@ -121,7 +120,7 @@ class _Uniting:
         self._names = [frozenset(leaf.path for leaf in leaves(tree) if leaf.kind != "value") for tree in self._trees]
 
     def result(self) -> United:
-        tree = self._node(list(enumerate(self._trees)), numbered="")
+        tree = self._node(list(enumerate(self._trees)), is_numbered=False)
         parsed = parse(Layout([each.spec for each in self._members], tree), len(self._holes))
         names: dict[int, str] = {}
         for leaf, sides in zip(leaves(parsed), self._visited, strict=True):
@@ -154,16 +153,16 @@ class _Uniting:
 
     # --- the tree -----------------------------------------------------------------------------------------------------
 
-    def _node(self, trees: Sequence[tuple[int, Tree]], numbered: str) -> Node:
-        """The node of what lies at one path on some of the sides. `numbered`: the path of a dict with numbers for keys that it is in."""
+    def _node(self, trees: Sequence[tuple[int, Tree]], *, is_numbered: bool) -> Node:
+        """The node of what lies at one path on some of the sides. `is_numbered`: below a dict with numbers for keys."""
         first = trees[0][1]
         if isinstance(first, Leaf):
-            self._visited.append([(number, other) for number, other in trees if isinstance(other, Leaf)])
-            others = [(number, other) for number, other in trees if isinstance(other, Leaf)]
             self._check_alike(trees, lambda other: isinstance(other, Leaf) and (other.kind == "value") == (first.kind == "value"))
+            sides = [(number, other) for number, other in trees if isinstance(other, Leaf)]
+            self._visited.append(sides)
             if first.kind != "value":
-                return self._tensor(others, numbered)
-            self._holes.append(Hole(first.path, tuple((number, leaf.index) for number, leaf in others)))
+                return self._tensor(sides)
+            self._holes.append(Hole(first.path, tuple((number, leaf.index) for number, leaf in sides)))
             return None
         tag, *rest = first.node
         is_dict = tag in _DICTS
@@ -184,10 +183,10 @@ class _Uniting:
                 key = branch.keys[at] if branch.keys else at
                 keys.setdefault(repr(key), key)
                 children.setdefault(repr(key), []).append((number, child))
-        if not numbered and is_dict and any(type(key) is int for key in keys.values()):
-            numbered = first.path
+        if not is_numbered and is_dict and any(type(key) is int for key in keys.values()):
+            is_numbered = True
             self._check_numbers(first.path, branches)
-        nodes = [self._node(several, numbered) for several in children.values()]
+        nodes = [self._node(several, is_numbered=is_numbered) for several in children.values()]
         match tag:
             case "l" | "u":
                 return [tag, nodes]
@@ -197,10 +196,10 @@ class _Uniting:
                 return [tag, rest[0], list(keys.values()), nodes]
             case "o":
                 attributes = [(number, branch.attributes) for number, branch in branches if branch.attributes is not None]
-                return [tag, list(keys.values()), nodes, self._node(attributes, numbered) if attributes else False]
+                return [tag, list(keys.values()), nodes, self._node(attributes, is_numbered=is_numbered) if attributes else False]
         return [tag, list(keys.values()), nodes]
 
-    def _check_alike(self, trees: Sequence[tuple[int, Tree]], is_alike: Any) -> None:
+    def _check_alike(self, trees: Sequence[tuple[int, Tree]], is_alike: Callable[[Tree], bool]) -> None:
         if not all(map(is_alike, (tree for _, tree in trees))):
             advice = f"what differs in length or kind needs a dict with names for keys; or {RANK_STATE}"
             raise MisfitError(_path(trees), _each(self._kinds, {side: _what(tree) for side, tree in trees}), advice)
@@ -218,7 +217,7 @@ class _Uniting:
 
     # --- tensors ------------------------------------------------------------------------------------------------------
 
-    def _tensor(self, sides: Sequence[tuple[int, Leaf]], numbered: str) -> Node:
+    def _tensor(self, sides: Sequence[tuple[int, Leaf]]) -> Node:
         side, first = sides[0]
         flags = first.flags
         if all(leaf.kind == "view" and leaf.node[2:-1] == first.node[2:-1] for _, leaf in sides) and self._have_one_base(sides):

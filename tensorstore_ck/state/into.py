@@ -16,9 +16,20 @@ from tensorstore_ck.errors import InvalidOptionError, MismatchError, StoreError,
 from tensorstore_ck.layout import Content, WantedBox
 from tensorstore_ck.state.advice import advice_for
 from tensorstore_ck.state.build import build, require_buildable, wanted_of
-from tensorstore_ck.state.fresh import CONVERTIBLE, Form, FreshTensors, Wanted, form_of
+from tensorstore_ck.state.fresh import Form, FreshTensors, Wanted, form_of
 from tensorstore_ck.state.inplace import Fill, find_conflicts, is_one, read_in_place
-from tensorstore_ck.state.matching import ByPrefix, branches, dtype_text, has_tensors, is_expanded, own_leaves, unknown_value
+from tensorstore_ck.state.matching import (
+    ByPrefix,
+    branches,
+    has_tensors,
+    is_expanded,
+    is_whole,
+    misfit,
+    misfit_of,
+    own_leaves,
+    roots_of,
+    unknown_value,
+)
 from tensorstore_ck.state.plain import require_plain
 from tensorstore_ck.state.report import LoadReport, Unclaimed
 from tensorstore_ck.state.select import Selection
@@ -278,7 +289,7 @@ class _Plan:
             self._report.mismatched.append(f"{name}: a tensor here, a plain value in the snapshot")
             return lambda: target
         form = form_of(self._content.layout, leaf)
-        problem = self._problem(target, form)
+        problem = misfit_of(target, form, self._dtype)
         if problem is not None:
             self._report.mismatched.append(f"{name}: {problem}")
             return lambda: target
@@ -308,33 +319,22 @@ class _Plan:
             self._miss(name)
             return lambda: target
         self._used.add(name)
-        form = form_of(self._content.layout, leaf) if leaf.kind == "tensor" else None
-        if form is None:
-            self._report.mismatched.append(f"{name}: spread over ranks here, a value or a view of another tensor in the snapshot")
-        elif form.shape != share.shape:
-            self._report.mismatched.append(f"{name}: shape {list(share.shape)} here, {list(form.shape)} in the snapshot")
-        elif form.dtype != share.dtype and not (share.dtype == self._dtype and form.dtype in CONVERTIBLE):
-            self._report.mismatched.append(f"{name}: {dtype_text(share.dtype)} here, {dtype_text(form.dtype)} in the snapshot")
-        elif any(is_expanded(piece.tensor) for piece in share.pieces):
-            self._report.mismatched.append(f"{name}: the tensor here is expanded: its elements share memory, but not in the snapshot")
+        if leaf.kind == "value":
+            self._report.mismatched.append(f"{name}: spread over ranks here, a plain value in the snapshot")
+            return lambda: target
+        form = form_of(self._content.layout, leaf)
+        problem = misfit(share.shape, share.dtype, form, self._dtype)
+        if problem is None and any(is_expanded(piece.tensor) for piece in share.pieces):
+            problem = "the tensor here is expanded: its elements share memory, but not in the snapshot"
+        if problem is not None:
+            self._report.mismatched.append(f"{name}: {problem}")
+        elif leaf.kind == "view" and not is_whole(form, self._content.layout.tensors[leaf.index]):
+            self.wanted.append((leaf, None))
+            return lambda: share.fill(self.tensor_of(leaf)) or target
         else:
             assert isinstance(form.dtype, torch.dtype)
             self.boxes += share.wanted(leaf.index, form.dtype)
         return lambda: target
-
-    def _problem(self, target: Any, form: Form) -> str | None:
-        """Why a stored tensor of that form does not fit `target`, or None."""
-        if form.shape != tuple(target.shape):
-            return f"shape {list(target.shape)} here, {list(form.shape)} in the snapshot"
-        converts = self._dtype is not None and target.dtype == self._dtype and form.dtype in CONVERTIBLE
-        if form.dtype != target.dtype and not converts:
-            return f"{dtype_text(target.dtype)} here, {dtype_text(form.dtype)} in the snapshot"
-        if isinstance(target, np.ndarray):
-            return None if target.flags.writeable else "the array here is read-only"
-        dims = zip(target.shape, target.stride(), form.strides, strict=True)
-        if any(extent > 1 and own == 0 and step != 0 for extent, own, step in dims):
-            return "the tensor here is expanded: its elements share memory, but not in the snapshot"
-        return None
 
     # --- stored subtrees ----------------------------------------------------------------------------------------------
 
@@ -370,19 +370,11 @@ class _Plan:
         leaf = self._stored.get(path[:-1])
         if leaf is not None:
             return leaf
-        roots = set()
-        for name in self._below.names(path):
-            tail = name[len(path) - 1 :]
-            stored = self._stored[name].path
-            if not stored.endswith(tail) and stored != tail[1:]:
-                return None
-            roots.add(stored[: -len(tail)] if stored.endswith(tail) else "")
-            if len(roots) > 1:
-                return None
-        if roots:
-            (root,) = roots
-            return self._branches.get(root) if root else self._tree
-        return self._branches.get(path[:-1])
+        roots = roots_of(path, {name: self._stored[name].path for name in self._below.names(path)})
+        if not roots:
+            return self._branches.get(path[:-1])
+        root = roots.pop() if len(roots) == 1 else None
+        return self._tree if root == "" else self._branches.get(root) if root else None
 
     def _want(self, tree: Tree) -> None:
         self.adopted.append(tree)

@@ -1,15 +1,16 @@
 """What a restore looks up: stored names by prefix, leaves and containers, what a target holds."""
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from tensorstore_ck.errors import MismatchError
-from tensorstore_ck.layout import Content
+from tensorstore_ck.layout import Content, TensorSpec
 from tensorstore_ck.state.boxes import Box, Boxes
+from tensorstore_ck.state.fresh import CONVERTIBLE, Form, contiguous_strides
 from tensorstore_ck.state.sharded import FlatShard
 from tensorstore_ck.tree import Branch, Leaf, Tree
 from tensorstore_ck.values import MAX_NESTING
@@ -28,6 +29,18 @@ class ByPrefix:
         while last < len(self._names) and self._names[last].startswith(prefix):
             last += 1
         return self._names[first:last]
+
+
+def roots_of(path: str, stored: Mapping[str, str]) -> set[str | None]:
+    """The containers below which all that a target has below `path` is stored; None among them: it is stored in another way.
+
+    `stored`: name in the target -> path in the snapshot.
+    """
+    roots: set[str | None] = set()
+    for name, place in stored.items():
+        tail = name[len(path) - 1 :]
+        roots.add(place[: -len(tail)] if place.endswith(tail) else "" if place == tail[1:] else None)
+    return roots
 
 
 def unknown_value(leaf: Leaf, content: Content) -> str | None:
@@ -77,3 +90,29 @@ def dtype_text(dtype: Any) -> str:
 def is_expanded(tensor: torch.Tensor) -> bool:
     """Whether elements of it share a place."""
     return any(extent > 1 and step == 0 for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def is_whole(form: Form, base: TensorSpec) -> bool:
+    """Whether a view is all of its base as that is, as tied weights are."""
+    return (dtype_text(form.dtype), *form[1:]) == (base.dtype, base.shape, contiguous_strides(base.shape), 0)
+
+
+def misfit(shape: tuple[int, ...], dtype: Any, form: Form, converted: torch.dtype | None) -> str | None:
+    """Why a stored tensor of that form is another one than that of a target, or None. `converted`: the dtype to convert to."""
+    if form.shape != shape:
+        return f"shape {list(shape)} here, {list(form.shape)} in the snapshot"
+    converts = converted is not None and dtype == converted and form.dtype in CONVERTIBLE
+    return None if form.dtype == dtype or converts else f"{dtype_text(dtype)} here, {dtype_text(form.dtype)} in the snapshot"
+
+
+def misfit_of(target: Any, form: Form, converted: torch.dtype | None) -> str | None:
+    """Why a stored tensor of that form does not fit the tensor or array `target`, or None."""
+    problem = misfit(tuple(target.shape), target.dtype, form, converted)
+    if problem is not None:
+        return problem
+    if isinstance(target, np.ndarray):
+        return None if target.flags.writeable else "the array here is read-only"
+    dims = zip(target.shape, target.stride(), form.strides, strict=True)
+    if any(extent > 1 and own == 0 and step != 0 for extent, own, step in dims):
+        return "the tensor here is expanded: its elements share memory, but not in the snapshot"
+    return None

@@ -52,6 +52,15 @@ class Share(NamedTuple):
                 at += count
         return found
 
+    def fill(self, whole: torch.Tensor) -> None:
+        """Copies what the pieces have of a whole tensor that was read."""
+        with torch.no_grad():
+            for (offsets, sizes), local in self.pieces:
+                found = whole.flatten() if self.is_flat else whole
+                for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+                    found = found.narrow(dim, offset, size)
+                local.copy_(found)
+
 
 def describer_of(group: "ProcessGroup") -> Describer:
     """Describes tensors in terms of the ranks of a group."""

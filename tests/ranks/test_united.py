@@ -108,6 +108,12 @@ def paths_alike(rank: int) -> dict[str, Any]:
     return {"a.b": NORM + 0} if rank else {"a": {"b": NORM + 1}}
 
 
+def a_view_before_its_tensor(rank: int) -> dict[str, Any]:
+    """On one rank: what version 1 has always put in layouts of their own."""
+    norm = NORM + 0
+    return {"row": norm[10:20], "norm": norm} if rank == 0 else {"norm": norm}
+
+
 def replicated_here_whole_there(rank: int) -> dict[str, Any]:
     return spanning(rank) | {"norm": on([0, 1], NORM, Replicate()) if rank < 2 else NORM + 0}
 
@@ -117,6 +123,7 @@ STATES: dict[str, Callable[[int], dict[str, Any]]] = {
     for each in (
         norm_outside_tp, experts_of_each, experts_on_submeshes, something_on_one, in_another_order, with_grad_on_one, tied_on_one,
         stages_that_share, flat_beside_an_extra, flat_on_several, tied_flat_on_several, flat_tied_in_another_order,
+        a_view_before_its_tensor,
         replicated_here_whole_there,
     )
 }  # fmt: skip
@@ -133,6 +140,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "flat_on_several": {"w": WEIGHT},
     "tied_flat_on_several": {"embed": WEIGHT, "head": WEIGHT},
     "flat_tied_in_another_order": {"embed": WEIGHT, "head": WEIGHT, "own": 1},
+    "a_view_before_its_tensor": {"row": NORM[10:20], "norm": NORM},
     "replicated_here_whole_there": {"w": WEIGHT, "norm": NORM},
 }
 
@@ -211,6 +219,13 @@ def test_states_that_differ_by_rank(pool: Pool, folder: Path, name: str) -> None
         assert store.fsck(read_data=True).ok
     pool.run(restore_alike, str(folder), name, ranks=RANKS)
     pool.run(restore_on_two, str(folder), name, ranks=2)
+
+
+def test_what_can_be_in_layouts_of_their_own_is(pool: Pool, folder: Path) -> None:
+    (root,) = set(pool.run(put, str(folder), "a_view_before_its_tensor", 3, ranks=RANKS))
+    with tsck.open(folder / "store", cache_dir=folder / "cache") as store:
+        part = store._engine.read_part(store._engine.read_record(store._resolve(root).info), 0)
+        assert part.layout_of == bytes([0, 0, 1, 0, 1, 0, 1, 0])
 
 
 # --- what cannot be right is refused before a byte is written ------------------------------------------------------------

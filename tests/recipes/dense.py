@@ -85,6 +85,12 @@ def tied_embeddings(shards: int) -> Job:
     return stepped(model, adamw(model), batch=torch.arange(11)[None])
 
 
+@recipe(at(4, shards=0), [at(4, shards=4), at(2, shards=2)])
+def tied_embeddings_of_ddp(shards: int) -> Job:
+    """Which are stored as a tensor and a view of all of it."""
+    return tied_embeddings(shards)
+
+
 @recipe(at(4, dp=2, tp=2), [at(2, dp=1, tp=2), at(4, dp=1, tp=4), at(8, dp=4, tp=2)])
 def tie_that_tensor_parallelism_breaks(dp: int, tp: int) -> Job:
     """Torch splits the one tensor twice: from then on its two names are two tensors, which come to differ."""
