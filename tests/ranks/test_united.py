@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tensorstore_ck as tsck
-from tensorstore_ck.ranks import copies
+from tensorstore_ck.ranks import copies, unite
 from tests.ranks.pool import GROUPS, TIMEOUT_SECONDS, Pool, local_of, opened
 
 RANKS = 4
@@ -358,3 +358,20 @@ def put_after_a_refusal(folder: str) -> str:
 
 def test_a_put_after_a_refusal(pool: Pool, folder: Path) -> None:
     assert len(set(pool.run(put_after_a_refusal, str(folder), ranks=2))) == 1
+
+
+def put_unchecked(folder: str) -> str:
+    """As a build might that took a gap for none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unite.ToldTensor, "check", lambda self: None)
+        state = a_hole(torch.distributed.get_rank())
+        return opened(folder, RANKS).put_snapshot(state, ref="unchecked", group=GROUPS[RANKS], timeout_seconds=TIMEOUT_SECONDS).root
+
+
+def test_what_no_rank_has_put_is_never_restored_as_if_it_had(pool: Pool, folder: Path) -> None:
+    (root,) = set(pool.run(put_unchecked, str(folder), ranks=RANKS))
+    with (
+        tsck.open(folder / "store", cache_dir=folder / "cache") as store,
+        pytest.raises(tsck.CorruptObjectError, match="no rank has put all of 'w'"),
+    ):
+        store.checkout(root)
