@@ -72,7 +72,7 @@ class ReadOnlyStore(Protocol):
         address: str,
         read: Callable[[Restoring], T],
         *,
-        group: "ProcessGroup | None" = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
         broadcast: bool = False,
         allow_bad: bool = False,
         timeout_seconds: float = TIMEOUT_SECONDS,
