@@ -1,6 +1,7 @@
 """No run goes on for long without a snapshot and looks healthy: what ends it, when, and after the same step on all ranks."""
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class Job:
             **{"timeout_seconds": 0.1, **options},
         )
         self.step = 0
+        JOBS.append(self)
 
     def away(self, mode: str = "unavailable") -> None:
         self.faults.mode, self.faults.at, self.faults.persistent = mode, self.faults.calls + 1, True
@@ -63,6 +65,19 @@ class Job:
 
     def steps(self) -> list[int | None]:
         return [snapshot.step for snapshot in self.store.log("run")]
+
+
+JOBS: list[Job] = []
+"""Of the test that runs."""
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while JOBS:
+        job = JOBS.pop()
+        job.back()
+        job.store.close()
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
