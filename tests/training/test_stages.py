@@ -208,7 +208,11 @@ def test_any_layout_to_any_other(pool: Pool, folder: Path, name: str) -> None:
 def run_schedule(folder: str, kind: Any, resume: bool) -> Any:
     """Two steps, a put, two more; or a restore and those two."""
     job = Job(PIPELINE, 1 if not resume else 2)
-    tokens, hidden, scores = torch.zeros(2, dtype=torch.int64), torch.zeros(2, WIDTH, requires_grad=True), torch.zeros(2, WORDS, requires_grad=True)
+    tokens, hidden, scores = (
+        torch.zeros(2, dtype=torch.int64),
+        torch.zeros(2, WIDTH, requires_grad=True),
+        torch.zeros(2, WORDS, requires_grad=True),
+    )
     shapes = {"input_args": hidden, "output_args": scores} if job.stage else {"input_args": tokens, "output_args": hidden}
     # Told the shapes, a stage does not run the model on uninitialised memory to find them, of which batch norm would keep a mean.
     stage = PipelineStage(job.model, job.stage, 2, torch.device("cpu"), **shapes, group=GROUPS[2])
