@@ -213,7 +213,7 @@ def run_schedule(folder: str, kind: Any, resume: bool) -> Any:
         torch.zeros(2, WIDTH, requires_grad=True),
         torch.zeros(2, WORDS, requires_grad=True),
     )
-    shapes = {"input_args": hidden, "output_args": scores} if job.stage else {"input_args": tokens, "output_args": hidden}
+    shapes: dict[str, Any] = {"input_args": hidden, "output_args": scores} if job.stage else {"input_args": tokens, "output_args": hidden}
     # Told the shapes, a stage does not run the model on uninitialised memory to find them, of which batch norm would keep a mean.
     stage = PipelineStage(job.model, job.stage, 2, torch.device("cpu"), **shapes, group=GROUPS[2])
     schedule = kind(stage, n_microbatches=2, loss_fn=nn.functional.cross_entropy)
