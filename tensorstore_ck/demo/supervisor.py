@@ -3,12 +3,12 @@
 It knows the job's output (see `train.say`) and that a put makes files under ``packs/``; nothing else.
 """
 
-import select
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO
 
@@ -108,7 +108,7 @@ def _has_come(moment: Moment, life: Life) -> bool:
 
 def _wait_for_pack(store: Path, before: set[Path], output: IO[str]) -> None:
     """Returns when a new pack is there, or when the job has gone on without one."""
-    while not find_packs(store) - before and not select.select([output], [], [], 0.0002)[0]:
+    while not find_packs(store) - before and not wait([output.fileno()], 0.0002):
         pass
 
 

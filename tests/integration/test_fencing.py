@@ -2,10 +2,10 @@
 
 import os
 import re
-import select
 import shlex
 import signal
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -357,8 +357,7 @@ def run_in_child(work: Callable[[], str]) -> str:
         os.write(write_fd, said.encode())
         os._exit(0)
     os.close(write_fd)
-    answered, _, _ = select.select([read_fd], [], [], CHILD_SECONDS)
-    if not answered:
+    if not wait([read_fd], CHILD_SECONDS):
         os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     said = os.read(read_fd, 1 << 16).decode()
