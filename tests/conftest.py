@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 from tests import servers
@@ -19,6 +20,11 @@ from tests import servers
 if TYPE_CHECKING:
     from tests.ranks.pool import Pool
 
+
+hypothesis.settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)  # a machine that is slow today is not a defect
+hypothesis.settings.load_profile("untimed")
 
 MINUTES = float(os.environ.get("TEST_MINUTES", "inf"))
 BEGAN = time.monotonic()

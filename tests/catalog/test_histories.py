@@ -123,7 +123,7 @@ def catalogs(new_url: Callable[[], str]) -> Iterator[tuple[Catalog, Catalog]]:
         yield often, once
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(commands, min_size=15, max_size=40))
 def test_fed_bit_by_bit_it_is_what_it_is_fed_at_once(catalogs: tuple[Catalog, Catalog], history: list[tuple[str, tuple[Any, ...]]]) -> None:
     often, once = catalogs

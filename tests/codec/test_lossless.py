@@ -47,7 +47,7 @@ def again(encoded: Encoded, raw: bytes, bases: Sequence[bytes] = ()) -> bytes:
 
 @pytest.mark.parametrize("mode", ["fast", "small"])
 @pytest.mark.parametrize("elements", ELEMENTS, ids=str)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_planes(mode: str, elements: Elements, data: st.DataObject) -> None:
     raw = data.draw(blocks(elements))
@@ -57,7 +57,7 @@ def test_planes(mode: str, elements: Elements, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("elements", ELEMENTS, ids=str)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_differences(elements: Elements, data: st.DataObject) -> None:
     """To a block that is near, to one that has little to do with it, and to itself but for some elements."""
@@ -75,7 +75,7 @@ def test_differences(elements: Elements, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_the_kernel_does_what_numpy_does(item_bytes: int, data: st.DataObject) -> None:
     if not sorting.HAS_KERNEL:
@@ -104,7 +104,7 @@ def test_the_kernel_refuses_what_does_not_fit() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("cuts", [1, 2, 3])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_roundings(dtype: str, cuts: int, data: st.DataObject) -> None:
     pieces = [data.draw(blocks(Elements(4, is_float=True))) for _ in range(cuts)]
@@ -132,7 +132,7 @@ def test_the_rounding_of_a_nan_is_one_and_the_same() -> None:
             assert again(encoded, weights, [masters]) == weights
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_damage_is_refused_or_seen(data: st.DataObject) -> None:
     """Whatever stored bytes say, decoding gives so many bytes or a `CorruptObjectError`, and allocates no more than it must."""

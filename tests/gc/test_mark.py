@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError
@@ -17,7 +17,6 @@ places = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 70) | st.integers(
 PLACES: list[list[Place]] = [[(0, 0), (1, 65), (0, 64)], [(1, 2), (1, 65), (2, 7)]]
 
 
-@settings(deadline=None)
 @given(st.lists(places), st.lists(st.tuples(st.integers(0, 5), st.sets(st.integers(0, 9000)))))
 def test_marks_are_the_union(parts: list[list[Place]], moved: list[tuple[int, set[int]]]) -> None:
     marks, expected = Marks(), set[Place]()

@@ -378,7 +378,6 @@ def run(steps: int) -> None:
         settings=settings(
             max_examples=max(1, steps // STEPS_A_RUN),
             stateful_step_count=STEPS_A_RUN,
-            deadline=None,
             derandomize=True,
             database=None,
             phases=[Phase.generate, Phase.shrink],

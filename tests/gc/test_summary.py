@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorstore_ck.gc.summary import PREFIX, PartSummary, SummaryCache, decode_summary, encode_summary, summarize
@@ -33,7 +33,6 @@ def same(one: PartSummary, two: PartSummary | None) -> bool:
     return two is not None and encode_summary(one, PART, 0) == encode_summary(two, PART, 0)
 
 
-@settings(deadline=None)
 @given(places)
 def test_a_summary_has_each_place_once_and_only_packs_in_use(places: list[Place]) -> None:
     summary = summary_of(places)
@@ -43,14 +42,12 @@ def test_a_summary_has_each_place_once_and_only_packs_in_use(places: list[Place]
         assert sorted(summary.entries(pack).tolist()) == summary.entries(pack).tolist()
 
 
-@settings(deadline=None)
 @given(places, st.sets(st.integers(0, 3)))
 def test_less_some_packs(places: list[Place], packs: set[int]) -> None:
     left = summary_of(places).without({pack_ulid(pack) for pack in packs})
     assert content(left) == {place for place in places if place[0] not in packs}
 
 
-@settings(deadline=None)
 @given(places, st.integers(0, 1 << 40))
 def test_a_row_gives_back_what_was_put_in(places: list[Place], size: int) -> None:
     summary = summary_of(places)
@@ -63,7 +60,6 @@ def test_a_row_gives_back_what_was_put_in(places: list[Place], size: int) -> Non
     assert decode_summary(row, PART, size + 1) is None
 
 
-@settings(deadline=None)
 @given(places, st.data())
 def test_a_damaged_row_is_none(places: list[Place], data: st.DataObject) -> None:
     row = bytearray(encode_summary(summary_of(places), PART, 5))

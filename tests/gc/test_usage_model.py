@@ -96,7 +96,7 @@ def apply(store: Store, model: Model, action: tuple[str, int, int]) -> None:
         store.forget(branch)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(snapshots, min_size=1, max_size=7), st.lists(actions, max_size=6))
 def test_every_figure(made: list[tuple[str, list[list[Place]], int, bool]], actions: list[tuple[str, int, int]]) -> None:
     backend = Counting()

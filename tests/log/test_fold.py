@@ -171,7 +171,7 @@ def entries_of(log: list[list[Op]]) -> list[Entry]:
     return entries
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(logs)
 def test_the_table_is_what_the_model_says(log: list[list[Op]]) -> None:
     table, model = MemoryTable(), Model()
@@ -183,7 +183,7 @@ def test_the_table_is_what_the_model_says(log: list[list[Op]]) -> None:
     roots_by_prefix(RefTable(table), model)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(logs.filter(bool), st.data())
 def test_a_checkpoint_anywhere_changes_nothing(log: list[list[Op]], data: st.DataObject) -> None:
     entries = entries_of(log)

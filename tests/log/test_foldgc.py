@@ -103,7 +103,7 @@ def naive_holds(view: RefTable) -> Counter[bytes]:
     return held
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(logs)
 def test_the_fold_is_total_and_counts_what_holds(log: list[list[Op]]) -> None:
     table = MemoryTable()
@@ -137,7 +137,7 @@ def test_the_fold_is_total_and_counts_what_holds(log: list[list[Op]]) -> None:
             assert all(view.newest_with_step(branch, step) is None for step in (0, 7) if step not in present)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(logs)
 def test_the_lists_of_gc_are_what_a_model_says(log: list[list[Op]]) -> None:
     table = MemoryTable()
@@ -193,7 +193,7 @@ def test_the_lists_of_gc_are_what_a_model_says(log: list[list[Op]]) -> None:
         assert view.horizon() == horizon
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(logs.filter(bool), st.data())
 def test_a_checkpoint_anywhere_changes_nothing(log: list[list[Op]], data: st.DataObject) -> None:
     entries = entries_of(log)
@@ -219,7 +219,7 @@ def told(view: RefTable) -> object:
     )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(ref_logs, refs, st.none() | some_ulids, st.booleans())
 def test_undo_takes_forgetting_back(log: list[list[Op]], name: str, ulids: frozenset[Ulid] | None, as_tag: bool) -> None:
     n = len(log) + 1
@@ -233,7 +233,7 @@ def test_undo_takes_forgetting_back(log: list[list[Op]], name: str, ulids: froze
     assert list(RefTable(after).windows()) == list(RefTable(before).windows())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ref_logs, refs)
 def test_undo_in_pieces_is_undo(log: list[list[Op]], name: str) -> None:
     n = len(log) + 1
@@ -244,7 +244,7 @@ def test_undo_in_pieces_is_undo(log: list[list[Op]], name: str) -> None:
         assert told(RefTable(folded(entries))) == told(RefTable(before))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ref_logs, refs)
 def test_purge_ends_every_hold_of_a_window(log: list[list[Op]], name: str) -> None:
     n = len(log) + 1

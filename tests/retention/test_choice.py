@@ -108,14 +108,14 @@ def staying(verdicts: Sequence[Verdict]) -> set[int]:
     return {at for at, verdict in enumerate(verdicts) if verdict.stays}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(histories(), st.lists(policies(limits=False), min_size=1, max_size=3))
 def test_rules_keep_what_a_naive_reading_keeps(history: list[Candidate], several: list[Policy]) -> None:
     expected = certain(history).union(*(kept_naively(history, policy) for policy in several))
     assert staying(choose(history, several, NOW * NS)) == expected
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(histories(), policies())
 def test_limits_take_the_oldest_and_never_what_is_certain(history: list[Candidate], policy: Policy) -> None:
     found = choose(history, [policy], NOW * NS, lambda info: info.new_bytes)
@@ -128,7 +128,7 @@ def test_limits_take_the_oldest_and_never_what_is_certain(history: list[Candidat
     assert all(verdict.why for verdict in found)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(histories(), policies(limits=False), policies(limits=False), st.sampled_from([0.0, 500.0]))
 def test_a_rule_more_never_frees_more(history: list[Candidate], one: Policy, other: Policy, expire_after: float) -> None:
     one = replace(one, expire_after=expire_after)
@@ -139,7 +139,7 @@ def test_a_rule_more_never_frees_more(history: list[Candidate], one: Policy, oth
     assert staying(choose(history, [one], NOW * NS)) <= staying(choose(history, [one, other], NOW * NS))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(histories(), policies())
 def test_what_goes_stays_gone(history: list[Candidate], policy: Policy) -> None:
     """A second look at what is left lets no more go; but for a fallback that bytes are counted of."""

@@ -137,7 +137,7 @@ def shared() -> Iterator[Scene]:
 
 
 @given(states)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_any_state(shared: Scene, state: Any) -> None:
     whole = {"state": state, "more": [torch.arange(300), bytearray(b"xyz")]}
     expected = copy.deepcopy(whole)

@@ -298,7 +298,5 @@ def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(Saver.drain.__kwdefaults__, "give_up_seconds", 0.0)
 
 
-Machine.TestCase.settings = settings(
-    max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
-)
+Machine.TestCase.settings = settings(max_examples=20, stateful_step_count=25, suppress_health_check=list(HealthCheck), print_blob=True)
 TestMachine = Machine.TestCase

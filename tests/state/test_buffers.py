@@ -161,13 +161,13 @@ def test_large_tensors_are_cut_and_small_ones_go_together(arena: Arena, monkeypa
     assert_kept(arena, [tensor(torch.uint8, (size,), seed) for seed, size in enumerate(sizes)], threads)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(states)
 def test_any_state(state: Any) -> None:
     assert_kept(Arena(4 * MIB), state)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_any_strides(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(0, 6), max_size=4))

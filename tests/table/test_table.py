@@ -149,7 +149,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batches=st.lists(STEPS, max_size=4), prefix=st.binary(max_size=2), start=st.none() | KEYS, reverse=st.booleans())
 @pytest.mark.parametrize("kind", ["memory", "lmdb"])
 def test_it_is_a_sorted_dict(
