@@ -3,7 +3,7 @@
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +33,7 @@ from tensorstore_ck.ratelimit import RateLimit
 from tensorstore_ck.room import MinFree, require_room
 from tensorstore_ck.table import MemoryTable, Table, open_table
 from tensorstore_ck.tiers import Staging, Tier, TieredBackend, Uploader
+from tensorstore_ck.tiers.allowed import as_places
 from tensorstore_ck.tiers.placed import PlacedBackend
 from tensorstore_ck.tiers.places import PlaceOpener
 
@@ -51,12 +52,13 @@ def open_engine(
     codec: CodecOption = "auto",
     delta: DeltaOption = None,
     read_only: bool = False,
+    places: Sequence[str | os.PathLike[str]] = (),
 ) -> Engine:
     """The engine of the store at `url`; with `create`, makes the store if there is none; with `read_only`, changes nothing in it."""
     if read_only and (create or staging is not None):
         name = "create" if create else "staging"
         raise InvalidOptionError(f"{name}= is for what puts to the store: leave it out with read_only=True", object_id=name)
-    kept, codecs = MinFree.parse(min_free), CodecChoice(codec, delta)
+    kept, codecs, allowed = MinFree.parse(min_free), CodecChoice(codec, delta), as_places(places)
     limit = None if max_bytes_per_second is None else RateLimit(max_bytes_per_second)
     observers = logged_observers()
     backend = open_backend(url, storage_options, no_sync=no_sync, on_wait=observers.emit)
@@ -76,7 +78,7 @@ def open_engine(
         options = staging if staging is None or isinstance(staging, Staging) else Staging(staging)
         folder = options.open(config.uuid) if options is not None else None
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
-        opener = PlaceOpener(backend.url, dict(storage_options or {}), no_sync, read_only, observers.emit)
+        opener = PlaceOpener(backend.url, dict(storage_options or {}), no_sync, read_only, observers.emit, allowed)
         engine = make_engine(
             backend,
             config,

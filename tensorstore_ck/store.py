@@ -238,6 +238,7 @@ def open_store(
     storage_options: Mapping[str, Any] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     dead_after_seconds: float = DEAD_AFTER_SECONDS,
+    places: Sequence[str | os.PathLike[str]] = (),
 ) -> ReadOnlyStore: ...
 @overload
 def open_store(
@@ -256,6 +257,7 @@ def open_store(
     delta: DeltaOption = None,
     dead_after_seconds: float = DEAD_AFTER_SECONDS,
     read_only: Literal[False] = False,
+    places: Sequence[str | os.PathLike[str]] = (),
 ) -> Store: ...
 def open_store(
     url: str | os.PathLike[str],
@@ -273,6 +275,7 @@ def open_store(
     delta: DeltaOption = None,
     dead_after_seconds: float = DEAD_AFTER_SECONDS,
     read_only: bool = False,
+    places: Sequence[str | os.PathLike[str]] = (),
 ) -> Store:
     """Opens the store at a path or URL (``file://``, ``s3://bucket/prefix``, ``memory://``, any fsspec URL).
 
@@ -301,6 +304,8 @@ def open_store(
             GIL, so more than the longest time for which one C call holds it. What rank 0 says counts for all.
         read_only: Open it to look: nothing in the store is ever changed, and no right to write there is needed. Whatever would change
             something is refused; for a type checker, what is returned has no such methods.
+        places: Where packs may lie that `tier` moved, as URLs or absolute paths, with all that is inside of them. Other buckets at the
+            store's endpoint, and what is in the folder around a local store, need not be said. What the log names besides is refused.
 
     Raises:
         NotAStoreError: nothing there, and `create` is false.
@@ -322,6 +327,7 @@ def open_store(
             codec=codec,
             delta=delta,
             read_only=read_only,
+            places=places,
         ),
         host_memory_bytes=host_memory_bytes,
         dead_after_seconds=dead_after_seconds,

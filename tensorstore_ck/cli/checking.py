@@ -77,7 +77,7 @@ def fsck(
             source = None
             if other is not None:  # a copy of this store's files has its uuid, and must not share its cache
                 folder = stack.enter_context(TemporaryDirectory(prefix="tsck-"))
-                source = StoreChoice(other, dict(from_storage_option), folder).open_engine(read_only=True)
+                source = StoreChoice(other, dict(from_storage_option), folder, places=choice.places).open_engine(read_only=True)
             repaired = run_repair(engine, options, other=stack.enter_context(closing(source)) if source is not None else None)
             repaired = replace(repaired, before=_completed(repaired.before, choice), after=_completed(repaired.after, choice))
             report = repaired.after

@@ -4,7 +4,7 @@ from contextlib import ExitStack, closing
 
 import click
 
-from tensorstore_ck.cli.options import CACHE_VARIABLE, StoreChoice, command, json_option, named_value, rate_option
+from tensorstore_ck.cli.options import CACHE_VARIABLE, StoreChoice, allow_place_option, command, json_option, named_value, rate_option
 from tensorstore_ck.cli.output import counted, emit, green, printable, red, short_root, table
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.copying import CopyReport, Pace, copy_refs
@@ -25,6 +25,7 @@ from tensorstore_ck.sizes import human_bytes
 @click.option("--src-storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help="For SRC's storage service (repeatable).")
 @click.option("--dst-storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help="For DST's storage service (repeatable).")
 @click.option("--cache-dir", metavar="FOLDER", envvar=CACHE_VARIABLE, help=f"Where this host keeps its cache (or ${CACHE_VARIABLE}).")
+@allow_place_option
 @click.option("--single-writer-unsafe", is_flag=True, help="Write where creation is not exclusive: a second writer would lose commits.")
 @click.option("--no-sync", is_flag=True, help="Skip fsync: a power failure may lose what was acknowledged.")
 @click.option("--dask", metavar="ADDRESS", help="Carry the data on the workers of a Dask cluster.")
@@ -40,6 +41,7 @@ def copy(
     src_storage_option: tuple[tuple[str, object], ...],
     dst_storage_option: tuple[tuple[str, object], ...],
     cache_dir: str | None,
+    allow_place: tuple[str, ...],
     single_writer_unsafe: bool,
     no_sync: bool,
     dask: str | None,
@@ -50,8 +52,8 @@ def copy(
     Only blocks that DST lacks travel, each verified. May be killed at any time and run again: it goes on. A ref that has other snapshots
     in DST is left as it is.
     """
-    from_choice = StoreChoice(source, dict(src_storage_option), cache_dir)
-    to_choice = StoreChoice(target, dict(dst_storage_option), cache_dir, single_writer_unsafe, no_sync)
+    from_choice = StoreChoice(source, dict(src_storage_option), cache_dir, places=allow_place)
+    to_choice = StoreChoice(target, dict(dst_storage_option), cache_dir, single_writer_unsafe, no_sync, allow_place)
     pace = Pace.limited(rate_limit)
     with ExitStack() as stack:
         from_engine = stack.enter_context(closing(from_choice.open_engine(read_only=True)))

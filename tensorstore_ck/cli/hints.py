@@ -13,7 +13,9 @@ _COMMAND: Final = re.compile(r"`tsck ([a-z-]+)([^`]*)`")
 _SECRET: Final = re.compile(r"key|secret|token|password|credential", re.IGNORECASE)
 
 
-def store_arguments(context: click.Context, url: str | None, storage_options: Mapping[str, Any], cache_dir: str | None) -> list[str]:
+def store_arguments(
+    context: click.Context, url: str | None, storage_options: Mapping[str, Any], cache_dir: str | None, places: Sequence[str]
+) -> list[str]:
     """What chose the store on this command line. What the environment and the current folder said, they say again to the next command.
 
     The values of secrets are not repeated.
@@ -26,6 +28,7 @@ def store_arguments(context: click.Context, url: str | None, storage_options: Ma
     for name, value in storage_options.items():
         text = name.upper() if _SECRET.search(name) else value if isinstance(value, str) else json.dumps(value)
         arguments += ["--storage-option", f"{name}={text}"]
+    arguments += [word for place in places for word in ("--allow-place", place)]
     return [*arguments, *(["--cache-dir", cache_dir] if cache_dir and is_given("cache_dir") else [])]
 
 

@@ -1,7 +1,7 @@
 """The options that commands share: which store, how to open it, how to print.
 
 A command that works on a store takes a `StoreChoice`; nothing is opened before the command asks for it. Constructed from
-the command line and the two environment variables named here, nothing else.
+the command line, the two environment variables named here and the file of allowed places, nothing else.
 """
 
 import json
@@ -17,6 +17,7 @@ from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.portable import PortableBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.readonly import ReadOnlyBackend
+from tensorstore_ck.cli.allowedplaces import read_places
 from tensorstore_ck.cli.hints import complete, store_arguments
 from tensorstore_ck.cli.progress import Bar, CountingBackend
 from tensorstore_ck.codec import CodecName
@@ -28,6 +29,7 @@ from tensorstore_ck.opening import open_engine
 from tensorstore_ck.readonlystore import ReadOnlyStore
 from tensorstore_ck.sizes import parse_bytes
 from tensorstore_ck.store import Store
+from tensorstore_ck.tiers.allowed import as_places
 from tensorstore_ck.tiers.placed import PlacedBackend
 from tensorstore_ck.tiers.places import PlaceOpener
 
@@ -47,6 +49,8 @@ class StoreChoice:
     cache_dir: str | None = None
     single_writer_unsafe: bool = False
     no_sync: bool = False
+    places: tuple[str, ...] = ()
+    """The places that the command line allows; the user's file allows others."""
     complete: Callable[[str], str] = str
     """Completes the commands that a message names, so that they work on this store as they are printed."""
 
@@ -91,6 +95,7 @@ class StoreChoice:
             cache_dir=self.cache_dir,
             codec=codec,
             read_only=read_only,
+            places=self.allowed_places(),
         )
 
     def make_portable(self, engine: Engine) -> None:
@@ -107,14 +112,18 @@ class StoreChoice:
 
     def place_opener(self, url: str, *, read_only: bool = False) -> PlaceOpener:
         """Opens the places to which packs of the store at `url` were moved."""
-        return PlaceOpener(url, self.storage_options, self.no_sync, read_only)
+        return PlaceOpener(url, self.storage_options, self.no_sync, read_only, allowed=as_places(self.allowed_places()))
+
+    def allowed_places(self) -> tuple[str, ...]:
+        """The places that packs of the store may lie at, besides those that need no word."""
+        return (*self.places, *read_places())
 
     def open_backend(self) -> Backend:
         """The place alone, where there may be no store (yet, or any more)."""
         return open_backend(self.require_url(), self.storage_options, no_sync=self.no_sync)
 
 
-_LEADING: Final = ("-s", "--store", "--storage-option", "--cache-dir")
+_LEADING: Final = ("-s", "--store", "--storage-option", "--cache-dir", "--allow-place")
 _LEADING_FLAGS: Final = ("--json", "--single-writer-unsafe", "--no-sync")
 
 
@@ -214,6 +223,12 @@ def codec_option(command: Command) -> Command:
     return click.option("--codec", type=choices, default="auto", show_default=True, help=text)(command)
 
 
+def allow_place_option(command: Command) -> Command:
+    """Adds ``--allow-place`` as the argument `allow_place`."""
+    text = "Packs that `tsck tier` moved may lie there (repeatable). Not needed for buckets at the store's own endpoint."
+    return click.option("--allow-place", metavar="URL", multiple=True, help=text)(command)
+
+
 def json_option(command: Command) -> Command:
     """Adds ``--json`` as the argument `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")(command)
@@ -232,6 +247,7 @@ def store_options(*, writes: bool = False, url_argument: bool = False) -> Callab
             store: str | None,
             storage_option: tuple[tuple[str, object], ...],
             cache_dir: str | None,
+            allow_place: tuple[str, ...],
             *args: Any,
             single_writer_unsafe: bool = False,
             no_sync: bool = False,
@@ -239,8 +255,10 @@ def store_options(*, writes: bool = False, url_argument: bool = False) -> Callab
             **kwargs: Any,
         ) -> None:
             context, chosen, given = click.get_current_context(), url or store, dict(storage_option)
-            arguments = store_arguments(context, chosen, given, cache_dir)
-            choice = StoreChoice(chosen, given, cache_dir, single_writer_unsafe, no_sync, lambda text: complete(context, text, arguments))
+            arguments = store_arguments(context, chosen, given, cache_dir, allow_place)
+            choice = StoreChoice(
+                chosen, given, cache_dir, single_writer_unsafe, no_sync, allow_place, lambda text: complete(context, text, arguments)
+            )
             try:
                 command(*args, choice=choice, **kwargs)
             except StoreError as exc:
@@ -257,6 +275,7 @@ def store_options(*, writes: bool = False, url_argument: bool = False) -> Callab
             click.option("-s", "--store", metavar="URL", envvar=STORE_VARIABLE, help=store_help),
             click.option("--storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help=storage_help),
             click.option("--cache-dir", metavar="FOLDER", envvar=CACHE_VARIABLE, help=cache_help),
+            allow_place_option,
         ]
         if writes:
             options += [

@@ -1,15 +1,18 @@
 """The command policy: rules of what stays, set, shown and tried out; and what they say of snapshots, as `tsck forget` shows it too."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Final
 
 import click
 
+from tensorstore_ck.cli.allowedplaces import note_places, read_places
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import counted, emit, indented, printable, short_root, table
 from tensorstore_ck.retaining import RetentionReport
 from tensorstore_ck.retention import Policy
 from tensorstore_ck.sizes import human_bytes
+from tensorstore_ck.tiers.allowed import can_allow, is_allowed
 
 RULES: Final = "keep_last=5 keep_best=3:val_loss:min keep_every=1000 keep_every_seconds=6h keep_steps=1000,5000 keep_first=yes"
 MAX_SHOWN: Final = 60
@@ -33,16 +36,20 @@ def policy(action: str, target: str | None, rules: tuple[str, ...], choice: Stor
     Rules: keep_last=5, keep_best=3:val_loss:min (more metrics, joined by ','), keep_every=1000 (steps), keep_every_seconds=6h,
     keep_steps=1000,5000, keep_first=yes, keep_younger=7d: what any of them keeps stays. Limits on that: expire_after=30d, max_bytes=2TB.
     The newest, a fallback beside it, and what is tagged or pinned stay always. `test REF` says what the policies, or RULEs, would do.
-    What stays ages, by `tsck tier`: recode_after=7d, move_after=30d:s3://cold/ckpt (more stages, joined by ',').
+    What stays ages, by `tsck tier`: recode_after=7d, move_after=30d:s3://cold/ckpt (more stages, joined by ','). This user's commands on
+    this host are then allowed to use that place; others may need --allow-place.
     """
     if (target is None) != (action == "show"):
         raise click.UsageError("`show` is for all policies; `set`, `test` and `remove` need to be told which GLOB or REF.")
     if bool(rules) != (action == "set") and action != "test":
         raise click.UsageError("RULE=VALUE is for set, which needs one at least, and for test.")
     said = _rules(rules)
+    named = [url for url in _urls(said) if can_allow(url)] if action == "set" else []
+    choice = replace(choice, places=(*choice.places, *named))  # who names a place here allows it
     with choice.open(read_only=action in ("show", "test")) as store:
         if action == "set":
             made = store.set_policy(str(target), **said)
+            note_places([url for url in named if not is_allowed(url, store.engine.backend.url, read_places())])
             emit({"glob": target, "policy": made.encode()}, [f"{printable(str(target))}: {made}"], as_json=as_json)
         elif action == "remove":
             store.remove_policy(str(target))
@@ -80,6 +87,11 @@ def _value(name: str, text: str) -> object:
     if name == "keep_first":
         return {"yes": True, "true": True, "no": None, "false": None}.get(text.lower(), text)
     return text
+
+
+def _urls(said: Mapping[str, object]) -> list[str]:
+    stages = said.get("move_after")
+    return [stage[1] for stage in stages if len(stage) == 2] if isinstance(stages, list) else []
 
 
 def _best(text: str) -> tuple[object, ...]:

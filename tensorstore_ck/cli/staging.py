@@ -91,6 +91,7 @@ def _open(choice: StoreChoice, path: str | None, *, writes: bool) -> Engine:
         cache_dir=choice.cache_dir,
         staging=Staging(path) if path is not None and writes else None,
         read_only=not writes,
+        places=choice.allowed_places(),
     )
 
 

@@ -13,7 +13,7 @@ import errno
 import io
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple, NoReturn
@@ -66,6 +66,7 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
         target_protocol: str | None = None,
         target_options: Mapping[str, Any] | None = None,
         cache_dir: str | None = None,
+        places: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
         """Opens nothing yet.
@@ -76,14 +77,17 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
             target_protocol: The protocol.
             target_options: The store's `storage_options`: credentials, endpoint and the like.
             cache_dir: Where this host keeps its cache of the log; by default the user's cache directory.
+            places: Other places that the store may use: see `tensorstore_ck.open`.
             kwargs: fsspec's own.
         """
-        super().__init__(store, fo=fo, target_protocol=target_protocol, target_options=target_options, cache_dir=cache_dir, **kwargs)
+        super().__init__(
+            store, fo=fo, target_protocol=target_protocol, target_options=target_options, cache_dir=cache_dir, places=places, **kwargs
+        )
         if store is None and not fo:
             raise ValueError("which store? Write tsck://ref/model.safetensors::STORE, or give store= (a folder, s3://bucket/prefix, ...)")
         is_path = store is not None or target_protocol in (None, "file", "local")
         self.store = str(store or fo) if is_path else f"{target_protocol}://{fo}"
-        self._options, self._cache_dir = dict(target_options or {}), cache_dir
+        self._options, self._cache_dir, self._places = dict(target_options or {}), cache_dir, places
         self._engine: Engine | None = None
         self._opened: OrderedDict[Ulid, SnapshotFiles] = OrderedDict()
         self._lock = threading.RLock()
@@ -200,7 +204,9 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _get_engine(self) -> Engine:
         with self._lock:
             if self._engine is None:
-                self._engine = open_engine(self.store, storage_options=self._options, cache_dir=self._cache_dir, read_only=True)
+                self._engine = open_engine(
+                    self.store, storage_options=self._options, cache_dir=self._cache_dir, read_only=True, places=self._places
+                )
             return self._engine
 
     # --- no writing ---------------------------------------------------------------------------------------------------

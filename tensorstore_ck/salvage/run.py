@@ -57,7 +57,7 @@ def salvage(
         NotAStoreError: there is nothing of a store.
         FormatVersionError: a newer build wrote to this store: salvage with that one.
     """
-    return _Salvage(backend, clock, new_id, open_place or PlaceOpener()).run(dry_run=dry_run)
+    return _Salvage(backend, clock, new_id, open_place or PlaceOpener(backend.url)).run(dry_run=dry_run)
 
 
 class _Stray(NamedTuple):

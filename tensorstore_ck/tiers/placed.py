@@ -71,7 +71,7 @@ class PlacedBackend:
         """The backend of a place that has the store's mark; None: the own one.
 
         Raises:
-            PlaceUnavailableError: it cannot be opened or read, or is not that place.
+            PlaceUnavailableError: it is not allowed, cannot be opened or read, or is not that place.
         """
         if url is None:
             return self._own
@@ -86,6 +86,7 @@ class PlacedBackend:
         Raises:
             InvalidOptionError: it is inside the store, or in this process's memory.
             InvalidUrlError, MissingExtraError: it cannot be opened.
+            PlaceUnavailableError: this host does not allow it.
         """
         require_apart(url, self._own.url)
         self._open_place(url).close()
@@ -196,7 +197,13 @@ class PlacedBackend:
                 url = self._url_of(name, anew=True)  # a cache that lags behind, or was emptied, must not make it missing
                 if url is None:
                     raise
-        backend = self.at(url)
+        try:
+            backend = self.at(url)
+        except PlaceUnavailableError as exc:
+            try:
+                return read(self._own)  # an entry that names a place of what lies here must not make it unreadable
+            except MissingObjectError:
+                raise exc from None
         try:
             return read(backend)
         except (MissingObjectError, CorruptObjectError):
@@ -223,6 +230,8 @@ class PlacedBackend:
     def _open(self, url: str) -> Backend:
         try:
             backend = self._open_place(url)
+        except PlaceUnavailableError:
+            raise
         except StoreError as exc:
             raise PlaceUnavailableError(f"packs of {self._own.url} lie at {url}, which cannot be opened: {exc}", object_id=url) from exc
         self._require(url, backend)

@@ -7,6 +7,7 @@ place; and a copy of a store's files, which shares the packs that were moved, wo
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, cast
@@ -15,8 +16,9 @@ from urllib.parse import parse_qsl, urlsplit
 from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.readonly import ReadOnlyBackend
-from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MissingObjectError
+from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MissingObjectError, PlaceUnavailableError
 from tensorstore_ck.events import Callback, log_event
+from tensorstore_ck.tiers.allowed import is_allowed, is_at_store_endpoint
 
 MARK_NAME: Final = "place.json"
 MAX_MARK_BYTES: Final = 1 << 16
@@ -28,7 +30,7 @@ _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://.+")
 
 @dataclass(frozen=True, slots=True)
 class PlaceOpener:
-    """Opens places as the store itself was opened, where they are of its kind; others by what the environment says."""
+    """Opens places: those at the store's own endpoint as the store itself was opened, others by what the environment says."""
 
     store_url: str = ""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
@@ -36,18 +38,36 @@ class PlaceOpener:
     read_only: bool = False
     on_wait: Callback = log_event
     """See `open_backend`. It does not travel to other processes, where the log is told."""
+    allowed: tuple[str, ...] = ()
+    """The places that this host allows besides those that need no word (tiers/allowed.py)."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PlaceOpener, (self.store_url, self.storage_options, self.no_sync, self.read_only)
+        return PlaceOpener, (self.store_url, self.storage_options, self.no_sync, self.read_only, log_event, self.allowed)
 
     def __call__(self, url: str) -> Backend:
-        """The backend of a place."""
+        """The backend of a place.
+
+        Raises:
+            PlaceUnavailableError: this host does not allow it; nothing was asked of it.
+        """
+        if not is_allowed(url, self.store_url, self.allowed):
+            raise _not_allowed(url, self.store_url)
         where, storage_class = _split(url)
-        options = dict(self.storage_options) if _protocol(where) == _protocol(self.store_url) else {}
+        options = dict(self.storage_options) if is_at_store_endpoint(where, self.store_url) else {}
         if storage_class is not None:
             options["s3_additional_kwargs"] = {**options.get("s3_additional_kwargs", {}), "StorageClass": storage_class}
         backend = open_backend(where, options, no_sync=self.no_sync, on_wait=self.on_wait)
         return cast(Backend, ReadOnlyBackend(backend)) if self.read_only else backend
+
+
+def _not_allowed(url: str, store_url: str) -> PlaceUnavailableError:
+    where = url.partition("?")[0]
+    return PlaceUnavailableError(
+        f"the store at {store_url} names {url} as a place of packs, which this host does not allow: whoever can write to a store can name "
+        f"any place, and nothing was sent there. If you know it, allow it: open(..., places=[{where!r}]), `--allow-place "
+        f"{shlex.quote(where)}`, or, for all commands of this user, {where} as a line of ~/.config/tensorstore_ck/places",
+        object_id=url,
+    )
 
 
 class Mark(NamedTuple):

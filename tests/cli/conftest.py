@@ -33,7 +33,7 @@ def tsck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tsck:
     monkeypatch.delenv("PYTHONWARNINGS", raising=False)
 
     def run(*args: str, store: str | None = "ck") -> Result:
-        env = {"TSCK_CACHE_DIR": str(tmp_path / "cache"), "TSCK_STORE": store}
+        env = {"TSCK_CACHE_DIR": str(tmp_path / "cache"), "TSCK_STORE": store, "XDG_CONFIG_HOME": str(tmp_path / "config")}
         result = CliRunner().invoke(main, args, env=env, catch_exceptions=False)
         return Result(result.exit_code, result.stdout, result.stderr)
 

@@ -471,9 +471,14 @@ def test_places_that_cannot_be(tmp_path: Path) -> None:
                 store.set_policy("run", move_after=("30d", str(inside)))
         with pytest.raises(InvalidOptionError, match="memory of one process"):
             store.set_policy("run", move_after=("30d", "memory://cold"))
-        with pytest.raises(InvalidUrlError, match="no protocol"):
+        with pytest.raises(PlaceUnavailableError, match=r"places=\['s4://cold/x'\]"):
             store.set_policy("run", move_after=("30d", "s4://cold/x"))
         assert store.policies() == {}
+    with (
+        tsck.open(tmp_path / "store", cache_dir=tmp_path / "cache", places=["s4://cold"]) as store,
+        pytest.raises(InvalidUrlError, match="no protocol"),
+    ):
+        store.set_policy("run", move_after=("30d", "s4://cold/x"))
 
 
 def test_a_policy_of_age_alone_lets_nothing_go() -> None:

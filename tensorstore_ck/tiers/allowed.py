@@ -1,0 +1,112 @@
+"""Which of the places that a store's log names a host uses. Whoever can write to the store can name any; so by itself a host uses only
+
+- another bucket of the store's own service: its URL names no endpoint, so requests go to where the store's own requests go;
+- for a store in a folder, what lies in the folder around it, unless everybody can write there.
+
+All else (other services and hosts, other local paths) has to be inside a place that the host allows. A chained URL (``::``) never is.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Sequence
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from tensorstore_ck.errors import InvalidOptionError
+
+FILE: Final = "file"
+_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]+)(.*)")
+_SERVICES: Final = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "local": FILE}
+_BUCKETS: Final = {
+    "s3": re.compile(r"(?!.*--)[A-Za-z0-9][A-Za-z0-9._-]*"),  # no ARN, and no alias such as x--op-s3: both have endpoints of their own
+    "gs": re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*"),
+    "az": re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*"),  # with dots it would be the host of an account
+    "memory": re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*"),
+}
+"""Service -> the buckets whose names say nothing of an endpoint."""
+
+Steps = tuple[str, ...]
+"""Service, bucket or host, and the parts of the path."""
+
+
+def as_places(places: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
+    """What a host allows, checked.
+
+    Raises:
+        InvalidOptionError: one is neither an absolute path nor a URL with a bucket or host.
+    """
+    found = tuple(os.fspath(each) for each in ((places,) if isinstance(places, str | os.PathLike) else places))
+    for place in found:
+        if not can_allow(place):
+            raise InvalidOptionError(
+                f"a place is allowed by an absolute path or a URL such as s3://bucket/prefix, without `..` and `::`, not by {place!r}",
+                object_id="places",
+            )
+    return found
+
+
+def can_allow(place: str) -> bool:
+    """Whether it can be said of a place that it, and what is inside of it, is allowed."""
+    return _steps(place) is not None
+
+
+def is_at_store_endpoint(url: str, store_url: str) -> bool:
+    """Whether a place is a bucket of the store's own service and endpoint, so that the store's credentials are for it."""
+    place, store = _steps(url), _steps(store_url)
+    if place is None or store is None or place[0] != store[0] or place[0] not in _BUCKETS:
+        return False
+    return place[1] == store[1] or _BUCKETS[place[0]].fullmatch(place[1]) is not None
+
+
+def is_allowed(url: str, store_url: str, places: Iterable[str]) -> bool:
+    """Whether a host that allows `places` uses the place at `url`. Looks at no path that is not inside one of them by its name."""
+    return is_at_store_endpoint(url, store_url) or any(is_inside(url, place) for place in (*places, *_around(store_url)))
+
+
+def is_inside(url: str, place: str) -> bool:
+    """Whether `url` is `place`, or below it: ``s3://cold-evil`` is not below ``s3://cold``. Symlinks must not lead out of it."""
+    inner, outer = _steps(url), _steps(place)
+    if inner is None or outer is None or inner[: len(outer)] != outer:
+        return False
+    if inner[0] != FILE:
+        return True
+    real, around = (os.path.realpath("/" + "/".join(steps[1:])) for steps in (inner, outer))
+    return os.path.commonpath([real, around]) == around
+
+
+def _around(store_url: str) -> Sequence[str]:
+    """The folder in which a store's folder is, if not everybody can write there."""
+    store = _steps(store_url)
+    if store is None or store[0] != FILE or len(store) < 3:
+        return ()
+    folder = "/" + "/".join(store[1:-1])
+    try:
+        return () if os.stat(folder).st_mode & stat.S_IWOTH else (folder,)
+    except OSError:
+        return ()
+
+
+def _steps(url: str) -> Steps | None:
+    """None: neither an absolute path nor a URL with a bucket or host; or it is chained, or goes back by ``..``."""
+    if "::" in url or not url.isprintable():
+        return None
+    scheme = url.partition("://")[0].lower()
+    if os.path.isabs(url) or _SERVICES.get(scheme, scheme) == FILE:
+        return _file_steps(url)
+    match = _URL.fullmatch(url.partition("?")[0])
+    if match is None:
+        return None
+    path = match[3].rstrip("/").split("/")[1:]
+    return None if {".", ".."} & {*path} else (_SERVICES.get(scheme, scheme), match[2], *path)
+
+
+def _file_steps(url: str) -> Steps | None:
+    path = url
+    if not os.path.isabs(url):
+        parts = urlsplit(url)
+        path = unquote(parts.path)
+        if parts.netloc not in ("", "localhost") or parts.query or parts.fragment or not os.path.isabs(path) or "\0" in path:
+            return None
+    steps = [step for step in path.split("/") if step not in ("", ".")]
+    return None if ".." in steps else (FILE, *steps)
