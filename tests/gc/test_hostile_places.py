@@ -1,0 +1,173 @@
+"""A writer who names places in the log: readers send nothing there, and read what lies in the store itself."""
+
+import importlib
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tensorstore_ck as tsck
+from tensorstore_ck.backend import open_backend
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.errors import PlaceUnavailableError
+from tensorstore_ck.ids import parse_ulid
+from tensorstore_ck.log import Op
+from tensorstore_ck.salvage import salvage
+from tests.gc.stores import AT_ONCE, contents, same, state
+
+HOST = "127.0.0.1:{port}"
+PLACES = [
+    "s3://cold/x",
+    "s3a://cold/x?storage_class=STANDARD_IA",
+    "s3://id:secret@cold/x",
+    f"s3://cold/x?endpoint_url=http://{HOST}",
+    f"s3://{HOST}/x",
+    f"http://{HOST}/x",
+    f"https://{HOST}/x",
+    "http://169.254.169.254/latest/meta-data",
+    f"ftp://{HOST}/x",
+    f"sftp://{HOST}/x",
+    f"webhdfs://{HOST}/x",
+    f"dask://{HOST}/x",
+    "gs://cold/x",
+    "az://cold@evil.blob.core.windows.net/x",
+    "github://evil:repo@main/x",
+    "memory://cold/x",
+    f"simplecache::http://{HOST}/x",
+    f"filecache::http://{HOST}/x",
+    "blockcache::s3://cold/x",
+    f"zip://x::http://{HOST}/x",
+    "zip://x::file:///etc",
+    f"reference://x::http://{HOST}/x",
+    "file:///etc",
+    "local:///etc",
+    f"file://{HOST}/etc",
+    "/etc",
+    "{store}/../../outside",
+    "file://{store}/%2e%2e/%2e%2e/outside",
+    "{parent}/link",
+    "{parent}-evil",
+    "outside",
+    "~/outside",
+    "memory:/x",
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the store is: not the folder that the user is in."""
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "link").symlink_to(tmp_path / "outside")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / "jobs" / "ckpt"
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Of a server that must not hear anything, to which credentials of the environment would go."""
+    registry = importlib.import_module("fsspec.registry")  # fsspec has a dict of that name
+    monkeypatch.setattr(registry, "get_filesystem_class", lambda protocol: pytest.fail(f"{protocol}:// was opened"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        found = server.getsockname()[1]
+        for name, value in {"ENDPOINT_URL": f"http://127.0.0.1:{found}", "ACCESS_KEY_ID": "id", "SECRET_ACCESS_KEY": "secret"}.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        yield found
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def plant(folder: Path, place: str) -> None:
+    """What a hostile writer does: says of all packs, which lie in the store, that they lie at `place`, where it made the mark itself."""
+    with tsck.open(folder, create=True, cache_dir=folder.parent / "cache") as store:
+        for step in range(2):
+            store.put_snapshot(state(step, step + 1), ref="run", step=step)
+        packs = [pack for path in (folder / "packs").rglob("*") if (pack := parse_ulid(path.name)) is not None]
+        assert packs
+        store.engine.log.append(lambda _: [Op.place(packs, place)])
+        for mark in ("outside", "jobs/link", "jobs-evil"):
+            at = folder.parent.parent / mark
+            at.mkdir(exist_ok=True)
+            (at / "place.json").write_text(f'{{"store": "{store.engine.config.uuid}", "url": "{folder}"}}')
+            shutil.copytree(folder / "packs", at / "packs", dirs_exist_ok=True)
+
+
+def open_anew(folder: Path, **options: Any) -> tsck.Store:
+    return tsck.open(folder, cache_dir=folder.parent / f"cache-{len(list(folder.parent.iterdir()))}", **options)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_place_that_a_writer_names(folder: Path, port: int, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = place.format(port=port, store=folder, parent=folder.parent)
+    plant(folder, place)
+    roots: list[str] = []
+    init = LocalBackend.__init__
+    monkeypatch.setattr(LocalBackend, "__init__", lambda self, root, **more: roots.append(root) or init(self, root, **more))
+    before = contents(open_backend(folder))
+    with open_anew(folder) as store:
+        assert [each.step for each in store.log("run")] == [1, 0]
+        assert store.show("run").tensors
+        assert all(same(store.checkout(f"run@{step}"), state(step, step + 1)) for step in range(2)), "the store's own copy is read"
+        store.branch("more", at="run@0")
+        store.put_snapshot(state(7), ref="more")
+        looks: list[Callable[[], object]] = [
+            lambda: store.gc(AT_ONCE),
+            lambda: store.fsck(read_data=True),
+            store.repair,
+            store.usage,
+            store.tier,
+            lambda: store.tier(take_places=True),
+        ]
+        store.set_policy("run", recode_after="1s")
+        for look in looks:
+            with pytest.raises(PlaceUnavailableError, match="does not allow"):
+                look()
+        with tsck.open(folder.parent / "copy", create=True, cache_dir=folder.parent / "cache") as other:
+            tsck.copy(store, other)
+            assert same(other.checkout("run"), store.checkout("run"))
+    with pytest.raises(PlaceUnavailableError, match="does not allow"):
+        salvage(open_backend(folder))
+    assert contents(open_backend(folder)).items() >= before.items()
+    shutil.rmtree(folder / "packs")
+    with open_anew(folder, read_only=True) as looking:
+        assert [each.step for each in looking.log("run")] == [1, 0]
+        with pytest.raises(PlaceUnavailableError, match="--allow-place") as refused:
+            looking.checkout("run")
+        assert refused.value.exit_code == 17
+        assert place.partition("?")[0] in str(refused.value)
+    assert {Path(root) for root in roots} <= {folder, folder.parent / "copy"}
+
+
+@pytest.mark.parametrize("allowed", ["{outside}", "file://{outside}", "{jobs}/link"])
+def test_a_place_that_the_host_allows(folder: Path, allowed: str) -> None:
+    outside = folder.parent.parent / "outside"
+    plant(folder, f"{folder.parent}/link" if "link" in allowed else str(outside))
+    shutil.rmtree(folder / "packs")
+    with open_anew(folder, places=[allowed.format(outside=outside, jobs=folder.parent)]) as store:
+        assert same(store.checkout("run"), state(1, 2))
+    with open_anew(folder, places=[f"{outside}-evil", f"{outside}/x"]) as store, pytest.raises(PlaceUnavailableError):
+        store.checkout("run")
+
+
+def test_a_policy_that_a_writer_sets_moves_nothing_elsewhere(folder: Path, port: int) -> None:
+    outside = folder.parent.parent / "outside"
+    with tsck.open(folder, create=True, cache_dir=folder.parent / "cache", places=[outside, "s3://cold"]) as store:
+        store.put_snapshot(state(1), ref="run")
+        with pytest.raises(PlaceUnavailableError, match="--allow-place /etc"):
+            store.set_policy("run", move_after=("1s", "/etc"))
+        store.set_policy("run", move_after=("1s", str(outside)))
+    for place in (str(outside), f"http://127.0.0.1:{port}/x", "s3://cold/x"):
+        with open_anew(folder) as store:
+            store.engine.log.append(lambda _, place=place: [Op.policy("run", {"move_after": [[1.0, place]]})])  # type: ignore[misc]
+            clock = store.engine.clock
+            store.engine.clock = lambda clock=clock: clock() + 10**12  # type: ignore[misc]
+            assert store.tier(dry_run=True).packs
+            with pytest.raises(PlaceUnavailableError, match="does not allow"):
+                store.tier()
+            assert same(store.checkout("run"), state(1))
+    assert not list(outside.iterdir())
