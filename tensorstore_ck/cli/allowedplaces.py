@@ -1,4 +1,4 @@
-"""The user's file of allowed places, the one file of configuration that commands read: a URL or absolute path on each line, or ``# text``."""
+"""The user's file of allowed places, all that commands read of configuration: a URL or absolute path on each line, or ``# text``."""
 
 import os
 from collections.abc import Sequence

@@ -82,39 +82,75 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
             server.accept()
 
 
-def plant(folder: Path, place: str) -> None:
-    """What a hostile writer does: says of all packs, which lie in the store, that they lie at `place`, where it made the mark itself."""
-    with tsck.open(folder, create=True, cache_dir=folder.parent / "cache") as store:
-        for step in range(2):
-            store.put_snapshot(state(step, step + 1), ref="run", step=step)
-        packs = [pack for path in (folder / "packs").rglob("*") if (pack := parse_ulid(path.name)) is not None]
-        assert packs
-        store.engine.log.append(lambda _: [Op.place(packs, place)])
-        for mark in ("outside", "jobs/link", "jobs-evil"):
-            at = folder.parent.parent / mark
+def plant(folder: Path, *places: str) -> None:
+    """What a hostile writer does: says of the packs of each ``run<n>``, which lie in the store, that they lie at a place.
+
+    Those places that can be had without a network have the packs, and the mark.
+    """
+    with tsck.open(folder, create=True, no_sync=True, cache_dir=folder.parent / "cache") as store:
+        seen: set[Path] = set()
+        ops = []
+        for number, place in enumerate(places):
+            store.put_snapshot(state(number), ref=f"run{number}", step=number)
+            paths = {path for path in (folder / "packs").rglob("*") if path.is_file()}
+            packs = [pack for path in paths - seen if (pack := parse_ulid(path.name)) is not None]
+            assert packs
+            ops.append(Op.place(packs, place))
+            seen = paths
+        store.engine.log.append(lambda _: ops)
+        for there in ("outside", "jobs-evil"):
+            at = folder.parent.parent / there
             at.mkdir(exist_ok=True)
             (at / "place.json").write_text(f'{{"store": "{store.engine.config.uuid}", "url": "{folder}"}}')
             shutil.copytree(folder / "packs", at / "packs", dirs_exist_ok=True)
 
 
 def open_anew(folder: Path, **options: Any) -> tsck.Store:
-    return tsck.open(folder, cache_dir=folder.parent / f"cache-{len(list(folder.parent.iterdir()))}", **options)
+    store: tsck.Store = tsck.open(folder, cache_dir=folder.parent / f"cache-{len(list(folder.parent.iterdir()))}", **options)
+    return store
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_place_that_a_writer_names(folder: Path, port: int, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = place.format(port=port, store=folder, parent=folder.parent)
-    plant(folder, place)
-    roots: list[str] = []
+@pytest.fixture
+def roots(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
+    """The folders that were opened."""
+    found: set[Path] = set()
     init = LocalBackend.__init__
-    monkeypatch.setattr(LocalBackend, "__init__", lambda self, root, **more: roots.append(root) or init(self, root, **more))
-    before = contents(open_backend(folder))
+
+    def told(self: LocalBackend, root: str, **more: Any) -> None:
+        found.add(Path(root))
+        init(self, root, **more)
+
+    monkeypatch.setattr(LocalBackend, "__init__", told)
+    return found
+
+
+def test_restores_use_none_of_the_places_that_a_writer_names(folder: Path, port: int, roots: set[Path]) -> None:
+    places = [place.format(port=port, store=folder, parent=folder.parent) for place in PLACES]
+    plant(folder, *places)
     with open_anew(folder) as store:
-        assert [each.step for each in store.log("run")] == [1, 0]
-        assert store.show("run").tensors
-        assert all(same(store.checkout(f"run@{step}"), state(step, step + 1)) for step in range(2)), "the store's own copy is read"
-        store.branch("more", at="run@0")
-        store.put_snapshot(state(7), ref="more")
+        for number, place in enumerate(places):
+            assert same(store.checkout(f"run{number}"), state(number)), f"the store's own copy was not read, but {place}"
+    shutil.rmtree(folder / "packs")
+    with open_anew(folder, read_only=True) as looking:
+        for number, place in enumerate(places):
+            assert [each.step for each in looking.log(f"run{number}")] == [number]
+            with pytest.raises(PlaceUnavailableError, match="--allow-place") as refused:
+                looking.checkout(f"run{number}")
+            assert refused.value.exit_code == 17
+            assert refused.value.object_id == place
+            assert place.partition("?")[0] in str(refused.value)
+    assert roots == {folder}
+
+
+@pytest.mark.parametrize("place", ["s3://cold/x", "/etc", "{parent}/link"])
+def test_all_calls_refuse_it_and_change_nothing(folder: Path, port: int, roots: set[Path], place: str) -> None:
+    plant(folder, place.format(parent=folder.parent))
+    with open_anew(folder) as store, tsck.open(folder.parent / "copy", create=True, cache_dir=folder.parent / "cache") as other:
+        assert store.show("run0").tensors
+        store.branch("more", at="run0")
+        store.put_snapshot(state(7), ref="more", step=7)
+        store.set_policy("run*", recode_after="1s")
+        before = contents(open_backend(folder))
         looks: list[Callable[[], object]] = [
             lambda: store.gc(AT_ONCE),
             lambda: store.fsck(read_data=True),
@@ -122,25 +158,15 @@ def test_a_place_that_a_writer_names(folder: Path, port: int, place: str, monkey
             store.usage,
             store.tier,
             lambda: store.tier(take_places=True),
+            lambda: salvage(open_backend(folder)),
         ]
-        store.set_policy("run", recode_after="1s")
         for look in looks:
             with pytest.raises(PlaceUnavailableError, match="does not allow"):
                 look()
-        with tsck.open(folder.parent / "copy", create=True, cache_dir=folder.parent / "cache") as other:
-            tsck.copy(store, other)
-            assert same(other.checkout("run"), store.checkout("run"))
-    with pytest.raises(PlaceUnavailableError, match="does not allow"):
-        salvage(open_backend(folder))
-    assert contents(open_backend(folder)).items() >= before.items()
-    shutil.rmtree(folder / "packs")
-    with open_anew(folder, read_only=True) as looking:
-        assert [each.step for each in looking.log("run")] == [1, 0]
-        with pytest.raises(PlaceUnavailableError, match="--allow-place") as refused:
-            looking.checkout("run")
-        assert refused.value.exit_code == 17
-        assert place.partition("?")[0] in str(refused.value)
-    assert {Path(root) for root in roots} <= {folder, folder.parent / "copy"}
+        assert contents(open_backend(folder)) == before
+        tsck.copy(store, other)
+        assert same(other.checkout("run0"), state(0))
+    assert roots == {folder, folder.parent / "copy"}
 
 
 @pytest.mark.parametrize("allowed", ["{outside}", "file://{outside}", "{jobs}/link"])
@@ -149,9 +175,9 @@ def test_a_place_that_the_host_allows(folder: Path, allowed: str) -> None:
     plant(folder, f"{folder.parent}/link" if "link" in allowed else str(outside))
     shutil.rmtree(folder / "packs")
     with open_anew(folder, places=[allowed.format(outside=outside, jobs=folder.parent)]) as store:
-        assert same(store.checkout("run"), state(1, 2))
+        assert same(store.checkout("run0"), state(0))
     with open_anew(folder, places=[f"{outside}-evil", f"{outside}/x"]) as store, pytest.raises(PlaceUnavailableError):
-        store.checkout("run")
+        store.checkout("run0")
 
 
 def test_a_policy_that_a_writer_sets_moves_nothing_elsewhere(folder: Path, port: int) -> None:

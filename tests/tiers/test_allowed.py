@@ -140,7 +140,9 @@ def test_what_goes_on_without_a_slash_is_another_place(service: str, steps: list
     assert not is_inside(canonical(service, [*steps[:-1], steps[-1] + suffix, *more]), allowed)
 
 
-@given(SERVICE, st.lists(STEP, min_size=1, max_size=3), st.lists(st.sampled_from(["..", "a"]), max_size=3).filter(lambda all_: ".." in all_))
+@given(
+    SERVICE, st.lists(STEP, min_size=1, max_size=3), st.lists(st.sampled_from(["..", "a"]), max_size=3).filter(lambda all_: ".." in all_)
+)
 def test_nothing_that_goes_back_is_inside(service: str, steps: list[str], back: list[str]) -> None:
     assert not is_inside(canonical(service, [*steps, *back]), canonical(service, steps))
     if service.startswith("file"):
@@ -184,6 +186,11 @@ def test_no_other_path_is_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     """To look at a path may mount something, as at /net/host."""
     looked: list[str] = []
     real_lstat = os.lstat
-    monkeypatch.setattr(os, "lstat", lambda path, **more: looked.append(str(path)) or real_lstat(path, **more))
+
+    def lstat(path: Any, **more: Any) -> os.stat_result:
+        looked.append(str(path))
+        return real_lstat(path, **more)
+
+    monkeypatch.setattr(os, "lstat", lstat)
     assert not is_allowed("/net/evil/x", f"{tmp_path}/ckpt", ["/mnt/cold"])
     assert not [path for path in looked if path.startswith("/net")]

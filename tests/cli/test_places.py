@@ -1,0 +1,135 @@
+"""Which places commands use: by option, and by the user's file, where `tsck policy set` notes what is named on this host."""
+
+from pathlib import Path
+
+import click
+import pytest
+
+from tensorstore_ck.cli import main
+from tests.cli.conftest import Tsck
+
+NOW = ("--min-age", "0s", "--undo-window", "0s", "--max-delete", "100%")
+READING = [
+    ("get", "runs/gpt", "back.safetensors"),
+    ("export", "runs/gpt", "out", "--to", "safetensors"),
+    ("fsck",),
+    ("fsck", "--read-data", "--repair"),
+    ("usage",),
+    ("tier",),
+    ("gc", *NOW),
+    ("copy", "ck", "other"),
+    ("salvage",),
+]
+
+
+@pytest.fixture
+def cold(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that is not beside the store."""
+    return tmp_path_factory.mktemp("mnt") / "cold disk"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return tmp_path / "config" / "tensorstore_ck" / "places"
+
+
+@pytest.fixture
+def moved(history: Tsck, cold: Path, config: Path) -> Tsck:
+    """All packs lie at the place that was named on this host; then another user comes, who never named it."""
+    named = history("policy", "set", "runs/*", f"move_after=0.001s:{cold}")
+    assert str(config) in named.err
+    assert config.read_text() == f"{cold}\n"
+    assert history("tier").code == 0
+    assert history("gc", *NOW).code == 0
+    assert history("get", "runs/gpt", "first.safetensors").code == 0
+    config.unlink()
+    return history
+
+
+def test_what_another_user_needs(moved: Tsck, cold: Path, config: Path) -> None:
+    assert moved("init", "other").code == 0
+    for arguments in READING:
+        refused = moved(*arguments)
+        assert (refused.code, refused.err.count("\n")) == (17, 1), refused
+        assert f"--allow-place '{cold}/" in refused.err
+        assert ".config/tensorstore_ck/places" in refused.err
+        assert moved(*arguments, "--allow-place", f"{cold}-evil").code == 17
+        assert moved(*arguments, "--allow-place", str(cold)).code == 0, arguments
+    config.write_text(f"# of the group\n\n{cold}/\n")
+    for arguments in READING:
+        force = ["--force"] if arguments[0] in ("get", "export") else []
+        assert moved(*arguments, *force).code == 0, arguments
+
+
+def test_the_log_is_read_without_it(moved: Tsck) -> None:
+    for arguments in (
+        ("log", "runs/gpt"),
+        ("branch",),
+        ("tag",),
+        ("policy", "show"),
+        ("pin",),
+        ("forget", "runs/gpt~1"),
+        ("undo", "runs/gpt"),
+    ):
+        assert moved(*arguments).code == 0, arguments
+    assert moved("catalog", "sync", "--db", "catalog.sqlite").code == 0
+    assert moved("put", "model.safetensors", "--ref", "again").code == 0
+    assert moved("get", "again", "again.safetensors").code == 0
+
+
+def test_repair_from_a_store_with_a_place(moved: Tsck, tmp_path: Path, cold: Path) -> None:
+    assert moved("init", "other").code == 0
+    assert moved("copy", "ck", "other", "--allow-place", str(cold)).code == 0
+    pack = next(path for path in (tmp_path / "other" / "packs").rglob("*") if path.is_file())
+    pack.write_bytes(bytes(len(pack.read_bytes())))
+    repair = ("fsck", "--read-data", "--repair", "--from", "ck", "-s", "other")
+    assert moved(*repair).code == 17
+    assert moved(*repair, "--allow-place", str(cold)).code == 0
+
+
+def test_policy_set_notes_only_what_needs_a_word(history: Tsck, tmp_path: Path, config: Path) -> None:
+    assert history("policy", "set", "runs/*", f"move_after=1d:{tmp_path}/beside").err == ""
+    assert not config.exists()
+    config.parent.mkdir(parents=True)
+    config.write_text("/mnt/first")
+    rules = "move_after=1d:/mnt/first/x,2d:s3://cold/ckpt?storage_class=STANDARD_IA"
+    assert history("policy", "set", "runs/*", rules).code == 0
+    assert history("policy", "set", "runs/*", rules).err == ""
+    assert config.read_text() == "/mnt/first\ns3://cold/ckpt\n"
+    refused = history("policy", "set", "runs/*", "move_after=1d:/mnt/second,1d:/mnt/third")
+    assert refused.code == 22
+    assert config.read_text() == "/mnt/first\ns3://cold/ckpt\n"
+
+
+def test_a_file_that_cannot_be_written_is_told(history: Tsck, tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("no folder")
+    made = history("policy", "set", "runs/*", "move_after=1d:s3://cold/ckpt")
+    assert made.code == 22, "nor can it be read"
+    assert "cannot be read" in made.err
+    (tmp_path / "config").unlink()
+    (tmp_path / "config").symlink_to("nowhere")
+    made = history("policy", "set", "runs/*", "move_after=1d:s3://cold/ckpt")
+    assert made.code == 0
+    assert "commands need --allow-place s3://cold/ckpt" in made.err
+
+
+@pytest.mark.parametrize("line", ["cold", "s3://", "../cold", "s3://cold/../x", "simplecache::s3://cold/x"])
+def test_a_line_that_is_no_place(history: Tsck, config: Path, line: str) -> None:
+    config.parent.mkdir(parents=True)
+    config.write_text(f"s3://cold\n{line}\n")
+    refused = history("log", "runs/gpt")
+    assert (refused.code, str(config) in refused.err) == (22, True)
+    assert history("log", "runs/gpt", "--allow-place", line).code == 22
+
+
+def test_every_command_that_opens_a_store_takes_it(moved: Tsck, cold: Path) -> None:
+    assert isinstance(main, click.Group)
+    for name, command in main.commands.items():
+        options = {parameter.name for parameter in command.params}
+        if options & {"store", "source"}:
+            assert "allow_place" in options, name
+    before = moved("--allow-place", str(cold), "get", "runs/gpt", "before.safetensors")
+    assert before.code == 0
+    assert moved("policy", "remove", "runs/*").code == 0
+    told = moved("policy", "show", "--allow-place", str(cold)).out
+    assert f"--allow-place '{cold}'`" in told, "commands that are printed work as they are printed"
