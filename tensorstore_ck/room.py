@@ -1,6 +1,6 @@
 """Is there room, and may it be written: asked before anything is written, so that nothing is half there when a disk is full.
 
-Pure but for `require_writable_folder`: a place says its own `Space`. It knows no backend, no format and no clock. A place that cannot
+Pure: a place says its own `Space`. It knows no backend, no format and no clock. A place that cannot
 tell what is free, such as an object store, passes; what a filesystem hides (a user's quota) shows only when a write fails.
 """
 
@@ -8,7 +8,8 @@ import errno
 import os
 import re
 import shlex
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, Self
 
@@ -88,8 +89,9 @@ def require_room(place: Place, min_free: MinFree, needed_bytes: int, what: str) 
     )
 
 
-def require_writable_folder(path: str, what: str) -> None:
-    """Makes the folder if it is not there, and a nameless file in it, since modes alone do not tell what a server allows.
+@contextmanager
+def writing_to(path: str, what: str) -> Iterator[None]:
+    """Says of an `OSError` inside that the folder `path` cannot be used; `what` it is begins the message.
 
     Raises:
         PermissionDeniedError: this user may not write there.
@@ -97,9 +99,7 @@ def require_writable_folder(path: str, what: str) -> None:
         InvalidOptionError: it is no folder that can be used.
     """
     try:
-        os.makedirs(path, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
+        yield
     except OSError as exc:
         text = f"{what} {path} cannot be written to: {os.strerror(exc.errno or errno.EIO)}"
         if exc.errno in _NO_ROOM:

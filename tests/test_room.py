@@ -9,7 +9,7 @@ import pytest
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, PermissionDeniedError, StoreError
-from tensorstore_ck.room import MinFree, Space, require_room, require_writable_folder
+from tensorstore_ck.room import MinFree, Space, require_room, writing_to
 from tensorstore_ck.sizes import parse_bytes
 
 GIB = 1 << 30
@@ -91,19 +91,6 @@ def test_a_folder_is_a_place(tmp_path: Path) -> None:
         require_room(place, MinFree(), 1 << 60, "a put")
 
 
-def test_a_writable_folder_is_made_and_left_empty(tmp_path: Path) -> None:
-    require_writable_folder(str(tmp_path / "stage" / "a"), "the staging folder")
-    assert [*(tmp_path / "stage").iterdir()] == [tmp_path / "stage" / "a"]
-    assert [*(tmp_path / "stage" / "a").iterdir()] == []
-
-
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(InvalidOptionError, match=r"the staging folder .*file.* cannot be written to"):
-            require_writable_folder(str(path), "the staging folder")
-
-
 @pytest.mark.parametrize(
     ("code", "error"),
     [
@@ -115,10 +102,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
         (errno.EIO, InvalidOptionError),
     ],
 )
-def test_what_a_folder_refuses(code: int, error: type[StoreError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> int:
+def test_what_a_folder_refuses(code: int, error: type[StoreError]) -> None:
+    message = f"the staging folder /stage cannot be written to: {os.strerror(code)}"
+    with pytest.raises(error, match=message), writing_to("/stage", "the staging folder"):
         raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr("tempfile.TemporaryFile", refuse)  # the tests may run as root, whom no mode stops
-    with pytest.raises(error, match=f"the staging folder {tmp_path} cannot be written to: {os.strerror(code)}"):
-        require_writable_folder(str(tmp_path), "the staging folder")

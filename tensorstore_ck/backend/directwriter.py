@@ -46,8 +46,8 @@ class _Window:
 class DirectWriter(LocalWriter):
     """A `LocalWriter` over a descriptor in O_DIRECT mode."""
 
-    def __init__(self, fd: int, path: str, name: str, seal: Callable[[int], None]) -> None:
-        super().__init__(fd, path, name, seal)
+    def __init__(self, fd: int, unlink: Callable[[], object], name: str, seal: Callable[[int], None]) -> None:
+        super().__init__(fd, unlink, name, seal)
         self._windows: dict[int, _Window] = {}
         self._spare: list[mmap.mmap] = []
 

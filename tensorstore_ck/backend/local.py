@@ -12,6 +12,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Final
 
 from tensorstore_ck.backend.directwriter import DirectWriter, use_direct
@@ -19,6 +20,8 @@ from tensorstore_ck.backend.localfile import byte_views, read_at, read_whole, wr
 from tensorstore_ck.backend.localwriter import LocalWriter
 from tensorstore_ck.backend.names import check_name, check_prefix
 from tensorstore_ck.backend.oserrors import os_errors, store_error
+from tensorstore_ck.backend.owned import FILE_MODE
+from tensorstore_ck.backend.privatefolder import PrivateFolder
 from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, InvalidUrlError, MissingObjectError, UnsafeBackendError
 from tensorstore_ck.ids import new_ulid, ulid_text
@@ -36,13 +39,16 @@ _LINK_TRIES: Final = 8
 class LocalBackend:
     """Objects as files below `root`, which is made when something is first written.
 
-    `sync=False` skips every fsync: a power failure may then lose or tear what was acknowledged.
+    `sync=False` skips every fsync: a power failure may then lose or tear what was acknowledged. With `within`, `root` is a path below that
+    folder, and everything is reached from its handle.
     """
 
     is_local = True
 
-    def __init__(self, root: str, *, sync: bool = True) -> None:
-        self.url = self._root = os.path.abspath(root)
+    def __init__(self, root: str, *, sync: bool = True, within: PrivateFolder | None = None) -> None:
+        self._within = within
+        self._root = os.path.abspath(root) if within is None else os.path.normpath(root)
+        self.url = self._root if within is None else os.path.normpath(f"{within.path}/{root}")
         if self._root == os.path.dirname(self._root):
             raise InvalidUrlError(f"a store cannot be at {self._root}: name a folder of its own", object_id=self._root)
         self._sync = sync
@@ -53,7 +59,7 @@ class LocalBackend:
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         with os_errors("read", name):
-            fd = os.open(self._path(name), _READ)
+            fd = os.open(self._path(name), _READ, dir_fd=self._at)
             try:
                 size = _regular_size(os.fstat(fd), name)
                 if size > max_bytes:
@@ -64,7 +70,7 @@ class LocalBackend:
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         try:  # no context manager: many small blocks are read one by one
-            fd = os.open(self._path(name), _READ)
+            fd = os.open(self._path(name), _READ, dir_fd=self._at)
             try:
                 count = read_at(fd, target, offset)
             finally:
@@ -76,7 +82,7 @@ class LocalBackend:
 
     def size(self, name: str) -> int:
         with os_errors("look at", name):
-            found = os.stat(self._path(name), follow_symlinks=False)
+            found = os.stat(self._path(name), dir_fd=self._at, follow_symlinks=False)
         return _regular_size(found, name)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -84,10 +90,10 @@ class LocalBackend:
         return (info for info in self._walk(prefix) if not _is_temporary(info.name))
 
     def space(self) -> Space | None:
-        folder = self._root
+        folder = self.url
         while not os.path.isdir(folder):
             folder = os.path.dirname(folder)
-        with os_errors("look at the free space of", self._root):
+        with os_errors("look at the free space of", self.url):
             found = os.statvfs(folder)
         return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
 
@@ -104,9 +110,9 @@ class LocalBackend:
             path = self._path(name)
             temporary = self._write_temporary(path, data)
             try:
-                os.replace(temporary, path)
+                os.replace(temporary, path, src_dir_fd=self._at, dst_dir_fd=self._at)
             except OSError:
-                _unlink_quietly(temporary)
+                self._unlink_quietly(temporary)
                 raise
             self._sync_folder(os.path.dirname(path))
 
@@ -116,7 +122,7 @@ class LocalBackend:
             with os_errors("write", name):
                 temporary = self._write_temporary(path, data)
             try:
-                os.link(temporary, path, follow_symlinks=False)
+                os.link(temporary, path, src_dir_fd=self._at, dst_dir_fd=self._at, follow_symlinks=False)
             except FileExistsError:
                 return Created.EXISTS  # perhaps our own, when a network filesystem repeated a request whose reply was lost
             except FileNotFoundError:
@@ -126,7 +132,7 @@ class LocalBackend:
             else:
                 return self._linked(path)
             finally:
-                _unlink_quietly(temporary)
+                self._unlink_quietly(temporary)
         raise BackendUnavailableError(f"cannot create {name}: its temporary was deleted {_LINK_TRIES} times; try again", object_id=name)
 
     def sync_folders(self, name: str) -> None:
@@ -149,13 +155,13 @@ class LocalBackend:
                 self._sync_folder(os.path.dirname(path))
 
         if self._sync and use_direct(fd):
-            return DirectWriter(fd, path, name, seal)
-        return LocalWriter(fd, path, name, seal)
+            return DirectWriter(fd, partial(self._unlink_quietly, path), name, seal)
+        return LocalWriter(fd, partial(self._unlink_quietly, path), name, seal)
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
             with os_errors("delete", name), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                os.unlink(self._path(name))
+                os.unlink(self._path(name), dir_fd=self._at)
 
     def list_uploads(self) -> Iterator[ObjectInfo]:
         return (info for info in self._walk("") if _is_temporary(info.name))
@@ -167,7 +173,7 @@ class LocalBackend:
         if not _is_temporary(name):
             raise CorruptObjectError(f"{name} is not a temporary of this store", object_id=name)
         with os_errors("delete", name), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.unlink(f"{self._root}/{name}")
+            os.unlink(f"{self._root}/{name}", dir_fd=self._at)
 
     def close(self) -> None:
         """Nothing stays open between calls."""
@@ -181,15 +187,21 @@ class LocalBackend:
             return Created.UNKNOWN  # it is there, but perhaps not durable: `sync_folders` will say
         return Created.CREATED
 
+    @property
+    def _at(self) -> int | None:
+        """Where paths begin; None: they are absolute."""
+        return None if self._within is None else self._within.fd()
+
     def _path(self, name: str) -> str:
         return f"{self._root}/{check_name(name)}"
 
     def _open_new(self, path: str) -> int:
+        mode = 0o666 if self._within is None else FILE_MODE
         try:
-            return os.open(path, _NEW, 0o666)
+            return os.open(path, _NEW, mode, dir_fd=self._at)
         except FileNotFoundError:
             self._make_folder(os.path.dirname(path))
-            return os.open(path, _NEW, 0o666)
+            return os.open(path, _NEW, mode, dir_fd=self._at)
 
     def _write_file(self, path: str, data: Buffer) -> None:
         fd = self._open_new(path)
@@ -201,13 +213,18 @@ class LocalBackend:
                 raise
             self._fsync_and_close(fd)
         except BaseException:
-            _unlink_quietly(path)
+            self._unlink_quietly(path)
             raise
 
     def _write_temporary(self, path: str, data: Buffer) -> str:
         temporary = f"{os.path.dirname(path)}/{TEMPORARY_PREFIX}{ulid_text(new_ulid())}"
         self._write_file(temporary, data)
         return temporary
+
+    def _unlink_quietly(self, path: str) -> None:
+        """Removes what nothing refers to; what cannot be removed is found by `list_uploads` later."""
+        with contextlib.suppress(OSError):
+            os.unlink(path, dir_fd=self._at)
 
     def _fsync_and_close(self, fd: int) -> None:
         try:
@@ -217,6 +234,11 @@ class LocalBackend:
             os.close(fd)
 
     def _walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        if self._within is not None:
+            with os_errors("list", prefix or self.url):
+                for path, status in self._within.files(f"{self._root}/{prefix}".removesuffix("/")):
+                    yield ObjectInfo(path.removeprefix(f"{self._root}/"), status.st_size, status.st_mtime_ns)
+            return
         folders = [prefix]
         while folders:
             folder = folders.pop()
@@ -238,6 +260,9 @@ class LocalBackend:
     # --- folders ---
 
     def _make_folder(self, folder: str, *, is_second_try: bool = False) -> None:
+        if self._within is not None:
+            self._within.make_folders(folder)
+            return
         try:
             os.mkdir(folder, 0o777)
         except FileExistsError:
@@ -268,14 +293,14 @@ class LocalBackend:
 
     def _sync_root_entry(self) -> None:
         with contextlib.suppress(PermissionError):  # the folder above is somebody else's, and need not be readable
-            self._fsync_folder(os.path.dirname(self._root))
+            self._fsync_folder(os.path.dirname(self._root) or ".")
 
     def _fsync_folder(self, folder: str) -> None:
         if not self._sync:
             return
         if folder in self._failed_folders:
             raise OSError(errno.EIO, "an earlier fsync of this folder failed: open the store anew", folder)
-        fd = os.open(folder, _FOLDER)
+        fd = os.open(folder, _FOLDER, dir_fd=self._at)
         try:
             os.fsync(fd)
         except OSError as exc:
@@ -295,12 +320,6 @@ def _regular_size(status: os.stat_result, name: str) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise MissingObjectError(f"{name} is not a file; the store's files are made by this package alone", object_id=name)
     return status.st_size
-
-
-def _unlink_quietly(path: str) -> None:
-    """Removes what nothing refers to; what cannot be removed is found by `list_uploads` later."""
-    with contextlib.suppress(OSError):
-        os.unlink(path)
 
 
 def _link_failed(name: str, exc: OSError) -> Created:

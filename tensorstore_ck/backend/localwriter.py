@@ -22,11 +22,11 @@ WRITE_BACK_BYTES: Final = 64 << 20
 
 
 class LocalWriter:
-    """See `ObjectWriter`. `seal` makes the file durable under its name and closes the descriptor."""
+    """See `ObjectWriter`. `seal` makes the file durable under its name and closes the descriptor; `unlink` removes it."""
 
-    def __init__(self, fd: int, path: str, name: str, seal: Callable[[int], None]) -> None:
+    def __init__(self, fd: int, unlink: Callable[[], object], name: str, seal: Callable[[int], None]) -> None:
         self._fd = fd
-        self._path = path
+        self._unlink = unlink
         self._name = name
         self._seal = seal
         self._state = threading.Condition()
@@ -76,8 +76,7 @@ class LocalWriter:
         if fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(fd)
-        with contextlib.suppress(OSError):
-            os.unlink(self._path)
+        self._unlink()
 
     def _wait_for_writes(self) -> None:
         with self._state:

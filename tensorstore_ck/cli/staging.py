@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import click
 
@@ -25,8 +25,11 @@ from tensorstore_ck.seen import Seen
 from tensorstore_ck.sizes import human_bytes
 from tensorstore_ck.snapshot import Snapshot
 from tensorstore_ck.staging.listing import StagedPut, list_staged
+from tensorstore_ck.staging.manifest import Manifest
 from tensorstore_ck.staging.publish import drop
+from tensorstore_ck.staging.verify import verify_staged
 from tensorstore_ck.tiers import Staging, StagingFolder
+from tensorstore_ck.tiers.takeover import taken_over
 
 
 @command(
@@ -42,6 +45,12 @@ from tensorstore_ck.tiers import Staging, StagingFolder
 )
 @click.option("--all", "everything", is_flag=True, help="With drop: all of which something is on that disk.")
 @click.option("--yes", is_flag=True, help="With drop: do not ask.")
+@click.option(
+    "--accept-owner",
+    type=click.IntRange(min=0),
+    metavar="UID",
+    help="For root: the folder is that user's. What is resumed is read and verified before it is published.",
+)
 @store_options(writes=True)
 @click.pass_context
 def staging(
@@ -51,6 +60,7 @@ def staging(
     path: str | None,
     choice: StoreChoice,
     *,
+    accept_owner: int | None,
     everything: bool,
     yes: bool,
     as_json: bool,
@@ -60,14 +70,16 @@ def staging(
     `resume` uploads and publishes what lies there in full, whoever left it; it waits as long as the store does not answer. `drop` gives up
     the staged snapshots TXN, or --all: they will never be published, and their files are deleted. A job that opens the store with that
     disk resumes by itself.
+
+    A staging folder is one user's alone, and refused to others. Root ends what the dead jobs of another user left with --accept-owner UID.
     """
     if action != "drop" and (everything or yes or txns):
         raise click.UsageError("TXN, --all and --yes are for drop.")
     if action == "drop" and bool(txns) == everything:
         raise click.UsageError("Drop what? Give TXN, as `tsck staging` lists it, or --all.")
-    if path is None and (action == "resume" or everything):
+    if path is None and (action == "resume" or everything or accept_owner is not None):
         raise click.UsageError("Which disk? Give --staging FOLDER.")
-    with closing(_open(choice, path, writes=action != "list")) as engine:
+    with _taken_over(choice, path, accept_owner), closing(_open(choice, path, writes=action != "list")) as engine:
         folder = engine.tier.folder if engine.tier is not None else None
         if folder is None and path is not None:
             folder = StagingFolder(path, engine.config.uuid, 1)
@@ -75,7 +87,7 @@ def staging(
             found = list_staged(engine, folder)
             emit(found, _lines(found, path), as_json=as_json)
         elif action == "resume":
-            _resume(context, engine, as_json=as_json)
+            _resume(context, engine, as_json=as_json, verify=accept_owner is not None)
         else:
             _drop(engine, folder, txns, yes=yes, as_json=as_json)
 
@@ -95,23 +107,46 @@ def _open(choice: StoreChoice, path: str | None, *, writes: bool) -> Engine:
     )
 
 
-def _resume(context: click.Context, engine: Engine, *, as_json: bool) -> None:
-    assert engine.tier is not None
+@contextmanager
+def _taken_over(choice: StoreChoice, path: str | None, owner: int | None) -> Iterator[None]:
+    if path is None or owner is None:
+        yield
+        return
+    with closing(_open(choice, None, writes=False)) as engine:
+        folder = StagingFolder(path, engine.config.uuid, 1)
+    with taken_over(folder.path, owner):
+        yield
+
+
+def _resume(context: click.Context, engine: Engine, *, as_json: bool, verify: bool) -> None:
+    tier = engine.tier
+    assert tier is not None
     engine.observers.subscribe(_echo)
     handle = Handle(engine, Seen(), Groups(engine), wait_for_upload=lambda: False)
     published: list[SnapshotInfo] = []
     failed: list[tuple[str, StoreError]] = []
-    for job in resume_here(handle, engine.tier):
+
+    def is_verified(manifests: Sequence[Manifest]) -> bool:
+        course = Course(manifests[0].ref, manifests[0].step)
+        try:
+            verify_staged(engine, tier, manifests)
+        except StoreError as exc:
+            failed.append((str(course), exc))
+            return False
+        return True
+
+    engine.log.sync()
+    for job in resume_here(handle, tier, is_verified if verify else lambda _: True):
         course = Course(job.ref, job.step)
         try:
             published.append(job.publish(course))
         except StoreError as exc:
             failed.append((str(course), exc))
-    left = list_staged(engine, engine.tier.folder)
+    left = list_staged(engine, tier.folder)
     snapshots = [Snapshot.from_info(info) for info in published]
     lines = [snapshot_line(f"published {printable(each.ref)} at", each) for each in snapshots]
     lines += [red(f"{printable(what)}: {printable(error)}") for what, error in failed]
-    lines += _lines(left, engine.tier.folder.path) if left else [] if lines else ["nothing is staged"]
+    lines += _lines(left, tier.folder.path) if left else [] if lines else ["nothing is staged"]
     failures = [{"put": what, "kind": error.kind, "message": str(error)} for what, error in failed]
     emit({"published": snapshots, "failed": failures, "left": left}, lines, as_json=as_json)
     if failed:

@@ -6,7 +6,6 @@ and with a manifest of its own rank alone. What is offered and cannot be kept is
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Final
 
 from blake3 import blake3
 
@@ -19,11 +18,9 @@ from tensorstore_ck.peers.kept import Kept
 from tensorstore_ck.peers.link import BACK, FORTH, Link, PeerNonsenseError
 from tensorstore_ck.peers.pieces import GivenUpError, PieceReceiver, make_buffers, piece_lengths
 from tensorstore_ck.sizes import human_bytes
-from tensorstore_ck.staging.manifest import manifest_key
+from tensorstore_ck.staging.manifest import STAGED_FOLDERS, manifest_key
 from tensorstore_ck.tiers import StagingFolder
 from tensorstore_ck.tiers.folder import MAX_MANIFEST_BYTES
-
-_FOLDERS: Final = ("packs/", "parts/", "snapshots/")
 
 
 class Keeping:
@@ -125,6 +122,6 @@ def _checked(offer: Body, what: str) -> tuple[Mapping[str, int], int]:
             take_count(sizes, check_name(name))
     except (TypeError, ValueError) as exc:
         raise CorruptObjectError(f"{what} is malformed: {exc}", object_id=what) from exc
-    if not all(name.startswith(_FOLDERS) for name in sizes) or manifest_bytes > MAX_MANIFEST_BYTES:
+    if not all(name.startswith(STAGED_FOLDERS) for name in sizes) or manifest_bytes > MAX_MANIFEST_BYTES:
         raise CorruptObjectError(f"{what} has names or sizes that no staged file has", object_id=what)
     return sizes, manifest_bytes

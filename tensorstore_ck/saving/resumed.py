@@ -6,7 +6,7 @@ for a job that has the missing hosts.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -69,13 +69,16 @@ def resume_alone(handle: Handle, tier: Tier) -> list[ResumedJob]:
     return [_resumed(handle, tier, [manifest]) for manifest in find_manifests(tier.folder) if manifest.ranks == 1 and manifest.lead]
 
 
-def resume_here(handle: Handle, tier: Tier) -> list[ResumedJob]:
-    """What lies on this disk in full, whoever left it: for one process that ends what no job goes on with."""
+def resume_here(handle: Handle, tier: Tier, is_wanted: Callable[[Sequence[Manifest]], bool] = lambda _: True) -> list[ResumedJob]:
+    """What lies on this disk in full, whoever left it: for one process that ends what no job goes on with.
+
+    `is_wanted` is asked of the manifests of each snapshot, before the log is told of it.
+    """
     tier.folder.enter(lambda: sweep(tier))
     found: dict[Ulid, list[Manifest]] = {}
     for manifest in find_manifests(tier.folder):
         found.setdefault(manifest.txn, []).append(manifest)
-    return [_resumed(handle, tier, each) for each in found.values() if each[0].lead and len(each) == each[0].ranks]
+    return [_resumed(handle, tier, each) for each in found.values() if each[0].lead and len(each) == each[0].ranks and is_wanted(each)]
 
 
 def _resumed(handle: Handle, tier: Tier, manifests: Sequence[Manifest]) -> ResumedJob:

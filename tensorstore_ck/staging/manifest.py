@@ -6,6 +6,7 @@ The rank that commits (rank 0) has a `Lead` in its own: everything that the publ
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from tensorstore_ck.backend.names import check_name
 from tensorstore_ck.envelope import Body, pack_body, take, take_count, unpack_body
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, StoreError
 from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, derived_hash, ulid_text
@@ -17,6 +18,8 @@ from tensorstore_ck.writer import ANY, Anything
 Accepts = tuple[Digest | None, ...] | Anything
 """Roots of which a ref must have one when a staged put is published; None among them: it must not exist."""
 
+STAGED_FOLDERS: Final = ("packs/", "parts/", "snapshots/")
+"""Where all that is staged lies."""
 VERSION: Final = 1
 _CONTEXT: Final = "staging manifest"
 
@@ -96,6 +99,8 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
         names = take(body, "names", list)
         if not all(type(each) is str for each in names):
             raise TypeError("a name is no text")
+        if not all(check_name(each).startswith(STAGED_FOLDERS) for each in names):
+            raise ValueError("a name is none of a pack, part or record")
         return Manifest(
             _ulid(take(body, "txn", bytes)),
             take(body, "ref", str),

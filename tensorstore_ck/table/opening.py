@@ -18,6 +18,8 @@ from typing import Final
 
 import platformdirs
 
+from tensorstore_ck.backend.owned import FOLDER_MODE, open_own_folder
+from tensorstore_ck.errors import PermissionDeniedError
 from tensorstore_ck.table.memory import MemoryTable
 from tensorstore_ck.table.protocol import CacheWarning, Table
 
@@ -48,7 +50,7 @@ def open_table(cache_dir: Path | None, key: str) -> Table:
             table = open_lmdb_table(folder)
             _remove_unused(base, name)
             return table
-        except (OSError, lmdb.Error) as exc:
+        except (OSError, PermissionDeniedError, lmdb.Error) as exc:
             reasons.append(f"{base}: {exc}")
     warnings.warn(
         CacheWarning(
@@ -84,17 +86,19 @@ def _private_folder(base: Path, name: str) -> Path:
     """``base/name``, both made if they are missing; ours alone, and local.
 
     Raises:
-        OSError: it is somebody else's, a link, or on a network filesystem.
+        PermissionDeniedError: it is somebody else's, or a link.
+        OSError: it can be written by others, or is on a network filesystem.
     """
     base.parent.mkdir(parents=True, exist_ok=True)
     for folder in (base, base / name):
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise PermissionError(f"{folder} is a link, no folder, or not owned by user {os.getuid()}")
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PermissionError(f"{folder} can be written by others; chmod go-w it")
+            folder.mkdir(mode=FOLDER_MODE)
+        fd = open_own_folder(str(folder), os.geteuid())
+        try:
+            if os.fstat(fd).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise PermissionError(f"{folder} can be written by others; chmod go-w it")
+        finally:
+            os.close(fd)
     kind = filesystem_of(base / name)
     if NETWORK_FILESYSTEM.fullmatch(kind):
         raise OSError(f"it is on a {kind} filesystem, where LMDB is not safe")

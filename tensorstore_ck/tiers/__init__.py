@@ -2,6 +2,7 @@
 
 options.py        Staging: what a user says about it
 folder.py         StagingFolder: what lies in the folder, how large it may be, what is evicted
+takeover.py       another user's folder, made root's for a while
 copies.py         what the store has as well: a read cache of whole and sparse files
 journal.py        how far each upload came
 uploader.py       Uploader: from the folder to the store, resumable, retried, paced

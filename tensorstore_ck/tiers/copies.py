@@ -7,18 +7,20 @@ A file has its object's size from the moment it holds data. Knows nothing of the
 
 import functools
 import os
-import tempfile
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.localfile import byte_views, read_at, read_whole, write_at
 from tensorstore_ck.backend.names import check_name
+from tensorstore_ck.backend.owned import FILE_MODE
+from tensorstore_ck.backend.privatefolder import PrivateFolder
 from tensorstore_ck.backend.protocol import Buffer
 
 GRAIN_BYTES: Final = 64 << 10
 """A multiple of any usual page and block: some machines have pages of 64 KiB."""
 
+_BELOW: Final = "copies"
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _KEEP: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -32,15 +34,15 @@ class FileUse(NamedTuple):
 
 
 class Copies:
-    """Objects as files below `folder`. What the filesystem refuses is an `OSError`, or a `StoreError`."""
+    """Objects as files below ``copies/`` of `folder`. What the filesystem refuses is an `OSError`, or a `StoreError`."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: PrivateFolder) -> None:
         self._folder = folder
-        self._whole = LocalBackend(folder, sync=False)
+        self._whole = LocalBackend(_BELOW, sync=False, within=folder)
 
     def path(self, name: str) -> str:
-        """Where the copy of an object is."""
-        return f"{self._folder}/{check_name(name)}"
+        """Where the copy of an object is, below the folder."""
+        return f"{_BELOW}/{check_name(name)}"
 
     def get(self, name: str) -> bytes | None:
         """The whole object; None where it is not all there."""
@@ -66,7 +68,7 @@ class Copies:
     def size(self, name: str) -> int:
         """The object's size, of which some may be there; 0 without a copy."""
         try:
-            return os.stat(self.path(name), follow_symlinks=False).st_size
+            return os.stat(self.path(name), dir_fd=self._folder.fd(), follow_symlinks=False).st_size
         except (FileNotFoundError, NotADirectoryError):
             return 0
 
@@ -77,8 +79,8 @@ class Copies:
     def keep_range(self, name: str, size_bytes: int, offset: int, data: memoryview) -> None:
         """Keeps a range, in whole grains, of an object of that size."""
         path = self.path(name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        fd = os.open(path, _KEEP, 0o666)
+        self._folder.make_folders(os.path.dirname(path))
+        fd = os.open(path, _KEEP, FILE_MODE, dir_fd=self._folder.fd())
         try:
             if os.fstat(fd).st_size != size_bytes:
                 os.ftruncate(fd, 0)  # what is there, if anything, is no copy of this object
@@ -90,50 +92,36 @@ class Copies:
     @functools.cached_property
     def keeps_ranges(self) -> bool:
         """Whether the filesystem shows holes as they were made: tried once."""
-        os.makedirs(self._folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
-            fd = file.fileno()
+        fd = self._folder.open_nameless(_BELOW)
+        try:
             os.ftruncate(fd, 8 * GRAIN_BYTES)
             write_at(fd, [memoryview(bytes(GRAIN_BYTES))], 2 * GRAIN_BYTES)
             return _is_data(fd, 2 * GRAIN_BYTES, GRAIN_BYTES) and not any(_is_data(fd, at * GRAIN_BYTES, 1) for at in (0, 1, 3, 7))
+        finally:
+            os.close(fd)
 
     def drop(self, name: str) -> bool:
         """Deletes a copy; returns whether there was one."""
         try:
-            os.unlink(self.path(name))
+            os.unlink(self.path(name), dir_fd=self._folder.fd())
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True
 
     def files(self) -> Iterator[FileUse]:
         """Every file, also what an interrupted process left."""
-        return files_below(self._folder)
+        return files_below(self._folder, _BELOW)
 
     def _open(self, name: str) -> int | None:
         try:
-            return os.open(self.path(name), _READ)
+            return os.open(self.path(name), _READ, dir_fd=self._folder.fd())
         except (FileNotFoundError, NotADirectoryError):
             return None
 
 
-def files_below(folder: str) -> Iterator[FileUse]:
-    """Every file below `folder`; those that vanish meanwhile are left out."""
-    folders = [folder]
-    while folders:
-        try:
-            with os.scandir(folders.pop()) as entries:
-                found = list(entries)
-        except FileNotFoundError:
-            continue
-        for entry in found:
-            if entry.is_dir(follow_symlinks=False):
-                folders.append(entry.path)
-                continue
-            try:
-                status = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:
-                continue
-            yield FileUse(status.st_mtime_ns, status.st_blocks * 512, entry.path)
+def files_below(folder: PrivateFolder, below: str) -> Iterator[FileUse]:
+    """Every file there; those that vanish meanwhile are left out."""
+    return (FileUse(status.st_mtime_ns, status.st_blocks * 512, path) for path, status in folder.files(below))
 
 
 def _is_data(fd: int, offset: int, size: int) -> bool:

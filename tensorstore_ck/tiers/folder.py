@@ -8,8 +8,9 @@ staged/<key>    manifests: bytes that whoever stages snapshots puts there
 users           a file that everybody who stages here has locked
 ```
 
-Shared by the host's ranks and jobs, without a lock: names are never reused, a move is a rename, and what several do at once they do
-twice. An object is in the store, durable, before it is published here; nothing here knows the store.
+All of it is one user's alone (see `PrivateFolder`), whoever may write to the folder above, and shared by that user's ranks and jobs on the
+host, without a lock: names are never reused, a move is a rename, and what several do at once they do twice. An object is in the store,
+durable, before it is published here; nothing here knows the store.
 """
 
 import contextlib
@@ -23,8 +24,9 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.localfile import read_at
 from tensorstore_ck.backend.names import check_name
 from tensorstore_ck.backend.oserrors import os_errors
+from tensorstore_ck.backend.privatefolder import PrivateFolder
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MissingObjectError, NoSpaceError
-from tensorstore_ck.room import require_writable_folder
+from tensorstore_ck.room import Space, writing_to
 from tensorstore_ck.sizes import human_bytes
 from tensorstore_ck.table.opening import NETWORK_FILESYSTEM, filesystem_of
 from tensorstore_ck.tiers.copies import Copies, FileUse, files_below
@@ -32,6 +34,8 @@ from tensorstore_ck.tiers.journal import JournalEntry, UploadJournal
 from tensorstore_ck.tiers.lease import Lease
 
 MAX_MANIFEST_BYTES: Final = 256 << 20
+USERS: Final = "users"
+_ADVICE: Final = ". What a job of another user staged, and does no longer publish, root can: `tsck staging resume --accept-owner UID`"
 _NOTE_BYTES: Final = 1 << 20
 
 
@@ -48,9 +52,10 @@ class StagingFolder:
             raise InvalidOptionError(f"a staging folder's capacity must be more than 0 bytes, not {capacity_bytes}", object_id="staging")
         self.path = f"{os.path.abspath(os.path.expanduser(path))}/{check_name(store_uuid)}"
         self.capacity_bytes = capacity_bytes
-        self.unsent = LocalBackend(f"{self.path}/unsent")
-        self.copies = Copies(f"{self.path}/copies")
-        self._root = LocalBackend(self.path)
+        self._private = PrivateFolder(self.path, _ADVICE)
+        self.unsent = LocalBackend("unsent", within=self._private)
+        self.copies = Copies(self._private)
+        self._root = LocalBackend(".", within=self._private)
         self.journal = UploadJournal(self._root)
         self._lease: Lease | None = None
 
@@ -59,7 +64,7 @@ class StagingFolder:
 
         Raises:
             InvalidOptionError: it is on a network filesystem, or cannot be a folder.
-            PermissionDeniedError: this user may not write there.
+            PermissionDeniedError: this user may not write there, or something there is not this user's alone.
             NoSpaceError: the disk cannot give it its capacity.
         """
         kind = filesystem_of(Path(self.path))
@@ -68,7 +73,8 @@ class StagingFolder:
                 f"the staging folder {self.path} is on a {kind} filesystem, and must be on a disk of this host: name another one",
                 object_id=self.path,
             )
-        require_writable_folder(self.path, "the staging folder")
+        with writing_to(self.path, "the staging folder"):
+            os.close(self._private.open_nameless())
         space, used = self._root.space(), self.used_bytes()
         if space is not None and space.free_bytes + used < self.capacity_bytes:
             raise NoSpaceError(
@@ -83,13 +89,14 @@ class StagingFolder:
     def enter(self, sweep: Callable[[], object]) -> None:
         """From now on, until `leave`, others know that this folder is in use; who finds that it is not calls `sweep` before."""
         if self._lease is None:
-            self._lease = Lease(f"{self.path}/users", sweep)
+            self._lease = Lease(self._private, USERS, sweep)
 
     def leave(self) -> None:
         """It is no longer used here; idempotent."""
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.end()
+        self._private.close()
 
     def unnamed(self, named: Collection[str]) -> list[str]:
         """The objects that are not published, and those whose upload was begun, other than `named`."""
@@ -103,13 +110,18 @@ class StagingFolder:
 
     # --- room ---
 
+    def space(self) -> Space | None:
+        """What its disk has."""
+        return self._root.space()
+
     def used_bytes(self) -> int:
         """What objects and copies take of the disk now."""
-        return _sum(self.copies.files()) + self.unsent_bytes()
+        with os_errors("look at", self.path):
+            return _sum(self.copies.files()) + self.unsent_bytes()
 
     def unsent_bytes(self) -> int:
         """What the objects that are not published take."""
-        return _sum(files_below(f"{self.path}/unsent"))
+        return _sum(files_below(self._private, "unsent"))
 
     def evict(self, needed_bytes: int) -> int:
         """Deletes copies, those published first, until so much more fits; returns how much that freed.
@@ -135,7 +147,7 @@ class StagingFolder:
             if freed >= shortfall:
                 break
             with os_errors("evict", copy.path), contextlib.suppress(FileNotFoundError):
-                os.unlink(copy.path)
+                os.unlink(copy.path, dir_fd=self._private.fd())
             freed += copy.used_bytes
         return freed
 
@@ -145,12 +157,12 @@ class StagingFolder:
         """Makes copies of objects that the store has, durably, and that are named there. Those that are copies already are fine."""
         names = list(names)
         for name in names:
-            source, target = f"{self.path}/unsent/{check_name(name)}", self.copies.path(name)
+            source, target = f"unsent/{check_name(name)}", self.copies.path(name)
             try:
                 with os_errors("publish", name), contextlib.suppress(FileNotFoundError):
-                    os.utime(source)
-                    os.makedirs(os.path.dirname(target), exist_ok=True)
-                    os.rename(source, target)
+                    os.utime(source, dir_fd=self._private.fd(), follow_symlinks=False)
+                    self._private.make_folders(os.path.dirname(target))
+                    os.rename(source, target, src_dir_fd=self._private.fd(), dst_dir_fd=self._private.fd())
             except NoSpaceError:  # a copy is only a cache
                 self.unsent.delete([name])
         # A journal that is gone says that the upload was never begun: so first it must be certain that no object is left to upload.
@@ -199,7 +211,8 @@ class StagingFolder:
             MissingObjectError: it is not here, or no longer.
         """
         with os_errors("read", name):
-            return UnsentFile(os.open(f"{self.path}/unsent/{check_name(name)}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), name)
+            path, flags = f"unsent/{check_name(name)}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+            return UnsentFile(os.open(path, flags, dir_fd=self._private.fd()), name)
 
 
 class UnsentFile:

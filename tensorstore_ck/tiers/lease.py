@@ -10,16 +10,18 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from tensorstore_ck.backend.oserrors import os_errors
+from tensorstore_ck.backend.owned import FILE_MODE
+from tensorstore_ck.backend.privatefolder import PrivateFolder
 
 
 class Lease:
-    """A lock on `path`, until `end`."""
+    """A lock on the file `name` of `folder`, until `end`."""
 
-    def __init__(self, path: str, sweep: Callable[[], object]) -> None:
+    def __init__(self, folder: PrivateFolder, name: str, sweep: Callable[[], object]) -> None:
         """`sweep` is called if nobody else has one; those who come meanwhile wait for it."""
+        path = f"{folder.path}/{name}"
         with os_errors("lock", path):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE, dir_fd=folder.make())
         self.end = weakref.finalize(self, os.close, fd)
         """Gives it back; idempotent."""
         with os_errors("lock", path):

@@ -3,7 +3,6 @@
 import os
 from dataclasses import dataclass
 
-from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.room import MinFree
 from tensorstore_ck.tiers.folder import StagingFolder
@@ -33,9 +32,9 @@ class Staging:
         """
         if self.stagger_seconds < 0:
             raise InvalidOptionError(f"stagger_seconds must not be negative, and is {self.stagger_seconds}", object_id="staging")
-        root = StagingFolder(self.path, store_uuid, 1)
-        space = LocalBackend(root.path).space()
-        available = root.used_bytes() + (space.free_bytes if space is not None else 0)
-        folder = StagingFolder(self.path, store_uuid, MinFree.parse(self.capacity).of(available) or 1)
+        folder = StagingFolder(self.path, store_uuid, 1)
+        space = folder.space()
+        available = folder.used_bytes() + (space.free_bytes if space is not None else 0)
+        folder.capacity_bytes = MinFree.parse(self.capacity).of(available) or 1
         folder.check()
         return folder

@@ -64,8 +64,8 @@ def calls(monkeypatch: pytest.MonkeyPatch, root: Path) -> list[str]:
         return call
 
     def one(verb: str, real: Callable[..., None]) -> Callable[..., None]:
-        def call(path: str, *args: Any) -> None:
-            real(path, *args)
+        def call(path: str, *args: Any, **kwargs: Any) -> None:
+            real(path, *args, **kwargs)
             seen.append(f"{verb} {show(path)}")
 
         return call

@@ -1,14 +1,24 @@
 """staging: what is durable on this host's disk is shown, resumed and dropped, as a user runs it."""
 
+import fcntl
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import tensorstore_ck as tsck_package
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.envelope import pack_body
+from tensorstore_ck.record import decode_record
+from tensorstore_ck.staging.manifest import Manifest, decode_manifest
+from tensorstore_ck.tiers import takeover
+from tensorstore_ck.tiers.journal import JournalEntry, UploadJournal
 from tests.cli.conftest import Tsck
+from tests.staging.neighbours import ON_FILES, OTHER, Users
 
 DISK = ("--staging", "stage")
 
@@ -170,3 +180,164 @@ def test_what_cannot_be_done(tsck: Tsck, arguments: tuple[str, ...], code: int, 
     tsck("init", "ck")
     result = tsck("staging", *arguments)
     assert (result.code, message in result.err) == (code, True), result
+
+
+# --- what another user staged --------------------------------------------------------------------------------------------
+
+ACCEPTED = (*DISK, "--accept-owner", str(OTHER))
+
+
+@pytest.fixture
+def theirs(staged: Tsck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Users:
+    """What is staged is another user's, and this process is root."""
+    users = Users(monkeypatch)
+    users.give_all(folder_of(tmp_path))
+    return users
+
+
+def folder_of(tmp_path: Path) -> Path:
+    (found,) = (tmp_path / "stage").iterdir()
+    return found
+
+
+def newest(tmp_path: Path, pattern: str) -> Path:
+    return max(folder_of(tmp_path).glob(pattern), key=lambda path: path.stat().st_mtime_ns)
+
+
+@pytest.mark.parametrize("action", [["list"], ["resume"], ["drop", "--all", "--yes"]])
+def test_what_another_user_staged_is_refused(staged: Tsck, theirs: Users, action: list[str]) -> None:
+    refused = staged("staging", *action, *DISK)
+    assert refused.code == 33
+    assert f"by user {OTHER}" in refused.err
+    assert "--accept-owner UID" in refused.err
+    assert steps(staged) == [0]
+
+
+def test_root_publishes_for_another_user(staged: Tsck, theirs: Users, tmp_path: Path) -> None:
+    assert len(staged("staging", *ACCEPTED, "--json").json) == 2
+    done = staged("staging", "resume", *ACCEPTED)
+    assert (done.code, steps(staged), files(tmp_path)) == (0, [2, 1, 0], [])
+    assert theirs.owners(folder_of(tmp_path)) == {OTHER}, "it was given back, with the copies that were made"
+    assert staged("fsck", "--read-data").code == 0
+
+
+def test_root_drops_for_another_user(staged: Tsck, theirs: Users, tmp_path: Path) -> None:
+    assert staged("staging", "drop", "--all", "--yes", *ACCEPTED).code == 0
+    assert (steps(staged), files(tmp_path)) == ([0], [])
+    assert theirs.owners(folder_of(tmp_path)) == {OTHER}
+
+
+def test_another_user_than_the_one_who_is_named(staged: Tsck, theirs: Users, tmp_path: Path) -> None:
+    refused = staged("staging", "resume", *DISK, "--accept-owner", "4321")
+    assert (refused.code, f"not owned by user 4321, but by user {OTHER}" in refused.err) == (33, True)
+    assert theirs.owners(folder_of(tmp_path)) == {OTHER}
+    assert steps(staged) == [0]
+
+
+def test_only_root_takes_a_folder_over(staged: Tsck, theirs: Users, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(takeover, "os", SimpleNamespace(geteuid=lambda: 99))
+    refused = staged("staging", "resume", *ACCEPTED)
+    assert (refused.code, "only root can" in refused.err) == (33, True)
+
+
+@pytest.mark.parametrize("attack", ["link", "fifo", "hard link"])
+def test_a_folder_with_links_is_not_taken_over(staged: Tsck, theirs: Users, tmp_path: Path, attack: str) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "notes").write_text("precious")
+    pack = newest(tmp_path, "unsent/packs/*/*")
+    ON_FILES[attack](pack, tmp_path / "home", theirs)
+    theirs.give(pack)  # of a hard link the file, too
+    refused = staged("staging", "resume", *ACCEPTED)
+    assert (refused.code, str(pack) in refused.err) == (33, True)
+    assert theirs.owners(folder_of(tmp_path)) == {OTHER}, "it was given back"
+    assert steps(staged) == [0]
+
+
+@pytest.mark.parametrize("what", ["users", "unsent/packs/*/*"])
+def test_a_folder_in_use_is_not_taken_over(staged: Tsck, theirs: Users, tmp_path: Path, what: str) -> None:
+    """By a job, or by whoever waits to write into a pack that was verified."""
+    with newest(tmp_path, what).open("r+b") as file:
+        if what == "users":
+            fcntl.flock(file, fcntl.LOCK_SH)
+        refused = staged("staging", "resume", *ACCEPTED)
+    assert (refused.code, f"in use by a process of user {OTHER}" in refused.err) == (22, True)
+    assert theirs.owners(folder_of(tmp_path)) == {OTHER}
+    assert staged("staging", "resume", *ACCEPTED).code == 0
+
+
+def damage_pack(tmp_path: Path) -> str:
+    pack = newest(tmp_path, "unsent/packs/*/*")
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 1
+    pack.write_bytes(data)
+    return "does not match its hash"
+
+
+def exchange_record(tmp_path: Path) -> str:
+    record = newest(tmp_path, "unsent/snapshots/*/*")
+    other = min(folder_of(tmp_path).glob("unsent/snapshots/*/*"), key=lambda path: path.stat().st_mtime_ns)
+    record.write_bytes(other.read_bytes())
+    return "is not the record that the log names"
+
+
+def exchange_part(tmp_path: Path) -> str:
+    part = newest(tmp_path, "unsent/parts/*/*")
+    other = min(folder_of(tmp_path).glob("unsent/parts/*/*"), key=lambda path: path.stat().st_mtime_ns)
+    part.write_bytes(other.read_bytes())
+    return "is not the part that its snapshot names"
+
+
+def forge_manifest(tmp_path: Path, **changes: Any) -> Manifest:
+    path = newest(tmp_path, "staged/*")
+    manifest = decode_manifest(path.read_bytes(), path.name)._replace(**changes)
+    path.write_bytes(manifest.encode())
+    return manifest
+
+
+def other_snapshot(tmp_path: Path) -> str:
+    """The log says that another one was staged under this name."""
+    manifest = forge_manifest(tmp_path)
+    assert manifest.lead is not None
+    record = decode_record(manifest.lead.record, manifest.key)._replace(metadata=pack_body({"forged": True}))
+    forge_manifest(tmp_path, lead=manifest.lead._replace(record=record.encode()))
+    return "it was exchanged"
+
+
+def take_the_name_of_a_pack(tmp_path: Path) -> str:
+    """Which would be deleted in the store, as what a torn upload left, and written anew."""
+    before = {*(tmp_path / "ck" / "packs").glob("*/*")}
+    with tsck_package.open(tmp_path / "ck", cache_dir=tmp_path / "cache") as store:
+        store.put_snapshot({"other": torch.full((50_000,), 3)}, ref="other")
+    stored = max({*(tmp_path / "ck" / "packs").glob("*/*")} - before)
+    name = str(stored.relative_to(tmp_path / "ck"))
+    planted = folder_of(tmp_path) / "unsent" / name
+    planted.parent.mkdir(parents=True, exist_ok=True)
+    planted.write_bytes(b"\0" * stored.stat().st_size)
+    UploadJournal(LocalBackend(str(folder_of(tmp_path)))).write(JournalEntry(name))
+    manifest = forge_manifest(tmp_path)
+    forge_manifest(tmp_path, names=[*manifest.names, name])
+    return f"the store has {name} already, with other bytes"
+
+
+@pytest.mark.parametrize("attack", [damage_pack, exchange_record, exchange_part, other_snapshot, take_the_name_of_a_pack])
+def test_what_another_user_staged_is_verified(staged: Tsck, theirs: Users, tmp_path: Path, attack: Callable[[Path], str]) -> None:
+    message = attack(tmp_path)
+    before = {path: path.read_bytes() for path in (tmp_path / "ck").rglob("*") if path.is_file() and "log" not in path.parts}
+    theirs.give_all(folder_of(tmp_path))
+    done = staged("staging", "resume", *ACCEPTED)
+    assert done.code != 0
+    assert message in done.out, done
+    assert steps(staged) == [1, 0], "the other one is as it was staged"
+    assert {path: path.read_bytes() for path in before} == before
+    assert staged("fsck", "--read-data").code == 0
+
+
+def test_a_manifest_names_nothing_but_what_is_staged(staged: Tsck, tmp_path: Path) -> None:
+    """`store.json` would be replaced by what lies under that name on the disk."""
+    manifest = forge_manifest(tmp_path)
+    (folder_of(tmp_path) / "unsent" / "store.json").write_text("{}")
+    before = (tmp_path / "ck" / "store.json").read_bytes()
+    forge_manifest(tmp_path, names=[*manifest.names, "store.json"])
+    staged("staging", "resume", *DISK)
+    assert steps(staged) == [1, 0]
+    assert (tmp_path / "ck" / "store.json").read_bytes() == before

@@ -1,5 +1,6 @@
 """What a staging disk does wrong: bytes that are not what was written, no space, no folder. Never wrong bytes, never silence."""
 
+import shutil
 import threading
 from pathlib import Path
 
@@ -148,7 +149,7 @@ def test_the_folder_is_deleted(tmp_path: Path, when: str) -> None:
             pending.staged.wait(SECONDS)
         else:
             pending = half_uploaded(job, connection, 1)
-        path.rename(tmp_path / "gone")
+        shutil.rmtree(path)
         connection.refuse()
         error = ended(pending)
         if when == "staged":

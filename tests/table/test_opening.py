@@ -124,7 +124,7 @@ def test_what_others_put_there_is_not_used(tmp_path: Path, attack: object, inner
 
 def test_a_folder_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cache").mkdir(mode=0o700)
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.warns(CacheWarning, match="not owned by user 12345"):
         open_table(tmp_path / "cache", "store")
 

@@ -25,7 +25,7 @@ def published(path: Path, count: int, *, capacity_bytes: int = 1 << 30) -> Stagi
     folder = staging(path, {name: bytes(64 * KIB) for name in NAMES[:count]}, capacity_bytes=capacity_bytes)
     for age, name in enumerate(reversed(NAMES[:count])):
         folder.publish([name])
-        os.utime(folder.copies.path(name), ns=(0, 10**18 + age * 10**9))
+        os.utime(Path(folder.path, folder.copies.path(name)), ns=(0, 10**18 + age * 10**9))
     return folder
 
 

@@ -154,7 +154,7 @@ def test_a_copy_goes_with_its_object(tiered: TieredBackend, folder: StagingFolde
 
 def test_an_object_of_a_size_that_the_copy_has_not(tiered: TieredBackend, folder: StagingFolder, inner: MemoryBackend) -> None:
     """A process died when it had made the file, and nothing more."""
-    path = Path(folder.copies.path(PACK))
+    path = Path(folder.path, folder.copies.path(PACK))
     path.parent.mkdir(parents=True)
     path.touch()
     for _ in range(2):
@@ -194,7 +194,7 @@ def test_size_is_what_the_store_has(tmp_path: Path) -> None:
 
 def test_a_corrupt_copy_is_healed_from_the_store(tiered: TieredBackend, folder: StagingFolder, store: Watched) -> None:
     read(tiered, 0, 1000)
-    with Path(folder.copies.path(PACK)).open("r+b") as file:
+    with Path(folder.path, folder.copies.path(PACK)).open("r+b") as file:
         file.write(b"wrong")
     assert read(tiered, 0, 5) == b"wrong"
     assert tiered.distrust(PACK)

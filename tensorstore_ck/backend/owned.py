@@ -1,0 +1,165 @@
+"""Is a file or folder this user's alone: asked of what lies where other users of the host may write, such as ``/dev/shm``.
+
+A folder is asked through a handle that was opened without following a link. What is too open is closed to others before it is looked at,
+from the top down: from then on nobody but this user (and root) can put anything there.
+"""
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from tensorstore_ck.errors import PermissionDeniedError
+from tensorstore_ck.events import one_line
+
+FOLDER_MODE: Final = 0o700
+FILE_MODE: Final = 0o600
+
+Files = list[tuple[str, os.stat_result]]
+
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_REFUSED: Final = {errno.ENOTDIR, errno.ELOOP, errno.EACCES}
+_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+
+
+def open_own_folder(path: str, owner: int, dir_fd: int | None = None, *, shown: str = "") -> int:
+    """A handle of a folder that is no link, and belongs to `owner`. `shown` names it in messages, by default its path.
+
+    Raises:
+        PermissionDeniedError: it is something else.
+        OSError: it cannot be opened.
+    """
+    try:
+        fd = os.open(path, _FOLDER, dir_fd=dir_fd)
+    except OSError as exc:
+        if exc.errno in _REFUSED:
+            _require_folder(os.stat(path, dir_fd=dir_fd, follow_symlinks=False), shown or path, owner)
+        raise
+    try:
+        _require_folder(os.fstat(fd), shown or path, owner)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def require_safe_parent(path: str) -> None:
+    """Refuses a folder in which everybody may exchange what others have made, and a link to one that another user made.
+
+    Raises:
+        PermissionDeniedError: it is one.
+    """
+    link, found = os.lstat(path), os.stat(path)
+    if stat.S_ISLNK(link.st_mode) and link.st_uid not in (0, os.geteuid()):
+        raise _refused(path, f"is a symbolic link that user {link.st_uid} made")
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        raise PermissionDeniedError(
+            f"{one_line(path)} can be written by every user of this host, each of whom can exchange what lies there: "
+            "`chmod o-w` it, or `chmod +t` it if they share it",
+            object_id=path,
+        )
+
+
+def secure(fd: int, path: str, owner: int) -> None:
+    """Closes the folder `fd`, which is at `path`, and all below it to everybody but their `owner`, from the top down.
+
+    Raises:
+        PermissionDeniedError: something there is no folder or regular file with one name that belongs to the owner.
+        OSError: it cannot be changed.
+    """
+    for _, at, files in closed_folders(fd, path, owner):
+        for name, found in files:
+            if found.st_mode & _OTHERS:
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    os.chmod(name, FILE_MODE, dir_fd=at)
+
+
+def closed_folders(
+    fd: int,
+    path: str,
+    owner: int,
+    *,
+    files_of: int | None = None,
+    taker: int | None = None,
+    taken: Callable[[str], object] = lambda _: None,
+) -> Iterator[tuple[str, int, Files]]:
+    """The folder `fd` and all below it, each closed to others and then checked; its files belong to `files_of`, by default its owner.
+
+    With a `taker` each folder becomes that user's before, which is told to `taken`. Gives (path below `fd`, a handle that is good until the
+    next one is asked for, the files in it).
+
+    Raises:
+        PermissionDeniedError: see `secure`.
+        OSError: one cannot be changed.
+    """
+    folders = ["."]
+    for folder in folders:  # more come while it goes
+        shown = path if folder == "." else f"{path}/{folder}"
+        try:
+            at = open_own_folder(folder, owner, fd, shown=shown)
+        except FileNotFoundError:
+            continue  # deleted meanwhile
+        try:
+            if taker is not None:
+                os.fchown(at, taker, -1)
+                taken(folder)
+            if os.fstat(at).st_mode & _OTHERS:
+                os.fchmod(at, FOLDER_MODE)
+            found = scan(".", at)
+            folders += [name if folder == "." else f"{folder}/{name}" for name, status in found if stat.S_ISDIR(status.st_mode)]
+            files = [(name, status) for name, status in found if not stat.S_ISDIR(status.st_mode)]
+            for name, status in files:
+                _require_file(status, f"{shown}/{name}", owner if files_of is None else files_of)
+            yield folder, at, files
+        finally:
+            os.close(at)
+
+
+def scan(folder: str, dir_fd: int) -> Files:
+    """What lies in a folder, by name; what vanishes meanwhile is left out.
+
+    Raises:
+        OSError: it is no folder, or cannot be read.
+    """
+    found: Files = []
+    fd = os.open(folder, _FOLDER, dir_fd=dir_fd)
+    try:
+        with os.scandir(fd) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    found.append((entry.name, entry.stat(follow_symlinks=False)))
+    finally:
+        os.close(fd)
+    return found
+
+
+def _require_folder(found: os.stat_result, path: str, owner: int) -> None:
+    if stat.S_ISLNK(found.st_mode):
+        raise _refused(path, "is a symbolic link")
+    if not stat.S_ISDIR(found.st_mode):
+        raise _refused(path, "is no folder")
+    _require_owner(found, path, owner)
+
+
+def _require_file(found: os.stat_result, path: str, owner: int) -> None:
+    if stat.S_ISLNK(found.st_mode):
+        raise _refused(path, "is a symbolic link")
+    if not stat.S_ISREG(found.st_mode):
+        raise _refused(path, "is no regular file")
+    _require_owner(found, path, owner)
+    if found.st_nlink > 1:
+        raise _refused(path, f"has {found.st_nlink} names (hard links), of which others may lie where other users reach them")
+
+
+def _require_owner(found: os.stat_result, path: str, owner: int) -> None:
+    if found.st_uid != owner:
+        raise _refused(path, f"is not owned by user {owner}, but by user {found.st_uid}")
+
+
+def _refused(path: str, what: str) -> PermissionDeniedError:
+    return PermissionDeniedError(
+        f"{one_line(path)} {what}: another user of this host may have put it there, so it is not used; remove it, or name another folder",
+        object_id=path,
+    )

@@ -1,0 +1,86 @@
+"""Is what another user staged what its root says, and may it be brought into the store under the names that it has there?
+
+What a process stages it trusts; root, who publishes for somebody else, does not.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.blockreader import OpenPart, read_unpublished, wanted_blocks
+from tensorstore_ck.closure import resolve
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.envelope import object_hash
+from tensorstore_ck.errors import CorruptObjectError, MissingObjectError
+from tensorstore_ck.fsck.packcheck import Packs
+from tensorstore_ck.fsck.snapshotcheck import check_snapshot
+from tensorstore_ck.ids import ulid_text
+from tensorstore_ck.pack import pack_name
+from tensorstore_ck.part import part_name
+from tensorstore_ck.record import decode_record, record_name
+from tensorstore_ck.staging.manifest import Manifest
+from tensorstore_ck.staging.stage import staged_info
+from tensorstore_ck.tiers import StagingFolder, Tier
+from tensorstore_ck.tiers.journal import JournalEntry
+
+_PIECE_BYTES: Final = 4 << 20
+
+
+def verify_staged(engine: Engine, tier: Tier, manifests: Sequence[Manifest]) -> None:
+    """Reads all that was staged of a snapshot, by `manifests` of all its ranks. Its uploads begin anew.
+
+    Raises:
+        StoreError: it is not what its root says, or the store has something else under one of its names.
+    """
+    first = manifests[0]
+    assert first.lead is not None
+    record = decode_record(first.lead.record, record_name(first.txn))
+    info, said = staged_info(first.txn, record), engine.log.view().staged(first.txn)
+    if object_hash(first.lead.record) != info.record or (said is not None and (said.root, said.record) != (info.root, info.record)):
+        raise CorruptObjectError(
+            f"the manifest of {ulid_text(first.txn)} does not have the record of the snapshot that was staged: it was exchanged",
+            object_id=record_name(first.txn),
+        )
+    damages = check_snapshot(engine, Packs(engine.backend, {}), info, read_data=False).damages
+    if damages:
+        raise CorruptObjectError(f"{damages[0].object}: {damages[0].message}", object_id=damages[0].object)
+    names = {name for manifest in manifests for name in manifest.names}
+    for rank, ulid in enumerate(record.parts):
+        part = engine.read_part(record, rank)
+        source = OpenPart(part, part_name(ulid), resolve(engine, engine.log.view(), part), lambda _: "a staged snapshot")
+        wanted = wanted_blocks(source, range(part.block_count), 0, _Nowhere())
+        read_unpublished(engine, [block for block in wanted if pack_name(block.pack) in names])
+    for name in sorted(names):
+        _begin_anew(tier.folder, tier.backend.store, name)
+
+
+class _Nowhere:
+    """A `ByteTarget` for bytes that only had to be verified."""
+
+    def memory(self) -> None:
+        """There is none."""
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Forgets them."""
+
+
+def _begin_anew(folder: StagingFolder, store: Backend, name: str) -> None:
+    """An upload goes on with what was sent before, and deletes what is torn: neither is done on another user's word."""
+    try:
+        size_bytes, stored_bytes = folder.unsent.size(name), store.size(name)
+    except MissingObjectError:  # it is in one of the two
+        folder.journal.delete([name])
+        return
+    pieces = (range(at, min(at + _PIECE_BYTES, size_bytes)) for at in range(0, size_bytes, _PIECE_BYTES))
+    if size_bytes != stored_bytes or any(_read(folder.unsent, name, piece) != _read(store, name, piece) for piece in pieces):
+        raise CorruptObjectError(
+            f"the store has {name} already, with other bytes than what was staged under that name: drop what was staged",
+            object_id=name,
+        )
+    folder.journal.write(JournalEntry(name, is_complete=True))
+
+
+def _read(backend: Backend, name: str, piece: range) -> bytearray:
+    data = bytearray(len(piece))
+    backend.read_into(name, piece.start, memoryview(data))
+    return data
