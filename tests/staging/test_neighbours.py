@@ -100,7 +100,6 @@ def test_what_is_ours_and_too_open_is_closed(url: Path, shared: Path, name: str)
     neighbours.make_tree(root)
     path = root / name
     path.chmod(0o777 if path.is_dir() else 0o666)
-    (root / FILES["manifest"]).unlink()  # it is none
     opened(url, shared).close()
     assert modes(root) == PRIVATE
 
