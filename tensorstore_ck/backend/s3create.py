@@ -88,7 +88,7 @@ class S3Creator:
 
     def begin(self, new: NewObject) -> str:
         """Begins a multipart upload, and returns its id."""
-        arguments = {"Key": new.key, "Metadata": {MARK_KEY: new.mark}}
+        arguments: dict[str, Any] = {"Key": new.key, "Metadata": {MARK_KEY: new.mark}}
         return str(self._requests.call("begin an upload of", new.name, "create_multipart_upload", **arguments)["UploadId"])
 
     def complete(self, new: NewObject, upload: UploadedPieces) -> None:

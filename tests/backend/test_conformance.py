@@ -66,6 +66,15 @@ def names(backend: Backend, prefix: str = "") -> set[str]:
     return {found.name for found in backend.list(prefix)}
 
 
+def test_a_put_never_writes_over_an_object(backend: Backend) -> None:
+    backend.put("parts/0A/one", b"first")
+    with pytest.raises(BackendUnavailableError):
+        backend.put("parts/0A/one", b"other")
+    assert backend.get("parts/0A/one", max_bytes=10) == b"first"
+    backend.replace("parts/0A/one", b"third")
+    assert backend.get("parts/0A/one", max_bytes=10) == b"third"
+
+
 @pytest.mark.parametrize("data", [b"", b"x", bytearray(b"abc"), memoryview(b"abcd"), os.urandom(3 * MIB)])
 def test_put_is_read_back(backend: Backend, data: bytes) -> None:
     backend.put("parts/0A/one", data)
