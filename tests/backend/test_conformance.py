@@ -14,7 +14,7 @@ import pytest
 from tensorstore_ck.backend import Backend, Buffer, Created, open_backend, s3writer
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.errors import CorruptObjectError, MissingObjectError
+from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, MissingObjectError
 from tests.servers import ObjectServer, S3Server
 
 MIB = 1 << 20
