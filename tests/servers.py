@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,21 @@ def storage_options(endpoint: str) -> dict[str, Any]:
     return {"key": KEY, "secret": SECRET, "endpoint_url": endpoint, "client_kwargs": {"region_name": "us-east-1"}}
 
 
+ROLES = ("reader", "writer", "keeper")
+
+
+def role_options(endpoint: str, role: str) -> dict[str, Any]:
+    """s3fs's options for an identity of `seaweedfs`; without a role, its owner's."""
+    options = storage_options(endpoint)
+    return {**options, "key": f"AKIA{role.upper()}", "secret": f"sekret-{role}"} if role else options
+
+
+def _role_identity(role: str) -> dict[str, Any]:
+    options = role_options("", role)
+    credentials = [{"accessKey": options["key"], "secretKey": options["secret"]}]
+    return {"name": role, "credentials": credentials, "actions": [], "policyNames": [role]}
+
+
 def free_port() -> int:
     """A port that nobody listens on now."""
     with socket.socket() as listener:
@@ -97,8 +112,10 @@ def moto() -> Iterator[S3Server]:
 
 
 @contextlib.contextmanager
-def seaweedfs(folder: Path) -> Iterator[S3Server]:
-    """One process with master, volume server, filer and S3 gateway; SeaweedFS derives its gRPC ports as port + 10000."""
+def seaweedfs(folder: Path, policies: Mapping[str, Any] | None = None) -> Iterator[S3Server]:
+    """With `policies` also an identity for each of these roles, which may do what its policy document says.
+
+    One process with master, volume server, filer and S3 gateway; SeaweedFS derives its gRPC ports as port + 10000."""
     data = folder / "data"
     data.mkdir()
     config = folder / "s3.json"
@@ -107,7 +124,10 @@ def seaweedfs(folder: Path) -> Iterator[S3Server]:
         "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
         "actions": ["Admin", "Read", "List", "Tagging", "Write"],
     }
-    config.write_text(json.dumps({"identities": [identity]}))
+    given = policies or {}
+    roles = [_role_identity(role) for role in given]
+    documents = [{"name": role, "content": json.dumps(document)} for role, document in given.items()]
+    config.write_text(json.dumps({"identities": [identity, *roles], "policies": documents}))
     ports = dict(zip(("master", "volume", "filer", "s3"), _ports_with_grpc(), strict=False))
     command = [_tool("weed"), "server", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", f"-s3.config={config}"]
     command += ["-master.volumeSizeLimitMB=1024", "-volume.max=20", "-s3.port.iceberg=0", "-s3.port.lance=0"]  # those have fixed ports

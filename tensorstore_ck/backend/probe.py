@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
@@ -26,6 +27,8 @@ RACE_SECONDS: Final = 5
 SPEED_BYTES: Final = 64 << 20
 PIECE_BYTES: Final = 4 << 20
 RANGE_BYTES: Final = 8 << 20
+SECOND_UPLOAD_BYTES: Final = 16 << 20
+"""More than S3 is sent with one request."""
 TIMED_CREATES: Final = 5
 
 T = TypeVar("T")
@@ -41,6 +44,10 @@ class ProbeResult:
     list_after_write: bool
     write_bytes_per_second: float
     read_bytes_per_second: float
+    refuses_second_put: bool
+    """What was written with one request is not written over by another writer of the same name."""
+    refuses_second_upload: bool
+    """Likewise what was written in pieces: a large pack."""
     create_seconds: float
     """Median of an uncontested create: what a commit waits for."""
     problems: tuple[str, ...]
@@ -64,12 +71,15 @@ def _probe(backend: Backend, folder: str) -> ProbeResult:
     list_problems = _list_problems(backend, folder)
     create_seconds = float("nan") if create_problems else _time_creates(backend, folder)
     write_speed, read_speed = _measure_speed(backend, f"{folder}speed")
+    refuses_put, refuses_upload = _refuses_second_put(backend, f"{folder}put"), _refuses_second_upload(backend, f"{folder}speed")
     return ProbeResult(
         exclusive_create=not create_problems,
         read_after_write=not read_problems,
         list_after_write=not list_problems,
         write_bytes_per_second=write_speed,
         read_bytes_per_second=read_speed,
+        refuses_second_put=refuses_put,
+        refuses_second_upload=refuses_upload,
         create_seconds=create_seconds,
         problems=(*create_problems, *read_problems, *list_problems),
     )
@@ -158,6 +168,36 @@ def _list_problems(backend: Backend, folder: str) -> list[str]:
     if name in {found.name for found in backend.list(f"{folder}list/")}:
         return ["an object just deleted was still in a listing"]
     return []
+
+
+def _refuses_second_put(backend: Backend, name: str) -> bool:
+    backend.put(name, b"first")
+    with suppress(BackendUnavailableError):
+        backend.put(name, b"second")
+    try:
+        return backend.get(name, max_bytes=64) == b"first"
+    except MissingObjectError:
+        return False
+
+
+def _refuses_second_upload(backend: Backend, name: str) -> bool:
+    """Whether an upload under a name that has an object, of random bytes, is refused."""
+    with suppress(BackendUnavailableError):
+        _write_zeros(backend, name)
+    head = bytearray(64)
+    backend.read_into(name, 0, memoryview(head))
+    return any(head)
+
+
+def _write_zeros(backend: Backend, name: str) -> None:
+    writer = backend.open_writer(name)
+    try:
+        for _ in range(SECOND_UPLOAD_BYTES // PIECE_BYTES):
+            writer.append([bytes(PIECE_BYTES)])
+        writer.close()
+    except BaseException:
+        writer.abort()
+        raise
 
 
 def _time_creates(backend: Backend, folder: str) -> float:

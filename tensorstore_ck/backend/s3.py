@@ -19,6 +19,7 @@ from tensorstore_ck.backend.names import check_name, check_prefix
 from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.backend.remote import ProcessLocal, error_code, http_status, remote_errors
 from tensorstore_ck.backend.resumable import Upload
+from tensorstore_ck.backend.s3create import NewObject, S3Creator, new_object
 from tensorstore_ck.backend.s3requests import Moved, Request, S3Requests, Timing, is_passing
 from tensorstore_ck.backend.s3writer import S3Writer
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, StoreError, UnsafeBackendError
@@ -48,6 +49,7 @@ class S3Backend:
         self._prefix = f"{prefix}/" if prefix else ""
         self._has_condition = False
         self._requests = S3Requests(self.url, bucket, self._filesystem.get, timing or Timing(), on_wait)
+        self._creator = S3Creator(self._requests)
 
     # --- read ---
 
@@ -103,10 +105,10 @@ class S3Backend:
     # --- write ---
 
     def put(self, name: str, data: Buffer) -> None:
-        self._requests.call("write", name, "put_object", Key=self._key(name), Body=io.BytesIO(data))
+        self._creator.put(self._new(name), io.BytesIO(data))
 
     def replace(self, name: str, data: Buffer) -> None:
-        self.put(name, data)
+        self._requests.call("write", name, "put_object", Key=self._key(name), Body=io.BytesIO(data))
 
     def create(self, name: str, data: Buffer) -> Created:
         key = self._key(name)
@@ -139,7 +141,7 @@ class S3Backend:
         check_name(name)
 
     def open_writer(self, name: str) -> ObjectWriter:
-        return S3Writer(self._requests, name, self._key(name))
+        return S3Writer(self._creator, self._new(name))
 
     def delete(self, names: Iterable[str]) -> None:
         remaining = iter(names)
@@ -176,10 +178,10 @@ class S3Backend:
             self._requests.call("abort the upload of", name, "abort_multipart_upload", Key=self._key(object_name), UploadId=upload)
 
     def begin_upload(self, name: str, size_bytes: int) -> Upload:
-        return s3upload.begin(s3upload.Destination(self._requests, name, self._key(name), size_bytes))
+        return s3upload.begin(self._creator, name, self._key(name), size_bytes)
 
     def resume_upload(self, name: str, size_bytes: int, token: str) -> Upload:
-        return s3upload.resume(s3upload.Destination(self._requests, name, self._key(name), size_bytes), token)
+        return s3upload.resume(self._creator, name, self._key(name), size_bytes, token)
 
     def give_up_upload(self, name: str, token: str) -> None:
         if upload_id := s3upload.upload_id_of(token):
@@ -192,6 +194,9 @@ class S3Backend:
 
     def _key(self, name: str) -> str:
         return self._prefix + check_name(name)
+
+    def _new(self, name: str) -> NewObject:
+        return new_object(name, self._key(name))
 
     def _require_condition(self, name: str) -> None:
         """s3fs drops arguments that botocore does not know: without this check an old botocore would overwrite."""

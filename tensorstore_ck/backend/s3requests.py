@@ -118,18 +118,6 @@ class Request(NamedTuple, Generic[T]):
     """Its reply is waited for no longer than the connection's timeouts, counted from the last byte of this that was taken."""
 
 
-class UploadedPieces(NamedTuple):
-    """A multipart upload whose pieces are all there."""
-
-    name: str
-    key: str
-    upload_id: str
-    tags: Mapping[int, str]
-    """Of the pieces, by number."""
-    size_bytes: int
-    """Of the object to be."""
-
-
 class S3Requests:
     """Sends the requests of one backend. Thread-safe."""
 
@@ -138,7 +126,7 @@ class S3Requests:
         self.url = url
         self.filesystem = filesystem
         self.timing = timing
-        self._bucket = bucket
+        self.bucket = bucket
         self._on_wait = on_wait
         self._lock = threading.Lock()
         self._noticed_at = float("-inf")
@@ -152,30 +140,6 @@ class S3Requests:
         """
         return self.begin(action, name, max_tries).repeat(self.request(method, **arguments))
 
-    def complete(self, upload: UploadedPieces) -> None:
-        """Makes an object of its pieces.
-
-        After a try that failed it looks for the object, and sends again only where that is absent: the name is the caller's alone, so
-        an object of the right size under it is the one.
-
-        Raises:
-            StoreError: the object is not there, or nobody can tell.
-        """
-        operation = self.begin("complete", upload.name)
-        parts = [{"PartNumber": number, "ETag": tag} for number, tag in sorted(upload.tags.items())]
-        arguments = {"Key": upload.key, "UploadId": upload.upload_id, "MultipartUpload": {"Parts": parts}}
-        complete = self.request("complete_multipart_upload", **arguments)
-        while True:
-            try:
-                operation.once(complete)
-            except StoreError as exc:
-                is_there = operation.look(exc, self.is_there(upload.key, upload.size_bytes))
-                if is_there is None or not (is_there or is_passing(exc)):
-                    raise
-                if not is_there:
-                    continue
-            return
-
     def begin(self, action: str, name: str, max_tries: int | None = None) -> "Operation":
         """An operation of which nothing was sent yet."""
         return Operation(self, action, name, max_tries or self.timing.max_tries)
@@ -188,17 +152,17 @@ class S3Requests:
         async def send(filesystem: Any, _: Moved) -> dict[str, Any]:
             if body is not None:
                 body.seek(start)
-            reply: dict[str, Any] = await filesystem._call_s3(method, Bucket=self._bucket, **arguments)
+            reply: dict[str, Any] = await filesystem._call_s3(method, Bucket=self.bucket, **arguments)
             return reply
 
         return Request(send, body)
 
-    def is_there(self, key: str, size_bytes: int | None = None) -> Request[bool]:
-        """Asks whether there is an object, of that size if one is given; a missing one is a `MissingObjectError`."""
+    def is_there(self, key: str) -> Request[bool]:
+        """Asks whether there is an object; a missing one is a `MissingObjectError`."""
 
         async def send(filesystem: Any, _: Moved) -> bool:
-            reply = await filesystem._call_s3("head_object", Bucket=self._bucket, Key=key)
-            return size_bytes in (None, int(reply["ContentLength"]))
+            await filesystem._call_s3("head_object", Bucket=self.bucket, Key=key)
+            return True
 
         return Request(send)
 

@@ -1,56 +1,78 @@
 """One S3 object, uploaded in pieces that another process can go on with.
 
 Knows S3's requests, no files and no journal: what it takes to go on is the upload's token. Pieces have the sizes that `s3writer` gives
-them. An object of one piece is a single PutObject, and has no token.
+them. An object of one piece is a single PutObject. A token is ``SIZE-MARK/ID``: the size of the pieces, the object's mark, and the id of
+the multipart upload, empty where there is none. Earlier versions gave no marks (``SIZE/ID``), and single objects no token.
 """
 # ruff: noqa: D102 - resumable.py documents the methods
 
 from collections.abc import Sequence
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple, Protocol
 
 from tensorstore_ck.backend import s3writer
 from tensorstore_ck.backend.remote import error_code
 from tensorstore_ck.backend.resumable import Piece, Upload, UploadGoneError
-from tensorstore_ck.backend.s3requests import UploadedPieces
-from tensorstore_ck.backend.s3writer import Requests
-from tensorstore_ck.errors import MissingObjectError, StoreError
+from tensorstore_ck.backend.s3create import NewObject, UploadedPieces, is_taken, new_object
+from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, StoreError
 
 _NOT_THE_PIECES: Final = {"InvalidPart", "InvalidPartOrder", "EntityTooSmall", "NoSuchUpload"}
+
+
+class Creator(Protocol):
+    """What an upload needs of a backend: see `S3Creator`."""
+
+    def call(self, action: str, name: str, method: str, **arguments: Any) -> dict[str, Any]:
+        """One request."""
+
+    def put(self, new: NewObject, body: BinaryIO) -> None:
+        """Creates an object with one request."""
+
+    def begin(self, new: NewObject) -> str:
+        """Begins a multipart upload."""
+
+    def complete(self, new: NewObject, upload: UploadedPieces) -> None:
+        """Makes an object of its pieces."""
+
+    def has(self, new: NewObject, size_bytes: int) -> bool:
+        """Whether the object is there."""
 
 
 class Destination(NamedTuple):
     """The object to be."""
 
-    requests: Requests
-    name: str
-    key: str
+    creator: Creator
+    new: NewObject
     size_bytes: int
 
     def call(self, action: str, method: str, **arguments: Any) -> dict[str, Any]:
         """One request on the object."""
-        return self.requests.call(action, self.name, method, Key=self.key, **arguments)
+        return self.creator.call(action, self.new.name, method, Key=self.new.key, **arguments)
 
     def is_there(self) -> bool:
         """Whether it is complete."""
-        try:
-            return int(self.call("look at", "head_object")["ContentLength"]) == self.size_bytes
-        except MissingObjectError:
-            return False
+        return self.creator.has(self.new, self.size_bytes)
+
+    def token(self, piece_bytes: int, upload_id: str = "") -> str:
+        """What it takes to go on."""
+        return f"{piece_bytes}-{self.new.mark}/{upload_id}"
 
 
-def begin(destination: Destination) -> Upload:
+def begin(creator: Creator, name: str, key: str, size_bytes: int) -> Upload:
     """See `ResumableBackend.begin_upload`."""
-    pieces = pieces_of(destination.size_bytes, s3writer.PIECE_BYTES)
+    destination = Destination(creator, new_object(name, key), size_bytes)
+    pieces = pieces_of(size_bytes, s3writer.PIECE_BYTES)
     if len(pieces) == 1:
-        return PutUpload(destination, pieces)
-    upload_id = destination.call("begin an upload of", "create_multipart_upload")["UploadId"]
-    return MultipartUpload(destination, f"{s3writer.PIECE_BYTES}/{upload_id}", pieces, {})
+        return PutUpload(destination, destination.token(s3writer.PIECE_BYTES), pieces)
+    upload_id = creator.begin(destination.new)
+    return MultipartUpload(destination, destination.token(s3writer.PIECE_BYTES, upload_id), pieces, {})
 
 
-def resume(destination: Destination, token: str) -> Upload:
+def resume(creator: Creator, name: str, key: str, size_bytes: int, token: str) -> Upload:
     """See `ResumableBackend.resume_upload`."""
+    piece_bytes, _, mark = token.partition("/")[0].partition("-")
+    destination = Destination(creator, NewObject(name, key, mark), size_bytes)
     if upload_id_of(token):
-        pieces = pieces_of(destination.size_bytes, int(token.partition("/")[0]))
+        pieces = pieces_of(size_bytes, int(piece_bytes))
         try:
             tags = _tags(destination, upload_id_of(token), pieces)
         except MissingObjectError:
@@ -58,8 +80,10 @@ def resume(destination: Destination, token: str) -> Upload:
         else:
             return MultipartUpload(destination, token, [piece for piece in pieces if piece.number not in tags], tags)
     if destination.is_there():
-        return PutUpload(destination, ())
-    raise UploadGoneError(f"the upload of {destination.name} is gone")
+        return PutUpload(destination, token, ())
+    if mark and not upload_id_of(token):  # what was sent may still come: it has this mark
+        return PutUpload(destination, token, pieces_of(size_bytes, int(piece_bytes)))
+    raise UploadGoneError(f"the upload of {name} is gone")
 
 
 def upload_id_of(token: str) -> str:
@@ -81,14 +105,18 @@ def pieces_of(size_bytes: int, piece_bytes: int) -> list[Piece]:
 class PutUpload:
     """An object of one piece, or one that is there already."""
 
-    token = ""
-
-    def __init__(self, destination: Destination, missing: Sequence[Piece]) -> None:
+    def __init__(self, destination: Destination, token: str, missing: Sequence[Piece]) -> None:
+        self.token = token
         self.missing = missing
         self._destination = destination
 
     def send(self, piece: Piece, body: BinaryIO) -> None:
-        self._destination.call("write", "put_object", Body=body)
+        try:
+            self._destination.creator.put(self._destination.new, body)
+        except StoreError as exc:
+            if is_taken(exc):
+                raise _taken(self._destination.new) from exc
+            raise
 
     def complete(self) -> None:
         """A PutObject is."""
@@ -109,19 +137,30 @@ class MultipartUpload:
         try:
             reply = self._destination.call("write", "upload_part", UploadId=self._upload_id, PartNumber=piece.number, Body=body)
         except MissingObjectError as exc:
-            raise UploadGoneError(f"the upload of {self._destination.name} is gone") from exc
+            raise UploadGoneError(f"the upload of {self._destination.new.name} is gone") from exc
         self._tags[piece.number] = str(reply["ETag"])
 
     def complete(self) -> None:
-        requests, name, key, size_bytes = self._destination
+        creator, new, size_bytes = self._destination
         try:
-            requests.complete(UploadedPieces(name, key, self._upload_id, self._tags, size_bytes))
+            creator.complete(new, UploadedPieces(self._upload_id, self._tags, size_bytes))
         except StoreError as exc:
+            if is_taken(exc):
+                raise _taken(new) from exc
             code = error_code(exc.__cause__) if exc.__cause__ is not None else ""
             if not isinstance(exc, MissingObjectError) and code not in _NOT_THE_PIECES:
                 raise
             if not self._destination.is_there():
-                raise UploadGoneError(f"the upload of {name} cannot be completed") from exc
+                raise UploadGoneError(f"the upload of {new.name} cannot be completed") from exc
+
+
+def _taken(new: NewObject) -> CorruptObjectError:
+    """A staged object cannot be given another name: the staged manifests have this one."""
+    return CorruptObjectError(
+        f"{new.name} in the store is not what was staged: another writer of this bucket took its name. Find out who; "
+        "the staged snapshot cannot be published: drop it (`tsck staging drop`) and put it again",
+        object_id=new.name,
+    )
 
 
 def _tags(destination: Destination, upload_id: str, pieces: Sequence[Piece]) -> dict[int, str]:

@@ -11,11 +11,11 @@ import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, Protocol
+from typing import Final
 
 from tensorstore_ck.backend.localfile import byte_views
 from tensorstore_ck.backend.protocol import Buffer
-from tensorstore_ck.backend.s3requests import UploadedPieces
+from tensorstore_ck.backend.s3create import NewObject, S3Creator, UploadedPieces
 from tensorstore_ck.errors import BackendUnavailableError, StoreError
 
 PIECE_BYTES: Final = 15 << 20
@@ -24,23 +24,13 @@ PIECES_IN_FLIGHT: Final = 4
 PIECES_OF_ONE_SIZE: Final = 1000  # of the 10,000 that S3 allows: sizes double after each 1,000
 
 
-class Requests(Protocol):
-    """What the writer needs of a backend."""
-
-    def call(self, action: str, name: str, method: str, **arguments: Any) -> dict[str, Any]:
-        """See `S3Requests`."""
-
-    def complete(self, upload: UploadedPieces) -> None:
-        """See `S3Requests`."""
-
-
 class S3Writer:
     """See `ObjectWriter`."""
 
-    def __init__(self, requests: Requests, name: str, key: str) -> None:
-        self._requests = requests
-        self._name = name
-        self._key = key
+    def __init__(self, creator: S3Creator, new: NewObject) -> None:
+        self._creator = creator
+        self._new = new
+        self._name = new.name
         self._lock = threading.Lock()
         self._open = True
         self._end = 0
@@ -71,7 +61,7 @@ class S3Writer:
             self._piece.truncate()
             if not self._sent:
                 self._piece.seek(0)
-                self._requests.call("write", self._name, "put_object", Key=self._key, Body=self._piece)
+                self._creator.put(self._new, self._piece)
                 return
             if self._piece.tell():
                 self._send()
@@ -79,7 +69,7 @@ class S3Writer:
                 tags = {number: sent.result() for number, sent in enumerate(self._sent, 1)}
             finally:
                 self._stop_threads()
-            self._requests.complete(UploadedPieces(self._name, self._key, self._upload_id, tags, self._end))
+            self._creator.complete(self._new, UploadedPieces(self._upload_id, tags, self._end))
 
     def abort(self) -> None:
         with self._lock:
@@ -87,8 +77,8 @@ class S3Writer:
             self._stop_threads()
             if self._upload_id:
                 with contextlib.suppress(StoreError):
-                    arguments = {"Key": self._key, "UploadId": self._upload_id}
-                    self._requests.call("abort", self._name, "abort_multipart_upload", max_tries=1, **arguments)
+                    arguments = {"Key": self._new.key, "UploadId": self._upload_id}
+                    self._creator.call("abort", self._name, "abort_multipart_upload", max_tries=1, **arguments)
 
     def _add(self, view: memoryview) -> None:
         while len(view):
@@ -106,8 +96,7 @@ class S3Writer:
 
     def _send(self) -> None:
         if self._threads is None:
-            reply = self._requests.call("begin an upload of", self._name, "create_multipart_upload", Key=self._key)
-            self._upload_id = reply["UploadId"]
+            self._upload_id = self._creator.begin(self._new)
             self._threads = ThreadPoolExecutor(PIECES_IN_FLIGHT, thread_name_prefix="tsck-upload")
         self._sent.append(self._threads.submit(self._upload, len(self._sent) + 1, self._piece))
 
@@ -115,9 +104,8 @@ class S3Writer:
         """Runs on a thread; the buffer comes back whatever happens, so that `append` never waits for ever."""
         try:
             piece.seek(0)
-            reply = self._requests.call(
-                "write", self._name, "upload_part", Key=self._key, UploadId=self._upload_id, PartNumber=number, Body=piece
-            )
+            arguments = {"Key": self._new.key, "UploadId": self._upload_id, "PartNumber": number, "Body": piece}
+            reply = self._creator.call("write", self._name, "upload_part", **arguments)
             return str(reply["ETag"])
         finally:
             piece.seek(0)

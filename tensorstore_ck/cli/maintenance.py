@@ -62,12 +62,17 @@ def _probe_lines(result: ProbeResult) -> list[str]:
             ("creates exclusively", holds(result.exclusive_create)),
             ("reads what was written", holds(result.read_after_write)),
             ("lists what was written", holds(result.list_after_write)),
+            ("refuses to overwrite", holds(result.refuses_second_put)),
+            ("... sent in pieces", holds(result.refuses_second_upload)),
             ("write", f"{human_bytes(int(result.write_bytes_per_second))}/s"),
             ("read", f"{human_bytes(int(result.read_bytes_per_second))}/s"),
             ("one commit waits", create_seconds),
         ]
     )
     lines += [red(printable(problem)) for problem in result.problems]
+    if result.exclusive_create and not (result.refuses_second_put and result.refuses_second_upload):
+        which = "any object" if not result.refuses_second_put else "packs of more than 15 MiB"
+        lines.append(f"another writer of this place can write over {which}: give credentials only to those whom you trust with all of it")
     if not result.exclusive_create:
         lines.append("several processes would lose each other's commits here: use another place, or --single-writer-unsafe with one writer")
     return lines

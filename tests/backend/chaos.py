@@ -5,8 +5,8 @@ import http.client
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -19,6 +19,7 @@ class Fault(Enum):
     LOSE_REPLY = "forward it, then hang up instead of replying"
     LOSE_REQUEST = "hang up without forwarding it"
     RESET = "reset the connection without forwarding it"
+    REPLY_412 = "forward it, then 412: as to the second of two that a library sent"
     HANG = "never answer it, and do not forward it"
     HANG_AFTER = "forward it, but never answer"
     CUT_HEADERS = "forward it, then hang up in the middle of the reply's headers"
@@ -46,6 +47,9 @@ class Request:
 
     method: str
     path: str
+    headers: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    body: bytes = field(default=b"", compare=False, repr=False)
+    """Of requests on the bucket, which tell there what is deleted; kept of no others."""
 
 
 Plan = Callable[[Request], Fault]
@@ -129,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _handle(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        request = Request(self.command, self.path)
+        request = Request(self.command, self.path, dict(self.headers.items()), body if "?delete" in self.path else b"")
         self.chaos.seen.append(request)
         fault = self.chaos.plan(request)
         if fault.value.isdigit():
@@ -150,6 +154,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self.connection.close()
             case Fault.LOSE_REPLY:
                 self._forward(body)
+            case Fault.REPLY_412:
+                self._forward(body)
+                self._reply(412, {}, _ERROR % b"PreconditionFailed")
             case Fault.HANG:
                 self.chaos.silence_ends.wait()
             case Fault.HANG_AFTER:

@@ -14,7 +14,7 @@ import pytest
 from tensorstore_ck.backend import Backend, Buffer, Created, open_backend, s3writer
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.errors import CorruptObjectError, MissingObjectError
+from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, MissingObjectError
 from tests.servers import ObjectServer, S3Server
 
 MIB = 1 << 20
@@ -64,6 +64,15 @@ def read(backend: Backend, name: str, offset: int, size: int) -> bytes:
 
 def names(backend: Backend, prefix: str = "") -> set[str]:
     return {found.name for found in backend.list(prefix)}
+
+
+def test_a_put_never_writes_over_an_object(backend: Backend) -> None:
+    backend.put("parts/0A/one", b"first")
+    with pytest.raises(BackendUnavailableError):
+        backend.put("parts/0A/one", b"other")
+    assert backend.get("parts/0A/one", max_bytes=10) == b"first"
+    backend.replace("parts/0A/one", b"third")
+    assert backend.get("parts/0A/one", max_bytes=10) == b"third"
 
 
 @pytest.mark.parametrize("data", [b"", b"x", bytearray(b"abc"), memoryview(b"abcd"), os.urandom(3 * MIB)])

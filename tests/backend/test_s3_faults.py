@@ -180,7 +180,7 @@ COMPLETED: dict[str, tuple[str, str, Act]] = {
     "complete": ("POST", "?uploadId=", write_pack),
     "complete resumable": ("POST", "?uploadId=", send_pieces),
 }
-OTHERS = {Fault.NONE, Fault.ANSWER, Fault.REPLY_THEN_HANG, Fault.STATUS_403, Fault.STATUS_412, Fault.STATUS_501}
+OTHERS = {Fault.NONE, Fault.ANSWER, Fault.REPLY_412, Fault.REPLY_THEN_HANG, Fault.STATUS_403, Fault.STATUS_412, Fault.STATUS_501}
 PASSING = [fault for fault in Fault if fault not in OTHERS]
 NO_FAULTS = {  # of these requests: the reply has no body that could break off, or its body is the object
     "get": {Fault.ERROR_IN_200, Fault.BAD_200},

@@ -208,6 +208,7 @@ def test_a_put_survives_one_fault(open_store: Open, proxy: ChaosProxy, folder: s
     store, state = open_store(proxy.url, **FEW_TRIES), tensors(0, count=3)
     proxy.plan = once(fault, "PUT", folder)
     done = store.put_snapshot(state, ref="job", step=1)
+    assert count(proxy.seen, "GET", folder="/packs/") == 0
     other = open_store()
     assert [snapshot.root for snapshot in other.log("job")] == [done.root]
     assert done.entry == 1

@@ -17,8 +17,6 @@ from tensorstore_ck.backend import s3upload, s3writer
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.resumable import Upload
-from tensorstore_ck.backend.s3requests import UploadedPieces
-from tensorstore_ck.backend.s3upload import Destination
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError
 from tensorstore_ck.events import Event
 from tensorstore_ck.opening import init_store, make_engine, read_config
@@ -30,7 +28,7 @@ from tensorstore_ck.tiers import copies as copies_module
 from tensorstore_ck.tiers import folder as folder_module
 from tensorstore_ck.tiers.journal import UploadJournal
 from tests.crash.faulty import Death, Faults, FaultyBackend
-from tests.tiers.places import PieceStore
+from tests.tiers.places import FakeCreator, PieceStore
 
 SECONDS: Final = 30.0
 """After which a test is told that what it waits for does not come."""
@@ -53,18 +51,13 @@ class Client(FaultyBackend):
         self.is_local = False
 
     def begin_upload(self, name: str, size_bytes: int) -> Upload:
-        return s3upload.begin(Destination(self, name, name, size_bytes))
+        return s3upload.begin(FakeCreator(self.call), name, name, size_bytes)
 
     def resume_upload(self, name: str, size_bytes: int, token: str) -> Upload:
-        return s3upload.resume(Destination(self, name, name, size_bytes), token)
+        return s3upload.resume(FakeCreator(self.call), name, name, size_bytes, token)
 
     def give_up_upload(self, name: str, token: str) -> None:
         self._faults.call(f"give up {name}", lambda: self._inner.give_up_upload(name, token))  # type: ignore[attr-defined]
-
-    def complete(self, upload: UploadedPieces) -> None:
-        parts = {"Parts": [{"PartNumber": number, "ETag": tag} for number, tag in sorted(upload.tags.items())]}
-        arguments = {"Key": upload.key, "UploadId": upload.upload_id, "MultipartUpload": parts}
-        self.call("complete", upload.name, "complete_multipart_upload", **arguments)
 
     def call(self, action: str, name: str, method: str, **arguments: Any) -> dict[str, Any]:
         inner = cast(PieceStore, self._inner)

@@ -3,16 +3,16 @@
 import itertools
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tensorstore_ck.backend import s3upload
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.resumable import Upload
-from tensorstore_ck.backend.s3requests import UploadedPieces
-from tensorstore_ck.backend.s3upload import Destination
+from tensorstore_ck.backend.s3create import NewObject, UploadedPieces
 from tensorstore_ck.errors import MissingObjectError
 from tensorstore_ck.tiers.folder import StagingFolder
 from tensorstore_ck.tiers.journal import UploadJournal
@@ -20,6 +20,29 @@ from tests.crash.faulty import Faults, FaultyBackend
 
 UUID = "0c3f3c2a-5a4e-4bb0-8f0e-2f6a3c1d9e11"
 PACK, PART = "packs/0A/01ARZ3NDEKTSV4RRFFQ69G5F0A", "parts/0B/01ARZ3NDEKTSV4RRFFQ69G5F0B"
+
+
+class FakeCreator:
+    """Does what `S3Creator` does by `call` alone; nobody else writes here."""
+
+    def __init__(self, call: Callable[..., dict[str, Any]]) -> None:
+        self.call = call
+
+    def put(self, new: NewObject, body: BinaryIO) -> None:
+        self.call("write", new.name, "put_object", Key=new.key, Body=body)
+
+    def begin(self, new: NewObject) -> str:
+        return str(self.call("begin", new.name, "create_multipart_upload", Key=new.key)["UploadId"])
+
+    def complete(self, new: NewObject, upload: UploadedPieces) -> None:
+        parts = {"Parts": [{"PartNumber": number, "ETag": tag} for number, tag in sorted(upload.tags.items())]}
+        self.call("complete", new.name, "complete_multipart_upload", Key=new.key, UploadId=upload.upload_id, MultipartUpload=parts)
+
+    def has(self, new: NewObject, size_bytes: int) -> bool:
+        try:
+            return int(self.call("look at", new.name, "head_object", Key=new.key)["ContentLength"]) == size_bytes
+        except MissingObjectError:
+            return False
 
 
 class PieceStore(MemoryBackend):
@@ -36,10 +59,10 @@ class PieceStore(MemoryBackend):
         self._counting = threading.Lock()
 
     def begin_upload(self, name: str, size_bytes: int) -> Upload:
-        return s3upload.begin(Destination(self, name, name, size_bytes))
+        return s3upload.begin(FakeCreator(self.call), name, name, size_bytes)
 
     def resume_upload(self, name: str, size_bytes: int, token: str) -> Upload:
-        return s3upload.resume(Destination(self, name, name, size_bytes), token)
+        return s3upload.resume(FakeCreator(self.call), name, name, size_bytes, token)
 
     def give_up_upload(self, name: str, token: str) -> None:
         self.faults.call(f"give up {name}", lambda: self.pending.pop(s3upload.upload_id_of(token), None))
@@ -47,11 +70,6 @@ class PieceStore(MemoryBackend):
     def size(self, name: str) -> int:
         size: int = self.faults.call(f"size {name}", lambda: super(PieceStore, self).size(name))
         return size
-
-    def complete(self, upload: UploadedPieces) -> None:
-        parts = {"Parts": [{"PartNumber": number, "ETag": tag} for number, tag in sorted(upload.tags.items())]}
-        arguments = {"Key": upload.key, "UploadId": upload.upload_id, "MultipartUpload": parts}
-        self.call("complete", upload.name, "complete_multipart_upload", **arguments)
 
     def call(self, action: str, name: str, method: str, **arguments: Any) -> dict[str, Any]:
         reply: dict[str, Any] = self.faults.call(f"{method} {name}", lambda: getattr(self, f"_{method}")(**arguments))
