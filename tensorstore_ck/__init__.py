@@ -19,6 +19,7 @@ from tensorstore_ck.errors import (
     InvalidNameError,
     InvalidOptionError,
     InvalidUrlError,
+    LogChangedError,
     MismatchError,
     MissingExtraError,
     MissingObjectError,
@@ -40,6 +41,7 @@ from tensorstore_ck.errors import (
     WaitTimeoutError,
 )
 from tensorstore_ck.events import Event
+from tensorstore_ck.log import LogChangedWarning
 from tensorstore_ck.readonlystore import ReadOnlyStore
 from tensorstore_ck.samples import SampleCursor
 from tensorstore_ck.saving import PendingSnapshot
@@ -151,6 +153,8 @@ __all__ = [
     "InvalidOptionError",
     "InvalidUrlError",
     "LoadReport",
+    "LogChangedError",
+    "LogChangedWarning",
     "MismatchError",
     "MissingExtraError",
     "MissingObjectError",

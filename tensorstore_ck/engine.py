@@ -181,6 +181,7 @@ class Engine:
         """Releases the backend and the cache."""
         if self.put_ids is not None:
             self.put_ids.close()
+        self.log.close()
         self.index.close()
         self.table.close()
         self.backend.close()

@@ -241,6 +241,13 @@ class SuspiciousSaveError(InputError):
     exit_code = 29
 
 
+class LogChangedError(InputError):
+    """With ``rollback="error"``: the log went back or was forked since it was last seen, and nobody has accepted it (`tsck accept-log`)."""
+
+    kind = "log_changed"
+    exit_code = 46
+
+
 class SnapshotMarkedBadError(InputError):
     """The snapshot was marked, and is not resumed from unless asked for."""
 

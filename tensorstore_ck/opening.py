@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import platformdirs
+
 from tensorstore_ck.backend import open_backend, probe_create
 from tensorstore_ck.backend.limited import limited
 from tensorstore_ck.backend.protocol import Backend, Created
@@ -26,7 +28,7 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.events import logged_observers
 from tensorstore_ck.ids import Clock, IdSource, new_ulid
 from tensorstore_ck.index import BlockIndex, forget_packs
-from tensorstore_ck.log import Log, RefTable
+from tensorstore_ck.log import HeadFile, Log, RefTable, Rollback, Watermark
 from tensorstore_ck.processes import Process, this_process
 from tensorstore_ck.putids import PutIds
 from tensorstore_ck.ratelimit import RateLimit
@@ -53,6 +55,8 @@ def open_engine(
     delta: DeltaOption = None,
     read_only: bool = False,
     places: Sequence[str | os.PathLike[str]] = (),
+    rollback: Rollback = "warn",
+    state_dir: str | os.PathLike[str] | None = None,
 ) -> Engine:
     """The engine of the store at `url`; with `create`, makes the store if there is none; with `read_only`, changes nothing in it."""
     if read_only and (create or staging is not None):
@@ -77,12 +81,14 @@ def open_engine(
             require_room(backend, kept, 0, "the store")
         options = staging if staging is None or isinstance(staging, Staging) else Staging(staging)
         folder = options.open(config.uuid) if options is not None else None
+        watermark = Watermark(_head_file(backend, state_dir, config), rollback=rollback, url=backend.url)
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
         opener = PlaceOpener(backend.url, dict(storage_options or {}), no_sync, read_only, observers.emit, allowed)
         engine = make_engine(
             backend,
             config,
             table,
+            watermark=watermark,
             single_writer=single_writer_unsafe,
             open_place=opener,
             read_only=read_only,
@@ -108,6 +114,7 @@ def make_engine(
     config: StoreConfig,
     table: Table,
     *,
+    watermark: Watermark | None = None,
     single_writer: bool = False,
     clock: Clock = time.time_ns,
     new_id: IdSource = new_ulid,
@@ -122,7 +129,7 @@ def make_engine(
     """
     options: dict[str, Any] = {"uuid": uuid.UUID(config.uuid).bytes, "prefix": config.log, "clock": clock, "new_id": new_id, "sleep": sleep}
     options |= {"actor": current_actor(), "read_only": read_only}
-    log = Log(backend, table, **options, on_swept=forget_packs, shared=not single_writer)
+    log = Log(backend, table, **options, watermark=watermark, on_swept=forget_packs, shared=not single_writer)
     apart = Log(backend, MemoryTable(), **options)
 
     def look(anew: bool) -> RefTable:
@@ -140,6 +147,14 @@ def make_engine(
         engine.find_process = find_process
         engine.put_ids = None if read_only else PutIds(backend, new_id, clock, find_process)
     return engine
+
+
+def _head_file(backend: Backend, state_dir: str | os.PathLike[str] | None, config: StoreConfig) -> HeadFile | None:
+    """Where the user keeps what was seen of the log; nowhere for a store that ends with this process."""
+    if backend.url.startswith("memory://"):
+        return None
+    folder = platformdirs.user_state_path("tensorstore_ck", appauthor=False) if state_dir is None else Path(state_dir)
+    return HeadFile(folder, f"{config.uuid}-{config.log}")
 
 
 def read_config(backend: Backend) -> StoreConfig | None:

@@ -13,7 +13,7 @@ from tensorstore_ck.address import Resolved
 from tensorstore_ck.codec import CodecOption, DeltaOption
 from tensorstore_ck.grouped import TIMEOUT_SECONDS, process_group
 from tensorstore_ck.keeping import changes
-from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log import Rollback, SnapshotInfo
 from tensorstore_ck.merged import count_rank_states, open_rank_state, open_snapshot
 from tensorstore_ck.opening import open_engine
 from tensorstore_ck.puts import SavingStore, require_no_rank_state
@@ -237,6 +237,8 @@ def open_store(
     read_only: Literal[True],
     storage_options: Mapping[str, Any] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    rollback: Rollback = "warn",
+    state_dir: str | os.PathLike[str] | None = None,
     dead_after_seconds: float = DEAD_AFTER_SECONDS,
     places: Sequence[str | os.PathLike[str]] = (),
 ) -> ReadOnlyStore: ...
@@ -249,6 +251,8 @@ def open_store(
     single_writer_unsafe: bool = False,
     no_sync: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
+    rollback: Rollback = "warn",
+    state_dir: str | os.PathLike[str] | None = None,
     host_memory_bytes: int | None = None,
     staging: str | os.PathLike[str] | Staging | None = None,
     min_free: str | int = 0,
@@ -267,6 +271,8 @@ def open_store(
     single_writer_unsafe: bool = False,
     no_sync: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
+    rollback: Rollback = "warn",
+    state_dir: str | os.PathLike[str] | None = None,
     host_memory_bytes: int | None = None,
     staging: str | os.PathLike[str] | Staging | None = None,
     min_free: str | int = 0,
@@ -287,6 +293,10 @@ def open_store(
             writes: a second writer can silently lose commits.
         no_sync: Skip fsync on local files: a power failure may lose acknowledged snapshots.
         cache_dir: Where this host keeps its cache; by default the user's cache directory.
+        rollback: What to do where the log has gone back, or holds another entry than this user has seen: ``"warn"`` tells it with a
+            `LogChangedWarning`, each time that the store is opened, until somebody runs `tsck accept-log`; ``"error"`` refuses to read and
+            to write until then.
+        state_dir: Where this user notes the highest entry of the log that was seen; by default the user's state directory.
         host_memory_bytes: What captures of `Store.put_snapshot_async` may take in this process, all together; by default three quarters
             of what the container and the host have free at the first one, shared by the ranks of the host.
         staging: A disk of this host, where puts are durable first and restores find what they read before: a path, or `Staging`.
@@ -310,6 +320,7 @@ def open_store(
     Raises:
         NotAStoreError: nothing there, and `create` is false.
         InvalidUrlError: the URL cannot be understood.
+        LogChangedError: with ``rollback="error"``, not here, but from every method that reads the log.
         UnsafeBackendError: the backend lets two writers create the same object.
         NoSpaceError: less than `min_free` is free, or the staging disk is too small.
     """
@@ -321,6 +332,8 @@ def open_store(
             single_writer_unsafe=single_writer_unsafe,
             no_sync=no_sync,
             cache_dir=cache_dir,
+            rollback=rollback,
+            state_dir=state_dir,
             staging=staging,
             min_free=min_free,
             max_bytes_per_second=max_bytes_per_second,

@@ -29,6 +29,8 @@ hypothesis.settings.load_profile("untimed")
 MINUTES = float(os.environ.get("TEST_MINUTES", "inf"))
 BEGAN = time.monotonic()
 
+os.environ["XDG_STATE_HOME"] = os.devnull  # what is seen of logs is noted nowhere: not in the home of who runs the tests, nor of copies
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if float("inf") > MINUTES:

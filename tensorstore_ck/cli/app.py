@@ -8,7 +8,7 @@ import difflib
 import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn
 
 import click
@@ -35,6 +35,7 @@ from tensorstore_ck.cli import (
     verifying,
     watching,
 )
+from tensorstore_ck.cli.hints import COMPLETE
 from tensorstore_ck.cli.options import split_leading
 from tensorstore_ck.cli.output import emit, printable
 from tensorstore_ck.errors import StoreError
@@ -142,7 +143,9 @@ class _Lines(logging.Handler):
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     """A warning as a user wants it: what it says, not where the code is."""
-    click.echo(f"tsck: warning: {printable(message)}", err=True)
+    context = click.get_current_context(silent=True)
+    complete: Callable[[str], str] = str if context is None else context.meta.get(COMPLETE, str)
+    click.echo(f"tsck: warning: {printable(complete(str(message)))}", err=True)
 
 
 @click.group(cls=Program, help=HELP, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -183,6 +186,7 @@ for _command in (
     copying.copy,
     checking.fsck,
     verifying.verify_resume,
+    maintenance.accept_log,
     maintenance.salvage,
     maintenance.probe,
 ):

@@ -75,9 +75,11 @@ def fsck(
         repaired: RepairReport | None = None
         if repair:
             source = None
-            if other is not None:  # a copy of this store's files has its uuid, and must not share its cache
+            if other is not None:  # a copy of this store's files has its uuid, and must not share what this host keeps for it
                 folder = stack.enter_context(TemporaryDirectory(prefix="tsck-"))
-                source = StoreChoice(other, dict(from_storage_option), folder, places=choice.places).open_engine(read_only=True)
+                source = StoreChoice(other, dict(from_storage_option), folder, places=choice.places, state_dir=folder).open_engine(
+                    read_only=True
+                )
             repaired = run_repair(engine, options, other=stack.enter_context(closing(source)) if source is not None else None)
             repaired = replace(repaired, before=_completed(repaired.before, choice), after=_completed(repaired.after, choice))
             report = repaired.after

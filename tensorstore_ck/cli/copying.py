@@ -1,15 +1,17 @@
 """The command that copies refs between stores: copy. It needs no torch."""
 
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import click
 
-from tensorstore_ck.cli.options import CACHE_VARIABLE, StoreChoice, allow_place_option, command, json_option, named_value, rate_option
+from tensorstore_ck.cli.options import StoreChoice, allow_place_option, command, host_options, json_option, named_value, rate_option
 from tensorstore_ck.cli.output import counted, emit, green, printable, red, short_root, table
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.copying import CopyReport, Pace, copy_refs
 from tensorstore_ck.errors import RetryableError
 from tensorstore_ck.executor import DaskCluster
+from tensorstore_ck.log import Rollback
 from tensorstore_ck.sizes import human_bytes
 
 
@@ -24,7 +26,7 @@ from tensorstore_ck.sizes import human_bytes
 @rate_option
 @click.option("--src-storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help="For SRC's storage service (repeatable).")
 @click.option("--dst-storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help="For DST's storage service (repeatable).")
-@click.option("--cache-dir", metavar="FOLDER", envvar=CACHE_VARIABLE, help=f"Where this host keeps its cache (or ${CACHE_VARIABLE}).")
+@host_options
 @allow_place_option
 @click.option("--single-writer-unsafe", is_flag=True, help="Write where creation is not exclusive: a second writer would lose commits.")
 @click.option("--no-sync", is_flag=True, help="Skip fsync: a power failure may lose what was acknowledged.")
@@ -42,6 +44,8 @@ def copy(
     dst_storage_option: tuple[tuple[str, object], ...],
     cache_dir: str | None,
     allow_place: tuple[str, ...],
+    state_dir: str | None,
+    rollback: Rollback,
     single_writer_unsafe: bool,
     no_sync: bool,
     dask: str | None,
@@ -52,8 +56,14 @@ def copy(
     Only blocks that DST lacks travel, each verified. May be killed at any time and run again: it goes on. A ref that has other snapshots
     in DST is left as it is.
     """
-    from_choice = StoreChoice(source, dict(src_storage_option), cache_dir, places=allow_place)
-    to_choice = StoreChoice(target, dict(dst_storage_option), cache_dir, single_writer_unsafe, no_sync, allow_place)
+    from_choice = StoreChoice(source, dict(src_storage_option), cache_dir, places=allow_place, state_dir=state_dir, rollback=rollback)
+    to_choice = replace(
+        from_choice,
+        url=target,
+        storage_options=dict(dst_storage_option),
+        single_writer_unsafe=single_writer_unsafe,
+        no_sync=no_sync,
+    )
     pace = Pace.limited(rate_limit)
     with ExitStack() as stack:
         from_engine = stack.enter_context(closing(from_choice.open_engine(read_only=True)))

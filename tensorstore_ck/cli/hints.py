@@ -9,12 +9,18 @@ from typing import Any, Final
 import click
 from click.core import ParameterSource
 
+COMPLETE: Final = "tensorstore_ck.complete"
+"""Under which click's context holds the completion for the store of the command that runs."""
 _COMMAND: Final = re.compile(r"`tsck ([a-z-]+)([^`]*)`")
 _SECRET: Final = re.compile(r"key|secret|token|password|credential", re.IGNORECASE)
 
 
 def store_arguments(
-    context: click.Context, url: str | None, storage_options: Mapping[str, Any], cache_dir: str | None, places: Sequence[str]
+    context: click.Context,
+    url: str | None,
+    storage_options: Mapping[str, Any],
+    folders: Mapping[str, str | None],
+    places: Sequence[str],
 ) -> list[str]:
     """What chose the store on this command line. What the environment and the current folder said, they say again to the next command.
 
@@ -29,21 +35,24 @@ def store_arguments(
         text = name.upper() if _SECRET.search(name) else value if isinstance(value, str) else json.dumps(value)
         arguments += ["--storage-option", f"{name}={text}"]
     arguments += [word for place in places for word in ("--allow-place", place)]
-    return [*arguments, *(["--cache-dir", cache_dir] if cache_dir and is_given("cache_dir") else [])]
+    for name, folder in folders.items():
+        arguments += [f"--{name.replace('_', '-')}", folder] if folder and is_given(name) else []
+    return arguments
 
 
 def complete(context: click.Context, text: str, arguments: Sequence[str]) -> str:
-    """`text`, with `arguments` added to each command in it that works on a store; of one that names a URL, only the storage options."""
+    """`text`, with `arguments` added to each command in it that works on a store; of one that names its store not what names another."""
     root = context.find_root().command
     commands = root.commands if isinstance(root, click.Group) else {}
-    pairs = zip(arguments[::2], arguments[1::2], strict=True)
+    pairs = list(zip(arguments[::2], arguments[1::2], strict=True))
     storage = [word for option, value in pairs if option == "--storage-option" for word in (option, value)]
+    state = [word for option, value in pairs if option == "--state-dir" for word in (option, value)]
 
     def completed(found: re.Match[str]) -> str:
         name, rest = found.groups()
         takes_store = name in commands and any(parameter.name == "store" for parameter in commands[name].params)
         names_store = bool({"-s", "--store"} & set(rest.split()))
-        more = arguments if not names_store else storage if "://" in rest else []
+        more = arguments if not names_store else [*(storage if "://" in rest else ()), *state]
         return f"`tsck {name}{rest} {shlex.join(more)}`" if takes_store and more else found[0]
 
     return _COMMAND.sub(completed, text)

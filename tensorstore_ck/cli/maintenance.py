@@ -1,7 +1,9 @@
 """Commands about the store itself: init, probe, salvage. They need no torch."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 
 import click
 
@@ -11,6 +13,7 @@ from tensorstore_ck.backend.forecast import Forecast, forecast
 from tensorstore_ck.cli.options import StoreChoice, byte_count, command, store_options
 from tensorstore_ck.cli.output import counted, emit, facts, green, indented, printable, red, short_root, table
 from tensorstore_ck.errors import NoSpaceError, UnsafeBackendError
+from tensorstore_ck.log import LogChangedWarning
 from tensorstore_ck.opening import init_store
 from tensorstore_ck.salvage import Salvaged, SalvageReport
 from tensorstore_ck.salvage import salvage as run_salvage
@@ -115,6 +118,23 @@ def _seconds(count: float) -> str:
     if count < 1:
         return f"{count * 1000:.1f} ms"
     return f"{count:.1f} s" if count < 120 else f"{count / 60:.1f} min"
+
+
+@command("Say that you have looked at a log that went back or forked.", "tsck accept-log -s ./ckpt")
+@store_options()
+def accept_log(choice: StoreChoice, *, as_json: bool) -> None:
+    """Accept the log as it is, though you have seen entries in it that are gone, or others now (every command warns of that).
+
+    Look at what is there first: after a restore from a copy it is what it should be. Nothing in the store is changed.
+    """
+    with closing(replace(choice, rollback="warn").open_engine(read_only=True)) as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore", LogChangedWarning)  # this command is the answer to it
+        head, gone = engine.log.accept()
+        url = printable(engine.backend.url)
+    line = f"the log of {url} ends at entry {head.n}, and holds what you have seen of it: there is nothing to accept"
+    if gone is not None:
+        line = f"accepted the log of {url}, which ends at entry {head.n}; entry {gone.n}, which you had seen, is no longer looked for"
+    emit({"accepted": gone is not None, "head": head.n, "gone": gone and gone.n}, [line], as_json=as_json)
 
 
 @command("Make a new log when the old one was destroyed.", "tsck salvage --dry-run -s ./ckpt", "tsck salvage -s ./ckpt")

@@ -1,7 +1,7 @@
 """The options that commands share: which store, how to open it, how to print.
 
 A command that works on a store takes a `StoreChoice`; nothing is opened before the command asks for it. Constructed from
-the command line, the two environment variables named here and the file of allowed places, nothing else.
+the command line, the environment variables named here and the file of allowed places, nothing else.
 """
 
 import json
@@ -18,13 +18,14 @@ from tensorstore_ck.backend.portable import PortableBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.readonly import ReadOnlyBackend
 from tensorstore_ck.cli.allowedplaces import read_places
-from tensorstore_ck.cli.hints import complete, store_arguments
+from tensorstore_ck.cli.hints import COMPLETE, complete, store_arguments
 from tensorstore_ck.cli.progress import Bar, CountingBackend
 from tensorstore_ck.codec import CodecName
 from tensorstore_ck.config import CONFIG_NAME
 from tensorstore_ck.durations import parse_seconds
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, NotAStoreError, StoreError
+from tensorstore_ck.log import ROLLBACK, Rollback
 from tensorstore_ck.opening import open_engine
 from tensorstore_ck.readonlystore import ReadOnlyStore
 from tensorstore_ck.sizes import parse_bytes
@@ -35,6 +36,8 @@ from tensorstore_ck.tiers.places import PlaceOpener
 
 STORE_VARIABLE: Final = "TSCK_STORE"
 CACHE_VARIABLE: Final = "TSCK_CACHE_DIR"
+STATE_VARIABLE: Final = "TSCK_STATE_DIR"
+ROLLBACK_VARIABLE: Final = "TSCK_ROLLBACK"
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -53,6 +56,8 @@ class StoreChoice:
     """The places that the command line allows; the user's file allows others."""
     complete: Callable[[str], str] = str
     """Completes the commands that a message names, so that they work on this store as they are printed."""
+    state_dir: str | None = None
+    rollback: Rollback = "warn"
 
     def require_url(self) -> str:
         """Where the store is.
@@ -96,6 +101,8 @@ class StoreChoice:
             codec=codec,
             read_only=read_only,
             places=self.allowed_places(),
+            rollback=self.rollback,
+            state_dir=self.state_dir,
         )
 
     def make_portable(self, engine: Engine) -> None:
@@ -123,7 +130,7 @@ class StoreChoice:
         return open_backend(self.require_url(), self.storage_options, no_sync=self.no_sync)
 
 
-_LEADING: Final = ("-s", "--store", "--storage-option", "--cache-dir", "--allow-place")
+_LEADING: Final = ("-s", "--store", "--storage-option", "--cache-dir", "--state-dir", "--rollback", "--allow-place")
 _LEADING_FLAGS: Final = ("--json", "--single-writer-unsafe", "--no-sync")
 
 
@@ -229,6 +236,20 @@ def allow_place_option(command: Command) -> Command:
     return click.option("--allow-place", metavar="URL", multiple=True, help=text)(command)
 
 
+def host_options(command: Command) -> Command:
+    """Adds what this host keeps for a store: the arguments `cache_dir`, `state_dir` and `rollback`."""
+    cache_help = f"Where this host keeps its cache (or ${CACHE_VARIABLE})."
+    state_help = f"Where you keep how far each log was seen (or ${STATE_VARIABLE})."
+    rollback_help = f"Where the log went back or forked, until `tsck accept-log` (or ${ROLLBACK_VARIABLE}; default: warn)."
+    for option in (
+        click.option("--rollback", type=click.Choice(ROLLBACK), default="warn", envvar=ROLLBACK_VARIABLE, help=rollback_help),
+        click.option("--state-dir", metavar="FOLDER", envvar=STATE_VARIABLE, help=state_help),
+        click.option("--cache-dir", metavar="FOLDER", envvar=CACHE_VARIABLE, help=cache_help),
+    ):
+        command = option(command)
+    return command
+
+
 def json_option(command: Command) -> Command:
     """Adds ``--json`` as the argument `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")(command)
@@ -244,21 +265,32 @@ def store_options(*, writes: bool = False, url_argument: bool = False) -> Callab
 
     def decorate(command: Command) -> Callable[..., None]:
         def run(
+            *args: Any,
             store: str | None,
             storage_option: tuple[tuple[str, object], ...],
             cache_dir: str | None,
             allow_place: tuple[str, ...],
-            *args: Any,
+            state_dir: str | None,
+            rollback: Rollback,
             single_writer_unsafe: bool = False,
             no_sync: bool = False,
             url: str | None = None,
             **kwargs: Any,
         ) -> None:
             context, chosen, given = click.get_current_context(), url or store, dict(storage_option)
-            arguments = store_arguments(context, chosen, given, cache_dir, allow_place)
+            arguments = store_arguments(context, chosen, given, {"cache_dir": cache_dir, "state_dir": state_dir}, allow_place)
             choice = StoreChoice(
-                chosen, given, cache_dir, single_writer_unsafe, no_sync, allow_place, lambda text: complete(context, text, arguments)
+                chosen,
+                given,
+                cache_dir,
+                single_writer_unsafe,
+                no_sync,
+                allow_place,
+                lambda text: complete(context, text, arguments),
+                state_dir,
+                rollback,
             )
+            context.meta[COMPLETE] = choice.complete
             try:
                 command(*args, choice=choice, **kwargs)
             except StoreError as exc:
@@ -269,12 +301,11 @@ def store_options(*, writes: bool = False, url_argument: bool = False) -> Callab
         run.__click_params__ = getattr(command, "__click_params__", [])  # type: ignore[attr-defined]
         store_help = f"Where the store is (or ${STORE_VARIABLE}). Default: the current folder."
         storage_help = "For the storage service, e.g. endpoint_url=... (repeatable)."
-        cache_help = f"Where this host keeps its cache (or ${CACHE_VARIABLE})."
         unsafe_help = "Write where creation is not exclusive: a second writer would lose commits."
         options = [
             click.option("-s", "--store", metavar="URL", envvar=STORE_VARIABLE, help=store_help),
             click.option("--storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help=storage_help),
-            click.option("--cache-dir", metavar="FOLDER", envvar=CACHE_VARIABLE, help=cache_help),
+            host_options,
             allow_place_option,
         ]
         if writes:

@@ -104,6 +104,8 @@ def _open(choice: StoreChoice, path: str | None, *, writes: bool) -> Engine:
         staging=Staging(path) if path is not None and writes else None,
         read_only=not writes,
         places=choice.allowed_places(),
+        rollback=choice.rollback,
+        state_dir=choice.state_dir,
     )
 
 

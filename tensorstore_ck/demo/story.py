@@ -25,7 +25,7 @@ def tell(folder: Path, *, size: str, kills: int, seed: int) -> int:
     begun = time.monotonic()
     config, stage = SIZES[size], Stage(folder, size)
     page.title(stage.url, config)
-    with tsck.open(stage.url, create=True, cache_dir=folder / "cache" / "story") as store:
+    with tsck.open(stage.url, create=True, cache_dir=folder / "cache" / "story", state_dir=folder / "state" / "story") as store:
         page.chapter(1, f"Train, and be killed {kills} times: kill -9 at random moments (seed {seed})")
         lives = list(stage.run_with_kills(store, plan_kills(config, kills, seed)))
         page.curve(_curve(lives), [life.last_step for life in lives if life.killed])
@@ -77,6 +77,7 @@ class Stage:
             **os.environ,
             "TSCK_STORE": str(self.url),
             "XDG_CACHE_HOME": str(folder / "cache"),  # so that nothing is left elsewhere
+            "XDG_STATE_HOME": str(folder / "state"),
         }
 
     def run_once(self, ref: str, moment: Moment | None) -> Life:

@@ -184,7 +184,7 @@ class Fsck:
             self._found.add(exc.kind, CONFIG_NAME, message, hit="every ref: the store cannot be opened", repairable=True)
 
     def _check_log(self) -> None:
-        config, head = self.engine.config, None
+        config, head, seen = self.engine.config, None, self.engine.log.seen()
         with contextlib.suppress(StoreError):  # a host's cache that cannot be read tells nothing
             head = self.engine.log.view().head()
         self.log = log = check_log(self._backend, prefix=config.log, uuid=uuid.UUID(config.uuid).bytes)
@@ -192,7 +192,7 @@ class Fsck:
         if head is None and not log.problems:  # a later first sync would empty the host's cache, and lose what this check notes there
             with contextlib.suppress(StoreError):
                 self.engine.log.sync()
-        more = [host_saw_more(log, head, self.engine.log.chain), cache_problem(log, self.engine.log)]
+        more = [*(host_saw_more(log, saw, self.engine.log.chain) for saw in {head, seen}), cache_problem(log, self.engine.log)]
         for problem in [*log.problems, *(found for found in more if found)]:
             severity: Severity = "error" if problem.is_error else "notice"
             self._found.add(problem.kind, problem.object, problem.message, severity=severity, repairable=problem.is_error)

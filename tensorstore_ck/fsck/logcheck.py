@@ -279,13 +279,21 @@ def _foreign(name: str, kind: str) -> LogProblem:
 
 
 def host_saw_more(check: LogCheck, head: Head | None, chain: Chain) -> LogProblem | None:
-    """Whether this host's cache, whose head was `head` before the check, was folded from entries that the log does not hold any more."""
-    if head is None or head.n < check.last or (head.n == check.last and check.last_hash in (None, head.hash)):
+    """Whether this host's cache, or this user, has seen the entry `head` before the check, and the log does not hold it any more."""
+    if head is None or (head.n == check.last and check.last_hash in (None, head.hash)):
         return None
+    if head.n < check.last:
+        try:
+            there = chain.read(head.n)
+        except StoreError:
+            return None
+        if there is None or there.hash == head.hash:  # one that is missing before others is told anyhow
+            return None
     name = chain.name(head.n)
     message = (
-        f"this host read log entry {name} earlier, and it is not there any more: if the store was not restored from a copy, entries "
-        "were destroyed; `tsck salvage` makes a new log that holds every complete snapshot"
+        f"this host read log entry {name} earlier, and it is not there any more: if the store was restored from a copy, `tsck accept-log` "
+        "says that all is well; if not, entries were destroyed or replaced, and `tsck salvage` makes a new log that holds every complete "
+        "snapshot"
     )
     return LogProblem("broken_log", name, message)
 

@@ -7,6 +7,7 @@ objects.py                   sets of stored objects, as operations name them
 reftable.py                  typed reads of it
 checkpoint.py                a dump of it, so that nobody must read the log from its start
 chain.py                     entries read from the backend
+watermark.py, headfile.py    the highest entry that was seen: a log that goes back or forks is noticed
 follow.py                    brings a table to the log's head; writes checkpoints
 log.py                       sync and append: the commit protocol
 """
@@ -14,20 +15,23 @@ log.py                       sync and append: the commit protocol
 from tensorstore_ck.log.chain import Chain, chain_break
 from tensorstore_ck.log.entry import Entry
 from tensorstore_ck.log.fold import fold
-from tensorstore_ck.log.follow import LogChangedWarning
+from tensorstore_ck.log.headfile import HeadFile
 from tensorstore_ck.log.log import Appended, Log
 from tensorstore_ck.log.names import validate_ref_name
 from tensorstore_ck.log.objects import FOLDERS, ObjectKey, Objects, pieces
 from tensorstore_ck.log.ops import Op
 from tensorstore_ck.log.reftable import BranchHead, Head, Move, Pin, RefTable, Relocation, SnapshotInfo, TxnOutcome, UndoWindow
+from tensorstore_ck.log.watermark import ROLLBACK, LogChangedWarning, Rollback, Watermark
 
 __all__ = [
     "FOLDERS",
+    "ROLLBACK",
     "Appended",
     "BranchHead",
     "Chain",
     "Entry",
     "Head",
+    "HeadFile",
     "Log",
     "LogChangedWarning",
     "Move",
@@ -37,9 +41,11 @@ __all__ = [
     "Pin",
     "RefTable",
     "Relocation",
+    "Rollback",
     "SnapshotInfo",
     "TxnOutcome",
     "UndoWindow",
+    "Watermark",
     "chain_break",
     "fold",
     "pieces",

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.envelope import object_hash
 from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, MissingObjectError
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log.entry import ENTRIES_A_FOLDER, MAX_ENTRY_BYTES, Entry, decode_entry, entry_name, folder_name, genesis_hash
@@ -26,6 +27,7 @@ class Chain:
         self._backend = backend
         self._prefix = prefix
         self.genesis: Digest = genesis_hash(uuid)
+        self._last: Entry | None = None
 
     def name(self, n: int) -> str:
         """Where entry `n` lies."""
@@ -38,29 +40,32 @@ class Chain:
             BrokenLogError: it is damaged.
         """
         try:
-            return decode_entry(self._backend.get(self.name(n), max_bytes=_GENEROUS), self.name(n), n)
+            data, last = self._backend.get(self.name(n), max_bytes=_GENEROUS), self._last
+            if last is None or last.n != n or last.hash != object_hash(data):  # each refresh reads the head again
+                self._last = last = decode_entry(data, self.name(n), n)
+            return last
         except MissingObjectError:
             return None
         except CorruptObjectError as exc:
             raise self.broken(n, f"is damaged ({exc})") from exc
 
-    def entries(self, after: int, prev: Digest, *, at_least: int = 0) -> Iterator[list[Entry]]:
+    def entries(self, after: int, prev: Digest | None, *, at_least: int = 0, window: int = 1) -> Iterator[list[Entry]]:
         """The entries from ``after + 1`` on, in batches, until the first that is not there.
 
         Args:
             after: The number of the entry to begin after.
-            prev: Its hash.
+            prev: Its hash; None: the first entry may follow any.
             at_least: An entry that is known to be there; where the log ends before it, it is broken.
+            window: How many to read first, side by side where requests are slow.
 
         Raises:
             BrokenLogError: an entry is damaged, off the hash chain, or missing before others.
         """
-        window = 1
         while True:
             window = min(MAX_BATCH_ENTRIES, max(window, at_least - after))
             found = self._read_window(after + 1, window)
             for entry in found:
-                if entry.prev != prev:
+                if prev is not None and entry.prev != prev:
                     raise chain_break(self.name(entry.n))
                 prev = entry.hash
             if found:

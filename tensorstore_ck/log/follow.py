@@ -4,7 +4,6 @@ What lies in the table is a cache of the fold: one that does not continue this l
 """
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final
@@ -12,7 +11,7 @@ from typing import Final
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES
 from tensorstore_ck.errors import DamageError, FormatVersionError, StoreError
-from tensorstore_ck.ids import Ulid
+from tensorstore_ck.ids import Digest, Ulid
 from tensorstore_ck.log import checkpoint
 from tensorstore_ck.log.chain import Chain
 from tensorstore_ck.log.checkpoint import Checkpoint, Tail
@@ -20,6 +19,7 @@ from tensorstore_ck.log.entry import Entry
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.reftable import RefTable
 from tensorstore_ck.log.rows import Head
+from tensorstore_ck.log.watermark import Watermark
 from tensorstore_ck.table import Batch, Table
 
 _CHECKPOINT_TRIES: Final = 4
@@ -29,20 +29,18 @@ class EmptiedError(Exception):
     """Another process of this host emptied the table."""
 
 
-class LogChangedWarning(UserWarning):
-    """The log does not continue what this host read earlier: the store was restored from a copy, or entries were destroyed."""
-
-
 class Follower:
     """Reads one log for any number of tables."""
 
-    def __init__(self, backend: Backend, chain: Chain, *, prefix: str, on_swept: Callable[[Batch, Sequence[Ulid]], None]) -> None:
+    def __init__(
+        self, backend: Backend, chain: Chain, watermark: Watermark, *, prefix: str, on_swept: Callable[[Batch, Sequence[Ulid]], None]
+    ) -> None:
         """`on_swept` is passed the packs that an entry sweeps, in the batch that folds it."""
         self._backend = backend
         self._chain = chain
         self._prefix = prefix
         self._on_swept = on_swept
-        self._verified: Head | None = None
+        self._watermark = watermark
         self._next_checkpoint_try = 0
 
     def follow(self, table: Table) -> Head:
@@ -50,20 +48,26 @@ class Follower:
 
         Raises:
             BrokenLogError: an entry is missing, damaged or off the hash chain.
+            LogChangedError: the log went back or was forked, and that is an error.
             EmptiedError, TableError: try again.
         """
-        cached, at_least = RefTable(table).head(), 0
-        while cached is None or not self._is_of_this_log(cached):
-            if _forget(table, cached):
-                cached = self._start_from_checkpoint(table)
-                at_least = self._chain.last_listed(cached.n)
+        known, head = self._watermark.look(), RefTable(table).head()
+        seen = [] if known is None else [known]
+        while head is None or (behind := self._behind(head)) is None:
+            if head is not None and self._watermark.missed(head, self._chain.name(head.n)):
+                seen.append(head)
+            if _forget(table, head):
+                head = self._start_from_checkpoint(table)
+                behind = self._chain.entries(head.n, head.hash, at_least=self._chain.last_listed(head.n))
                 break
-            cached = RefTable(table).head()  # another process of this host was faster
-        head = cached
-        for entries in self._chain.entries(head.n, head.hash, at_least=at_least):
+            head = RefTable(table).head()  # another process of this host was faster
+        met = {head.n: head.hash}
+        for entries in behind:
             self.fold(table, entries)
             head = Head(entries[-1].n, entries[-1].hash)
-        self._verified = head
+            met.update((entry.n, entry.hash) for entry in entries if known is not None and entry.n == known.n)
+        met[head.n] = head.hash
+        self._watermark.check(seen, head, lambda n: met[n] if n in met else self._hash_of(n, head), self._chain.name)
         return head
 
     def fold(self, table: Table, entries: Sequence[Entry]) -> None:
@@ -90,23 +94,21 @@ class Follower:
     def fold_own(self, table: Table, entry: Entry) -> None:
         """Folds an entry that this process appended: no need to look for it again."""
         self.fold(table, [entry])
-        self._verified = Head(entry.n, entry.hash)
 
-    def _is_of_this_log(self, head: Head) -> bool:
-        """Whether the table's head is an entry of this log."""
-        if head == self._verified:
-            return True
-        entry = self._chain.read(head.n)
-        if entry is not None and entry.hash == head.hash:
-            return True
-        warnings.warn(
-            LogChangedWarning(
-                f"{self._backend.url}: log entry {self._chain.name(head.n)} is not what this host read earlier. If the store was not "
-                "restored from a copy, entries were destroyed: see `tsck fsck`"
-            ),
-            stacklevel=2,
-        )
-        return False
+    def _behind(self, head: Head) -> Iterator[list[Entry]] | None:
+        """The entries behind the table's head; None when it is not an entry of this log."""
+        batches = self._chain.entries(head.n - 1, None, window=2)
+        first = next(batches, [])
+        if not first or first[0].hash != head.hash:
+            return None
+        return itertools.chain([first[1:]] if first[1:] else [], batches)
+
+    def _hash_of(self, n: int, head: Head) -> Digest | None:
+        """The hash of entry `n`, which was there before the log was followed to `head`."""
+        entry = self._chain.read(n)
+        if entry is not None and n > head.n:
+            raise self._chain.broken(head.n + 1, f"is missing, though entry {n} is there")
+        return entry.hash if entry is not None else None
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from tensorstore_ck.log.follow import EmptiedError, Follower, empty
 from tensorstore_ck.log.ops import Op
 from tensorstore_ck.log.reftable import RefTable, SnapshotInfo
 from tensorstore_ck.log.rows import Head
+from tensorstore_ck.log.watermark import Watermark
 from tensorstore_ck.table import Batch, FailoverTable, Table, TableBusyError, TableDamagedError, TableError
 
 Build = Callable[[RefTable], Sequence[Op]]
@@ -64,6 +65,7 @@ class Log:
         clock: Clock,
         actor: str,
         new_id: IdSource,
+        watermark: Watermark | None = None,
         on_swept: Callable[[Batch, Sequence[Ulid]], None] = lambda batch, packs: None,
         shared: bool = True,
         read_only: bool = False,
@@ -72,11 +74,14 @@ class Log:
     ) -> None:
         """`shared` is false where `create` may overwrite, and one process alone writes. `read_only`: no checkpoints are written.
 
+        `watermark` is what is known of this log; without it, this object knows what it saw itself.
+
         `on_swept` is told the packs that an entry sweeps, in the batch that folds it: what is kept beside the fold must
         forget them at that very moment.
         """
         self.chain = Chain(backend, uuid=uuid, prefix=prefix)
-        self._follower = Follower(backend, self.chain, prefix=prefix, on_swept=on_swept)
+        self._watermark = watermark or Watermark(url=backend.url)
+        self._follower = Follower(backend, self.chain, self._watermark, prefix=prefix, on_swept=on_swept)
         self.table = FailoverTable(table, self._fill)
         """The host's cache, or the table in memory that takes its place."""
         self._backend = backend
@@ -102,6 +107,7 @@ class Log:
 
         Raises:
             BrokenLogError: an entry is missing, damaged or off the hash chain.
+            LogChangedError: the log went back or was forked, and the store was opened with ``rollback="error"``.
         """
         with self._lock:
             self.table.return_to_disk()
@@ -114,6 +120,24 @@ class Log:
                             empty(batch)
             self.table.use_memory()
             return self._sync()
+
+    def accept(self) -> tuple[Head, Head | None]:
+        """A person has looked: a log that went back or was forked is good as it is. Its head, and the entry that it was to hold, if so.
+
+        Raises:
+            InvalidOptionError: that cannot be noted in the state folder.
+        """
+        with self._lock:
+            head = self.sync()
+            return head, self._watermark.accept(head, self._clock())
+
+    def seen(self) -> Head | None:
+        """The highest entry that this user is known to have seen; the log may not hold it any more."""
+        return self._watermark.look()
+
+    def close(self) -> None:
+        """Notes how far the log was seen."""
+        self._watermark.close()
 
     def _fill(self, table: Table) -> None:
         try:
@@ -263,6 +287,7 @@ class Log:
     def _remember(self, entry: Entry) -> None:
         """Folds an entry that is in the log now; whatever the cache does, even a warning that is an error, it was appended."""
         with suppress(StoreError, Warning):
+            self._watermark.appended(Head(entry.n, entry.hash))
             try:
                 self._follower.fold_own(self.table, entry)
             except (EmptiedError, TableError):

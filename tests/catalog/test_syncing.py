@@ -161,7 +161,7 @@ def test_a_damaged_log_leaves_the_catalog_as_it_is(store: Store, tmp_path: Path,
         catalog.sync(store)
         said = dump(catalog, store)
         (entry,) = (tmp_path / "ck" / "log").rglob("*4")
-        entry.unlink()
+        entry.write_bytes(b"damaged")
         with pytest.raises(BrokenLogError):
             catalog.sync(store)
         with pytest.raises(BrokenLogError):

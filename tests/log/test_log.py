@@ -93,7 +93,7 @@ def test_a_warm_start_reads_the_head_and_looks_for_the_next(table: Table) -> Non
     assert backend.calls == [("get", entry_name("log", 20)), ("get", entry_name("log", 21))]
     backend.calls.clear()
     log.sync()
-    assert backend.calls == [("get", entry_name("log", 21))], "what this object verified once, it trusts"
+    assert backend.calls == [("get", entry_name("log", 20)), ("get", entry_name("log", 21))], "the head may be gone, or another one"
 
 
 def test_a_cold_start_reads_a_checkpoint_and_the_tail(table: Table) -> None:

@@ -52,6 +52,7 @@ class Walk:
             patch.delenv(name)
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setenv("XDG_DATA_HOME", str(folder / "data"))
+        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])))
         patch.setenv("OMP_NUM_THREADS", "1")
 

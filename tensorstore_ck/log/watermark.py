@@ -1,0 +1,173 @@
+"""The highest entry of a log that was seen, by this process and by others of its user: a log that goes back or forks is noticed.
+
+What was seen lies in a `HeadFile`; without one this process knows what it saw itself. The log is not touched: whoever follows it says what
+it found, and asks for entries.
+"""
+
+import shlex
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final, Literal
+
+from tensorstore_ck.errors import InvalidOptionError, LogChangedError
+from tensorstore_ck.ids import Digest
+from tensorstore_ck.log.headfile import HeadFile, Known
+from tensorstore_ck.log.rows import Head
+
+Rollback = Literal["warn", "error"]
+ROLLBACK: Final[tuple[Rollback, ...]] = ("warn", "error")
+
+SAVE_SECONDS: Final = 10.0
+"""A process that appends notes what it appended no more often than that, and when it closes the store."""
+_ACCEPT_TRIES: Final = 50
+
+
+class LogChangedWarning(UserWarning):
+    """The log does not continue what this host read earlier: the store was restored from a copy, or entries were destroyed or replaced."""
+
+
+class Watermark:
+    """What is known of one log. Whoever follows it calls `look` before and `check` after, and `appended` for own entries."""
+
+    def __init__(
+        self,
+        file: HeadFile | None = None,
+        *,
+        rollback: Rollback = "warn",
+        url: str = "",
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`url` is told where the log has changed; `rollback` says whether that is an error.
+
+        Raises:
+            InvalidOptionError: `rollback` is something else.
+        """
+        if rollback not in ROLLBACK:
+            raise InvalidOptionError(f"rollback must be 'warn' or 'error', not {rollback!r}", object_id="rollback")
+        self._file = file
+        self._rollback = rollback
+        self._url = url
+        self._monotonic = monotonic
+        self._head: Head | None = None
+        self._on_file: Known | None = None
+        self._has_looked = False
+        self._has_saved = False
+        self._has_appended = False
+        self._next_save = 0.0
+        self._lost: Head | None = None
+        """An entry that was seen, and that the log does not hold any more; nobody has accepted that yet."""
+        self._told: Head | None = None
+
+    def look(self) -> Head | None:
+        """What was seen. To be called before the log is read: else it may be an entry that came later."""
+        if self._file is None or (self._has_looked and self._lost is None):
+            return self._head
+        found = self._file.read()
+        if not self._has_looked:
+            self._has_looked, self._on_file = True, found
+            if found is not None and (self._head is None or found.head.n >= self._head.n):
+                self._head = found.head
+        elif found is not None and (self._on_file is None or found.accepted_ns != self._on_file.accepted_ns):
+            self._on_file, self._head, self._lost = found, found.head, None
+        return self._head
+
+    def missed(self, head: Head, name: str) -> bool:
+        """The host's cache was folded up to `head`, which is not in the log: whether that is still to be told, by `check`.
+
+        Raises:
+            LogChangedError: it is an error: told before the cache, which may be the only witness, is emptied.
+        """
+        is_dismissed = self._on_file is not None and head.n <= self._on_file.dismissed_n
+        if not is_dismissed and self._rollback == "error":
+            self._lose(head, name, "is gone, or another one now")
+        return not is_dismissed
+
+    def check(self, seen: Sequence[Head], head: Head, hash_of: Callable[[int], Digest | None], name_of: Callable[[int], str]) -> None:
+        """The log was followed to `head`: does it hold what was `seen` before?
+
+        Raises:
+            LogChangedError: it does not, and that is an error.
+        """
+        lost = max((each for each in seen if each.n and hash_of(each.n) != each.hash), default=None)
+        if lost is not None:
+            self._lose(lost, name_of(lost.n), f"is gone: the log ends at {head.n}" if lost.n > head.n else "is another one now")
+            if self._file is None:  # where nobody can accept it
+                self._lost, self._head = None, head
+            return
+        self._lost, self._head = None, head
+        if not self._has_saved or (self._has_appended and self._monotonic() >= self._next_save):
+            self._save()
+
+    def appended(self, head: Head) -> None:
+        """This process added an entry."""
+        self._has_appended = True
+        if self._lost is None:
+            self._head = head
+            if self._monotonic() >= self._next_save:
+                self._save()
+
+    def close(self) -> None:
+        """Notes what this process appended."""
+        if self._has_appended and self._lost is None:
+            self._save()
+
+    def accept(self, head: Head, now_ns: int) -> Head | None:
+        """A person has looked: the log is good as it is, up to `head`. The entry that it was to hold; None where nothing was wrong.
+
+        Raises:
+            InvalidOptionError: the file cannot be written.
+        """
+        lost = self._lost
+        if lost is None or self._file is None:
+            return None
+        before, why = self._on_file, "another process writes it"
+        for _ in range(_ACCEPT_TRIES):
+            dismissed_n = max([lost.n, *((before.dismissed_n, before.head.n) if before is not None else ())])
+            new = Known(head, now_ns, dismissed_n)
+            try:
+                before = self._file.swap(before, new)
+            except OSError as exc:
+                why = str(exc)
+                break
+            if before == new:
+                self._on_file, self._head, self._lost = new, head, None
+                return lost
+            time.sleep(0.1)
+        raise InvalidOptionError(f"{self._file.path} cannot be written ({why})", object_id="state_dir")
+
+    def _save(self) -> None:
+        """Notes the head, where it is higher. What another process noted meanwhile stays, and is checked at the next refresh."""
+        if self._file is None or self._head is None or self._head.n <= (self._on_file.head.n if self._on_file is not None else 0):
+            self._has_saved = True
+            return
+        self._has_saved, self._next_save = True, self._monotonic() + SAVE_SECONDS
+        new = self._on_file._replace(head=self._head) if self._on_file is not None else Known(self._head)
+        with suppress(OSError):  # a home that is full, read-only or somebody else's: nothing is known, then
+            found = self._file.swap(self._on_file, new)
+            if found is not None and found not in (self._on_file, new):
+                self._head = found.head
+            self._on_file = found
+
+    def _lose(self, head: Head, name: str, what: str) -> None:
+        """The entry `head`, which was seen, is not in the log."""
+        self._lost = head
+        if self._head is None or head.n > self._head.n:
+            self._head = head
+        if self._file is not None and head.n > (self._on_file.head.n if self._on_file is not None else 0):
+            with suppress(OSError):  # so that every command tells it
+                known = self._on_file._replace(head=head) if self._on_file is not None else Known(head)
+                if self._file.swap(self._on_file, known) == known:
+                    self._on_file = known
+        where = shlex.quote(self._url)
+        message = (
+            f"{self._url}: log entry {name} {what}, though this user has seen it here. If the store was restored from a copy, or is a copy "
+            f"of another one's files, look at what is there (`tsck log -s {where}`), and accept it with `tsck accept-log -s {where}`. "
+            "If not, entries were destroyed or forged: restore them from a copy"
+        )
+        if self._rollback == "error":
+            raise LogChangedError(message, object_id=name)
+        if self._told != head:
+            self._told = head
+            warnings.warn(LogChangedWarning(message), stacklevel=2)
