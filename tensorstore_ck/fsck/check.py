@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Final, NamedTuple
 
+from tensorstore_ck.closure import relocations_in_order
 from tensorstore_ck.config import CONFIG_NAME, MAX_CONFIG_BYTES, decode_config
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES, unseal
@@ -23,7 +24,15 @@ from tensorstore_ck.fsck.findings import Finding, Findings, FsckReport, Severity
 from tensorstore_ck.fsck.freeing import Freeing, why_unreferenced
 from tensorstore_ck.fsck.logcheck import LogCheck, cache_problem, check_log, host_saw_more
 from tensorstore_ck.fsck.marked import judge_marks, packs_of_marked
-from tensorstore_ck.fsck.mending import command, from_other, pack_advice, readable_parts, rebuild_moved
+from tensorstore_ck.fsck.mending import (
+    command,
+    from_other,
+    is_moved_intact,
+    pack_advice,
+    readable_parts,
+    rebuild_moved,
+    relocations_in_force,
+)
 from tensorstore_ck.fsck.options import FsckOptions, Progress
 from tensorstore_ck.fsck.packcheck import BadBlocks, Listed, Packs
 from tensorstore_ck.fsck.snapshotcheck import SnapshotCheck, check_snapshot, hit_text, merged, parts_of
@@ -290,7 +299,7 @@ class Fsck:
         """Says of what is damaged how it can be mended."""
         for pack, (advice, repairable) in pack_advice(self.packs, self.hit, reads_data=self._options.reads_data).items():
             self._found.advise(ObjectKey("pack", pack).name, advice, repairable=repairable)
-        moved = {ObjectKey("moved", moved).name: relocation for moved, relocation in self.relocations().items()}
+        moved = {ObjectKey("moved", moved).name: relocation for moved, relocation in relocations_in_force(self.log.view).items()}
         objects = {damage.object for found in self.damaged.values() for damage in found.damages if damage.blocks is None}
         for name in objects:
             relocation = moved.get(name)
@@ -306,15 +315,11 @@ class Fsck:
         wanted = {part.block_id(row) for info in infos for part in parts_of(self.at_log, info) for row in range(part.block_count)}
         return wanted == find_copies(self.packs, wanted, unless={}).keys()
 
-    def relocations(self) -> dict[Ulid, Relocation]:
-        """The relocations in force, by their moved objects."""
-        view = self.log.view
-        packs = {pack for pack, _ in view.all_relocations()}
-        return {relocation.moved: relocation for pack in packs for relocation in view.relocations(pack)}
-
     def rebuild(self, relocation: Relocation) -> bytes | None:
-        """The moved object of a relocation, made anew."""
+        """The moved object of a relocation made anew, if it is damaged."""
         if relocation.moved not in self._rebuilt:
+            if is_moved_intact(self._backend, relocation):
+                return None
             parts = readable_parts(self.at_log, self.objects.by_kind["part"])
             self._rebuilt[relocation.moved] = rebuild_moved(self.packs, relocation, parts)
         return self._rebuilt[relocation.moved]
@@ -323,7 +328,12 @@ class Fsck:
 
     def _check_leftovers(self) -> None:
         decoders: Mapping[str, Callable[[bytes, str], object]] = {"part": decode_part, "moved": partial(unseal, "moved")}
-        in_force = self.relocations()
+        in_force = relocations_in_force(self.log.view)
+        try:
+            relocations_in_order(self.log.view, sorted({relocation.pack for relocation in in_force.values()}))
+        except CorruptObjectError as exc:
+            if not self._found.names(exc.object_id):
+                self._found.add(exc.kind, exc.object_id, f"{exc}; no snapshot needs them", severity="notice")
         for kind, decode in decoders.items():
             for ulid, listed in self.objects.by_kind[kind].items():
                 key = ObjectKey(kind, ulid)
