@@ -10,7 +10,7 @@ from tensorstore_ck.gc.compact import SparsePack, compact, read_footer
 from tensorstore_ck.ids import Ulid, parse_ulid
 from tensorstore_ck.log import ObjectKey, Objects, Op
 from tensorstore_ck.moved import MOVED_DTYPE, Moved
-from tensorstore_ck.pack import pack_name
+from tensorstore_ck.pack import Footer, pack_name
 
 
 def packs_of(engine: Engine) -> list[Ulid]:
@@ -19,10 +19,15 @@ def packs_of(engine: Engine) -> list[Ulid]:
     return sorted(ulid for ulid in found if ulid is not None)
 
 
+def footer_of(engine: Engine, pack: Ulid) -> Footer:
+    """The footer of a pack."""
+    return read_footer(engine.backend, pack, engine.backend.size(pack_name(pack)))
+
+
 def copy_pack(engine: Engine, pack: Ulid) -> Ulid:
     """Moves all entries of a pack to a new one, as gc does when it compacts; returns that."""
     size_bytes = engine.backend.size(pack_name(pack))
-    footer = read_footer(engine.backend, pack, size_bytes)
+    footer = footer_of(engine, pack)
     (move,) = compact(engine, [SparsePack(pack, footer, np.arange(len(footer.entries)), size_bytes)]).moves
     condemn = Op.condemn(Objects([ObjectKey("pack", pack)]))
     engine.log.append(lambda _: [Op.relocate(pack, move.ulid, move.hash, move.targets), condemn])
@@ -30,16 +35,20 @@ def copy_pack(engine: Engine, pack: Ulid) -> Ulid:
     return target
 
 
-def relocate(engine: Engine, moves: Sequence[tuple[Ulid, Sequence[tuple[int, Ulid, int]]]]) -> list[Ulid]:
-    """Says in one entry where entries are: for each pack (entry, target, entry there), at the offset of a first block.
+def relocate(engine: Engine, moves: Sequence[tuple[Ulid, Sequence[tuple[int, Ulid, int]]]], like: Footer | None = None) -> list[Ulid]:
+    """Says in one entry where entries are: for each pack (entry, target, entry there); returns the moved objects.
 
-    Returns the moved objects.
+    `like`: a footer whose entries say where in its pack each target has them.
     """
     ops, names = [], []
     for pack, to in moves:
         targets = sorted({target for _, target, _ in to})
-        rows = [(entry, targets.index(target), there, 100, 64, 0, 0, 0) for entry, target, there in to]
-        encoded, ulid = Moved(pack, targets, np.array(rows, MOVED_DTYPE)).encode(), engine.new_id()
+        rows = np.zeros(len(to), MOVED_DTYPE)
+        rows["from"], rows["entry"] = [entry for entry, _, _ in to], [there for _, _, there in to]
+        rows["target"] = [targets.index(target) for _, target, _ in to]
+        for field in ("stored", "offset", "codec"):
+            rows[field] = 100 if like is None else like.entries[field][rows["entry"]]
+        encoded, ulid = Moved(pack, targets, rows).encode(), engine.new_id()
         engine.backend.put(ObjectKey("moved", ulid).name, encoded)
         ops.append(Op.relocate(pack, ulid, object_hash(encoded), targets))
         names.append(ulid)
