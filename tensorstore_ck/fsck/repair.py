@@ -16,7 +16,7 @@ from tensorstore_ck.fsck.check import Fsck
 from tensorstore_ck.fsck.datacheck import DataCheck
 from tensorstore_ck.fsck.findings import DAMAGED, FsckReport
 from tensorstore_ck.fsck.logcheck import LogCheck, host_saw_more
-from tensorstore_ck.fsck.logrepair import mend_cache, mend_checkpoints, mend_config, mend_entries
+from tensorstore_ck.fsck.logrepair import mend_cache, mend_checkpoints, mend_entries
 from tensorstore_ck.fsck.marked import packs_of
 from tensorstore_ck.fsck.mending import blocks_in, is_moved_intact, relocations_in_force
 from tensorstore_ck.fsck.options import FsckOptions
@@ -25,6 +25,7 @@ from tensorstore_ck.fsck.remake import COPIED, Remaker
 from tensorstore_ck.fsck.repack import repack
 from tensorstore_ck.fsck.snapshotcheck import SnapshotCheck, check_snapshot, placed_parts
 from tensorstore_ck.fsck.sources import BlockSource, Other, open_other
+from tensorstore_ck.fsck.storeconfig import is_of_log, mend_config
 from tensorstore_ck.ids import Ulid
 from tensorstore_ck.log import Head, ObjectKey, Op, RefTable, Relocation, SnapshotInfo
 from tensorstore_ck.pack import pack_name
@@ -130,7 +131,7 @@ class _Repair:
     # --- log and what is derived from it ------------------------------------------------------------------------------
 
     def _mend_log(self, fsck: Fsck, host_head: Head | None) -> Fsck:
-        if mend_config(self._engine):
+        if mend_config(self._engine, self._other_engine):
             self._mended["store.json"] = "written again"
         entries = mend_entries(self._engine, self._other_engine, fsck.log, host_head) if self._other_engine is not None else []
         self._mended |= dict.fromkeys(entries, COPIED)
@@ -144,6 +145,7 @@ class _Repair:
     def _is_broken(self, log: LogCheck, host_head: Head | None) -> bool:
         """Whether entries are lost: what is appended then would take the place of others."""
         is_damaged = any(problem.kind == BrokenLogError.kind for problem in log.problems)
+        is_damaged = is_damaged or is_of_log(self._engine.backend, self._engine.config) is False
         return is_damaged or host_saw_more(log, host_head, self._engine.log.chain) is not None
 
     # --- records, parts, moved objects --------------------------------------------------------------------------------
