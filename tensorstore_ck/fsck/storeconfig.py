@@ -36,7 +36,7 @@ def is_of_log(backend: Backend, config: StoreConfig) -> bool | None:
     chain = Chain(backend, uuid=uuid.UUID(config.uuid).bytes, prefix=config.log)
     try:
         first, second = chain.read(1), chain.read(2)
-    except DamageError as exc:
+    except StoreError as exc:
         require_reachable(backend, exc)
         return None
     if first is None or (second is not None and second.prev != first.hash):
