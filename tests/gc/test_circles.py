@@ -132,7 +132,8 @@ def test_each_relocation_is_read_once(monkeypatch: pytest.MonkeyPatch, moves: Mo
     monkeypatch.setattr(RefTable, "relocations", lambda self, pack: looked.update([pack]) or relocations(self, pack))
 
     def once(steps: Callable[[], Any]) -> Any:
-        read.clear(), looked.clear()
+        read.clear()
+        looked.clear()
         done = steps()
         assert (max(read.values()), max(looked.values())) == (1, 2)
         return done
