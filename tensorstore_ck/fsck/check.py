@@ -185,7 +185,7 @@ class Fsck:
         config, head = self.engine.config, None
         with contextlib.suppress(StoreError):  # a host's cache that cannot be read tells nothing
             head = self.engine.log.view().head()
-        uuid = None if is_of_log(self._backend, config) is False else UUID(config.uuid).bytes
+        uuid = None if self._found.names(CONFIG_NAME) and is_of_log(self._backend, config) is False else UUID(config.uuid).bytes
         self.log = log = check_log(self._backend, prefix=config.log, uuid=uuid)
         self.at_log, self.anchor = still_engine(self.engine, log), log.last
         if head is None and not log.problems:  # a later first sync would empty the host's cache, and lose what this check notes there

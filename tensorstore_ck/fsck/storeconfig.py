@@ -35,13 +35,14 @@ def is_of_log(backend: Backend, config: StoreConfig) -> bool | None:
     """Whether the log in `backend` is that of the store which `config` names; None where its first entries do not tell."""
     chain = Chain(backend, uuid=uuid.UUID(config.uuid).bytes, prefix=config.log)
     try:
-        first, second = chain.read(1), chain.read(2)
+        first = chain.read(1)
+        if first is None or first.prev == chain.genesis:
+            return None if first is None else True
+        second = chain.read(2)
     except StoreError as exc:
         require_reachable(backend, exc)
         return None
-    if first is None or (second is not None and second.prev != first.hash):
-        return None
-    return first.prev == chain.genesis
+    return False if second is None or second.prev == first.hash else None  # else the first entry itself is not this log's
 
 
 def logs_in(backend: Backend) -> list[str]:
@@ -109,9 +110,10 @@ def config_problem(engine: Engine) -> ConfigProblem | None:
         require_reachable(engine.backend, exc)
         error = exc
     else:
-        if is_of_log(engine.backend, config) is not False:
+        is_own = is_of_log(engine.backend, config)
+        if is_own is not False:
             if config == engine.config:
-                return _lost_log(engine)
+                return None if is_own else _lost_log(engine)
             error = CorruptObjectError(f"{CONFIG_NAME} was replaced since this store was opened", object_id=CONFIG_NAME)
             return ConfigProblem(error, "open it again", is_repairable=False, is_kept=True)
         error = CorruptObjectError(

@@ -17,7 +17,7 @@ from tensorstore_ck.log import ObjectKey, RefTable
 from tensorstore_ck.salvage import salvage
 from tensorstore_ck.store import Store
 from tests.gc.made import Place, make_part, open_engine, pack_ulid
-from tests.gc.relocated import copy_pack, packs_of, relocate
+from tests.gc.relocated import copy_pack, footer_of, packs_of, relocate
 from tests.gc.stores import AT_ONCE, open_store, require_readable, require_sound, state
 
 HELD = {"runs/a": state(1, 2)}
@@ -36,7 +36,8 @@ def go_round(store: Store, length: int) -> str:
     packs = packs_of(store.engine)[:1]
     for _ in range(length - 1):
         packs.append(copy_pack(store.engine, packs[-1]))
-    (moved,) = relocate(store.engine, [(packs[-1], [(entry, packs[0], entry) for entry in range(2)])])
+    footer = footer_of(store.engine, packs[0])
+    (moved,) = relocate(store.engine, [(packs[-1], [(entry, packs[0], entry) for entry in range(len(footer.entries))])], footer)
     return ObjectKey("moved", moved).name
 
 
