@@ -106,8 +106,7 @@ class Reach(Needs):
         for _, summary in read_summaries(self._engine, info, self._summaries):
             elsewhere = self._relocated.intersection(summary.packs)
             found |= set(summary.packs) - elsewhere
-            steps = (step for pack in elsewhere for step in follow(self._engine, view, pack, summary.entries(pack)))
-            found |= {pack for pack, _, moved in steps if moved is None}
+            found |= {pack for pack, _, moved in follow(self._engine, view, summary.entries(elsewhere)) if moved is None}
         return found
 
     def forget_lost_summaries(self) -> None:
@@ -143,7 +142,7 @@ class Reach(Needs):
         """Marks what a part needs; returns the moved objects on the way."""
         moved_objects: set[ObjectKey] = set()
         elsewhere = self._relocated.intersection(summary.packs)
-        found = [step for pack in elsewhere for step in follow(self._engine, view, pack, summary.entries(pack))]
+        found = list(follow(self._engine, view, summary.entries(elsewhere)))
         with self._lock:
             self._marks.mark(summary.without(elsewhere) if elsewhere else summary)
             for pack, entries, moved in found:

@@ -42,14 +42,11 @@ class PartSummary(NamedTuple):
     bits: Array
     """Bit i of word w: entry 64 w + i."""
 
-    def entries(self, pack: Ulid) -> Entries:
-        """The entries of one pack, in order."""
-        if pack not in self.packs:
-            return np.empty(0, np.int64)
-        number = self.packs.index(pack)
-        start = int(self.counts[:number].sum())
-        chosen = slice(start, start + int(self.counts[number]))
-        return entries_of(self.words[chosen], self.bits[chosen])
+    def entries(self, packs: Container[Ulid]) -> dict[Ulid, Entries]:
+        """The entries of those of the `packs` that it refers to, in order."""
+        ends = np.cumsum(self.counts).tolist()
+        chosen = ((pack, slice(start, end)) for pack, start, end in zip(self.packs, [0, *ends], ends, strict=False) if pack in packs)
+        return {pack: entries_of(self.words[words], self.bits[words]) for pack, words in chosen}
 
     def without(self, packs: Container[Ulid]) -> "PartSummary":
         """The same, less some packs."""

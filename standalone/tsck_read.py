@@ -22,7 +22,7 @@ import struct
 import sys
 from collections import Counter
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import count, pairwise, product
 from typing import NamedTuple
 
@@ -158,7 +158,9 @@ class Store:
             found = config["format"], config["hash"], config["features"]
         if found != (1, "blake3", []):
             raise ReadError(f"store.json: format, hash and features are {found}; this reader knows (1, 'blake3', [])")
-        self.snapshots, self.roots, self.notes, self.relocations, self.transactions, self.windows = {}, {}, {}, {}, set(), {}
+        self.snapshots, self.roots, self.notes, self.transactions, self.windows = {}, {}, {}, set(), {}
+        self.relocations, self.moved = {}, {}
+        """Pack -> its relocations in force, by their moved objects; and moved object -> that pack."""
         self.places = {}
         """Pack -> where it lies, if not in the folder: a path or a URL."""
         self.refs, self.numbers = {}, count(1)
@@ -225,14 +227,33 @@ class Store:
             back = [at for at, each in window.items() if each.ulid in wanted and not (at == 0 and ref)]
             self.refs[name] = ref | {at: window.pop(at) for at in back}
         elif kind == "relocate":
-            self.relocations.setdefault(op["pack"], {})[op["moved"]] = (n, op["hash"])
+            self.relocations.setdefault(op["pack"], {})[op["moved"]] = (n, op["hash"], tuple(split(op["targets"])))
+            self.moved[op["moved"]] = op["pack"]
         elif kind == "place":
             self.places.update(dict.fromkeys(split(op["packs"]), op["url"]))
         elif kind == "sweep":
             for swept in filter(None, (self.snapshots.pop(ulid, None) for ulid in split(op["snapshots"]))):
                 del self.roots[swept.root][swept.ulid]
-            for moved, ulid in product(self.relocations.values(), split(op["moved"])):
-                moved.pop(ulid, None)
+            for ulid in filter(self.moved.__contains__, split(op["moved"])):
+                del self.relocations[self.moved.pop(ulid)][ulid]
+
+    def in_order(self, packs):
+        """The packs that were moved, of `packs` and of all that these lead to: each before those that its blocks went to."""
+        ends_first, way, pending = {}, set(), list(packs)
+        while pending:
+            pack = pending[-1]
+            if pack in way:
+                way.remove(pack)
+                ends_first[pack] = None
+            if pack in ends_first:
+                pending.pop()
+                continue
+            way.add(pack)
+            for _, _, targets in self.relocations.get(pack, {}).values():
+                if not way.isdisjoint(targets):
+                    raise ReadError(f"{name_of('packs', pack)}: its relocations go in circles")
+                pending += targets
+        return reversed(ends_first)
 
     def by_root(self, root):
         """The newest snapshot with a root; those with one root have the same content."""
@@ -424,8 +445,8 @@ class Part:
 
     def decoded(self, row, what, depth=0):
         """The pack of a block, its offset there, and its bytes; those of what it is encoded against are read first."""
-        number, entry, offset, stored, raw, base, codec, flags = self.extents[row].item()
-        pack, offset, stored, codec = self.place(self.packs[number], entry, offset, stored, codec)
+        number, _, offset, stored, raw, base, codec, flags = self.extents[row].item()
+        pack, offset, stored, codec = self.places.get(row, (self.packs[number], offset, stored, codec))
         name = name_of("packs", pack)
         count = {3: 1, 4: flags}.get(codec, 0)
         if max(stored, raw) > MAX_BLOCK_BYTES or (count and not row < base <= len(self.extents) - count):
@@ -440,16 +461,28 @@ class Part:
             raise ReadError(f"{name} is damaged: the block at offset {offset}, of {what}, does not match its id: {exc}") from exc
         return name, offset, found
 
-    def place(self, pack, *row):
-        """Where an entry (entry, offset, stored, codec) of a pack is now: follows relocations, the newest that lists it first."""
-        for _ in range(1000):
-            relocations = sorted(((n, moved, seal) for moved, (n, seal) in self.store.relocations.get(pack, {}).items()), reverse=True)
-            found = (read_moved(self.store, moved, seal, pack).get(row[0]) for _, moved, seal in relocations)
-            to = next((to for to in found if to is not None), None)
-            if to is None:
-                return pack, *row[1:]
-            pack, *row = to
-        raise ReadError(f"{name_of('packs', pack)}: its relocations go in circles")
+    @cached_property
+    def places(self):
+        """Row -> (pack, offset, stored, codec) where its block is now, if it was moved; of several relocations the newest counts.
+
+        What comes to a pack goes on from there together, so that each moved object is read once, however long the ways are.
+        """
+        found, left = {}, {}
+        with well_formed(self.name):
+            for row, (number, entry, *_) in enumerate(self.extents.tolist()):
+                left.setdefault(self.packs[number], []).append((row, entry))
+        for pack in self.store.in_order(left):
+            rows = left.pop(pack, ())
+            relocations = sorted(((n, moved, *rest) for moved, (n, *rest) in self.store.relocations.get(pack, {}).items()), reverse=True)
+            for _, moved, seal, targets in relocations:
+                there = read_moved(self.store, moved, seal, pack, targets) if rows else {}
+                for row, entry in rows:
+                    if entry in there:
+                        target, to, *found_at = there[entry]
+                        found[row] = target, *found_at
+                        left.setdefault(target, []).append((row, to))
+                rows = [(row, entry) for row, entry in rows if entry not in there]
+        return found
 
     def blob(self, index, what):
         """The verified bytes of a blob."""
@@ -461,13 +494,13 @@ class Part:
 
 
 @lru_cache(64)
-def read_moved(store, moved, seal, pack):
+def read_moved(store, moved, seal, pack, targets):
     """Entry of the pack -> (pack, entry, offset, stored, codec) where it is now."""
     body, found, name = store.unseal("moved", "moved", moved)
-    if found != seal or body.get("pack") != pack:
+    if found != seal or body.get("pack") != pack or body.get("targets") != b"".join(targets):
         raise ReadError(f"{name} is not the moved object that the log names")
     with well_formed(name):
-        targets, rows = split(body["targets"]), np.frombuffer(body["rows"], MOVED).tolist()
+        rows = np.frombuffer(body["rows"], MOVED).tolist()
         return {entry: (targets[target], to, offset, stored, codec) for entry, target, to, stored, offset, codec, _, _ in rows}
 
 

@@ -4,8 +4,8 @@ Readers, writers, marking and checks all find the places of blocks here, so that
 where a block is, never what it is; a place is good for the view that it was resolved at.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Any, Final, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,13 +13,12 @@ import numpy.typing as npt
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, SnapshotExpiredError
 from tensorstore_ck.ids import Ulid
-from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, SnapshotInfo
+from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, Relocation, SnapshotInfo
+from tensorstore_ck.moved import Moved, Rows
 from tensorstore_ck.part import Extents, Part
 
 Entries = npt.NDArray[Any]
-
-_MAX_HOPS: Final = 500
-"""How often a block may have been moved: gc moves one a few times in its life."""
+Positions = npt.NDArray[np.int64]
 
 
 class Places(NamedTuple):
@@ -47,60 +46,125 @@ def resolve(engine: Engine, view: RefTable, part: Part) -> Places:
     Raises:
         DamageError: a moved object cannot be read, or relocations lead in a circle.
     """
-    packs, extents, moved = list(part.packs), part.extents, set[Ulid]()
-    numbers = [(number, 0) for number in range(len(packs))]
-    while numbers:
-        number, hops = numbers.pop()
-        _require_end(packs[number], hops)
-        relocations = view.relocations(packs[number])
-        rows = np.flatnonzero(extents["pack"] == number) if relocations else np.empty(0, np.int64)
+    relocated, packs = relocations_in_order(view, part.packs), list(part.packs)
+    if not relocated:
+        return Places(packs, part.extents, frozenset())
+    extents, moved = part.extents.copy(), set[Ulid]()
+    numbers = {pack: number for number, pack in enumerate(packs)}
+    pending: dict[Ulid, list[Positions]] = {}
+    for number, rows in grouped(extents["pack"]):
+        pending.setdefault(packs[number], []).append(rows)
+    for pack, relocations in relocated.items():
+        left = _joined(pending.pop(pack, ()))
         for relocation in relocations:
-            found = engine.read_moved(relocation)
-            at = np.searchsorted(found.rows["from"], extents["entry"][rows])
-            hit = found.rows["from"][np.minimum(at, len(found.rows) - 1)] == extents["entry"][rows]
-            if not hit.any():
+            if not len(left):
+                break
+            found, to, hit = _look_up(engine, relocation, extents["entry"][left])
+            if not len(to):
                 continue
-            if extents is part.extents:
-                extents = extents.copy()
             moved.add(relocation.moved)
-            first, to = len(packs), found.rows[at[hit]]
-            packs += found.targets
-            numbers += [(new, hops + 1) for new in range(first, len(packs))]
+            rows = left[hit]
             for field in ("entry", "stored", "offset", "codec"):
-                extents[field][rows[hit]] = to[field]
-            extents["pack"][rows[hit]] = to["target"] + first
-            rows = rows[~hit]
+                extents[field][rows] = to[field]
+            for number, at in grouped(to["target"]):
+                target = found.targets[number]
+                if target not in numbers:
+                    numbers[target] = len(packs)
+                    packs.append(target)
+                extents["pack"][rows[at]] = numbers[target]
+                pending.setdefault(target, []).append(rows[at])
+            left = left[~hit]
     return Places(packs, extents, frozenset(moved))
 
 
-def _require_end(pack: Ulid, hops: int) -> None:
-    """Refuses relocations that lead back to where they began: nobody writes those, as a pack's name is never used again."""
-    if hops > _MAX_HOPS:
-        name = ObjectKey("pack", pack).name
-        raise CorruptObjectError(f"the relocations of {name} lead in a circle: check the store with `tsck fsck`", object_id=name)
+def follow(engine: Engine, view: RefTable, entries: Mapping[Ulid, Entries]) -> Iterator[tuple[Ulid, Entries, Ulid | None]]:
+    """(pack, entries, moved object on the way) for each place where sorted `entries` of packs are now, step by step.
 
-
-def follow(engine: Engine, view: RefTable, pack: Ulid, entries: Entries, hops: int = 0) -> Iterator[tuple[Ulid, Entries, Ulid | None]]:
-    """(pack, entries, moved object on the way) for each place where sorted `entries` of `pack` are now, step by step.
-
-    What a moved object leads to is followed on; it is yielded with no entries. `hops`: how often the entries were moved before.
+    A moved object on the way is yielded with no entries.
 
     Raises:
-        CorruptObjectError: the relocations lead in a circle.
+        DamageError: a moved object cannot be read, or relocations lead in a circle.
     """
-    _require_end(pack, hops)
-    for relocation in view.relocations(pack):
-        found = engine.read_moved(relocation)
-        at = np.minimum(np.searchsorted(found.rows["from"], entries), len(found.rows) - 1)
-        hit = found.rows["from"][at] == entries
-        if hit.any():
-            yield pack, entries[:0], relocation.moved
-            to = found.rows[at[hit]]
-            for number in np.unique(to["target"]).tolist():
-                yield from follow(engine, view, found.targets[number], np.sort(to["entry"][to["target"] == number]), hops + 1)
-            entries = entries[~hit]
-    if len(entries):
-        yield pack, entries, None
+    pending = {pack: [found] for pack, found in entries.items()}
+    for pack, relocations in relocations_in_order(view, entries).items():
+        left = np.unique(_joined(pending.pop(pack, ())))
+        for relocation in relocations:
+            if not len(left):
+                break
+            found, to, hit = _look_up(engine, relocation, left)
+            if not len(to):
+                continue
+            yield pack, left[:0], relocation.moved
+            for number, at in grouped(to["target"]):
+                pending.setdefault(found.targets[number], []).append(to["entry"][at])
+            left = left[~hit]
+        if len(left):
+            yield pack, left, None
+    for pack, rest in pending.items():
+        yield pack, np.unique(_joined(rest)), None
+
+
+def relocations_in_order(view: RefTable, packs: Collection[Ulid]) -> dict[Ulid, list[Relocation]]:
+    """The relocations of `packs` and of all packs that they lead to, each pack before those that its blocks went to.
+
+    So what goes different ways to one pack goes on from there at once, and the work grows with the number of relocations alone. Every
+    relocation leads to packs that were made for it, or from one that never was there: none leads back.
+
+    Raises:
+        CorruptObjectError: relocations lead in a circle.
+    """
+    ends_first: dict[Ulid, list[Relocation]] = {}
+    way: dict[Ulid, list[Relocation]] = {}
+    pending = [pack for pack in packs if view.relocations(pack)]
+    while pending:
+        pack = pending[-1]
+        if pack in way:
+            ends_first[pack] = way.pop(pack)
+        if pack in ends_first:
+            pending.pop()
+            continue
+        way[pack] = view.relocations(pack)
+        for relocation in way[pack]:
+            for target in relocation.targets:
+                if target in way:
+                    raise _circle(way, target)
+                if target not in ends_first:
+                    pending.append(target)
+    return {pack: relocations for pack, relocations in reversed(ends_first.items()) if relocations}
+
+
+def _circle(way: Mapping[Ulid, Sequence[Relocation]], back_to: Ulid) -> CorruptObjectError:
+    """The last pack on the `way` leads back to an earlier one. The newest relocation of the circle is the one that cannot be true."""
+    packs = [*way][[*way].index(back_to) :]
+    steps = zip(packs, [*packs[1:], back_to], strict=True)
+    circle = [max((found for found in way[pack] if to in found.targets), key=lambda found: (found.n, found.moved)) for pack, to in steps]
+    newest = max(circle, key=lambda found: (found.n, found.moved))
+    name = ObjectKey("moved", newest.moved).name
+    return CorruptObjectError(
+        f"{name} says that blocks of {ObjectKey('pack', newest.pack).name} are where they came from: {len(packs)} relocations lead in a "
+        f"circle, so log entry {newest.n}, or one before it, was forged; run `tsck fsck`",
+        object_id=name,
+    )
+
+
+def _look_up(engine: Engine, relocation: Relocation, entries: Entries) -> tuple[Moved, Rows, npt.NDArray[np.bool_]]:
+    """(the moved object, its rows for those of the `entries` that it lists, which of them these are)."""
+    found = engine.read_moved(relocation)
+    at = np.minimum(np.searchsorted(found.rows["from"], entries), len(found.rows) - 1)
+    hit = found.rows["from"][at] == entries
+    return found, found.rows.take(at[hit]), hit  # `take` copies rows many times faster than an index does
+
+
+def grouped(numbers: npt.NDArray[Any]) -> Iterator[tuple[int, Positions]]:
+    """(number, positions) for each number that occurs."""
+    order = np.argsort(numbers, kind="stable")
+    starts = np.flatnonzero(np.diff(numbers[order], prepend=-1))
+    for at in np.split(order, starts[1:]) if len(order) else ():
+        yield int(numbers[at[0]]), at
+
+
+def _joined(pieces: Sequence[Positions]) -> Positions:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces) if pieces else np.empty(0, np.int64)
 
 
 def snapshot_closure(engine: Engine, view: RefTable, info: SnapshotInfo) -> Objects:

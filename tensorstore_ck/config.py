@@ -63,9 +63,9 @@ def decode_config(data: bytes, url: str) -> StoreConfig:
         checksum = body.pop("checksum")
         is_sound = checksum == _checksum(body) and data == _dump({**body, "checksum": checksum})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
-        raise CorruptObjectError(f"{where} is damaged ({exc!r:.200}): restore it, or run `tsck salvage`", object_id=CONFIG_NAME) from exc
+        raise CorruptObjectError(f"{where} is damaged ({exc!r:.200}); run `tsck fsck`", object_id=CONFIG_NAME) from exc
     if not is_sound:
-        raise CorruptObjectError(f"{where} does not match its checksum: restore it, or run `tsck salvage`", object_id=CONFIG_NAME)
+        raise CorruptObjectError(f"{where} does not match its checksum; run `tsck fsck`", object_id=CONFIG_NAME)
     if seen != (STORE_FORMAT, "blake3", []):
         raise FormatVersionError(
             f"{where} has format {seen[0]!r:.40}, hash {seen[1]!r:.40}, features {seen[2]!r:.200}; "
@@ -73,7 +73,7 @@ def decode_config(data: bytes, url: str) -> StoreConfig:
             object_id=CONFIG_NAME,
         )
     if not all(is_valid(body.get(key)) for key, is_valid in _CHECKS.items()):
-        raise CorruptObjectError(f"{where} has impossible values: restore it, or run `tsck salvage`", object_id=CONFIG_NAME)
+        raise CorruptObjectError(f"{where} has impossible values; run `tsck fsck`", object_id=CONFIG_NAME)
     return StoreConfig(STORE_FORMAT, body["uuid"], body["block_bytes"], "blake3", (), body["log"], body["exclusive_create"])
 
 

@@ -57,8 +57,12 @@ def open_engine(
     places: Sequence[str | os.PathLike[str]] = (),
     rollback: Rollback = "warn",
     state_dir: str | os.PathLike[str] | None = None,
+    config: StoreConfig | None = None,
 ) -> Engine:
-    """The engine of the store at `url`; with `create`, makes the store if there is none; with `read_only`, changes nothing in it."""
+    """The engine of the store at `url`; with `create`, makes the store if there is none; with `read_only`, changes nothing in it.
+
+    `config`: what store.json should say, for whoever repairs that.
+    """
     if read_only and (create or staging is not None):
         name = "create" if create else "staging"
         raise InvalidOptionError(f"{name}= is for what puts to the store: leave it out with read_only=True", object_id=name)
@@ -69,7 +73,7 @@ def open_engine(
     if read_only:
         backend = cast(Backend, ReadOnlyBackend(backend))
     try:
-        config = read_config(backend)
+        config = config or read_config(backend)
         if config is None and create:
             unsynced = open_backend(url, no_sync=True) if backend.is_local else None  # eight fsyncs would prove nothing about exclusion
             config = init_store(backend, single_writer_unsafe=single_writer_unsafe, unsynced=unsynced)
@@ -168,7 +172,7 @@ def read_config(backend: Backend) -> StoreConfig | None:
     except MissingObjectError:
         if any(next(iter(backend.list(folder)), None) for folder in ("log/", "snapshots/")):
             raise CorruptObjectError(
-                f"{backend.url} holds snapshots but no {CONFIG_NAME}: restore that file, or run `tsck salvage`", object_id=CONFIG_NAME
+                f"{backend.url} holds snapshots but no {CONFIG_NAME}; run `tsck fsck`", object_id=CONFIG_NAME
             ) from None
         return None
     return decode_config(data, backend.url)

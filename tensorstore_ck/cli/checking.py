@@ -11,10 +11,13 @@ from tensorstore_ck.cli.options import StoreChoice, command, fraction, named_val
 from tensorstore_ck.cli.output import counted, emit, green, iso_time, printable, red
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.cli.space import space_lines
-from tensorstore_ck.errors import DamageError
+from tensorstore_ck.config import CONFIG_NAME
+from tensorstore_ck.engine import Engine
+from tensorstore_ck.errors import CorruptObjectError, DamageError, FormatVersionError
 from tensorstore_ck.executor import DaskCluster
 from tensorstore_ck.fsck import FsckOptions, RepairReport, abort_stale_uploads, run_fsck, run_repair
 from tensorstore_ck.fsck.findings import Finding, FsckReport
+from tensorstore_ck.fsck.storeconfig import find_config, is_of_log
 from tensorstore_ck.sizes import human_bytes
 
 
@@ -62,7 +65,12 @@ def fsck(
     if dask is not None and repair:
         raise click.UsageError("--dask checks; --repair runs here.")
     with ExitStack() as stack:
-        engine = stack.enter_context(closing(choice.open_engine(read_only=not (repair or abort_uploads))))
+        source: Engine | None = None
+        if other is not None:  # a copy of this store's files has its uuid, and must not share what this host keeps for it
+            folder = stack.enter_context(TemporaryDirectory(prefix="tsck-"))
+            from_choice = StoreChoice(other, dict(from_storage_option), folder, places=choice.places, state_dir=folder)
+            source = stack.enter_context(closing(from_choice.open_engine(read_only=True)))
+        engine, is_sure = _open(choice, stack, source, read_only=not (repair or abort_uploads))
         aborted = abort_stale_uploads(engine) if abort_uploads else []
         executor: DaskCluster | None = None
         if dask is not None:
@@ -74,13 +82,11 @@ def fsck(
             options = replace(options, progress=bar)
         repaired: RepairReport | None = None
         if repair:
-            source = None
-            if other is not None:  # a copy of this store's files has its uuid, and must not share what this host keeps for it
-                folder = stack.enter_context(TemporaryDirectory(prefix="tsck-"))
-                source = StoreChoice(other, dict(from_storage_option), folder, places=choice.places, state_dir=folder).open_engine(
-                    read_only=True
-                )
-            repaired = run_repair(engine, options, other=stack.enter_context(closing(source)) if source is not None else None)
+            if is_sure:
+                repaired = run_repair(engine, options, other=source)
+            else:  # nothing may be written to what may be another store's log
+                found = run_fsck(engine, options)
+                repaired = RepairReport(found, (), (), (), found)
             repaired = replace(repaired, before=_completed(repaired.before, choice), after=_completed(repaired.after, choice))
             report = repaired.after
         else:
@@ -92,6 +98,23 @@ def fsck(
     emit(document, lines, as_json=as_json)
     if not report.ok:
         context.exit(DamageError.exit_code)
+
+
+def _open(choice: StoreChoice, stack: ExitStack, other: Engine | None, *, read_only: bool) -> tuple[Engine, bool]:
+    """The store, also where its store.json is damaged; and whether it is certain that it is this store's log that is checked."""
+    try:
+        engine = choice.open_engine(read_only=read_only)
+        if is_of_log(engine.backend, engine.config) is not False:
+            return stack.enter_context(closing(engine)), True
+        engine.close()
+    except (CorruptObjectError, FormatVersionError) as exc:
+        if exc.object_id != CONFIG_NAME:
+            raise
+    with closing(choice.open_backend()) as backend:
+        found = find_config(backend, other.config if other is not None else None, is_writable=not read_only)
+    if not found.is_sure:  # nothing of this host's cache is about it
+        choice = replace(choice, cache_dir=stack.enter_context(TemporaryDirectory(prefix="tsck-")))
+    return stack.enter_context(closing(choice.open_engine(read_only=read_only, config=found.config))), found.is_sure
 
 
 def _completed(report: FsckReport, choice: StoreChoice) -> FsckReport:

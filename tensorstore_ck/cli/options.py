@@ -21,7 +21,7 @@ from tensorstore_ck.cli.allowedplaces import read_places
 from tensorstore_ck.cli.hints import COMPLETE, complete, store_arguments
 from tensorstore_ck.cli.progress import Bar, CountingBackend
 from tensorstore_ck.codec import CodecName
-from tensorstore_ck.config import CONFIG_NAME
+from tensorstore_ck.config import CONFIG_NAME, StoreConfig
 from tensorstore_ck.durations import parse_seconds
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, NotAStoreError, StoreError
@@ -90,8 +90,8 @@ class StoreChoice:
             engine.backend = cast(Backend, CountingBackend(engine.backend, bar))
         return Store(engine)
 
-    def open_engine(self, codec: CodecName = "auto", *, read_only: bool = False) -> Engine:
-        """The engine of the store, for operations that `Store` does not offer."""
+    def open_engine(self, codec: CodecName = "auto", *, read_only: bool = False, config: StoreConfig | None = None) -> Engine:
+        """The engine of the store, for operations that `Store` does not offer; `config` stands in for a damaged store.json."""
         return open_engine(
             self.require_url(),
             storage_options=self.storage_options,
@@ -103,6 +103,7 @@ class StoreChoice:
             places=self.allowed_places(),
             rollback=self.rollback,
             state_dir=self.state_dir,
+            config=config,
         )
 
     def make_portable(self, engine: Engine) -> None:

@@ -7,12 +7,13 @@ the log says then, until it was damaged while it was needed. What no snapshot re
 
 import contextlib
 import threading
-import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Final, NamedTuple
+from uuid import UUID
 
-from tensorstore_ck.config import CONFIG_NAME, MAX_CONFIG_BYTES, decode_config
+from tensorstore_ck.closure import relocations_in_order
+from tensorstore_ck.config import CONFIG_NAME
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES, unseal
 from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, InvalidOptionError, MissingObjectError, StoreError
@@ -23,11 +24,21 @@ from tensorstore_ck.fsck.findings import Finding, Findings, FsckReport, Severity
 from tensorstore_ck.fsck.freeing import Freeing, why_unreferenced
 from tensorstore_ck.fsck.logcheck import LogCheck, cache_problem, check_log, host_saw_more
 from tensorstore_ck.fsck.marked import judge_marks, packs_of_marked
-from tensorstore_ck.fsck.mending import command, from_other, pack_advice, readable_parts, rebuild_moved
+from tensorstore_ck.fsck.mending import (
+    command,
+    from_other,
+    is_moved_intact,
+    pack_advice,
+    readable_parts,
+    rebuild_moved,
+    relocations_in_force,
+)
 from tensorstore_ck.fsck.options import FsckOptions, Progress
 from tensorstore_ck.fsck.packcheck import BadBlocks, Listed, Packs
 from tensorstore_ck.fsck.snapshotcheck import SnapshotCheck, check_snapshot, hit_text, merged, parts_of
 from tensorstore_ck.fsck.stillengine import still_engine
+from tensorstore_ck.fsck.storeconfig import config_problem, is_of_log
+from tensorstore_ck.fsck.uploads import stale_uploads
 from tensorstore_ck.gc.roots import roots
 from tensorstore_ck.ids import Ulid, parse_ulid
 from tensorstore_ck.log import FOLDERS, ObjectKey, Relocation, SnapshotInfo
@@ -37,9 +48,8 @@ from tensorstore_ck.parallel import cpu_threads, for_each
 from tensorstore_ck.part import decode_part
 from tensorstore_ck.record import Record, decode_record
 
-__all__ = ["Finding", "Fsck", "FsckReport", "abort_stale_uploads", "run_fsck"]
+__all__ = ["Finding", "Fsck", "FsckReport", "run_fsck"]
 
-STALE_SECONDS: Final = 24 * 3600
 REMOTE_THREADS: Final = 8
 CONFIRM_ROUNDS: Final = 5
 _NS: Final = 1_000_000_000
@@ -66,14 +76,6 @@ def run_fsck(
             "a rate limit holds for this process only: leave it out, or check without the cluster", object_id="rate limit"
         )
     return Fsck(engine.limited_to(options.max_bytes_per_second), options, executor=executor).run()
-
-
-def abort_stale_uploads(engine: Engine, older_than_seconds: int = STALE_SECONDS) -> list[str]:
-    """Frees what unfinished writes left behind long ago; returns their names."""
-    names = [upload.name for upload in engine.backend.list_uploads() if _is_older(engine, upload.modified_ns, older_than_seconds)]
-    for name in names:
-        engine.backend.abort_upload(name)
-    return names
 
 
 class Objects(NamedTuple):
@@ -174,20 +176,17 @@ class Fsck:
     # --- configuration and log ----------------------------------------------------------------------------------------
 
     def _check_config(self) -> None:
-        try:
-            config = decode_config(self._backend.get(CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES), self._backend.url)
-            if config != self.engine.config:
-                raise CorruptObjectError(f"{CONFIG_NAME} was replaced since this store was opened: open it again", object_id=CONFIG_NAME)
-        except StoreError as exc:
-            require_reachable(self._backend, exc)
-            message = f"{exc}; until then nothing in the store can be opened"
-            self._found.add(exc.kind, CONFIG_NAME, message, hit="every ref: the store cannot be opened", repairable=True)
+        problem = config_problem(self.engine)
+        if problem is not None:
+            self._found.add(problem.error.kind, CONFIG_NAME, str(problem.error), hit="every ref: the store cannot be opened")
+            self._found.advise(CONFIG_NAME, problem.advice, repairable=problem.is_repairable)
 
     def _check_log(self) -> None:
         config, head, seen = self.engine.config, None, self.engine.log.seen()
         with contextlib.suppress(StoreError):  # a host's cache that cannot be read tells nothing
             head = self.engine.log.view().head()
-        self.log = log = check_log(self._backend, prefix=config.log, uuid=uuid.UUID(config.uuid).bytes)
+        uuid = None if self._found.names(CONFIG_NAME) and is_of_log(self._backend, config) is False else UUID(config.uuid).bytes
+        self.log = log = check_log(self._backend, prefix=config.log, uuid=uuid)
         self.at_log, self.anchor = still_engine(self.engine, log), log.last
         if head is None and not log.problems:  # a later first sync would empty the host's cache, and lose what this check notes there
             with contextlib.suppress(StoreError):
@@ -290,7 +289,7 @@ class Fsck:
         """Says of what is damaged how it can be mended."""
         for pack, (advice, repairable) in pack_advice(self.packs, self.hit, reads_data=self._options.reads_data).items():
             self._found.advise(ObjectKey("pack", pack).name, advice, repairable=repairable)
-        moved = {ObjectKey("moved", moved).name: relocation for moved, relocation in self.relocations().items()}
+        moved = {ObjectKey("moved", moved).name: relocation for moved, relocation in relocations_in_force(self.log.view).items()}
         objects = {damage.object for found in self.damaged.values() for damage in found.damages if damage.blocks is None}
         for name in objects:
             relocation = moved.get(name)
@@ -306,15 +305,11 @@ class Fsck:
         wanted = {part.block_id(row) for info in infos for part in parts_of(self.at_log, info) for row in range(part.block_count)}
         return wanted == find_copies(self.packs, wanted, unless={}).keys()
 
-    def relocations(self) -> dict[Ulid, Relocation]:
-        """The relocations in force, by their moved objects."""
-        view = self.log.view
-        packs = {pack for pack, _ in view.all_relocations()}
-        return {relocation.moved: relocation for pack in packs for relocation in view.relocations(pack)}
-
     def rebuild(self, relocation: Relocation) -> bytes | None:
-        """The moved object of a relocation, made anew."""
+        """The moved object of a relocation made anew, if it is damaged."""
         if relocation.moved not in self._rebuilt:
+            if is_moved_intact(self._backend, relocation):
+                return None
             parts = readable_parts(self.at_log, self.objects.by_kind["part"])
             self._rebuilt[relocation.moved] = rebuild_moved(self.packs, relocation, parts)
         return self._rebuilt[relocation.moved]
@@ -323,7 +318,12 @@ class Fsck:
 
     def _check_leftovers(self) -> None:
         decoders: Mapping[str, Callable[[bytes, str], object]] = {"part": decode_part, "moved": partial(unseal, "moved")}
-        in_force = self.relocations()
+        in_force = relocations_in_force(self.log.view)
+        try:
+            relocations_in_order(self.log.view, sorted({relocation.pack for relocation in in_force.values()}))
+        except CorruptObjectError as exc:
+            if not self._found.names(exc.object_id):
+                self._found.add(exc.kind, exc.object_id, f"{exc}; no snapshot needs them", severity="notice")
         for kind, decode in decoders.items():
             for ulid, listed in self.objects.by_kind[kind].items():
                 key = ObjectKey(kind, ulid)
@@ -348,10 +348,9 @@ class Fsck:
                 problem = self._problem_of(name, partial(unseal, kind))
                 detail = f" ({problem[1]})" if problem else ""
                 self._found.add("old_log", name, f"it belongs to a log that is not in force any more{detail}", severity="notice")
-        for upload in self._backend.list_uploads():
-            if _is_older(self.engine, upload.modified_ns, STALE_SECONDS):
-                message = "an unfinished write of more than a day ago: `tsck fsck --abort-uploads` frees it"
-                self._found.add("stale_upload", upload.name, message, severity="notice", repairable=True)
+        for name in stale_uploads(self.engine):
+            message = "an unfinished write of more than a day ago: `tsck fsck --abort-uploads` frees it"
+            self._found.add("stale_upload", name, message, severity="notice", repairable=True)
 
     def _check_stray_record(self, key: ObjectKey) -> None:
         records: list[Record] = []
@@ -393,7 +392,3 @@ class Fsck:
             self._done_bytes = min(self._done_bytes + count, self._total_bytes)
             if self._options.progress is not None:
                 self._options.progress(self._done_bytes, self._total_bytes)
-
-
-def _is_older(engine: Engine, modified_ns: int, seconds: float) -> bool:
-    return modified_ns < engine.clock() - seconds * _NS

@@ -5,27 +5,13 @@ An entry is written again only if its hash is one that the rest of the log, or t
 
 import contextlib
 
-from tensorstore_ck.config import CONFIG_NAME, MAX_CONFIG_BYTES, decode_config
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.errors import CorruptObjectError, DamageError, MissingObjectError
+from tensorstore_ck.errors import DamageError
 from tensorstore_ck.fsck.logcheck import CACHE_NAME, LogCheck, cache_problem
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import Entry, Head
 from tensorstore_ck.log.entry import MAX_ENTRY_BYTES
 from tensorstore_ck.table import TableError
-
-
-def mend_config(engine: Engine) -> bool:
-    """Writes store.json again as this process opened it, where it is missing or damaged; whether it was."""
-    try:
-        decode_config(engine.backend.get(CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES), engine.backend.url)
-    except (MissingObjectError, CorruptObjectError):
-        folders = {info.name.partition("/")[0] for info in engine.backend.list("")}
-        if any(folder.startswith("log-") and not folder.startswith(engine.config.log) for folder in folders):
-            return False  # salvage may have made another log since
-        engine.backend.replace(CONFIG_NAME, engine.config.encode())
-        return True
-    return False
 
 
 def mend_entries(engine: Engine, copy: Engine, log: LogCheck, host_head: Head | None) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 
+from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.closure import Places
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES, object_hash
@@ -16,8 +17,8 @@ from tensorstore_ck.fsck.findings import require_reachable
 from tensorstore_ck.fsck.packcheck import Packs
 from tensorstore_ck.fsck.snapshotcheck import block_ids, by_pack
 from tensorstore_ck.ids import Digest, Ulid
-from tensorstore_ck.log import Relocation
-from tensorstore_ck.moved import MOVED_DTYPE, Moved
+from tensorstore_ck.log import ObjectKey, RefTable, Relocation
+from tensorstore_ck.moved import MOVED_DTYPE, Moved, decode_moved
 from tensorstore_ck.pack import ENTRY_DTYPE, Entries, Footer
 from tensorstore_ck.part import Part, decode_part, part_name
 
@@ -75,6 +76,23 @@ def blocks_in(packs: Collection[Ulid], parts: Iterable[tuple[Part, Places]]) -> 
 def as_written(part: Part) -> Places:
     """Where a part's blocks were when it was written."""
     return Places(list(part.packs), part.extents, frozenset())
+
+
+def relocations_in_force(view: RefTable) -> dict[Ulid, Relocation]:
+    """The relocations in force, by their moved objects."""
+    packs = {pack for pack, _ in view.all_relocations()}
+    return {relocation.moved: relocation for pack in packs for relocation in view.relocations(pack)}
+
+
+def is_moved_intact(backend: Backend, relocation: Relocation) -> bool:
+    """Whether the moved object of a relocation is there as the log names it: then, what makes it useless is what the log says."""
+    name = ObjectKey("moved", relocation.moved).name
+    try:
+        decode_moved(backend.get(name, max_bytes=MAX_OBJECT_BYTES), name, relocation.hash)
+    except StoreError as exc:
+        require_reachable(backend, exc)
+        return False
+    return True
 
 
 def rebuild_moved(packs: Packs, relocation: Relocation, parts: Iterable[tuple[Ulid, Part]]) -> bytes | None:

@@ -16,15 +16,16 @@ from tensorstore_ck.fsck.check import Fsck
 from tensorstore_ck.fsck.datacheck import DataCheck
 from tensorstore_ck.fsck.findings import DAMAGED, FsckReport
 from tensorstore_ck.fsck.logcheck import LogCheck, host_saw_more
-from tensorstore_ck.fsck.logrepair import mend_cache, mend_checkpoints, mend_config, mend_entries
+from tensorstore_ck.fsck.logrepair import mend_cache, mend_checkpoints, mend_entries
 from tensorstore_ck.fsck.marked import packs_of
-from tensorstore_ck.fsck.mending import blocks_in
+from tensorstore_ck.fsck.mending import blocks_in, is_moved_intact, relocations_in_force
 from tensorstore_ck.fsck.options import FsckOptions
 from tensorstore_ck.fsck.packcheck import BadBlocks
 from tensorstore_ck.fsck.remake import COPIED, Remaker
 from tensorstore_ck.fsck.repack import repack
 from tensorstore_ck.fsck.snapshotcheck import SnapshotCheck, check_snapshot, placed_parts
 from tensorstore_ck.fsck.sources import BlockSource, Other, open_other
+from tensorstore_ck.fsck.storeconfig import is_of_log, mend_config
 from tensorstore_ck.ids import Ulid
 from tensorstore_ck.log import Head, ObjectKey, Op, RefTable, Relocation, SnapshotInfo
 from tensorstore_ck.pack import pack_name
@@ -130,7 +131,7 @@ class _Repair:
     # --- log and what is derived from it ------------------------------------------------------------------------------
 
     def _mend_log(self, fsck: Fsck, host_head: Head | None) -> Fsck:
-        if mend_config(self._engine):
+        if mend_config(self._engine, self._other_engine):
             self._mended["store.json"] = "written again"
         entries = mend_entries(self._engine, self._other_engine, fsck.log, host_head) if self._other_engine is not None else []
         self._mended |= dict.fromkeys(entries, COPIED)
@@ -144,6 +145,7 @@ class _Repair:
     def _is_broken(self, log: LogCheck, host_head: Head | None) -> bool:
         """Whether entries are lost: what is appended then would take the place of others."""
         is_damaged = any(problem.kind == BrokenLogError.kind for problem in log.problems)
+        is_damaged = is_damaged or is_of_log(self._engine.backend, self._engine.config) is False
         return is_damaged or host_saw_more(log, host_head, self._engine.log.chain) is not None
 
     # --- records, parts, moved objects --------------------------------------------------------------------------------
@@ -151,7 +153,7 @@ class _Repair:
     def _mend_objects(self, fsck: Fsck) -> bool:
         """Mends the small objects that were found damaged; whether any was, or another look is needed."""
         before, is_expired = len(self._mended), False
-        relocations = {ObjectKey("moved", moved).name: relocation for moved, relocation in fsck.relocations().items()}
+        relocations = {ObjectKey("moved", moved).name: relocation for moved, relocation in relocations_in_force(fsck.log.view).items()}
         remaker = self._remaker(fsck)
         for info, name in _damaged_objects(fsck):
             if name in self._mended:
@@ -173,9 +175,11 @@ class _Repair:
         return is_expired or len(self._mended) > before
 
     def _mend_moved(self, fsck: Fsck, remaker: Remaker, info: SnapshotInfo, relocation: Relocation) -> str | None:
-        """Makes a moved object anew, exactly as it was; where that cannot be done, the parts that need it."""
+        """Makes a moved object anew, exactly as it was; where that cannot be done, or it closes a circle, the parts that need it."""
         key, data = ObjectKey("moved", relocation.moved), fsck.rebuild(relocation)
-        found = (data, "made anew from the footers of its packs") if data is not None else remaker.exact(key, relocation.hash)
+        is_intact = is_moved_intact(self._engine.backend, relocation)
+        exact = None if is_intact else remaker.exact(key, relocation.hash)
+        found = (data, "made anew from the footers of its packs") if data is not None else exact
         if found is not None:
             remaker.overwrite(key, found[0])
             return found[1]
@@ -185,7 +189,7 @@ class _Repair:
                 continue
             remade = self._mend_part(fsck, remaker, info, part_name(part))
             if remade is not None:
-                self._mended[part_name(part)] = f"{remade}: {key.name} is lost"
+                self._mended[part_name(part)] = f"{remade}: {key.name} is {'false' if is_intact else 'lost'}"
         return None
 
     def _mend_part(self, fsck: Fsck, remaker: Remaker, info: SnapshotInfo, name: str) -> str | None:

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tensorstore_ck.closure import Places, resolve
+from tensorstore_ck.closure import Places, grouped, resolve
 from tensorstore_ck.codec import base_count
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES, object_hash
@@ -134,11 +134,8 @@ def block_ids(part: Part) -> Ids:
 
 def by_pack(places: Places) -> Iterator[tuple[Ulid, npt.NDArray[np.int64]]]:
     """(pack, rows of the extents) for each pack in use; a pack may come twice."""
-    numbers = places.extents["pack"]
-    order = np.argsort(numbers, kind="stable")
-    starts = np.flatnonzero(np.diff(numbers[order], prepend=-1)) if len(order) else order
-    for rows in np.split(order, starts[1:]) if len(order) else ():
-        yield places.packs[int(numbers[rows[0]])], rows
+    for number, rows in grouped(places.extents["pack"]):
+        yield places.packs[number], rows
 
 
 def remade_record(info: SnapshotInfo, found: Record, parts: Sequence[Ulid]) -> Record:

@@ -6,7 +6,6 @@ and the entry that its part was made under. What gc swept stays gone, and what e
 it gets another undo window if it is intact. Nothing is deleted, and store.json is replaced last: a crash before leaves all as it was.
 """
 
-import json
 import threading
 import time
 import uuid
@@ -25,8 +24,9 @@ from tensorstore_ck.fsck.logcheck import LogCheck, check_log
 from tensorstore_ck.fsck.packcheck import Listed, Packs
 from tensorstore_ck.fsck.snapshotcheck import check_snapshot
 from tensorstore_ck.fsck.stillengine import still_engine
+from tensorstore_ck.fsck.storeconfig import confirmed, logs_in
 from tensorstore_ck.ids import Clock, Digest, IdSource, Ulid, new_ulid, parse_ulid, ulid_text
-from tensorstore_ck.log import Chain, Entry, ObjectKey, Op, RefTable, Relocation, SnapshotInfo, validate_ref_name
+from tensorstore_ck.log import Entry, ObjectKey, Op, RefTable, Relocation, SnapshotInfo, validate_ref_name
 from tensorstore_ck.opening import make_engine
 from tensorstore_ck.pack import pack_name
 from tensorstore_ck.parallel import cpu_threads, for_each
@@ -143,26 +143,12 @@ class _Salvage:
             raise FormatVersionError(f"{exc}; or, if it is just damaged, move it away and salvage again", object_id=CONFIG_NAME) from exc
         else:
             return config, uuid.UUID(config.uuid).bytes
-        names = {info.name.partition("/")[0] for info in self._backend.list("")}
-        logs = sorted(name for name in names if name == "log" or (name.startswith("log-") and not name.endswith("-checkpoint")))
-        if not logs and "snapshots" not in names:
+        logs = logs_in(self._backend)
+        if not logs and next(iter(self._backend.list("snapshots/")), None) is None:
             raise NotAStoreError(f"there is nothing of a store at {self._backend.url}", object_id=self._backend.url)
         config = replace(new_config(exclusive_create=dry_run or probe_create(self._backend)), log=logs[-1] if logs else "log")
-        seen = self._uuid_of(data, config.log)
-        return (config, None) if seen is None else (replace(config, uuid=str(uuid.UUID(bytes=seen))), seen)
-
-    def _uuid_of(self, data: bytes, prefix: str) -> bytes | None:
-        """The uuid in a damaged store.json, if entry 1 confirms it."""
-        try:
-            found = uuid.UUID(json.loads(data)["uuid"]).bytes
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return None
-        chain = Chain(self._backend, uuid=found, prefix=prefix)
-        try:
-            first = chain.read(1)
-        except DamageError:
-            return None
-        return found if first is not None and first.prev == chain.genesis else None
+        seen = confirmed(self._backend, data, config)
+        return (config, None) if seen is None else (seen, uuid.UUID(seen.uuid).bytes)
 
     def _check_log(self, config: StoreConfig, genesis_uuid: bytes | None, fill: Mapping[int, list[Entry]]) -> LogCheck:
         log = check_log(self._backend, prefix=config.log, uuid=genesis_uuid, fill=fill)

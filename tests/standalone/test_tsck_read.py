@@ -1,6 +1,7 @@
 """The standalone reader reads every kind of store as the package does, without it, and says which object is damaged."""
 
 import importlib.util
+import itertools
 import json
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 import tensorstore_ck as tsck
 from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.ids import new_ulid
 from tensorstore_ck.layout import Captured, Explicit, Layout, TensorSpec
 from tensorstore_ck.pack import pack_name
 from tensorstore_ck.part import decode_part, part_name
@@ -24,6 +26,7 @@ from tensorstore_ck.record import decode_record, record_name
 from tensorstore_ck.salvage import salvage
 from tensorstore_ck.sharding import Box, Mesh, Shard
 from tensorstore_ck.state.types import DTYPE_NAMES
+from tests.gc.relocated import footer_of, packs_of, relocate
 from tests.gc.stores import AT_ONCE, contents
 from tests.gc.stores import open_store as open_over
 from tests.golden.content import golden_state
@@ -279,6 +282,36 @@ def test_moved_blocks(store: tsck.Store, folder: Path, tmp_path: Path) -> None:
     assert_same(store, "runs/kept", exported(folder, "runs/kept", tmp_path / "out.safetensors"))
 
 
+def move_through(store: tsck.Store, hops: int, *, back: bool) -> None:
+    """Moves the only pack to others that are not there, and at last to a copy of itself, or back to itself."""
+    (pack,) = packs_of(store.engine)
+    footer, end = footer_of(store.engine, pack), new_ulid()
+    store.engine.backend.put(pack_name(end), store.engine.backend.get(pack_name(pack), max_bytes=1 << 30))
+    way = [pack, *(new_ulid() for _ in range(hops - 1)), pack if back else end]
+    entries = range(len(footer.entries))
+    relocate(store.engine, [(one, [(entry, to, entry) for entry in entries]) for one, to in itertools.pairwise(way)], footer)
+    store.engine.backend.delete([pack_name(pack)])
+
+
+def test_blocks_that_were_moved_any_number_of_times(tmp_path: Path) -> None:
+    with open_over() as store:
+        store.put_snapshot({f"t{number}": torch.full((3000,), number) for number in range(4)}, ref="runs/a")
+        move_through(store, 1200, back=False)
+        assert_same(
+            store, "runs/a", exported(written(contents(store.engine.backend), tmp_path / "store"), "runs/a", tmp_path / "out.safetensors")
+        )
+
+
+@pytest.mark.parametrize("hops", [1, 2, 3])
+def test_relocations_in_a_circle(tmp_path: Path, hops: int) -> None:
+    with open_over() as store:
+        store.put_snapshot({"t": torch.randn(3000)}, ref="runs/a")
+        move_through(store, hops, back=True)
+        result = run_alone(written(contents(store.engine.backend), tmp_path / "store"), "runs/a", tmp_path / "out.safetensors")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.endswith("its relocations go in circles\n")
+
+
 def test_packs_that_were_moved_to_another_folder(store: tsck.Store, folder: Path, tmp_path: Path) -> None:
     store.put_snapshot(step_state(0), ref="runs/a", step=0)
     store.set_policy("*", move_after=("1s", str(tmp_path / "cold")))
@@ -506,7 +539,7 @@ def test_bases_without_end_are_refused(script: Any, codec: int, flags: int, link
 
     part = object.__new__(script.Part)
     part.name, part.store, part.packs = "parts/x", Nothing(), [bytes(16)]
-    part.place = lambda pack, entry, *rest: (pack, *rest)
+    part.places = {}
     part.extents = np.zeros(400, script.EXTENT)
     for row in range(links):
         part.extents[row] = (0, 0, 64, 8, 8, row + 1, codec, flags)
