@@ -119,14 +119,14 @@ class Link:
     def send(self, peer: int, tag: int, data: Bytes) -> "Message":
         """Begins to send `data`, which must not change until the other rank has it all; the MAC goes into its last `MAC_BYTES`."""
         number = self._sent[peer, tag] = self._sent.get((peer, tag), 0) + 1
-        mac = message_mac(self.key, self.rank, peer, tag, number, data.data[:-MAC_BYTES])
+        mac = message_mac(self.key, (self.rank, peer, tag, number), data.data[:-MAC_BYTES])
         data[-MAC_BYTES:] = np.frombuffer(mac, np.uint8)
         return Message(self, self.gloo.send, peer, tag, data)
 
-    def receive(self, peer: int, tag: int, data: Bytes) -> "Message":
+    def receive(self, peer: int, tag: int, data: Bytes) -> "Arrival":
         """Begins to fill `data`, the MAC included."""
         number = self._expected[peer, tag] = self._expected.get((peer, tag), 0) + 1
-        return Message(self, self.gloo.recv, peer, tag, data, number)
+        return Arrival(self, peer, tag, data, number)
 
     def send_record(self, peer: int, tag: int, record: Body) -> None:
         """Sends a few values."""
@@ -161,26 +161,19 @@ class Link:
                     self.receive(peer, _NEVER, np.empty(1, np.uint8)).wait()
 
 
-def message_mac(key: bytes, sender: int, receiver: int, tag: int, number: int, data: memoryview) -> bytes:
-    """Of the `number`-th message from one rank to another on a tag, from 1."""
-    header = _HEADER.pack(sender, receiver, tag, number, len(data))
-    return blake3(header, key=key).update(data).digest()
+def message_mac(key: bytes, place: tuple[int, int, int, int], data: memoryview) -> bytes:
+    """Of a message; `place`: sender, receiver, tag, and its number among those, from 1."""
+    return blake3(_HEADER.pack(*place, len(data)), key=key).update(data).digest()
 
 
 class Message:
     """One on its way; it holds on to its memory."""
 
-    def __init__(
-        self, link: Link, action: Callable[[list[Any], int, int], Any], peer: int, tag: int, data: Bytes, number: int | None = None
-    ) -> None:
-        """`number`: of one that comes."""
+    def __init__(self, link: Link, action: Callable[[list[Any], int, int], Any], peer: int, tag: int, data: Bytes) -> None:
         import torch  # noqa: PLC0415 - loads torch
 
         self._link = link
         self._peer = peer
-        self._tag = tag
-        self._data = data
-        self._number = number
         self._tensors = [torch.from_numpy(data)]
         with self._lost():
             self._work = action(self._tensors, link.ranks.index(peer), tag)
@@ -189,17 +182,10 @@ class Message:
         """Returns when it is there.
 
         Raises:
-            ForgedMessageError: what came is not what the rank sent.
             PeerLostError: it will not come.
         """
         with self._lost():
             self._work.wait(timedelta(seconds=self._link.timeout_seconds))
-        if self._number is None:
-            return
-        data = self._data.data
-        mac = message_mac(self._link.key, self._peer, self._link.rank, self._tag, self._number, data[:-MAC_BYTES])
-        if not hmac.compare_digest(mac, data[-MAC_BYTES:]):
-            raise ForgedMessageError(f"a message of rank {self._peer} was damaged on the way, or another process sent it")
 
     @contextlib.contextmanager
     def _lost(self) -> Iterator[None]:
@@ -207,6 +193,26 @@ class Message:
             yield
         except RuntimeError as exc:
             raise PeerLostError(f"rank {self._peer} does not answer: {_said(exc)}") from exc
+
+
+class Arrival(Message):
+    """One that comes, the `number`-th of its sender on its tag."""
+
+    def __init__(self, link: Link, peer: int, tag: int, data: Bytes, number: int) -> None:
+        super().__init__(link, link.gloo.recv, peer, tag, data)
+        self._data = data.data
+        self._place = (peer, link.rank, tag, number)
+
+    def wait(self) -> None:
+        """Returns when it is there.
+
+        Raises:
+            ForgedMessageError: what came is not what the rank sent.
+            PeerLostError: it will not come.
+        """
+        super().wait()
+        if not hmac.compare_digest(message_mac(self._link.key, self._place, self._data[:-MAC_BYTES]), self._data[-MAC_BYTES:]):
+            raise ForgedMessageError(f"a message of rank {self._peer} was damaged on the way, or another process sent it")
 
 
 def _said(exc: Exception) -> str:

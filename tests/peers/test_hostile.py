@@ -1,4 +1,4 @@
-"""A process that is in the gloo group, or reaches its ports, and is not the rank that it claims to be: it costs a copy, and no wrong byte."""
+"""A process in the gloo group, or at its ports, that is not the rank that it claims to be: it costs a copy, and no wrong byte."""
 
 import os
 import socket
@@ -118,23 +118,25 @@ def _short_message(link: Link) -> None:
     link.gloo.send([torch.zeros(10, dtype=torch.uint8)], 1, FORTH).wait()
 
 
-ATTACKS: Final[list[Attack]] = [
-    _other_key,
-    _garbage,
-    _oversized_record,
-    _terabytes,
-    _other_key_in_a_piece,
-    _swapped_pieces,
-    _stopping_midway,
-    _short_message,
-]
+_FORGED: Final = "was damaged on the way, or another process sent it"
+ATTACKS: Final[dict[Attack, str]] = {
+    _other_key: f"a message of rank 0 {_FORGED}",
+    _garbage: f"a message of rank 0 {_FORGED}",
+    _oversized_record: "rank 0 announced a record of 4194305 bytes",
+    _terabytes: "rank 0 does not answer",
+    _other_key_in_a_piece: f"{NAME} {_FORGED}",
+    _swapped_pieces: f"{NAME} {_FORGED}",
+    _stopping_midway: "rank 0 does not answer",
+    _short_message: f"{NAME} {_FORGED}",
+}
+"""What each attack does, and what the other rank says of it."""
 
 
 def _attacked(base: str, number: int) -> tuple[str, list[str]]:
     if dist.get_rank() == 1:
         return _victim(base, 1)
     with suppress(PeerLostError, RuntimeError):  # the other side breaks off
-        ATTACKS[number](_hostile_link(base))
+        list(ATTACKS)[number](_hostile_link(base))
     dist.barrier(GROUPS[2])
     return "", []
 
@@ -152,7 +154,7 @@ def _victim(base: str, puts: int) -> tuple[str, list[str]]:
         for put in range(1, puts + 1):
             keys += own.exchange(put, own.stage((10,), first=put))
     except BackendUnavailableError as exc:
-        said = str(exc)
+        said = "\n".join([*own.warnings, str(exc)])
     dist.barrier(GROUPS[2])
     return said, keys
 
@@ -160,6 +162,7 @@ def _victim(base: str, puts: int) -> tuple[str, list[str]]:
 @pytest.mark.parametrize("number", range(len(ATTACKS)), ids=[attack.__name__.lstrip("_") for attack in ATTACKS])
 def test_a_hostile_rank_costs_a_copy_and_nothing_of_it_is_kept(pool: Pool, tmp_path: Path, number: int) -> None:
     _, (said, keys) = pool.run(_attacked, str(tmp_path), number, ranks=2)
+    assert list(ATTACKS.values())[number] in said
     assert "what rank 1 stages gets no copies on other hosts any more" in said
     assert keys == []
     objects, manifests = lies_in(folder_at(tmp_path, 1))
