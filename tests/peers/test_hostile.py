@@ -161,7 +161,8 @@ def _victim(base: str, puts: Sequence[int], answer_seconds: float = 20) -> tuple
     """Sends nothing, and looks at what comes."""
     own = side(base, HOSTS, 1, answer_seconds=answer_seconds)
     own.replicator._sending._targets = []
-    said, keys = "", []
+    said = ""
+    keys: list[str] = []
     try:
         for put in puts:
             keys += own.exchange(put, own.stage((10,)) if put == 1 and not keys else [])
