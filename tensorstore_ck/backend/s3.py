@@ -56,7 +56,7 @@ class S3Backend:
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self._has_condition = False
-        self._requests = S3Requests(self.url, bucket, self._filesystem.get, timing or Timing(), on_wait, secrets)
+        self._requests = S3Requests(self.url, bucket, self._filesystem.get, timing or Timing(), on_wait, secrets=secrets)
         self._creator = S3Creator(self._requests)
 
     # --- read ---

@@ -128,6 +128,7 @@ class S3Requests:
         filesystem: Callable[[], Any],
         timing: Timing,
         on_wait: Callback,
+        *,
         secrets: Sequence[str] = (),
     ) -> None:
         """`filesystem` gives this process's; `on_wait` is called with events of the kind ``waiting``, on the thread that waits.
