@@ -15,8 +15,8 @@ _SHORTEST_SECRET: Final = 4
 """Characters; what is shorter is a part of too many words."""
 _LONGEST_CHAIN: Final = 16
 _SCHEME: Final = r"(?P<scheme>[A-Za-z][A-Za-z0-9+._-]{0,40}(?:(?::|%3A)(?:/|%2F)+))"
-_USER: Final = r"(?![0-9]*(?:/|$))(?:[^\s/@?#:%\[]|%(?!3A))*(?::|%3A)(?![0-9]{{1,5}}(?:[/?#]|$)){any}{{0,4096}}(?:@|%40)"
-"""A name, a colon and no port, and all up to the last @: a password can have a / in it."""
+_USER: Final = r"(?![0-9]*(?:/|$))(?:[^\s/@?#:%\[]|%(?!3A))*(?::|%3A)(?![0-9]{{1,5}}(?:[/?#]|$)|\*\*\*@){any}{{0,4096}}(?:@|%40)"
+"""A name, a colon and no port, and all up to the last @: a password can have a / in it. Other libraries hide passwords as we do."""
 _LONE_USER: Final = r"(?<=http://)[^\s/@?#]+@|(?<=https://)[^\s/@?#]+@"
 """Of web servers it may be a token; elsewhere it is a name, as in abfss://container@account."""
 _QUERY: Final = r"(?P<name>[?&;#](?!storage_class=)[^\s=&;#?\"'<>`]+=){any}*"

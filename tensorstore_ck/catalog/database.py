@@ -119,7 +119,8 @@ class Database:
         folder = Path(self.shown).parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(self.shown, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite would let others read it
+            if not self.exists():
+                os.close(os.open(self.shown, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite would let others read it
         except OSError as error:
             raise PermissionDeniedError(f"the catalog {self.shown} cannot be made: {error.strerror}", object_id=str(folder)) from error
 
