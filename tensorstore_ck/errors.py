@@ -17,6 +17,8 @@ Three groups under `StoreError`: `RetryableError` (try again, perhaps after read
 from collections.abc import Mapping
 from typing import ClassVar, Final, Literal
 
+from tensorstore_ck.redaction import redacted
+
 Retry = Literal["same", "after_resume", "after_reopen", "never"]
 
 
@@ -30,8 +32,8 @@ class StoreError(Exception):
 
     def __init__(self, message: str, *, object_id: str = "") -> None:
         """`object_id` names the object that is hit: a storage name, a ref, a tensor or an option."""
-        super().__init__(message)
-        self.object_id = object_id
+        super().__init__(redacted(message))
+        self.object_id = redacted(object_id)
 
 
 # --- retry --------------------------------------------------------------------------------------------------------

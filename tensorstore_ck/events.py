@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
+from tensorstore_ck.redaction import redacted
 from tensorstore_ck.sizes import human_bytes
 
 Kind = Literal["captured", "staged", "published", "failed", "dropped", "stalled", "retried", "waiting"]
@@ -124,7 +125,11 @@ class Event:
     time_ns: int
     """Since 1970, when it had happened."""
     fields: Mapping[str, int | float | str]
-    """Those of `KINDS`; their names have the units."""
+    """Those of `KINDS`; their names have the units. Texts are without the secrets of URLs."""
+
+    def __post_init__(self) -> None:
+        fields = {name: redacted(value) if isinstance(value, str) else value for name, value in self.fields.items()}
+        object.__setattr__(self, "fields", fields)
 
     @property
     def address(self) -> str:
@@ -233,4 +238,4 @@ def event_text(event: Event) -> str:
 
 def one_line(text: str) -> str:
     """`text` without anything that a terminal would obey, such as an error's text from a server could have."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -15,6 +15,7 @@ from tensorstore_ck.backend.protocol import Backend, Buffer, Created, ObjectInfo
 from tensorstore_ck.errors import InvalidOptionError, InvalidUrlError, MissingExtraError
 from tensorstore_ck.events import Callback, log_event
 from tensorstore_ck.extras import missing_extra
+from tensorstore_ck.redaction import clean_error, display_url, secret_values
 
 __all__ = ["Backend", "Buffer", "Created", "ObjectInfo", "ObjectWriter", "ProbeResult", "open_backend", "probe", "probe_create"]
 
@@ -31,19 +32,26 @@ def open_backend(
     with an event of the kind ``waiting`` when a request to S3 has waited long; by default it goes to the log.
 
     Raises:
-        InvalidUrlError: not a URL that a store can be at.
+        InvalidUrlError: not a URL that a store can be at, or one with a secret in it.
         InvalidOptionError: `storage_options` that the filesystem does not take.
         MissingExtraError: the filesystem's library is not installed.
     """
     text = os.fspath(url)
     match = _URL.fullmatch(text)
+    shown = display_url(text)
     if not text or "\0" in text or "::" in text:
-        raise InvalidUrlError(f"{text!r} is not the URL of a store: give a folder, or s3://bucket/prefix", object_id=text)
+        raise InvalidUrlError(f"{shown!r} is not the URL of a store: give a folder, or s3://bucket/prefix", object_id=shown)
     if match is None or match["protocol"].lower() in ("file", "local"):
         if storage_options:
-            raise InvalidOptionError(f"storage_options are for remote stores, and {text} is a local folder", object_id=text)
+            raise InvalidOptionError(f"storage_options are for remote stores, and {shown} is a local folder", object_id=shown)
         return LocalBackend(os.path.expanduser(text) if match is None else _file_path(text), sync=not no_sync)
     protocol = match["protocol"].lower()
+    if shown != text:
+        raise InvalidUrlError(
+            f"{shown}: a store's URL has no password, key, token or signature in it, since it is shown, logged and kept: give secrets in "
+            "storage_options (--storage-option), or in the environment or the configuration files that the service's library reads",
+            object_id=shown,
+        )
     return _open_remote(protocol, f"{protocol}://{match['rest']}", dict(storage_options or {}), on_wait)
 
 
@@ -73,6 +81,7 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Call
         if protocol in _EXTRAS:
             raise missing_extra(_EXTRAS[protocol], f"{protocol}://") from exc
         raise MissingExtraError(f"{protocol}:// needs a library that is not installed: {exc}", object_id=protocol) from exc
+    secrets = secret_values(options)
     root = filesystem_class._strip_protocol(url)
     options = {**filesystem_class._get_kwargs_from_urls(url), **options, "use_listings_cache": False, "skip_instance_cache": True}
     if not isinstance(root, str) or not root.strip("/") or (protocol in _EXTRAS and url.startswith(f"{protocol}:///")):
@@ -83,7 +92,10 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Call
     def connect(options: Mapping[str, Any] = options) -> Any:
         try:
             return filesystem_class(**options)
-        except (TypeError, ValueError, KeyError) as exc:
+        except Exception as exc:
+            clean_error(exc, secrets)
+            if not isinstance(exc, TypeError | ValueError | KeyError):
+                raise
             raise InvalidOptionError(f"{protocol}:// does not take these storage_options: {exc}", object_id=url) from exc
 
     if _EXTRAS.get(protocol) == "s3":
@@ -92,7 +104,8 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Call
 
         bucket, _, prefix = root.partition("/")
         single_shot, tries = without_retries(options)
-        return S3Backend(lambda: connect(single_shot), bucket, prefix.strip("/"), timing=Timing(max_tries=tries), on_wait=on_wait)
+        timing = Timing(max_tries=tries)
+        return S3Backend(lambda: connect(single_shot), bucket, prefix.strip("/"), timing=timing, on_wait=on_wait, secrets=secrets)
     from tensorstore_ck.backend.objectstore import CREATE_CALLS, FsspecBackend  # noqa: PLC0415 - loads fsspec
 
-    return FsspecBackend(connect, root, f"{protocol}://{root.lstrip('/')}", CREATE_CALLS.get(protocol))
+    return FsspecBackend(connect, root, f"{protocol}://{root.lstrip('/')}", CREATE_CALLS.get(protocol), secrets)

@@ -52,8 +52,12 @@ class FsspecBackend:
 
     is_local = False
 
-    def __init__(self, connect: Callable[[], Any], root: str, url: str, create_call: CreateCall | None) -> None:
+    def __init__(
+        self, connect: Callable[[], Any], root: str, url: str, create_call: CreateCall | None, secrets: Sequence[str] = ()
+    ) -> None:
+        """`secrets`: what messages must not show."""
         self.url = url
+        self.secrets = secrets
         self._filesystem = ProcessLocal(connect)
         self._root = root.rstrip("/")
         self._create_call = create_call
@@ -77,7 +81,7 @@ class FsspecBackend:
         target[:] = data
 
     def size(self, name: str) -> int:
-        with remote_errors("look at", name, self.url):
+        with remote_errors("look at", name, self.url, self.secrets):
             info = self._filesystem.get().info(self._path(name))
             if info["type"] != "file":
                 raise FileNotFoundError(f"{name} is a folder")
@@ -88,7 +92,7 @@ class FsspecBackend:
             self.replace(name, data)
             return
         try:
-            with remote_errors("create", name, self.url):
+            with remote_errors("create", name, self.url, self.secrets):
                 self._create_call(self._filesystem.get(), self._path(name), bytes(data))
         except BackendUnavailableError as exc:
             # The libraries send a request again whose reply was lost, and then find the object that they made. It is small: no pack.
@@ -100,7 +104,7 @@ class FsspecBackend:
                 raise
 
     def replace(self, name: str, data: Buffer) -> None:
-        with remote_errors("write", name, self.url):
+        with remote_errors("write", name, self.url, self.secrets):
             self._filesystem.get().pipe_file(self._path(name), bytes(data))
 
     def create(self, name: str, data: Buffer) -> Created:
@@ -112,7 +116,7 @@ class FsspecBackend:
                 object_id=name,
             )
         try:
-            with remote_errors("create", name, self.url):
+            with remote_errors("create", name, self.url, self.secrets):
                 self._create_call(self._filesystem.get(), path, bytes(data))
         except BackendUnavailableError as exc:
             return Created.EXISTS if isinstance(exc.__cause__, FileExistsError) else Created.UNKNOWN
@@ -122,12 +126,12 @@ class FsspecBackend:
         check_name(name)
 
     def open_writer(self, name: str) -> ObjectWriter:
-        with remote_errors("write", name, self.url):
+        with remote_errors("write", name, self.url, self.secrets):
             return _FileWriter(self, name, self._filesystem.get().open(self._path(name), "wb"))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = f"{self._root}/{check_prefix(prefix)}"
-        with remote_errors("list", prefix, self.url):
+        with remote_errors("list", prefix, self.url, self.secrets):
             filesystem = self._filesystem.get()
             try:
                 found = filesystem.find(folder.rstrip("/"), detail=True)
@@ -143,7 +147,7 @@ class FsspecBackend:
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
-            with remote_errors("delete", name, self.url), contextlib.suppress(FileNotFoundError):
+            with remote_errors("delete", name, self.url, self.secrets), contextlib.suppress(FileNotFoundError):
                 self._filesystem.get().rm_file(self._path(name))
 
     def space(self) -> Space | None:
@@ -160,7 +164,7 @@ class FsspecBackend:
         self._filesystem.close()
 
     def _cat(self, name: str, path: str, start: int, end: int) -> bytes:
-        with remote_errors("read", name, self.url):
+        with remote_errors("read", name, self.url, self.secrets):
             data: bytes = self._filesystem.get().cat_file(path, start=start, end=end)
         return data
 
@@ -186,7 +190,7 @@ class _FileWriter:
                 raise BackendUnavailableError(f"{self._name} was given up while it was written", object_id=self._name)
             self._failed = True  # until all of it is written
             offset = self._end
-            with remote_errors("write", self._name, self._backend.url):
+            with remote_errors("write", self._name, self._backend.url, self._backend.secrets):
                 for view in byte_views(data):
                     self._file.write(view)
                     self._end += len(view)
@@ -198,7 +202,7 @@ class _FileWriter:
             if self._failed:
                 raise BackendUnavailableError(f"{self._name} could not be written whole; write it anew", object_id=self._name)
             self._failed = True
-            with remote_errors("write", self._name, self._backend.url):
+            with remote_errors("write", self._name, self._backend.url, self._backend.secrets):
                 self._file.close()
             self._closed = True
 

@@ -6,7 +6,7 @@ passing fault, so that nobody takes it for an answer.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from tensorstore_ck.errors import (
     PermissionDeniedError,
     StoreError,
 )
+from tensorstore_ck.redaction import clean_error
 
 _NO_SPACE_CODES: Final = {"QuotaExceeded", "XMinioStorageFull", "InsufficientCapacity"}
 _CREDENTIAL_ERRORS: Final = {
@@ -81,13 +82,14 @@ def error_code(exc: BaseException) -> str:
 
 
 @contextmanager
-def remote_errors(action: str, name: str, url: str) -> Iterator[None]:
-    """Turns whatever is raised inside into a `StoreError`."""
+def remote_errors(action: str, name: str, url: str, secrets: Sequence[str]) -> Iterator[None]:
+    """Turns whatever is raised inside into a `StoreError`, without these secrets."""
     try:
         yield
     except StoreError:
         raise
     except Exception as exc:
+        clean_error(exc, secrets)
         raise store_error(exc, f"cannot {action} {name or 'objects'} in {url}", name) from exc
 
 

@@ -8,7 +8,7 @@ a refusal may hide our own success: a 412 is EXISTS, and whatever is no clear an
 # ruff: noqa: D102 - protocol.py and resumable.py document the methods
 
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from itertools import islice
@@ -41,14 +41,22 @@ class S3Backend:
     is_local = False
 
     def __init__(
-        self, connect: Callable[[], Any], bucket: str, prefix: str, *, timing: Timing | None = None, on_wait: Callback = log_event
+        self,
+        connect: Callable[[], Any],
+        bucket: str,
+        prefix: str,
+        *,
+        timing: Timing | None = None,
+        on_wait: Callback = log_event,
+        secrets: Sequence[str] = (),
     ) -> None:
+        """`secrets`: what messages must not show."""
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self._filesystem = ProcessLocal(lambda: _single_shot(connect()))
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self._has_condition = False
-        self._requests = S3Requests(self.url, bucket, self._filesystem.get, timing or Timing(), on_wait)
+        self._requests = S3Requests(self.url, bucket, self._filesystem.get, timing or Timing(), on_wait, secrets=secrets)
         self._creator = S3Creator(self._requests)
 
     # --- read ---
@@ -202,7 +210,7 @@ class S3Backend:
         """s3fs drops arguments that botocore does not know: without this check an old botocore would overwrite."""
         if self._has_condition:
             return
-        with remote_errors("create", name, self.url):
+        with remote_errors("create", name, self.url, self._requests.secrets):
             members = self._filesystem.get().s3.meta.service_model.operation_model("PutObject").input_shape.members
         if "IfNoneMatch" not in members:
             raise UnsafeBackendError("this botocore does not know conditional writes; run `pip install --upgrade s3fs aiobotocore`")

@@ -11,7 +11,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from typing import Any, BinaryIO, Final, Generic, NamedTuple, TypeVar
@@ -121,9 +121,22 @@ class Request(NamedTuple, Generic[T]):
 class S3Requests:
     """Sends the requests of one backend. Thread-safe."""
 
-    def __init__(self, url: str, bucket: str, filesystem: Callable[[], Any], timing: Timing, on_wait: Callback) -> None:
-        """`filesystem` gives this process's; `on_wait` is called with events of the kind ``waiting``, on the thread that waits."""
+    def __init__(
+        self,
+        url: str,
+        bucket: str,
+        filesystem: Callable[[], Any],
+        timing: Timing,
+        on_wait: Callback,
+        *,
+        secrets: Sequence[str] = (),
+    ) -> None:
+        """`filesystem` gives this process's; `on_wait` is called with events of the kind ``waiting``, on the thread that waits.
+
+        `secrets` are what messages must not show.
+        """
         self.url = url
+        self.secrets = secrets
         self.filesystem = filesystem
         self.timing = timing
         self.bucket = bucket
@@ -202,7 +215,7 @@ class Operation:
 
     def once(self, request: Request[T]) -> T:
         """The reply to a request that is sent once."""
-        with remote_errors(self._action, self._name, self._requests.url):
+        with remote_errors(self._action, self._name, self._requests.url, self._requests.secrets):
             filesystem = self._requests.filesystem()
             return self._send(request, filesystem)
 

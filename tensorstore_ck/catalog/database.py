@@ -23,6 +23,7 @@ from tensorstore_ck.errors import (
     StoreError,
 )
 from tensorstore_ck.extras import missing_extra
+from tensorstore_ck.redaction import secret_values, without
 
 BUSY_SECONDS: Final = 60
 CONNECT_SECONDS: Final = 10
@@ -50,6 +51,8 @@ class Database:
             else self._url.set(drivername="postgresql", query={}).render_as_string(hide_password=True)
         )
         """For messages: without the password."""
+        password = [str(self._url.password)] if self._url.password else []
+        self._secrets: Final = [*password, *secret_values(self._url.query)]
         arguments: dict[str, Any]
         if self.is_sqlite:
             arguments = {"connect_args": {"timeout": BUSY_SECONDS}}
@@ -116,8 +119,10 @@ class Database:
         folder = Path(self.shown).parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if not self.exists():
+                os.close(os.open(self.shown, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite would let others read it
         except OSError as error:
-            raise PermissionDeniedError(f"the catalog's folder {folder} cannot be made: {error.strerror}", object_id=str(folder)) from error
+            raise PermissionDeniedError(f"the catalog {self.shown} cannot be made: {error.strerror}", object_id=str(folder)) from error
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -151,8 +156,7 @@ class Database:
 
     def _words(self, error: object) -> str:
         """What went wrong, on one line, without the statement and the password."""
-        words = " ".join(str(error).split())
-        return words.replace(str(self._url.password), "***") if self._url.password else words
+        return without(" ".join(str(error).split()), self._secrets)
 
 
 def _parsed(url: str | os.PathLike[str]) -> URL:

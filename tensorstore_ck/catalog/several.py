@@ -7,6 +7,7 @@ from tensorstore_ck.catalog.found import SyncOutcome, SyncReport
 from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.parallel import for_each
 from tensorstore_ck.readonlystore import ReadOnlyStore
+from tensorstore_ck.redaction import display_url
 
 PARALLEL: Final = 8
 """Stores that are read at a time: most of a sync is waiting for a store."""
@@ -38,9 +39,9 @@ def sync_several(
     def sync_one(number: int) -> None:
         try:
             with open_store(urls[number]) as store:
-                outcomes[number] = SyncOutcome(urls[number], sync(store), None)
+                outcomes[number] = SyncOutcome(display_url(urls[number]), sync(store), None)
         except StoreError as exc:
-            outcomes[number] = SyncOutcome(urls[number], None, exc)
+            outcomes[number] = SyncOutcome(display_url(urls[number]), None, exc)
         synced(outcomes[number])
 
     for_each(range(len(urls)), sync_one, min(parallel, max(1, len(urls))))

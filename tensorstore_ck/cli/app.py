@@ -37,8 +37,9 @@ from tensorstore_ck.cli import (
 )
 from tensorstore_ck.cli.hints import COMPLETE
 from tensorstore_ck.cli.options import split_leading
-from tensorstore_ck.cli.output import emit, printable
+from tensorstore_ck.cli.output import emit, printable, say
 from tensorstore_ck.errors import StoreError
+from tensorstore_ck.redaction import redacted
 
 LISTS: Final = "`tsck branch` lists branches, `tsck tag` tags, `tsck log` snapshots, and `tsck show ADDRESS` what is in one."
 HELP: Final = """Keep every snapshot of training state in one store that never holds the same bytes twice.
@@ -127,25 +128,27 @@ def _arranged(arguments: list[str]) -> list[str]:
 
 def _fail(kind: str, message: str, object_id: str, *, as_json: bool) -> None:
     if as_json:
-        emit({"error": {"kind": kind, "message": message, "object": object_id}}, (), as_json=True)
+        emit({"error": {"kind": kind, "message": redacted(message), "object": object_id}}, (), as_json=True)
     else:
-        click.echo(f"tsck: {printable(message)}", err=True)
+        say(f"tsck: {printable(message)}", err=True)
 
 
 class _Lines(logging.Handler):
     """Prints what goes to the log as warnings are printed, and takes away the progress bar that the terminal's last line may be."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        clear = "\r\x1b[K" if sys.stderr.isatty() else ""
-        trace = "" if not record.exc_info else "\n" + logging.Formatter().formatException(record.exc_info)
-        click.echo(f"{clear}tsck: warning: {printable(record.getMessage())}{trace}", err=True)
+        if sys.stderr.isatty():
+            click.echo("\r\x1b[K", nl=False, err=True)
+        say(f"tsck: warning: {printable(record.getMessage())}", err=True)
+        for line in logging.Formatter().formatException(record.exc_info).splitlines() if record.exc_info else ():
+            say(line, err=True)
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     """A warning as a user wants it: what it says, not where the code is."""
     context = click.get_current_context(silent=True)
     complete: Callable[[str], str] = str if context is None else context.meta.get(COMPLETE, str)
-    click.echo(f"tsck: warning: {printable(complete(str(message)))}", err=True)
+    say(f"tsck: warning: {printable(complete(str(message)))}", err=True)
 
 
 @click.group(cls=Program, help=HELP, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -11,7 +11,7 @@ import platformdirs
 from click.core import ParameterSource
 
 from tensorstore_ck.cli.options import StoreChoice, command, json_option, store_options
-from tensorstore_ck.cli.output import counted, emit, indented, iso_time, printable, red, short_number, short_root, table
+from tensorstore_ck.cli.output import counted, emit, indented, iso_time, printable, red, say, short_number, short_root, table
 from tensorstore_ck.errors import FormatVersionError, StoreError
 from tensorstore_ck.sizes import human_bytes
 
@@ -69,13 +69,13 @@ def _sync(opened: "Catalog", urls: Sequence[str], choice: StoreChoice, *, parall
         is_local = "://" not in url or url.startswith("file://")  # where options for a storage service mean nothing
         return replace(choice, url=url, storage_options={} if is_local and len(wanted) > 1 else choice.storage_options).look()
 
-    def say(outcome: "SyncOutcome") -> None:
+    def tell(outcome: "SyncOutcome") -> None:
         if outcome.report is not None and not as_json:
-            click.echo(_report_line(outcome.report))
+            say(_report_line(outcome.report))
         elif outcome.error is not None and not as_json and len(wanted) > 1:
-            click.echo(f"tsck: {printable(outcome.url)}: {printable(outcome.error)}", err=True)
+            say(f"tsck: {printable(outcome.url)}: {printable(outcome.error)}", err=True)
 
-    outcomes = opened.sync_all(wanted, open_store=open_store, parallel=parallel, rebuild=rebuild, synced=say)
+    outcomes = opened.sync_all(wanted, open_store=open_store, parallel=parallel, rebuild=rebuild, synced=tell)
     if len(outcomes) == 1 and outcomes[0].error is not None:
         raise outcomes[0].error
     failed = {outcome.url: outcome.error for outcome in outcomes if outcome.error is not None}

@@ -9,10 +9,11 @@ from typing import Any, Final
 import click
 from click.core import ParameterSource
 
+from tensorstore_ck.redaction import display_url, hidden_options
+
 COMPLETE: Final = "tensorstore_ck.complete"
 """Under which click's context holds the completion for the store of the command that runs."""
 _COMMAND: Final = re.compile(r"`tsck ([a-z-]+)([^`]*)`")
-_SECRET: Final = re.compile(r"key|secret|token|password|credential", re.IGNORECASE)
 
 
 def store_arguments(
@@ -30,9 +31,9 @@ def store_arguments(
     def is_given(name: str) -> bool:
         return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
-    arguments = ["-s", url] if url and (is_given("store") or is_given("url")) else []
-    for name, value in storage_options.items():
-        text = name.upper() if _SECRET.search(name) else value if isinstance(value, str) else json.dumps(value)
+    arguments = ["-s", display_url(url)] if url and (is_given("store") or is_given("url")) else []
+    for name, value in hidden_options(storage_options).items():
+        text = value if isinstance(value, str) else json.dumps(value)
         arguments += ["--storage-option", f"{name}={text}"]
     arguments += [word for place in places for word in ("--allow-place", place)]
     for name, folder in folders.items():

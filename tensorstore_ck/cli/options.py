@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast, get_args
 
 import click
@@ -48,7 +48,7 @@ class StoreChoice:
 
     url: str | None
     """None: the current folder, if it is a store."""
-    storage_options: dict[str, Any]
+    storage_options: dict[str, Any] = field(repr=False)
     cache_dir: str | None = None
     single_writer_unsafe: bool = False
     no_sync: bool = False
@@ -167,7 +167,7 @@ def named_value(text: str) -> tuple[str, object]:
     """``NAME=VALUE``, the value in JSON or plain text."""
     name, equals, value = text.partition("=")
     if not name or not equals:
-        raise click.BadParameter(f"{text!r} is not NAME=VALUE.")
+        raise click.BadParameter("one of its values is not NAME=VALUE.")  # which may be a secret
     return name, json_or_text(value)
 
 

@@ -7,6 +7,7 @@ click's, which drops them where stdout is no terminal.
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from pathlib import PurePath
@@ -14,9 +15,14 @@ from typing import Any, Final
 
 import click
 
+from tensorstore_ck.events import one_line
+from tensorstore_ck.redaction import redacted
 from tensorstore_ck.sizes import human_bytes
 from tensorstore_ck.snapshot import Snapshot
 
+_COLOURS: Final = re.compile("(" + "|".join(re.escape(code) for code in ("\x1b[0m", "\x1b[1m", "\x1b[31m", "\x1b[32m")) + ")")
+"""Those of `bold`, `red`, `green`, and their end."""
+_NOT_ASCII: Final = re.compile(r"[^\n\x20-\x7e]")
 ROOT_DIGITS: Final = 12
 """Of a root in a table; 8 are enough for an address."""
 
@@ -24,15 +30,30 @@ ROOT_DIGITS: Final = 12
 def emit(document: object, lines: Iterable[str], *, as_json: bool) -> None:
     """Prints a command's result in the form that was asked for."""
     if as_json:
-        click.echo(json.dumps(_plain(document), indent=2, ensure_ascii=False))
+        click.echo(_escaped(json.dumps(_plain(document), indent=2, ensure_ascii=False)))
     else:
         for line in lines:
-            click.echo(line)
+            say(line)
+
+
+def say(line: str, *, err: bool = False) -> None:
+    """Prints one line of text: nothing of it but our own colours does anything to a terminal, and no secret of a URL is in it."""
+    parts = _COLOURS.split(redacted(line))
+    click.echo("".join(part if number % 2 else printable(part) for number, part in enumerate(parts)), err=err)
 
 
 def json_line(document: object) -> str:
     """A document on one line, for what goes on and on."""
-    return json.dumps(_plain(document), ensure_ascii=False)
+    return _escaped(json.dumps(_plain(document), ensure_ascii=False))
+
+
+def _escaped(document: str) -> str:
+    """JSON of which a terminal shows every character, and obeys none."""
+    return _NOT_ASCII.sub(lambda found: found[0] if found[0].isprintable() else _json_escape(found[0]), document)
+
+
+def _json_escape(char: str) -> str:
+    return json.dumps(char)[1:-1] if char != "\x7f" else "\\u007f"
 
 
 def iso_time(time_ns: int) -> str:
@@ -62,7 +83,7 @@ def counted(count: int, noun: str) -> str:
 
 def printable(text: object) -> str:
     """`text` with control characters escaped, on one line."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in str(text))
+    return one_line(str(text))
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Self, TextIO, cast
 import click
 
 from tensorstore_ck.backend.protocol import Backend, Buffer, ObjectWriter
+from tensorstore_ck.cli.output import say
 from tensorstore_ck.sizes import human_bytes
 
 
@@ -56,7 +57,7 @@ class Bar:
         with self._lock:
             if self._bar is not None:
                 sys.stderr.write("\r\x1b[K")
-            click.echo(line)
+            say(line)
 
     def _move(self, done: int) -> None:
         if not self._shown or self._total <= 0:

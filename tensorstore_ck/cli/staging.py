@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 import click
 
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
-from tensorstore_ck.cli.output import counted, emit, green, indented, printable, red, short_root, snapshot_line, table
+from tensorstore_ck.cli.output import counted, emit, green, indented, printable, red, say, short_root, snapshot_line, table
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.events import LEVELS, Event, event_text
@@ -158,7 +158,7 @@ def _resume(context: click.Context, engine: Engine, *, as_json: bool, verify: bo
 def _echo(event: Event) -> None:
     """Prints what is no warning: those are printed for every command."""
     if LEVELS[event.kind] < logging.WARNING:
-        click.echo(f"tsck: {event_text(event)}", err=True)
+        say(f"tsck: {event_text(event)}", err=True)
 
 
 def _drop(engine: Engine, folder: StagingFolder | None, txns: Sequence[str], *, yes: bool, as_json: bool) -> None:
@@ -185,7 +185,7 @@ def _confirm(puts: Sequence[StagedPut]) -> None:
     if not sys.stdin.isatty():
         raise click.UsageError("This cannot be undone: add --yes to drop without being asked.")
     for put in puts:
-        click.echo(f"{_name(put)} ({put.txn}): {human_bytes(put.size_bytes)}, {put.state}", err=True)
+        say(f"{_name(put)} ({put.txn}): {human_bytes(put.size_bytes)}, {put.state}", err=True)
     click.confirm(f"Give up {counted(len(puts), 'staged snapshot')} for good?", abort=True, err=True)
 
 

@@ -5,19 +5,19 @@ left on the way, and the link serves the next stream. The sender is at most one 
 Knows nothing of files.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
-from tensorstore_ck.ids import DIGEST_BYTES, ZERO_DIGEST, Digest
-from tensorstore_ck.peers.link import BACK, FORTH, Bytes, Link, Message
+from tensorstore_ck.peers.link import BACK, FORTH, MAC_BYTES, Bytes, ForgedMessageError, Link, Message
 
 PIECE_BYTES: Final = 8 << 20
 BUFFERS: Final = 2
 _HEAD_BYTES: Final = 64
-"""Before each piece: whether it is one, and a digest with the last piece of an object."""
+"""Before each piece: whether it is one."""
 _GIVEN_UP: Final = 1
 _STOP: Final = 1
 
@@ -30,6 +30,10 @@ class GivenUpError(Exception):
     """The sender does not go on."""
 
 
+class ForgedPieceError(Exception):
+    """A piece is not what the sender sent."""
+
+
 def piece_lengths(size_bytes: int, piece_bytes: int) -> list[int]:
     """The pieces of one object; an empty one has an empty piece."""
     return [min(piece_bytes, size_bytes - at) for at in range(0, size_bytes, piece_bytes)] or [0]
@@ -37,7 +41,7 @@ def piece_lengths(size_bytes: int, piece_bytes: int) -> list[int]:
 
 def make_buffers(piece_bytes: int) -> list[Bytes]:
     """Those of one side."""
-    return [np.zeros(_HEAD_BYTES + piece_bytes, np.uint8) for _ in range(BUFFERS)]
+    return [np.zeros(_HEAD_BYTES + piece_bytes + MAC_BYTES, np.uint8) for _ in range(BUFFERS)]
 
 
 class PieceSender:
@@ -59,17 +63,17 @@ class PieceSender:
         """
         if len(self._under_way) == BUFFERS:
             self._settle()
-        return self._piece().data[_HEAD_BYTES:]
+        return self._piece().data[_HEAD_BYTES:-MAC_BYTES]
 
-    def send(self, digest: Digest = ZERO_DIGEST) -> None:
+    def send(self) -> None:
         """Sends what was filled in."""
-        self._send(0, digest)
+        self._send(0)
 
     def give_up(self) -> None:
         """Has the receiver know that nothing follows."""
         try:
             self.room()
-            self._send(_GIVEN_UP, ZERO_DIGEST)
+            self._send(_GIVEN_UP)
             while len(self._under_way) > 1:
                 self._settle()
         except RefusedError:
@@ -86,18 +90,17 @@ class PieceSender:
             self._settle()
 
     def _piece(self) -> Bytes:
-        return self._buffers[self._number % BUFFERS][: _HEAD_BYTES + self._lengths[self._number]]
+        return self._buffers[self._number % BUFFERS][: _HEAD_BYTES + self._lengths[self._number] + MAC_BYTES]
 
-    def _send(self, flag: int, digest: Digest) -> None:
+    def _send(self, flag: int) -> None:
         piece = self._piece()
         piece[0] = flag
-        piece[_HEAD_BYTES - DIGEST_BYTES : _HEAD_BYTES] = np.frombuffer(digest, np.uint8)
         self._under_way.append(self._link.send(self._peer, FORTH, piece))
         self._number += 1
 
     def _settle(self) -> None:
         self._under_way.popleft().wait()
-        word = np.empty(1, np.uint8)
+        word = np.zeros(1 + MAC_BYTES, np.uint8)
         self._link.receive(self._peer, BACK, word).wait()
         if word[0] == _STOP:
             while self._under_way:  # the receiver takes one more, and throws it away
@@ -117,25 +120,31 @@ class PieceReceiver:
         self._said: Message | None = None
         self._coming: Message | None = self._receive(0)
 
-    def next(self) -> tuple[Digest, memoryview]:
-        """The next piece, valid until the next call, and the digest that came with it.
+    def next(self) -> memoryview:
+        """The next piece, valid until the next call.
 
         Raises:
+            ForgedPieceError: what came is not what the sender sent. `refuse` comes next.
             GivenUpError: the sender sent none.
         """
         if self._number >= 0:
             self._say(0)
         assert self._coming is not None
-        self._coming.wait()
+        forged = None
+        try:
+            self._coming.wait()
+        except ForgedMessageError as exc:
+            forged = exc
         self._number += 1
         piece = self._buffers[self._number % BUFFERS]
-        if piece[0] == _GIVEN_UP:
+        if forged is None and piece[0] == _GIVEN_UP:
             self._coming = None
             self._wait_until_heard()
             raise GivenUpError
         self._coming = self._receive(self._number + 1) if self._number + 1 < len(self._lengths) else None
-        digest = Digest(piece[_HEAD_BYTES - DIGEST_BYTES : _HEAD_BYTES].tobytes())
-        return digest, piece.data[_HEAD_BYTES : _HEAD_BYTES + self._lengths[self._number]]
+        if forged is not None:
+            raise ForgedPieceError(str(forged)) from forged
+        return piece.data[_HEAD_BYTES : _HEAD_BYTES + self._lengths[self._number]]
 
     def finish(self) -> None:
         """All pieces were taken care of."""
@@ -146,16 +155,17 @@ class PieceReceiver:
         """Has the sender know that this side does not go on, after a `next` that returned."""
         self._say(_STOP)
         if self._coming is not None:
-            self._coming.wait()
+            with contextlib.suppress(ForgedMessageError):  # it is thrown away
+                self._coming.wait()
         self._wait_until_heard()
 
     def _receive(self, number: int) -> Message:
         buffer = self._buffers[number % BUFFERS]
-        return self._link.receive(self._peer, FORTH, buffer[: _HEAD_BYTES + self._lengths[number]])
+        return self._link.receive(self._peer, FORTH, buffer[: _HEAD_BYTES + self._lengths[number] + MAC_BYTES])
 
     def _say(self, word: int) -> None:
         self._wait_until_heard()
-        self._said = self._link.send(self._peer, BACK, np.array([word], np.uint8))
+        self._said = self._link.send(self._peer, BACK, np.array([word, *bytes(MAC_BYTES)], np.uint8))
 
     def _wait_until_heard(self) -> None:
         said, self._said = self._said, None

@@ -8,11 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import Final
 
-from blake3 import blake3
-
 from tensorstore_ck.errors import MissingObjectError, StoreError
 from tensorstore_ck.events import one_line
-from tensorstore_ck.ids import ZERO_DIGEST, Digest
 from tensorstore_ck.peers.exchange import Exchange, StoppedError, stream_lengths
 from tensorstore_ck.peers.link import BACK, FORTH, Link
 from tensorstore_ck.peers.pieces import PieceSender, RefusedError, make_buffers, piece_lengths
@@ -67,7 +64,8 @@ class Sending:
         try:
             if type(wanted) is not list:
                 raise RefusedError(str(answer.get("refused"))[:_REASON_CHARS])
-            self._send(target, [file for file in files if file.name in wanted], exchange)
+            names = {name for name in wanted if type(name) is str}
+            self._send(target, [file for file in files if file.name in names], exchange)
         except (RefusedError, StoreError) as exc:
             copy = f"copy of the {human_bytes(sum(sizes.values()))} that rank {self._link.rank} staged"
             exchange.warn(f"rank {target} keeps no {copy}: {one_line(str(exc))}")
@@ -91,12 +89,10 @@ class Sending:
             raise
 
     def _send_object(self, pieces: PieceSender, size_bytes: int, read_into: Callable[[int, memoryview], None], exchange: Exchange) -> None:
-        hasher, offset = blake3(), 0
+        offset = 0
         for length in piece_lengths(size_bytes, self._piece_bytes):
             exchange.go_on()
-            room = pieces.room()
-            read_into(offset, room)
-            hasher.update(room)
+            read_into(offset, pieces.room())
             offset += length
-            pieces.send(Digest(hasher.digest()) if offset == size_bytes else ZERO_DIGEST)
+            pieces.send()
             exchange.on_bytes(length)

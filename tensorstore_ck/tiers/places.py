@@ -11,13 +11,14 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, cast
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.readonly import ReadOnlyBackend
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MissingObjectError, PlaceUnavailableError
 from tensorstore_ck.events import Callback, log_event
+from tensorstore_ck.redaction import display_url
 from tensorstore_ck.tiers.allowed import is_allowed, is_at_store_endpoint
 
 MARK_NAME: Final = "place.json"
@@ -33,7 +34,7 @@ class PlaceOpener:
     """Opens places: those at the store's own endpoint as the store itself was opened, others by what the environment says."""
 
     store_url: str = ""
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     no_sync: bool = False
     read_only: bool = False
     on_wait: Callback = log_event
@@ -113,10 +114,10 @@ def check_place(url: object) -> str:
             object_id="move_after",
         )
     where, _ = _split(url)
-    if _URL.fullmatch(where) and "@" in urlsplit(where).netloc:
+    if _URL.fullmatch(where) and display_url(where) != where:
         raise InvalidOptionError(
-            "the URL of a place is kept in the store, for all to see: leave user and password out, and give them to those who open the "
-            "store (storage_options, or the environment)",
+            "the URL of a place is kept in the store, for all to see: leave user, password, keys and signatures out, and give them to "
+            "those who open the store (storage_options, or the environment)",
             object_id="move_after",
         )
     return url

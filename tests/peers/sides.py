@@ -106,7 +106,7 @@ def side(
     keys = [host_of_folder(folder_at(base, host).path) for host in hosts]
     link = connect(group or GROUPS[len(hosts)], keys, copies, base, timeout_seconds=TIMEOUT_SECONDS)
     gloo = link.gloo if damage is None else DamagingGroup(link.gloo, *damage)
-    link = Link(gloo, link.ranks, link.rank, answer_seconds)
+    link = Link(gloo, link.ranks, link.rank, link.key, answer_seconds)
     folder = folder_at(base, hosts[link.rank], capacity_bytes)
     return Side(link.rank, folder, Replicator(link, folder, keys, copies, piece_bytes=piece_bytes))
 

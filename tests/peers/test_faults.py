@@ -238,7 +238,7 @@ def _unintelligible(base: str) -> str:
 
 def test_a_rank_that_cannot_be_understood_ends_it(pool: Pool, tmp_path: Path) -> None:
     sender, receiver = pool.run(_unintelligible, str(tmp_path), ranks=2)
-    assert "a record of rank 0 was damaged on the way" in receiver
+    assert "a message of rank 0 was damaged on the way, or another process sent it" in receiver
     assert "rank 1 does not answer" in sender
 
 

@@ -1,0 +1,112 @@
+"""Secrets out of text: of URLs (``scheme://user:secret@host``, ``?sig=secret``), and of what a storage service was opened with.
+
+A store is never opened by a URL with a secret (`backend.open_backend` refuses it), so that what is kept and shown of it later has none.
+What is left for this module is text of others: URLs as the user typed them, and errors of libraries that repeat what they were given.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+HIDDEN: Final = "***"
+SECRET_NAME: Final = re.compile(r"key|secret|token|passw|pwd|credential|signature|sas|connection_string|auth", re.IGNORECASE)
+"""Of storage options."""
+_SHORTEST_SECRET: Final = 4
+"""Characters; what is shorter is a part of too many words."""
+_LONGEST_CHAIN: Final = 16
+_SCHEME: Final = r"(?P<scheme>[A-Za-z][A-Za-z0-9+._-]{0,40}(?:(?::|%3A)(?:/|%2F)+))"
+_USER: Final = r"(?![0-9]*(?:/|$))(?:[^\s/@?#:%\[]|%(?!3A))*(?::|%3A)(?![0-9]{{1,5}}(?:[/?#]|$)|\*\*\*@){any}{{0,4096}}(?:@|%40)"
+"""A name, a colon and no port, and all up to the last @: a password can have a / in it. Other libraries hide passwords as we do."""
+_LONE_USER: Final = r"(?<=http://)[^\s/@?#]+@|(?<=https://)[^\s/@?#]+@"
+"""Of web servers it may be a token; elsewhere it is a name, as in abfss://container@account."""
+_QUERY: Final = r"(?P<name>[?&;#](?!storage_class=)[^\s=&;#?\"'<>`]+=){any}*"
+_SIGNED: Final = re.compile(r"(?P<name>\b(?:X-Amz|X-Goog)-(?:Signature|Security-Token|Credential)=)[^\s&\"'<>`]*", re.IGNORECASE)
+_SEPARATORS: Final = re.compile(r":/|%3A|X-Amz|X-Goog", re.IGNORECASE)
+
+
+def _patterns(any_char: str, any_value: str, whole: str) -> tuple[re.Pattern[str], ...]:
+    flags = re.IGNORECASE | re.DOTALL
+    return (
+        re.compile(_SCHEME + _USER.format(any=any_char), flags),
+        re.compile(_LONE_USER, flags),
+        re.compile(_QUERY.format(any=any_value), flags),
+        re.compile(_SCHEME + whole, flags),
+    )
+
+
+_IN_TEXT: Final = _patterns(r"[^\s\"<>`]", r"[^\s&;#\"'<>`]", r"[^\s\"<>`]*")
+_ALONE: Final = _patterns(r".", r"[^&;#]", r".*")
+
+
+def redacted(text: str) -> str:
+    """`text` without the secrets of the URLs in it. What has no scheme, such as a path with an @ or a ?, stays as it is."""
+    return _redacted(text, _IN_TEXT)
+
+
+def display_url(url: str) -> str:
+    """A URL, or a path, as it may be shown: all of `url` is taken for one, whatever characters are in it."""
+    return _redacted(url, _ALONE)
+
+
+def secret_values(options: Mapping[str, Any]) -> list[str]:
+    """The texts in storage options that are secrets, by their names; the longest first."""
+    return sorted({text for text in _secrets(options, is_secret=False) if len(text) >= _SHORTEST_SECRET}, key=len, reverse=True)
+
+
+def without(text: str, secrets: Iterable[str]) -> str:
+    """`text` without these secrets, and without those of URLs."""
+    for secret in secrets:
+        text = text.replace(secret, HIDDEN)
+    return redacted(text)
+
+
+def clean_error(error: BaseException, secrets: Sequence[str]) -> None:
+    """Takes secrets out of what an error of another library says, and those that it came from: a traceback shows all of them."""
+    current: BaseException | None = error
+    for _ in range(_LONGEST_CHAIN):
+        if current is None:
+            return
+        current.args = tuple(without(arg, secrets) if isinstance(arg, str) else arg for arg in current.args)
+        if isinstance(current, OSError):
+            for name in ("strerror", "filename", "filename2"):
+                if isinstance(value := getattr(current, name), str):
+                    setattr(current, name, without(value, secrets))
+        current = current.__cause__ or current.__context__
+
+
+def hidden_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Storage options as they may be shown."""
+    return {name: _hidden(name, value) for name, value in options.items()}
+
+
+def _redacted(text: str, patterns: tuple[re.Pattern[str], ...]) -> str:
+    if not _SEPARATORS.search(text):
+        return text
+    user, lone_user, query, whole = patterns
+    text = user.sub(rf"\g<scheme>{HIDDEN}@", text)
+    text = lone_user.sub(f"{HIDDEN}@", text)
+    text = whole.sub(lambda found: query.sub(rf"\g<name>{HIDDEN}", found[0]), text)
+    return _SIGNED.sub(rf"\g<name>{HIDDEN}", text)
+
+
+def _secrets(value: object, *, is_secret: bool) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _secrets(item, is_secret=is_secret or bool(SECRET_NAME.search(str(name))))
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _secrets(item, is_secret=is_secret)
+    elif isinstance(value, bytes):
+        yield from _secrets(value.decode("latin-1"), is_secret=is_secret)
+    elif is_secret and isinstance(value, str):
+        yield value
+
+
+def _hidden(name: str, value: Any) -> Any:
+    if SECRET_NAME.search(name):
+        return name.upper()
+    if isinstance(value, Mapping):
+        return {str(key): _hidden(str(key), item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_hidden("", item) for item in value]
+    return display_url(value) if isinstance(value, str) else value

@@ -1,0 +1,52 @@
+"""One or more runs of every command, on a store with the branch runs/gpt."""
+
+from typing import Final
+
+import click
+
+from tensorstore_ck.cli import main
+
+RUNS: Final[dict[str, list[list[str]]]] = {
+    "init": [["init"]],
+    "put": [["put", "model.safetensors", "--ref", "runs/other"]],
+    "get": [["get", "runs/gpt", "out.safetensors"]],
+    "import": [["import", "model.safetensors", "--ref", "runs/imported"]],
+    "export": [["export", "runs/gpt", "out.pt"]],
+    "log": [["log"], ["log", "runs/gpt"]],
+    "show": [["show", "runs/gpt"]],
+    "diff": [["diff", "runs/gpt~1", "runs/gpt"]],
+    "branch": [["branch"], ["branch", "runs/two", "runs/gpt"]],
+    "reset": [["reset", "runs/two", "runs/gpt~1"]],
+    "tag": [["tag"], ["tag", "v1", "runs/gpt"]],
+    "untag": [["untag", "v1"]],
+    "annotate": [["annotate", "runs/gpt", "--metric", "loss=1"]],
+    "mark": [["mark", "runs/gpt", "--reason", "it is bad"]],
+    "usage": [["usage"]],
+    "advise": [["advise"]],
+    "watch": [["watch", "runs/gpt", "--count", "1", "--since-step", "0"]],
+    "catalog": [["catalog", "sync", "--db", "catalog.sqlite"], ["catalog", "show", "--db", "catalog.sqlite"]],
+    "find": [["find", "step > 0", "--db", "catalog.sqlite"]],
+    "pin": [["pin", "runs/gpt", "--owner", "me", "--reason", "why"]],
+    "unpin": [["unpin", "runs/gpt", "--owner", "me"]],
+    "policy": [["policy", "set", "runs/*", "keep_last=5"], ["policy"]],
+    "forget": [["forget", "runs/two"], ["forget"]],
+    "undo": [["undo"]],
+    "gc": [["gc"]],
+    "recode": [["recode", "runs/gpt"]],
+    "tier": [["tier"]],
+    "staging": [["staging", "--staging", "stage"]],
+    "copy": [["copy", "other"]],
+    "fsck": [["fsck"], ["fsck", "--read-data"]],
+    "verify-resume": [["verify-resume", "runs/gpt"]],
+    "salvage": [["salvage", "--dry-run"]],
+    "probe": [["probe"]],
+    "accept-log": [["accept-log"]],
+}
+
+
+def runs() -> list[list[str]]:
+    """All of them, as people and as programs run them."""
+    root = main
+    assert isinstance(root, click.Group)
+    assert set(RUNS) == set(root.commands)
+    return [[*arguments, *form] for each in RUNS.values() for arguments in each for form in ([], ["--json"])]

@@ -1,0 +1,55 @@
+"""What users of a store can put into it moves no terminal: no control, bidi or line-separating character comes out of any command."""
+
+import re
+import socket
+from pathlib import Path
+from typing import Final
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import tensorstore_ck as tsck
+from tensorstore_ck.cli import main
+from tests.cli.conftest import Tsck
+from tests.cli.everycommand import runs
+
+HOSTILE: Final = "x\u202ea\u2066b\u2069\u200e\u200f\x1b[2J\x1b]0;t\x07\x1b[35m\x9b31m\x7f\x00\u2028\u2029\u0085\nforged\ty"
+NAME: Final = HOSTILE.replace("\0", "")
+OURS: Final = re.compile(r"\x1b\[(?:0|1|31|32)m")
+
+
+@pytest.fixture
+def hostile(history: Tsck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store in which every text that a user chooses is hostile; those that must be names are as odd as a name may be."""
+    monkeypatch.setattr(socket, "gethostname", lambda: HOSTILE)
+    with tsck.open(tmp_path / "ck", cache_dir=tmp_path / "cache") as store:
+        store.checkout("runs/gpt")
+        for step in (3, 4):
+            state = {HOSTILE: torch.arange(4) + step, "value": HOSTILE, "list": [HOSTILE, {HOSTILE: HOSTILE}]}
+            store.put_snapshot(state, ref="runs/gpt", step=step, metadata={HOSTILE: HOSTILE}, metrics={HOSTILE: float(step)})
+        store.mark("runs/gpt", "bad", reason=HOSTILE)
+        store.pin("runs/gpt", owner=NAME, reason=HOSTILE)
+    assert history("init", "other").code == 0
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_no_command_prints_a_character_that_a_terminal_obeys(hostile: Path) -> None:
+    seen = ""
+    more = [
+        ["find", NAME, "--db", "catalog.sqlite"],
+        ["show", HOSTILE],
+        [HOSTILE],
+        ["log", "--json", HOSTILE],
+        ["get", "runs/gpt", NAME],
+    ]
+    for arguments in [*runs(), *more]:
+        env = {"TSCK_STORE": "ck", "TSCK_CACHE_DIR": str(hostile / "cache")}
+        result = CliRunner().invoke(main, arguments, env=env, color=True)
+        assert result.exception is None or isinstance(result.exception, SystemExit | OSError), arguments
+        text = OURS.sub("", result.output)
+        assert not [char for char in text if char != "\n" and not char.isprintable()], arguments
+        assert "\nforged" not in text, arguments
+        seen += text
+    assert seen.count("\\u202e") > 20
