@@ -4,10 +4,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import click
 import platformdirs
 
-from tensorstore_ck.cli.output import printable
+from tensorstore_ck.cli.output import printable, say
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.tiers.allowed import can_allow
 
@@ -51,8 +50,6 @@ def note_places(places: Sequence[str]) -> None:
                 file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
                 file.write(b"\n" * (file.read() not in (b"", b"\n")) + os.fsencode(f"{where}\n"))
         except OSError as exc:
-            click.echo(f"tsck: {path} cannot be written ({exc.strerror}): commands need --allow-place {printable(where)}", err=True)
+            say(f"tsck: {path} cannot be written ({exc.strerror}): commands need --allow-place {printable(where)}", err=True)
         else:
-            click.echo(
-                f"tsck: noted in {path} that {printable(where)} is allowed; others who read this store may need --allow-place", err=True
-            )
+            say(f"tsck: noted in {path} that {printable(where)} is allowed; others who read this store may need --allow-place", err=True)
