@@ -33,6 +33,22 @@ class Fault(NamedTuple):
     """At which call of its backend."""
 
 
+class Rank(NamedTuple):
+    """One process of a job, and where it is."""
+
+    number: int
+    ranks: int
+    port: int
+    """Of the store of their process group."""
+    folder: str
+    fault: Fault
+
+    @property
+    def notes(self) -> Path:
+        """What it writes down for the launcher."""
+        return Path(self.folder) / f"notes-{self.number}"
+
+
 class Killing(Faults):
     """Ends the process at a call, or fails each call from there on."""
 
@@ -42,45 +58,43 @@ class Killing(Faults):
         return super().call(what, effect, tear, create=create)
 
 
-def connect(rank: int, ranks: int, port: int) -> None:
-    """Begins a process that is one rank."""
+def connect(rank: Rank) -> None:
+    """Begins the process."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    store = dist.TCPStore("127.0.0.1", port, timeout=TIMEOUT)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+    store = dist.TCPStore("127.0.0.1", rank.port, timeout=TIMEOUT)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank.number, world_size=rank.ranks, timeout=TIMEOUT)
 
 
-def run(folder: str, rank: int, ranks: int, port: int, fault: Fault) -> None:
-    """One rank of a job with a tiny model."""
-    connect(rank, ranks, port)
+def run(rank: Rank) -> None:
+    """Of a job with a tiny model."""
+    connect(rank)
     torch.manual_seed(0)
     model = nn.Linear(200, 20)
-    train(folder, rank, fault, dist.group.WORLD, tsck.TrainingState(model=model), lambda: [model.weight])
+    train(rank, dist.group.WORLD, tsck.TrainingState(model=model), lambda: [model.weight])
 
 
-def train(folder: str, rank: int, fault: Fault, group: Any, state: object, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+def train(rank: Rank, group: Any, state: object, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
     """Goes on from where the run before got to; writes down which step it resumed, and what it knows to be safe. Ends the process.
 
     `tensors`: of the state as it is now; each step fills them with its number.
     """
-    notes = Path(folder) / f"notes-{rank}"
     code = RAISED
     try:
-        code = _train(folder, rank, fault, group, state, tensors, notes)
+        _train(rank, group, state, tensors)
+        code = DONE
     except tsck.StoreError as exc:
         code = ENDED
-        _note(notes, f"ended by {_line(exc)}", 0)
+        _note(rank, f"ended by {_line(exc)}", 0)
     except BaseException as exc:  # noqa: BLE001 - the test tells it
         frames = traceback.extract_tb(exc.__traceback__)[-3:]
-        _note(notes, f"raised {_line(exc)} ({', '.join(f'{Path(each.filename).name}:{each.lineno}' for each in frames)})", 0)
+        _note(rank, f"raised {_line(exc)} ({', '.join(f'{Path(each.filename).name}:{each.lineno}' for each in frames)})", 0)
     os._exit(code)
 
 
-def _train(
-    folder: str, rank: int, fault: Fault, group: Any, state: object, tensors: Callable[[], Iterable[torch.Tensor]], notes: Path
-) -> int:
-    faults = Killing(fault.mode, fault.at, persistent=True)
-    with tsck.open(f"{folder}/store", cache_dir=f"{folder}/cache-{rank}", codec="raw") as opened:
+def _train(rank: Rank, group: Any, state: object, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+    faults = Killing(rank.fault.mode, rank.fault.at, persistent=True)
+    with tsck.open(f"{rank.folder}/store", cache_dir=f"{rank.folder}/cache-{rank.number}", codec="raw") as opened:
         opened.engine.backend = FaultyBackend(opened.engine.backend, faults, atomic_put=False)
         ckpt = tsck.Checkpointer(
             opened,
@@ -97,7 +111,7 @@ def _train(
         assert step is not None
         wrong = [] if resumed is None else [tensor for tensor in tensors() if not bool((tensor == step).all())]
         assert not wrong, f"{len(wrong)} tensors are not those of step {step}, such as {wrong[0]!r:.200}"
-        _note(notes, "resumed", step)
+        _note(rank, "resumed", step)
         while step < STEPS:
             step += 1
             dist.barrier(group)
@@ -106,16 +120,14 @@ def _train(
                     tensor.fill_(step)
             pending = ckpt.step(step)
             if isinstance(pending, tsck.PendingSnapshot):
-                pending.published.on_settled(lambda it: _note(notes, "safe", it.step) if it.snapshot is not None else None)
+                pending.published.on_settled(lambda it: _note(rank, "safe", it.step) if it.snapshot is not None else None)
         ckpt.close()
-    _note(notes, "calls", faults.calls)
-    return DONE
 
 
 def _line(exc: BaseException) -> str:
     return " ".join(f"{type(exc).__name__}: {exc}".split())[:400]
 
 
-def _note(path: Path, what: str, step: int | None) -> None:
-    with path.open("a") as file:
+def _note(rank: Rank, what: str, step: int | None) -> None:
+    with rank.notes.open("a") as file:
         file.write(f"{what} {step}\n")

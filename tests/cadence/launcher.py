@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import torch.distributed as dist
 
 import tensorstore_ck as tsck
-from tests.cadence.killed_side import DONE, REF, Fault
+from tests.cadence.killed_side import DONE, REF, Fault, Rank
 from tests.ranks.pool import IMPORTED
 
 SECONDS: Final = 90.0
@@ -29,17 +29,15 @@ class World(NamedTuple):
 def exit_codes(function: Callable[..., object], folder: Path, world: World, faults: dict[int, Fault]) -> list[int | None]:
     """How each rank ends in one run; when one is killed, so are the others. What ranks noted before is gone.
 
-    `function`: called as ``function(folder, rank, ranks, port, fault, *options)``; `faults`: by rank.
+    `function`: called with a `Rank` and the world's options; `faults`: by rank.
     """
     for notes in folder.glob("notes-*"):
         notes.unlink()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
-    ranks = [
-        context.Process(target=function, args=(str(folder), rank, world.ranks, store.port, faults.get(rank, Fault()), *world.options))
-        for rank in range(world.ranks)
-    ]
+    sides = [Rank(number, world.ranks, store.port, str(folder), faults.get(number, Fault())) for number in range(world.ranks)]
+    ranks = [context.Process(target=function, args=(side, *world.options)) for side in sides]
     for each in ranks:
         each.start()
     alive = list(ranks)
@@ -70,7 +68,7 @@ def told(folder: Path) -> str:
 
 
 def _lines(folder: Path) -> list[str]:
-    return [f"{line}" for notes in sorted(folder.glob("notes-*")) for line in notes.read_text().splitlines()]
+    return [line for notes in sorted(folder.glob("notes-*")) for line in notes.read_text().splitlines()]
 
 
 def run_until_done(function: Callable[..., object], folder: Path, worlds: Callable[[int], World], kills: int, draw: random.Random) -> int:
@@ -84,7 +82,7 @@ def run_until_done(function: Callable[..., object], folder: Path, worlds: Callab
     safe = killed = 0
     for number in range(kills + 1):
         world = worlds(number)
-        faults = {draw.choice(world.savers): Fault("kill", draw.randrange(1, 40))} if number < kills else {}
+        faults = {draw.choice(world.savers): Fault("kill", draw.randrange(1, 25))} if number < kills else {}
         ended = exit_codes(function, folder, world, faults)
         resumed = noted(folder, "resumed")
         assert all(step >= safe for step in resumed), f"what was published is lost: {resumed} after {safe}"

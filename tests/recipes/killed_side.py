@@ -8,29 +8,27 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import tensorstore_ck as tsck
-from tests.cadence.killed_side import Fault, connect, train
+from tests.cadence.killed_side import Rank, connect, train
 from tests.recipes import dense, experts, optimizers, own, pipelines  # noqa: F401 - they register their recipes
 from tests.recipes.harness import RECIPES, Job, Layout, leaves_of, members_of
 
 
-def run(folder: str, rank: int, ranks: int, port: int, fault: Fault, name: str, layout: Layout, form: str, steps: int) -> None:
+def run(rank: Rank, name: str, layout: Layout, form: str, steps: int) -> None:
     """`form`: ``state`` for what users of DCP save, ``training`` for a `TrainingState`; `steps`: of the recipe, before the run begins."""
-    connect(rank, ranks, port)
+    connect(rank)
     job = RECIPES[name].job(layout, steps)
     group = members_of(job)
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         return
     if form == "state":
-        train(folder, rank, fault, group, job.state, lambda: plain_tensors(job.state))
+        train(rank, group, job.state, lambda: plain_tensors(job.state))
     else:
         training = training_state(job)
-        train(folder, rank, fault, group, training, lambda: plain_tensors(training.captured()))
+        train(rank, group, training, lambda: plain_tensors(training.captured()))
 
 
 def training_state(job: Job) -> tsck.TrainingState:
-    return tsck.TrainingState(
-        model=job.model, optimizer=list(job.optimizers), rank_values=None if job.own is None else {"own": job.own}
-    )
+    return tsck.TrainingState(model=job.model, optimizer=list(job.optimizers), rank_values=None if job.own is None else {"own": job.own})
 
 
 def plain_tensors(state: Any) -> Iterator[torch.Tensor]:
