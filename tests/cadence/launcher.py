@@ -71,10 +71,12 @@ def _lines(folder: Path) -> list[str]:
     return [line for notes in sorted(folder.glob("notes-*")) for line in notes.read_text().splitlines()]
 
 
-def run_until_done(function: Callable[..., object], folder: Path, worlds: Callable[[int], World], kills: int, draw: random.Random) -> int:
+def run_until_done(
+    function: Callable[..., object], folder: Path, worlds: Callable[[int], World], draw: random.Random, *, kills: int, calls: int
+) -> int:
     """Starts a job, kills one of its ranks at random, and starts it again, until it ends. Returns how often it was killed.
 
-    `worlds`: for each start, from 0.
+    `worlds`: for each start, from 0; `calls`: of its backend, at one of which a rank is killed: no more than a whole run makes.
 
     Raises:
         AssertionError: a run went back behind what was published, or ended otherwise than by a kill.
@@ -82,7 +84,7 @@ def run_until_done(function: Callable[..., object], folder: Path, worlds: Callab
     safe = killed = 0
     for number in range(kills + 1):
         world = worlds(number)
-        faults = {draw.choice(world.savers): Fault("kill", draw.randrange(1, 25))} if number < kills else {}
+        faults = {draw.choice(world.savers): Fault("kill", draw.randint(1, calls))} if number < kills else {}
         ended = exit_codes(function, folder, world, faults)
         resumed = noted(folder, "resumed")
         assert all(step >= safe for step in resumed), f"what was published is lost: {resumed} after {safe}"

@@ -20,7 +20,7 @@ WORLD = World(RANKS, range(RANKS))
 @pytest.mark.timeout(300)
 def test_a_job_that_is_killed_goes_on_from_what_was_safe(tmp_path: Path) -> None:
     make_store(tmp_path)
-    assert run_until_done(run, tmp_path, lambda _: WORLD, 5, random.Random(18))
+    assert run_until_done(run, tmp_path, lambda _: WORLD, random.Random(18), kills=5, calls=50)
 
 
 @pytest.mark.slow

@@ -16,7 +16,8 @@ from tests.recipes.killed_side import run
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 KILLS = effort(2, 4)
-FORMS = ("state", "training")
+FORMS = {"state": 25, "training": 50}
+"""Form -> how many calls of its backend each rank makes at least."""
 USUAL = ("norm_outside_tp", "experts_on_a_submesh", "stages_of_unequal_numbers_of_ranks", "adamw_8bit", "unsynced_batch_norm_under_ddp")
 """Of different kinds: what each change runs."""
 
@@ -38,7 +39,7 @@ def test_a_recipe_that_is_killed_goes_on_from_what_was_safe(tmp_path: Path, name
         layout = draw.choice(this.restored[1:]) if number % 2 else this.saved
         return world_of(name, layout, form, steps=1 if number == 0 else 2)
 
-    assert run_until_done(run, tmp_path, world, KILLS, draw)
+    assert run_until_done(run, tmp_path, world, draw, kills=KILLS, calls=FORMS[form])
 
 
 @pytest.mark.parametrize(("name", "form"), CASES)
