@@ -158,7 +158,8 @@ def bf16_with_fp32_masters(shards: int) -> Job:
     for name, parameter in model.named_parameters():
         parameter.data.copy_(masters[name].data)
     moments = {name: optimizer.state[master] for name, master in masters.items()}
-    return Job({"model": get_model_state_dict(model), "masters": masters, "moments": moments})
+    state = {"model": get_model_state_dict(model), "masters": masters, "moments": moments}
+    return Job(state, model={"model": model, "masters": nn.ParameterList(masters.values())}, optimizers=(optimizer,))
 
 
 @recipe(at(4, shards=4), [at(2, shards=2), at(8, shards=8), at(4, shards=2)])

@@ -65,6 +65,9 @@ class Job:
     """What is this rank's alone: for `rank_state=`."""
     ranks: tuple[int, ...] | None = None
     """Those that save, where not all do."""
+    model: nn.Module | dict[str, nn.Module] | None = None
+    """With its optimizers what a `TrainingState` takes."""
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
@@ -140,7 +143,7 @@ def step(model: nn.Module, *optimizers: torch.optim.Optimizer, batch: torch.Tens
 def stepped(model: nn.Module, *optimizers: torch.optim.Optimizer, batch: torch.Tensor | None = None, **extra: Any) -> Job:
     for _ in range(_steps):
         step(model, *optimizers, batch=batch)
-    return Job(state_of(model, *optimizers, **extra))
+    return Job(state_of(model, *optimizers, **extra), model=model, optimizers=optimizers)
 
 
 _steps = 1
@@ -213,7 +216,7 @@ def opened(folder: str) -> tsck.Store:
     return _stores[folder]
 
 
-def _members(job: Job) -> Any:
+def members_of(job: Job) -> Any:
     if job.ranks is None:
         return dist.group.WORLD
     return _group(job.ranks)
@@ -246,7 +249,7 @@ class Saved(NamedTuple):
 def save_by_dcp(folder: str, this: Recipe) -> Saved:
     """Makes it, and saves it once."""
     job = _jobs[this.name] = this.job(this.saved, 1)
-    group = _members(job)
+    group = members_of(job)
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         return Saved({}, None, "")
     leaves = gathered(job.state)
@@ -258,7 +261,7 @@ def save_by_dcp(folder: str, this: Recipe) -> Saved:
 def save(folder: str, this: Recipe) -> str:
     """What was made; natively."""
     job = _jobs.pop(this.name)
-    group = _members(job)
+    group = members_of(job)
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         return ""
     options: dict[str, Any] = {"ref": this.name, "step": 1, "rank_state": job.own, "timeout_seconds": TIMEOUT_SECONDS}
@@ -273,7 +276,7 @@ class Restored(NamedTuple):
 
 def restore_by_dcp(folder: str, this: Recipe, layout: Layout) -> Restored:
     job = this.job(layout, 2)
-    group = _members(job)
+    group = members_of(job)
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         return Restored("", {}, None)
     reader = dcp.FileSystemReader(f"{folder}/dcp-{this.name}")
@@ -283,7 +286,7 @@ def restore_by_dcp(folder: str, this: Recipe, layout: Layout) -> Restored:
 
 def restore(folder: str, this: Recipe, layout: Layout) -> Restored:
     job = this.job(layout, 3)
-    group = _members(job)
+    group = members_of(job)
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         return Restored("", {}, None)
     store, own = opened(folder), None

@@ -99,7 +99,7 @@ def grad_scaler(shards: int) -> Job:
     scaler.scale(model(torch.randn(4, 8)).square().sum()).backward()
     scaler.step(optimizer)
     scaler.update()
-    return Job(state_of(model, optimizer, scaler=scaler.state_dict()))
+    return Job(state_of(model, optimizer, scaler=scaler.state_dict()), model=model, optimizers=(optimizer,))
 
 
 @recipe(SAVED, OTHERS)
@@ -112,7 +112,7 @@ def ema(shards: int) -> Job:
     for _ in range(2):  # the first is a copy
         step(model, optimizer)
         mean.update_parameters(model)
-    return Job(state_of(model, optimizer, ema=get_model_state_dict(mean)))
+    return Job(state_of(model, optimizer, ema=get_model_state_dict(mean)), model={"model": model, "ema": mean}, optimizers=(optimizer,))
 
 
 # --- torchao ------------------------------------------------------------------------------------------------------------

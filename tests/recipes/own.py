@@ -1,5 +1,6 @@
 """Recipes of ranks that do not all have the same: values and buffers of their own, one rank with everything, or a part of the ranks."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ def full_state_on_rank_0_only(full: bool) -> Job:
     optimizer = adamw(model)
     step(model, optimizer)
     if not full:
-        return Job(state_of(model, optimizer, step=1))
+        return Job(state_of(model, optimizer, step=1), model=model, optimizers=(optimizer,))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
     states: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
     states["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
-    return Job({"step": 1, **states} if dist.get_rank() == 0 else {"step": 1})
+    state = {"step": 1, **states} if dist.get_rank() == 0 else {"step": 1}
+    return Job(state, model=model, optimizers=(optimizer,))
 
 
 def normed() -> nn.Sequential:
@@ -37,7 +39,7 @@ def with_own_buffers(model: nn.Module) -> Job:
     job = stepped(model, adamw(model), batch=torch.randn(dist.get_world_size(), 4, 8)[dist.get_rank()])
     buffers = {name: job.state["model"].pop(name) for name in list(job.state["model"]) if "running" in name}
     assert len(buffers) == 2
-    return Job(job.state, own=buffers)
+    return replace(job, own=buffers)
 
 
 @recipe(at(4), [at(2), at(8)])
@@ -61,7 +63,7 @@ def values_of_each_rank(shards: int) -> Job:
     own: dict[str, Any] = {"rng": torch.get_rng_state(), "seen": list(range(rank)), "cache": torch.randn(rank, 3)}
     if rank == 1:
         own["only here"] = {"error": 0.5}
-    return Job(stepped(model, adamw(model)).state, own)
+    return replace(stepped(model, adamw(model)), own=own)
 
 
 @recipe(at(4, ranks=(1, 2, 3)), [at(4, ranks=(0, 2)), at(2, ranks=(0, 1)), at(4, ranks=(0, 1, 2, 3))])
@@ -72,7 +74,7 @@ def a_subset_of_the_ranks(ranks: tuple[int, ...]) -> Job:
         return Job({}, ranks=ranks)
     model = Block()
     fully_shard(model, mesh=mesh)
-    return Job(stepped(model, adamw(model)).state, ranks=ranks)
+    return replace(stepped(model, adamw(model)), ranks=ranks)
 
 
 @recipe(at(4), [at(2), at(8)])
@@ -80,20 +82,20 @@ def a_value_and_a_tensor_of_rank_0() -> Job:
     """Beside shards on all ranks."""
     model = Block()
     fully_shard(model, mesh=hybrid(dist.get_world_size()))
-    state = stepped(model, adamw(model)).state
+    job = stepped(model, adamw(model))
     if dist.get_rank() == 0:
-        state["log"] = {"losses": torch.randn(7), "note": "warm-up", "seen": [1, 2, 3]}
-    return Job(state)
+        job.state["log"] = {"losses": torch.randn(7), "note": "warm-up", "seen": [1, 2, 3]}
+    return job
 
 
 @recipe(at(4), [at(2), at(8)])
 def another_order_of_names_on_one_rank() -> Job:
     model = Block()
     fully_shard(model, mesh=hybrid(dist.get_world_size()))
-    state = stepped(model, adamw(model)).state
+    job = stepped(model, adamw(model))
     if dist.get_rank() == 1:
-        state = {name: type(part)(reversed(part.items())) for name, part in reversed(state.items())}
-    return Job(state)
+        job = replace(job, state={name: type(part)(reversed(part.items())) for name, part in reversed(job.state.items())})
+    return job
 
 
 @recipe(at(4), [at(2), at(8)])
@@ -101,6 +103,6 @@ def shared_memory_on_one_rank() -> Job:
     """One tensor under two names there, and two equal ones elsewhere."""
     model = Block()
     fully_shard(model, mesh=hybrid(dist.get_world_size()))
-    state = stepped(model, adamw(model)).state
+    job = stepped(model, adamw(model))
     table = torch.randn(5, 8)
-    return Job({**state, "table": table, "head": table if dist.get_rank() == 1 else table.clone()})
+    return replace(job, state={**job.state, "table": table, "head": table if dist.get_rank() == 1 else table.clone()})

@@ -60,7 +60,7 @@ def staged(model: Stage, optimizer: torch.optim.Optimizer) -> Job:
     if model.tied and (model.is_first or model.is_last):
         share_gradients(model, generator)
     optimizer.step()
-    return Job(state_of(model, optimizer))
+    return Job(state_of(model, optimizer), model=model, optimizers=(optimizer,))
 
 
 def cut(stages: int, number: int) -> range:
