@@ -2,7 +2,7 @@
 
 An input of a target for sealed objects is a *body*: it is decoded as it is, and once more under a right seal. Half of the
 mutations change one value inside a body, so that it stays msgpack. Decoders may raise `CorruptObjectError` and
-`FormatVersionError`, and nothing else.
+`FormatVersionError`, and nothing else; and what an input may cost, in memory and in time of the processor, is in proportion to its bytes.
 
 New inputs go to a temporary folder unless one is given, the committed seeds are only read:
 
@@ -15,6 +15,8 @@ import json
 import random
 import sys
 import tempfile
+import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +33,12 @@ import msgpack
 
 Target = Callable[[bytes], None]
 Mutator = Callable[[bytes, int, int], bytes]
+
+PEAK_BYTES = 32 << 20
+PEAK_BYTES_PER_BYTE = 2048
+"""As `envelope.BYTES_PER_STORED`."""
+SECONDS = 5.0
+"""Of the processor, on a busy machine; an input of a few KB takes milliseconds."""
 
 NUMBERS = [0, 1, -1, *(sign + (1 << bits) for bits in (7, 8, 16, 22, 31, 32, 40, 48, 63) for sign in (-1, 0)), (1 << 64) - 1, -(1 << 63)]
 OTHERS: list[Any] = [
@@ -53,12 +61,20 @@ OTHERS: list[Any] = [
 ]
 
 
-def fuzz(name: str, target: Target, mutate: Mutator | None = None) -> None:
-    """Runs `target` on what libFuzzer makes of ``corpus/<name>``; never returns."""
+def fuzz(name: str, target: Target, mutate: Mutator | None = None, *, peak_bytes: int = PEAK_BYTES) -> None:
+    """Runs `target` on what libFuzzer makes of ``corpus/<name>``; never returns. `peak_bytes`: what any input may take, however short."""
+    tracemalloc.start()
 
     def only_our_errors(data: bytes) -> None:
+        tracemalloc.reset_peak()
+        before, began = tracemalloc.get_traced_memory()[0], time.process_time()
         with suppress(CorruptObjectError, FormatVersionError):
             target(data)
+        taken, seconds = tracemalloc.get_traced_memory()[1] - before, time.process_time() - began
+        if taken > peak_bytes + PEAK_BYTES_PER_BYTE * len(data):
+            raise MemoryError(f"{len(data)} bytes took {taken:,} bytes of memory")
+        if seconds > SECONDS:
+            raise TimeoutError(f"{len(data)} bytes took {seconds:.1f} s")
 
     arguments = list(sys.argv)
     if all(argument.startswith("-") for argument in arguments[1:]):
@@ -68,7 +84,7 @@ def fuzz(name: str, target: Target, mutate: Mutator | None = None) -> None:
     atheris.Fuzz()
 
 
-def fuzz_sealed(kind: str, read: Target) -> None:
+def fuzz_sealed(kind: str, read: Target, corpus: str = "") -> None:
     """Fuzzes the decoder of a sealed kind; `read` decodes an object and does with it what comes next."""
 
     def target(data: bytes) -> None:
@@ -77,7 +93,7 @@ def fuzz_sealed(kind: str, read: Target) -> None:
         head = MAGIC + KINDS[kind] + data
         read(head + derived_hash(f"{kind} object", head))
 
-    fuzz(kind, target, mutate_body)
+    fuzz(corpus or kind, target, mutate_body)
 
 
 def mutate_body(data: bytes, max_size: int, seed: int) -> bytes:

@@ -9,7 +9,7 @@ with atheris.instrument_imports(include=["tensorstore_ck"]):
     from tensorstore_ck.codec import decode
     from tensorstore_ck.errors import CorruptObjectError
     from tensorstore_ck.ids import derived_hash
-    from tensorstore_ck.pack import BASE_DTYPE, ENTRY_DTYPE, FOOTER_MAGIC, HEADER, TRAILER, decode_footer, footer_bytes
+    from tensorstore_ck.pack import BASE_DTYPE, ENTRY_DTYPE, FOOTER_MAGIC, HEADER, MAX_BLOCK_BYTES, TRAILER, decode_footer, footer_bytes
 
 
 def read(data: bytes) -> None:
@@ -40,4 +40,4 @@ def target(data: bytes) -> None:
 
 
 if __name__ == "__main__":
-    fuzz("pack", target)
+    fuzz("pack", target, peak_bytes=4 * MAX_BLOCK_BYTES)

@@ -2,21 +2,26 @@
 
 import random
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+import tensorstore_ck as tsck
 from tensorstore_ck import values
+from tensorstore_ck.catalog import Catalog
 from tensorstore_ck.codec import Elements, Encoder
 from tensorstore_ck.config import new_config
-from tensorstore_ck.envelope import HEADER_BYTES
+from tensorstore_ck.envelope import HEADER_BYTES, pack_body
 from tensorstore_ck.ids import DIGEST_BYTES
 from tensorstore_ck.layout import Layout, TensorSpec
 from tensorstore_ck.log.entry import genesis_hash, seal_entry
+from tensorstore_ck.log.ops import Op
 from tensorstore_ck.part import encode_values
 from tensorstore_ck.record import encode_metadata
+from tensorstore_ck.staging.manifest import Manifest
 from tests.format import samples
 
 FOLDER = Path(__file__).parent / "corpus"
@@ -42,6 +47,25 @@ def seeds() -> Iterator[tuple[str, bytes]]:
     for exclusive in (True, False):
         config = replace(new_config(exclusive_create=exclusive), uuid="12345678-1234-5678-1234-567812345678")
         yield "config", config.encode()
+    for ops in (
+        [Op.relocate(samples.ULID, samples.ULID, samples.ROOT, [samples.ULID])],
+        [Op.place([samples.ULID], "s3://bucket/cold/uuid")],
+    ):
+        yield "places", body(seal_entry(1, genesis_hash(bytes(16)), ops, write_id=bytes(16), time_ns=0, actor="")[0])
+    yield "manifest", Manifest(samples.ULID, "runs/a", 3, 0, 1, ["parts/aa/b"], 17, None).encode()[:-DIGEST_BYTES]
+    yield "peer", pack_body({"offer": 1, "sizes": {"a": 3}, "manifest": b"x" * 40})
+    for path in ("", "runs/a", "runs/a@1/model.safetensors", "runs/a@", "best/snapshot.json", "runs"):
+        yield "path", path.encode()
+    yield "catalog", catalog() + b"\nstep > 3 and loss < 2.5 or tag = 'best'"
+
+
+def catalog() -> bytes:
+    """A catalog of one store with one snapshot."""
+    with tempfile.TemporaryDirectory() as folder:
+        with tsck.open(f"{folder}/s", create=True) as store, Catalog(f"{folder}/catalog.db") as made:
+            store.put_snapshot({"step": 1}, ref="runs/a", step=1, metrics={"loss": 2.0})
+            made.sync(store)
+        return Path(folder, "catalog.db").read_bytes()
 
 
 def codecs() -> Iterator[tuple[str, bytes]]:

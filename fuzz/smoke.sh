@@ -7,7 +7,7 @@ if ! "$python" -c "import atheris" 2>/dev/null; then
     echo "fuzz: skipped, atheris is not installed (pip install atheris==3.0.0; it has no wheel for Python 3.12 and later)"
     exit 0
 fi
-export python seconds="${1:-6}"
+export python seconds="${1:-4}"
 fuzz() {
     log=$(mktemp)
     if "$python" "$1" -max_total_time="$seconds" -rss_limit_mb=512 -timeout=10 -artifact_prefix="${TMPDIR:-/tmp}/" -print_final_stats=1 >"$log" 2>&1; then

@@ -2,7 +2,8 @@
 
 Pure: bytes in, bytes out. `check_msgpack` walks the bytes before anything is allocated for them, so that a hostile
 length, depth or count costs no memory; the walk's cost is the number of items, which stays small because ids and extents are
-raw arrays inside a ``bin``. What `pack_body` writes is within the limits that its readers set. Format: FORMAT.md, "Sealed objects".
+raw arrays inside a ``bin``. What was compressed in the store is decoded under a `ParseBudget`. What `pack_body` writes is within the
+limits that its readers set. Format: FORMAT.md, "Sealed objects".
 """
 
 from collections.abc import Mapping
@@ -22,6 +23,13 @@ MAX_BODY_BYTES: Final = MAX_OBJECT_BYTES - HEADER_BYTES - DIGEST_BYTES
 MAX_ITEMS: Final = 1 << 24
 """Values in one body: what a decoder may come to hold is this many Python objects."""
 
+FREE_BYTES: Final = 64 << 20
+"""What parsing a snapshot may cost, however little it takes in the store."""
+BYTES_PER_STORED: Final = 2048
+"""What each of its stored bytes adds to that. Of true states, models ask for 10 to 60, and lists of tuples of None for most: 1,725."""
+BYTES_PER_ITEM: Final = 256
+"""What an item of msgpack costs: a Python object, and most often a leaf of a tree with its name."""
+
 KINDS: Final = {
     "layout": b"LAYO",
     "part": b"PART",
@@ -35,6 +43,43 @@ KINDS: Final = {
 
 Body = dict[str, Any]
 T = TypeVar("T")
+
+
+class ParseBudget:
+    """What may be decoded of one snapshot: in proportion to what it takes in the store, so that a few bytes cannot ask for gigabytes.
+
+    For what is compressed. Bytes that are stored as they are cost at most 257 each, and need no budget.
+    """
+
+    def __init__(self, free_bytes: int = FREE_BYTES) -> None:
+        self._free_bytes = free_bytes
+        self._stored_bytes = 0
+        self._spent_bytes = 0
+
+    def add_stored(self, size_bytes: int) -> None:
+        """Counts an object, or an encoded block, that belongs to the snapshot."""
+        self._stored_bytes += size_bytes
+
+    def spend(self, size_bytes: int, items: int, name: str) -> None:
+        """Counts what was decoded.
+
+        Raises:
+            CorruptObjectError: it is more than what is stored may ask for.
+        """
+        spent_bytes = self._spent_bytes + size_bytes + BYTES_PER_ITEM * items
+        allowed_bytes = self._free_bytes + BYTES_PER_STORED * self._stored_bytes
+        if spent_bytes > allowed_bytes:
+            raise CorruptObjectError(
+                f"{name} would take {spent_bytes:,} bytes or more to parse, and the {self._stored_bytes:,} bytes that its snapshot has in "
+                f"the store may ask for {allowed_bytes:,}: it was made to exhaust memory; do not use this snapshot",
+                object_id=name,
+            )
+        self._spent_bytes = spent_bytes
+
+    def most_items(self, size_bytes: int) -> int:
+        """How many items so many bytes may hold."""
+        left_bytes = self._free_bytes + BYTES_PER_STORED * self._stored_bytes - self._spent_bytes - size_bytes
+        return max(0, left_bytes // BYTES_PER_ITEM)
 
 
 def pack_body(value: object) -> bytes:
@@ -65,8 +110,8 @@ def object_hash(sealed: bytes) -> Digest:
     return Digest(sealed[-DIGEST_BYTES:])
 
 
-def unseal(kind: str, data: bytes, name: str) -> Body:
-    """The body of a sealed object.
+def unseal(kind: str, data: bytes, name: str, budget: ParseBudget | None = None) -> Body:
+    """The body of a sealed object. `budget`: of the snapshot, where the object was compressed.
 
     Raises:
         CorruptObjectError: not such an object, or not the bytes that were written.
@@ -76,7 +121,7 @@ def unseal(kind: str, data: bytes, name: str) -> Body:
         raise CorruptObjectError(f"{name} is not a {kind} object; run `tsck fsck`", object_id=name)
     if derived_hash(f"{kind} object", memoryview(data)[:-DIGEST_BYTES]) != data[-DIGEST_BYTES:]:
         raise CorruptObjectError(f"{name} does not match its hash: it was damaged; run `tsck fsck`", object_id=name)
-    body = unpack_body(memoryview(data)[HEADER_BYTES:-DIGEST_BYTES], name)
+    body = unpack_body(memoryview(data)[HEADER_BYTES:-DIGEST_BYTES], name, budget)
     if type(body) is not dict or type(body.get("v")) is not int:
         raise CorruptObjectError(f"{name} has no version", object_id=name)
     if body["v"] != FORMAT_VERSION:
@@ -86,7 +131,7 @@ def unseal(kind: str, data: bytes, name: str) -> Body:
     return body
 
 
-def unpack_body(data: memoryview, name: str) -> Any:
+def unpack_body(data: memoryview, name: str, budget: ParseBudget | None = None) -> Any:
     """Decodes msgpack after `check_msgpack`.
 
     Raises:
@@ -94,7 +139,7 @@ def unpack_body(data: memoryview, name: str) -> Any:
     """
     if len(data) > MAX_BODY_BYTES:
         raise CorruptObjectError(f"{name} is {len(data)} bytes, more than an object may have", object_id=name)
-    check_msgpack(data, name)
+    check_msgpack(data, name, budget)
     try:
         return msgpack.unpackb(
             data, object_pairs_hook=_map, strict_map_key=False, max_array_len=len(data), max_map_len=len(data), max_ext_len=0
@@ -160,12 +205,13 @@ _LENGTH_BYTES: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 _COUNT_BYTES: Final = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 
 
-def check_msgpack(data: memoryview, name: str) -> None:
-    """Walks one msgpack value: complete, nothing after it, no extension types, bounded in items and depth.
+def check_msgpack(data: memoryview, name: str, budget: ParseBudget | None = None) -> None:
+    """Walks one msgpack value: complete, nothing after it, no extension types, bounded in items and depth; `budget` is told of it.
 
     https://github.com/msgpack/msgpack/blob/master/spec.md
     """
     size = len(data)
+    most_items = MAX_ITEMS if budget is None else min(MAX_ITEMS, budget.most_items(size))
     position = items = 0
     remaining, outer = 1, [0]
     while outer:
@@ -194,7 +240,9 @@ def check_msgpack(data: memoryview, name: str) -> None:
         else:
             raise CorruptObjectError(f"{name} has the msgpack type {byte:#x}, which is not in the format", object_id=name)
         items += count
-        if count > size - position or items > MAX_ITEMS:
+        if budget is not None and items > most_items:
+            budget.spend(size, items, name)
+        if count > size - position or items > most_items:
             raise CorruptObjectError(f"{name} claims {count} items in {size - position} bytes, {items} in all", object_id=name)
         outer.append(remaining)
         remaining = count
@@ -202,3 +250,5 @@ def check_msgpack(data: memoryview, name: str) -> None:
             raise CorruptObjectError(f"{name} is nested deeper than {MAX_DEPTH}", object_id=name)
     if position != size:
         raise CorruptObjectError(f"{name} has {size - position} bytes too many or too few", object_id=name)
+    if budget is not None:
+        budget.spend(size, items, name)

@@ -202,7 +202,7 @@ class PermissionDeniedError(InputError):
 
 
 class NoSpaceError(InputError):
-    """The backend has no space, quota or inodes left; a put to a folder says what gc can free there, now and later."""
+    """The backend has no space, quota or inodes left (a put to a folder says what gc can free there), or the host no memory to restore."""
 
     kind = "no_space"
     exit_code = 34

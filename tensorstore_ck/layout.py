@@ -30,7 +30,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from tensorstore_ck.envelope import Body, object_hash, seal, take, unseal
+from tensorstore_ck.envelope import Body, ParseBudget, object_hash, seal, take, unseal
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.sharding import Box, Mesh, Shard
@@ -153,13 +153,13 @@ def layout_id(encoded: bytes) -> Digest:
     return object_hash(encoded)
 
 
-def decode_layout(data: bytes, name: str) -> Layout:
-    """Decodes and checks a sealed layout.
+def decode_layout(data: bytes, name: str, budget: ParseBudget | None = None) -> Layout:
+    """Decodes and checks a sealed layout. `budget`: of the snapshot that it was read from.
 
     Raises:
         CorruptObjectError: not a layout, or one that contradicts itself.
     """
-    body = unseal("layout", data, name)
+    body = unseal("layout", data, name, budget)
     try:
         return _checked(body)
     except (KeyError, TypeError, ValueError, IndexError) as exc:

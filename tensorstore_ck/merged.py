@@ -25,7 +25,8 @@ def open_snapshot(
     others = first_ranks(first.part.layout_of or b"")[1:]
     if not others:
         return first
-    return MergedSnapshot([first, *(SnapshotReader(engine, info, rank, read, place=place, record=first.record) for rank in others)])
+    more = (SnapshotReader(engine, info, rank, read, place=place, record=first.record, budget=first.budget) for rank in others)
+    return MergedSnapshot([first, *more])
 
 
 def count_rank_states(engine: Engine, info: SnapshotInfo, world_size: int | None = None) -> int:

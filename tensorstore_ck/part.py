@@ -34,6 +34,8 @@ EXTENT_DTYPE: Final = np.dtype(
 """``pack`` counts in the part's pack table; ``base`` is the row of the delta base, after all rows of blocks, or -1."""
 BLOB_DTYPE: Final = np.dtype([("blocks", "<u4"), ("reserved", "<u4"), ("size", "<u8")])
 MAX_PACK_BYTES: Final = 1 << 40
+MAX_BLOB_BLOCK_BYTES: Final = 1 << 22
+"""Of a block of opaque bytes: with it, what a part may ask for is bounded by its own bytes."""
 
 Extents = npt.NDArray[np.void]
 
@@ -63,6 +65,12 @@ class Part(NamedTuple):
     """Of one of many ranks: the number of every rank's layout (``<u2``), by order of first appearance; empty when all have the same."""
     regions: bytes = b""
     """What this rank holds of tensors whose regions do not follow from the layout (``<i8``): see `split.encode_regions`."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Roughly what it takes in the store."""
+        tables = (self.blobs.nbytes, self.extents.nbytes, len(self.ids), len(self.base_ids), ULID_BYTES * len(self.packs))
+        return sum(tables) + len(self.values) + len(self.inline) + len(self.layout_of or b"") + len(self.regions)
 
     @property
     def block_count(self) -> int:
@@ -183,6 +191,10 @@ def _check(part: Part, pack_table_bytes: int, name: str) -> None:
         or int(extents["offset"].max()) > MAX_PACK_BYTES
     ):
         problem = "an extent is out of bounds"
+    elif len(set(part.packs)) != len(part.packs):
+        problem = "it names a pack twice"
+    elif int(extents["raw"][: int(part.blobs["blocks"].sum(dtype=np.int64))].max(initial=0)) > MAX_BLOB_BLOCK_BYTES:
+        problem = "a block of a large value is larger than such blocks are"
     else:
         # A base lies after the row that needs it and after all blocks, so chains end.
         bases = extents["base"].astype(np.int64)

@@ -17,9 +17,10 @@ from tensorstore_ck.chunker import cut_opaque
 from tensorstore_ck.closure import Places
 from tensorstore_ck.codec import Coding, Encoder, elements_of
 from tensorstore_ck.engine import Engine
-from tensorstore_ck.errors import FrozenChangedError
+from tensorstore_ck.envelope import FREE_BYTES, HEADER_BYTES, ParseBudget, check_msgpack
+from tensorstore_ck.errors import CorruptObjectError, FrozenChangedError, UnsupportedValueError
 from tensorstore_ck.extents import extents_of, with_bases
-from tensorstore_ck.ids import ZERO_DIGEST, Digest, Ulid
+from tensorstore_ck.ids import DIGEST_BYTES, ULID_BYTES, ZERO_DIGEST, Digest, Ulid
 from tensorstore_ck.index import Base, Location
 from tensorstore_ck.layout import Captured, layout_id
 from tensorstore_ck.metering import Meter
@@ -280,12 +281,17 @@ def store_part(
     anchor: int,
     seat: Seat,
 ) -> WrittenPart:
-    """Writes the part that names these blocks, which lie where the closed `packs` say."""
+    """Writes the part that names these blocks, which lie where the closed `packs` say.
+
+    Raises:
+        UnsupportedValueError: there is very much of what takes nothing in the store.
+    """
     ids = [*blobs.ids, *tensors.ids]
     places = ChainMap(*(known for writer in packs for known in (writer.added, writer.found)))
     extents = extents_of(ids, places)
+    layout = captured.layout.encode()
     part = Part(
-        layout_id(captured.layout.encode()),
+        layout_id(layout),
         seat.rank,
         seat.world_size,
         blobs.rows,
@@ -299,10 +305,34 @@ def store_part(
         seat.layout_of,
         encode_regions(captured.explicit),
     )
+    if seat.rank == seat.alike[0]:
+        _require_readable(captured, layout, part, seat)
     ulid, encoded = engine.put_id(), part.encode()
     engine.backend.put(part_name(ulid), encoded)
     added = {block: with_bases(place, places) for writer in packs for block, place in writer.added.items()}
     return WrittenPart(ulid, part, added, sum(writer.new_bytes for writer in packs) + len(encoded), tensors)
+
+
+def _require_readable(captured: Captured, layout: bytes, part: Part, seat: Seat) -> None:
+    """Refuses what a reader would take for a bomb; the ranks' parts together stay below what it accepts.
+
+    Raises:
+        UnsupportedValueError: there is very much of what takes nothing in the store.
+    """
+    parsed = (value[2] for value in captured.values if type(value) is list and value[0] == "b" and value[1] == "m")
+    bodies = [layout[HEADER_BYTES:-DIGEST_BYTES], *(captured.blobs[number] for number in parsed)]
+    budget = ParseBudget(FREE_BYTES // (2 * seat.world_size))
+    budget.add_stored(part.stored_bytes + (ULID_BYTES + DIGEST_BYTES) * len(seat.alike))
+    size_bytes = sum(map(len, bodies))
+    if size_bytes <= budget.most_items(size_bytes):
+        return  # even if each byte was an item
+    try:
+        for body in bodies:
+            check_msgpack(memoryview(body), "the state", budget)
+    except CorruptObjectError as exc:
+        raise UnsupportedValueError(
+            "the state has too many empty containers, tensors or sets for the few bytes that it takes: leave some out, or merge them"
+        ) from exc
 
 
 def source_offsets(captured: Captured, held: Sequence[Region]) -> list[int]:

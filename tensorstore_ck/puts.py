@@ -14,6 +14,7 @@ from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.events import Callback
 from tensorstore_ck.grouped import TIMEOUT_SECONDS, Groups, process_group
+from tensorstore_ck.hostmemory import default_limit_bytes
 from tensorstore_ck.keeping import changes
 from tensorstore_ck.manage import ManagedStore
 from tensorstore_ck.ranks import DEAD_AFTER_SECONDS
@@ -21,7 +22,6 @@ from tensorstore_ck.sampling import SAMPLE_SHARE
 from tensorstore_ck.saving import DrainReport, OnFull, PendingSnapshot, Preemption, Saver
 from tensorstore_ck.saving.exiting import finish_at_exit
 from tensorstore_ck.saving.handle import Handle
-from tensorstore_ck.saving.hostmemory import default_limit_bytes
 from tensorstore_ck.saving.peering import connect_peers
 from tensorstore_ck.saving.resumed import resume_alone, resume_ranks
 from tensorstore_ck.saving.retrying import retrying

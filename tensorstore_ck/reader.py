@@ -13,7 +13,9 @@ import numpy as np
 from tensorstore_ck.blockreader import MemoryTarget, OpenPart, ReadBlocks, WantedBlock, deliver, read_blocks, wanted_blocks
 from tensorstore_ck.closure import require_live, resolve
 from tensorstore_ck.engine import Engine
+from tensorstore_ck.envelope import ParseBudget, check_msgpack
 from tensorstore_ck.errors import CorruptObjectError, DamageError
+from tensorstore_ck.hostmemory import require_memory
 from tensorstore_ck.layout import ByteTarget, Layout, WantedBox, decode_layout
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.part import Part, decode_values, part_name
@@ -23,6 +25,7 @@ from tensorstore_ck.scatter import Scatter
 from tensorstore_ck.sharding import Box, whole_box
 from tensorstore_ck.split import alike, decode_regions, every_region, row_boxes
 from tensorstore_ck.tree import expand
+from tensorstore_ck.values import parsed_blobs
 
 
 class SnapshotReader:
@@ -37,6 +40,7 @@ class SnapshotReader:
         *,
         place: float = 0.0,
         record: Record | None = None,
+        budget: ParseBudget | None = None,
     ) -> None:
         """Opens it.
 
@@ -47,6 +51,7 @@ class SnapshotReader:
             read: Reads tensors.
             place: Where among those who read this one is, from 0 to 1: what it wants was most likely put by ranks in the same place.
             record: The snapshot's, if it was read already.
+            budget: Of another reader of the snapshot, whose results are kept beside this one's.
         """
         self.info = info
         self._engine = engine
@@ -62,6 +67,9 @@ class SnapshotReader:
         self._first = rank
         first = self._open(rank)
         self.part: Part = first.part
+        self.budget = ParseBudget() if budget is None else budget
+        """What may be parsed of the snapshot."""
+        self.budget.add_stored(self.part.stored_bytes + (self.record.stored_bytes if budget is None else 0))
         self.name = first.name
         self.world_size = self.part.world_size
         if len(self.record.parts) not in (self.world_size, 2 * self.world_size):
@@ -75,8 +83,9 @@ class SnapshotReader:
         encoded = self._blob(0)
         if encoded[-32:] != self.part.layout_id:
             raise CorruptObjectError(f"{self.name}: its layout is not the one it names", object_id=self.name)
-        layout = decode_layout(encoded, f"the layout of {self.name}")
+        layout = decode_layout(encoded, f"the layout of {self.name}", self.budget)
         tree, self.values, self.subtrees = expand(layout.tree, decode_values(self.part, self.name), f"the layout of {self.name}")
+        self._parsed_blobs = parsed_blobs(self.values, self.name)
         self.layout: Layout = replace(layout, tree=tree)
         self._plan(rank)
 
@@ -130,7 +139,10 @@ class SnapshotReader:
 
     def blob(self, index: int) -> bytes:
         """The verified bytes of a large value."""
-        return self._blob(index + 1)  # the layout comes first
+        data = self._blob(index + 1)  # the layout comes first
+        if index in self._parsed_blobs:
+            check_msgpack(memoryview(data), f"large value {index} of {self.name}", self.budget)
+        return data
 
     def _blob(self, index: int) -> bytes:
         if not 0 <= index < len(self.part.blobs):
@@ -139,8 +151,11 @@ class SnapshotReader:
         size = int(self.part.blobs["size"][index])
         if int(self.part.extents["raw"][rows.start : rows.stop].sum(dtype=np.int64)) != size:
             raise CorruptObjectError(f"{self.name}: large value {index} does not have its size", object_id=self.name)
+        require_memory(size, f"{self.name}: large value {index}", "leave it out with select=, or restore it where there is more memory")
         memory = bytearray(size)
-        read_blocks(self._engine, self.info, wanted_blocks(self._parts[self._first], rows, 0, MemoryTarget(memoryview(memory))))
+        wanted = wanted_blocks(self._parts[self._first], rows, 0, MemoryTarget(memoryview(memory)))
+        self.budget.add_stored(sum(stored for _, stored in {((block.pack, block.offset), block.stored) for block in wanted}))
+        read_blocks(self._engine, self.info, wanted)
         return bytes(memory)
 
     # --- tensors ------------------------------------------------------------------------------------------------------

@@ -38,6 +38,11 @@ class Record(NamedTuple):
     streams: str = ""
     """With rank states: the rule by which other numbers of ranks derive random streams (`streams.RULE`)."""
 
+    @property
+    def stored_bytes(self) -> int:
+        """Roughly what it takes in the store."""
+        return (ULID_BYTES + DIGEST_BYTES) * len(self.parts) + len(self.metadata)
+
     def root(self) -> Digest:
         """The Merkle root."""
         return snapshot_root(self.part_ids, self.step, self.parent, self.metadata)

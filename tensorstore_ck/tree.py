@@ -19,6 +19,8 @@ ROOT: Final = "."
 """The path of a state that is a single leaf."""
 SUBTREE: Final = "tree"
 """The tag of a subtree among the values."""
+MAX_PATH: Final = MAX_NAME_BYTES
+"""Of a container: what lies behind it is in no name, and a long key over many nodes must not be copied to each."""
 ATTRIBUTES: Final = "_metadata"
 """The path component of an OrderedDict's attribute."""
 
@@ -233,6 +235,8 @@ class _Parser:
         if len(keys) != len(nodes):
             self.fail(f"{len(keys)} keys for {len(nodes)} nodes")
         texts = [key if type(key) is str else key_text(key) for key in keys]
+        path = path[:MAX_PATH]
+        texts = [text if len(text) <= MAX_PATH else text[:MAX_PATH] for text in texts]
         children = [self.tree(child, f"{path}{text}.", depth) for text, child in zip(texts, nodes, strict=True)]
         attributes = None
         if tag == "o" and rest[2] is not False:

@@ -21,6 +21,7 @@ Exact types only: a subclass would come back as its base. Encoding is canonical:
 
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -33,11 +34,16 @@ from tensorstore_ck.layout import INLINE_VALUE_BYTES
 MAX_NESTING: Final = 60
 """Levels of containers in a state. Each takes two levels of msgpack (`envelope.MAX_DEPTH`)."""
 
+MAX_ALIKE: Final = 256
+"""Keys of one dict, or elements of one set, that have one hash: those of numbers and tuples can be chosen, and take quadratic time."""
+
 Encode = Callable[[object], list[Any] | None]
 """Encodes what this module does not know, or answers None."""
 Decode = Callable[[str, list[Any]], object]
 """Decodes a tagged list that this module does not know; KeyError for an unknown tag."""
 
+RANDOM_HASHES: Final = frozenset({str, bytes, float, bool, type(None)})
+"""Of keys whose hashes nobody can choose, or hardly any of which can be alike."""
 _NATIVE: Final = frozenset({type(None), bool, float, bytes})
 _PACKED: Final = {"li": ("<i8", list), "ui": ("<i8", tuple), "lf": ("<f8", list), "uf": ("<f8", tuple)}
 _NUMPY_DTYPE: Final = re.compile(r"([<>|]([biufc]\d{1,2}|[SU]\d{1,4}|[mM]8(\[\d*[a-zA-Z]{1,2}\])?))(#\d+)?")
@@ -92,6 +98,19 @@ def _encode(value: Any, path: str, other: Encode | None, depth: int) -> Any:
     return encoded
 
 
+def require_unlike(keys: Sequence[object]) -> None:
+    """Refuses keys that were chosen to have one hash, before they are put into a dict or set.
+
+    Raises:
+        ValueError: there are many.
+        TypeError: one is not hashable.
+    """
+    if len(keys) > MAX_ALIKE:
+        alike = Counter(hash(key) for key in keys if type(key) not in RANDOM_HASHES)
+        if max(alike.values(), default=0) > MAX_ALIKE:
+            raise ValueError(f"more than {MAX_ALIKE} keys of one dict or set have the same hash")
+
+
 def unsupported(value: object, path: str) -> str:
     """The message for a value that has no encoding."""
     kind = type(value)
@@ -141,6 +160,18 @@ def split_large(encoded: Any, path: str, blobs: list[bytes]) -> Any:
     return ["b", blob[0], len(blobs) - 1]
 
 
+def parsed_blobs(values: Sequence[Any], name: str) -> frozenset[int]:
+    """Which large values hold msgpack, of a part's values.
+
+    Raises:
+        CorruptObjectError: two values are in one blob, which nobody writes: each would be decoded again.
+    """
+    large = [value for value in values if type(value) is list and len(value) == 3 and value[0] == "b" and type(value[2]) is int]
+    if len({number for _, _, number in large}) != len(large):
+        raise CorruptObjectError(f"{name} has several values in one blob, as no writer does; run `tsck fsck`", object_id=name)
+    return frozenset(number for _, kind, number in large if kind == "m")
+
+
 def decode(encoded: Any, *, decode_other: Decode | None = None, blob: Callable[[int], bytes] | None = None, name: str = "a value") -> Any:
     """The value; `blob` gives the bytes of a large one.
 
@@ -181,7 +212,9 @@ def _decode(encoded: Any, other: Decode | None) -> Any:
     if tag == "u":
         return tuple([_decode(item, other) for item in _only(rest, list)])
     if tag in ("e", "z"):
-        items = {_decode(item, other) for item in _only(rest, list)}
+        elements = [_decode(item, other) for item in _only(rest, list)]
+        require_unlike(elements)
+        items = set(elements)
         if len(items) != len(rest[0]):
             raise ValueError("a set has an element twice")
         return items if tag == "e" else frozenset(items)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 from tensorstore_ck.importing.faults import MalformedError
+from tensorstore_ck.importing.keys import unlike
 from tensorstore_ck.importing.standins import Later, Maker
 
 _CONTAINERS: Final[dict[tuple[str, str], type[Any]]] = {
@@ -50,7 +51,8 @@ class _Container(Later):
         """Takes its attributes."""
         content = state.get("_content") if type(state) is dict else self
         if type(content) is dict and self._kind is dict:
-            self.value = {_plain(key): _plain(item) for key, item in content.items()}
+            keys = unlike([_plain(key) for key in content])
+            self.value = dict(zip(keys, map(_plain, content.values()), strict=True))
         elif type(content) is list and self._kind is list:
             self.value = [_plain(item) for item in content]
         elif content is None or type(content) is str:

@@ -12,6 +12,7 @@ import torch
 
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.importing.faults import MalformedError, blamed_on, printable
+from tensorstore_ck.importing.keys import unlike
 from tensorstore_ck.importing.known import Known
 from tensorstore_ck.importing.machine import MAX_PICKLE_BYTES, unpickle
 from tensorstore_ck.importing.mapping import Files, Folder, MappedFile
@@ -121,6 +122,8 @@ class _Reader:
         self._mapped: dict[str, MappedFile] = {}
         self._places: dict[str, list[tuple[tuple[int, ...] | None, _Place]]] = {}
         self._unknown: dict[str, str] = {}
+        self._left: dict[str, int] = {}
+        """File -> bytes of it that no item has had yet."""
 
     def read(self) -> DcpContent:
         path = self._folder.join(METADATA)
@@ -142,6 +145,7 @@ class _Reader:
         file = self._files.map(path)
         if file.size > MAX_PICKLE_BYTES:
             raise MalformedError(f"its metadata takes {file.size} bytes")
+        self._known.parsed_bytes += file.size
         found, end, unknown = unpickle(file.data, _names())
         if isinstance(found, Opaque) or unknown:
             self._unsupported(path, f"names {', '.join(sorted(unknown)[:3])}, which nothing of torch.distributed.checkpoint needs")
@@ -178,7 +182,9 @@ class _Reader:
         shape, chunks = tuple(entry.get("size", torch.Size)), entry.get("chunks", list)
         if not isinstance(dtype, torch.dtype) or len(shape) > MAX_DIMS or not 0 <= _bytes(shape, dtype) <= MAX_TENSOR_BYTES:
             raise MalformedError(f"the tensor {printable(name)!r} has an impossible size or dtype")
-        places = dict(self._places.get(name, []))
+        told = self._places.get(name, [])
+        unlike([offsets for offsets, _ in told])
+        places = dict(told)
         pieces = []
         for chunk in chunks:
             if not isinstance(chunk, _Fields):
@@ -207,6 +213,10 @@ class _Reader:
             file = self._mapped[str(place.path)] = self._files.map(self._folder.join(place.path))
         if not 0 <= place.start <= place.start + place.size <= file.size or place.size <= 0:
             raise MalformedError(f"it has an item of {place.size} bytes at byte {place.start} of {file.path}, which has {file.size}")
+        left = self._left.setdefault(file.path, file.size)
+        if place.size > left:
+            raise MalformedError(f"its items in {file.path} overlap")
+        self._left[file.path] = left - place.size
         loaded = load_torch_file(self._files, file, self._known, place.start, place.size)
         self._unknown.update(dict.fromkeys(loaded.unknown, file.path))
         return loaded.value
@@ -214,6 +224,10 @@ class _Reader:
     @staticmethod
     def _unsupported(path: str, what: str) -> NoReturn:
         raise UnsupportedValueError(f"{path} {what}, which is not imported: load it with torch, and put the state", object_id=path)
+
+
+def _is_position(part: object) -> bool:
+    return type(part) is int and part.bit_length() < 64
 
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -234,7 +248,7 @@ class _Tree:
 
     def set(self, path: Any, value: Any) -> None:
         """Puts a value where texts are keys, and numbers positions in lists."""
-        if type(path) is not tuple or not path or any(type(part) not in (str, int) for part in path):
+        if type(path) is not tuple or not path or any(type(part) is not str and not _is_position(part) for part in path):
             raise MalformedError("it has a path that is none")
         here: Any = self.root
         for part, below in pairwise(path):

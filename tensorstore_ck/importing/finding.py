@@ -54,6 +54,7 @@ def _in_file(files: Files, file: MappedFile, known: Known) -> FoundState:
         raise CorruptObjectError(f"{file.path} is empty: get or save it again", object_id=file.path)
     if is_safetensors(file):
         content = load_safetensors(file)
+        known.parsed_bytes += content.header_bytes
         return FoundState("safetensors file", content.tensors, content.metadata, {})
     if is_torch_file(file):
         loaded = load_torch_file(files, file, known)

@@ -68,6 +68,7 @@ def load_indexed(files: Files, folder: Folder, index: MappedFile, known: Known) 
 def _load(files: Files, file: MappedFile, known: Known, unknown: dict[str, str]) -> tuple[dict[Any, Any], dict[str, str]]:
     if is_safetensors(file):
         content = load_safetensors(file)
+        known.parsed_bytes += content.header_bytes
         return dict(content.tensors), content.metadata
     if not is_torch_file(file):
         raise UnsupportedValueError(f"{file.path}, which an index names, is no safetensors or torch file", object_id=file.path)

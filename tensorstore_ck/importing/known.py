@@ -15,7 +15,7 @@ import torch
 
 from tensorstore_ck.importing.configs import config_makers
 from tensorstore_ck.importing.faults import MalformedError
-from tensorstore_ck.importing.machine import hashable
+from tensorstore_ck.importing.keys import unlike
 from tensorstore_ck.importing.standins import Later, Maker
 from tensorstore_ck.layout import MAX_DIMS, MAX_TENSOR_BYTES
 from tensorstore_ck.state.memory import strided
@@ -72,6 +72,8 @@ class Known:
         """`more`: names beside those that all checkpoints may use."""
         self.converted: Counter[str] = Counter()
         """What was read as something else, in words -> how often."""
+        self.parsed_bytes = 0
+        """Of pickles and headers: what the state may stand for is in proportion to it."""
         self._table: dict[tuple[str, str], object] = dict(more or {})
         for name, dtype in DTYPES.items():
             self._table["torch", name] = dtype
@@ -213,17 +215,17 @@ def _bytearray(data: Any = b"", encoding: Any = None) -> bytearray:
 
 
 def _set(items: Any = ()) -> set[Any]:
-    return set(map(hashable, _items(items)))
+    return set(unlike(_items(items)))
 
 
 def _frozenset(items: Any = ()) -> frozenset[Any]:
-    return frozenset(map(hashable, _items(items)))
+    return frozenset(unlike(_items(items)))
 
 
 def _items(items: Any) -> Any:
     if type(items) not in (list, tuple, set):
         raise MalformedError("it has a set of something else")
-    return items
+    return list(items)
 
 
 def _complex(real: Any = 0.0, imaginary: Any = 0.0) -> complex:
@@ -250,7 +252,8 @@ def _counter(items: Any = None) -> "Counter[Any]":
 def _ordered(items: Any = ()) -> "OrderedDict[Any, Any]":
     if type(items) not in (list, tuple):
         raise MalformedError("it has an OrderedDict of something else")
-    return OrderedDict((hashable(key), value) for key, value in items)
+    unlike([key for key, _ in items])
+    return OrderedDict(items)
 
 
 def _path(*parts: Any) -> str:

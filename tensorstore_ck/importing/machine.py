@@ -3,7 +3,7 @@
 What a pickle names is looked up in that table and nowhere else: no module is imported, no attribute is read, no class is called that
 the table does not hold. A name that is not in it becomes a stand-in (`Opaque`) that swallows whatever the pickle does with it; the
 caller finds it in the result, and refuses it by its path. Pure: bytes in, objects out. Invariants: sizes are checked before they are
-believed, there is no recursion, objects are counted, and dict keys and set elements are of kinds whose hash is cheap and safe.
+believed, there is no recursion, objects are counted, what is copied is bounded by the bytes that were read, and keys are as `keys` has it.
 """
 
 import struct
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from tensorstore_ck.importing.faults import MalformedError, printable
+from tensorstore_ck.importing.keys import Crowds, unlike
 from tensorstore_ck.importing.standins import Maker, Opaque
 
 MAX_PICKLE_BYTES: Final = 256 << 20
@@ -20,10 +21,12 @@ MAX_OBJECTS: Final = 16_000_000
 MAX_MARKS: Final = 10_000
 """Containers that are begun in each other: a state may be nested much less deep."""
 MAX_INT_BYTES: Final = 4096
-MAX_KEY_DEPTH: Final = 8
-"""Tuples in tuples as a key: their hash recurses."""
+COPIES: Final = 8
+"""How often what a pickle holds may be copied, on average: makers and states may get one list again and again."""
+FREE_COPIES: Final = 1 << 20
+"""What may be copied, however short the pickle is."""
 
-_KEY_TYPES: Final = frozenset({str, int, float, complex, bool, bytes, type(None)})
+_SIZED: Final = frozenset({str, bytes, bytearray, list, tuple, set, frozenset, dict, OrderedDict, defaultdict, Counter})
 
 
 Find = Callable[[str, str], object]
@@ -66,6 +69,8 @@ class _Machine:
         self._memo: dict[int, Any] = {}
         self._objects = 0
         self._found: dict[tuple[str, str], object] = {}
+        self._copied = 0
+        self._crowds = Crowds()
 
     def run(self) -> Any:
         data, table = self.data, _TABLE
@@ -169,8 +174,9 @@ class _Machine:
         if len(items) % 2:
             raise MalformedError("it has a key without a value")
         if type(target) in (dict, OrderedDict, Counter, defaultdict):
+            self.copy(self._crowds.add(target, items[::2]))
             for key, value in zip(items[::2], items[1::2], strict=True):
-                target[hashable(key)] = value
+                target[key] = value
         elif isinstance(target, Opaque):
             target.held.extend(items)
         else:
@@ -179,11 +185,18 @@ class _Machine:
     def add_items(self, items: Sequence[Any]) -> None:
         target = self._stack[-1]
         if type(target) is set:
-            target.update(map(hashable, items))
+            self.copy(self._crowds.add(target, items))
+            target.update(items)
         elif isinstance(target, Opaque):
             target.held.extend(items)
         else:
             raise MalformedError(f"it adds to a {type(target).__name__}")
+
+    def copy(self, size: int) -> None:
+        """Counts items or bytes that are copied, or gone through once more."""
+        self._copied += size
+        if self._copied > FREE_COPIES + COPIES * self.at:
+            raise MalformedError(f"it has {self.at} bytes so far, and asks for copies of {self._copied} items in them")
 
     # --- objects ------------------------------------------------------------------------------------------------------
 
@@ -212,6 +225,7 @@ class _Machine:
             # e.g. a subclass of a tensor: a known function that is to make something unknown
             self.push_new(Opaque(next(arg.name for arg in args if isinstance(arg, Opaque)), args))
             return
+        self.copy(sum(len(arg) for arg in args if type(arg) in _SIZED))
         self.push_new(maker.make(*args))
 
     def make_with_names(self, args: Any, named: Any) -> None:
@@ -222,6 +236,8 @@ class _Machine:
     def build(self) -> None:
         state = self.pop()
         target = self._stack[-1]
+        parts = state if type(state) is tuple else state.values() if type(state) is dict else ()
+        self.copy(sum(len(each) for each in (state, *parts) if type(each) in _SIZED))
         if isinstance(target, Opaque):
             target.held.append(state)
         elif type(target) is OrderedDict:
@@ -246,24 +262,6 @@ class _Machine:
 def plain_of(item: Any) -> Any:
     """What an item on the stack is as a value: a name that is not called is what it stands for."""
     return item.value if isinstance(item, Maker) and item.value is not None else item
-
-
-def hashable(key: Any, depth: int = 0) -> Any:
-    """`key`, if it may be one.
-
-    Raises:
-        MalformedError: it may not.
-    """
-    kind = type(key)
-    if kind in _KEY_TYPES:
-        return key
-    if isinstance(key, tuple) and depth < MAX_KEY_DEPTH:
-        for item in key:
-            hashable(item, depth + 1)
-        return key
-    if kind is frozenset or isinstance(key, Opaque) or callable(getattr(key, "build", None)) or kind.__module__ in ("torch", "numpy"):
-        return key
-    raise MalformedError(f"it has a {kind.__name__} as a key, or too deep a one")
 
 
 def _nothing(_: object) -> None:
@@ -355,7 +353,7 @@ _TABLE: Final[Mapping[int, Callable[[_Machine], None]]] = {
         "u": lambda m: m.set_items(m.pop_mark()),
         "\x8f": lambda m: m.push_new(set()),
         "\x90": lambda m: m.add_items(m.pop_mark()),
-        "\x91": lambda m: m.push_new(frozenset(map(hashable, m.pop_mark()))),
+        "\x91": lambda m: m.push_new(frozenset(unlike(m.pop_mark()))),
         "q": lambda m: m.memoize(m.number(_U1)),
         "r": lambda m: m.memoize(m.number(_U4)),
         "\x94": _Machine.memoize_next,

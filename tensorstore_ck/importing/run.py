@@ -124,7 +124,7 @@ def opened(path: str | os.PathLike[str], leave_out: Sequence[str] = (), *, as_on
     with Files() as files:
         known = Known()
         found = find_state(files, origin, known, as_one=as_one)
-        settled = settle(found.state, leave_out, found.unknown, origin)
+        settled = settle(found.state, leave_out, found.unknown, origin, known.parsed_bytes)
         captured = capture(settled.state)
         tensors = captured.layout.tensors
         contents = Contents(

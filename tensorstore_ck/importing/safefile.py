@@ -48,6 +48,7 @@ class SafetensorsContent(NamedTuple):
     tensors: dict[str, torch.Tensor]
     metadata: dict[str, str]
     """What it says about itself."""
+    header_bytes: int
 
 
 def is_safetensors(file: MappedFile) -> bool:
@@ -80,7 +81,7 @@ def load_safetensors(file: MappedFile) -> SafetensorsContent:
             end = stop
         if end != file.size:
             raise MalformedError(f"its tensors end at byte {end} of {file.size}")
-    return SafetensorsContent(tensors, dict(sorted(metadata.items())))
+    return SafetensorsContent(tensors, dict(sorted(metadata.items())), header_bytes)
 
 
 def parse_json(data: bytes) -> Any:

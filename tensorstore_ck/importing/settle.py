@@ -16,7 +16,12 @@ from tensorstore_ck.importing.known import Stored
 from tensorstore_ck.importing.standins import Later, Maker, Opaque
 from tensorstore_ck.values import MAX_NESTING
 
-MAX_ITEMS: Final = 20_000_000
+FREE_ITEMS: Final = 1 << 17
+"""What a state may have, however short its pickles are."""
+ITEMS_PER_BYTE: Final = 16
+"""What each of their bytes adds to that: a list that several things share is counted for each of them."""
+BYTES_PER_ITEM: Final = 16
+"""Text and bytes count as so many items more."""
 
 _MAPPINGS: Final = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES: Final = (list, tuple)
@@ -31,7 +36,7 @@ class Settled(NamedTuple):
     """Paths."""
 
 
-def settle(state: Any, leave_out: Sequence[str], unknown: Mapping[str, str], origin: str) -> Settled:
+def settle(state: Any, leave_out: Sequence[str], unknown: Mapping[str, str], origin: str, parsed_bytes: int) -> Settled:
     """The state, without what is to be left out.
 
     Args:
@@ -39,13 +44,14 @@ def settle(state: Any, leave_out: Sequence[str], unknown: Mapping[str, str], ori
         leave_out: Globs over paths, as `select` has them.
         unknown: Names in pickles that nobody knows -> the file. Each must be in the state, where its path tells what it is.
         origin: What messages call the whole.
+        parsed_bytes: What its pickles and headers take.
 
     Raises:
         UnsupportedValueError: it holds things that would have to be run to be made, or is nested too deep, or endless.
         MismatchError: a glob fits nothing.
     """
     walk = _Walk(leave_out, origin)
-    walk.bound(state)
+    walk.bound(state, parsed_bytes)
     settled = walk.visit(state, "")
     walk.require_all_told(unknown)
     return Settled(settled, walk.left_out)
@@ -88,7 +94,7 @@ class _Walk:
             object_id=first,
         )
 
-    def bound(self, state: Any) -> None:
+    def bound(self, state: Any, parsed_bytes: int) -> None:
         """Counts items, and levels, without walking anything twice."""
         known: dict[int, tuple[int, int]] = {}
         begun: set[int] = set()
@@ -96,7 +102,7 @@ class _Walk:
         def measure(value: Any, depth: int) -> tuple[int, int]:
             value = _finished(value)
             if type(value) not in _CONTAINERS:
-                return 1, 0
+                return 1 + (len(value) // BYTES_PER_ITEM if type(value) in _BYTES else len(value) if type(value) in _SETS else 0), 0
             key = id(value)
             if key not in known:
                 if key in begun or depth > MAX_NESTING:
@@ -115,9 +121,12 @@ class _Walk:
                 self._too_deep()
             return known[key]
 
-        if measure(state, 0)[0] > MAX_ITEMS:
+        items, _ = measure(state, 0)
+        if items > FREE_ITEMS + ITEMS_PER_BYTE * parsed_bytes:
             raise UnsupportedValueError(
-                f"{self._origin} has more than {MAX_ITEMS:,} values: no checkpoint does, so do not trust it", object_id=self._origin
+                f"{self._origin} stands for {items:,} values, and the {parsed_bytes:,} bytes of its pickles are too few for these: it was "
+                "made to exhaust memory, so do not trust it",
+                object_id=self._origin,
             )
 
     def _too_deep(self) -> None:
@@ -208,6 +217,8 @@ class _Walk:
 
 
 _CONTAINERS: Final = frozenset({*_MAPPINGS, *_SEQUENCES})
+_BYTES: Final = frozenset({str, bytes, bytearray})
+_SETS: Final = frozenset({set, frozenset})
 
 
 def _finished(value: Any) -> Any:

@@ -91,6 +91,7 @@ def _from_archive(files: Files, file: MappedFile, known: Known, start: int, data
     code = data[pickle.start : pickle.start + pickle.size]
     if pickle.checksum not in (0, zlib.crc32(code)):
         raise MalformedError("its pickle does not have its checksum")
+    known.parsed_bytes += pickle.size
     value, end, unknown = unpickle(code, known, storage)
     if end != pickle.size:
         raise MalformedError("something follows its pickle")
@@ -140,6 +141,7 @@ def _from_pickles(file: MappedFile, known: Known, start: int, data: memoryview) 
     body = data[at:]
     _, end, _ = unpickle(body, _StorageTypes(known), note)
     at += end
+    known.parsed_bytes += end
     keys = next_plain()
     if type(keys) is not list or any(type(key) is not str for key in keys) or len(keys) != len(kinds) or set(keys) != set(kinds):
         raise MalformedError("its list of storages does not fit its object")

@@ -63,6 +63,7 @@ class OpenSnapshot:
         self.info = info
         first = SnapshotReader(engine, info)
         self.record = first.record
+        self._budget = first.budget
         self.ranks = first.world_size
         self.rank_states = len(self.record.parts) - self.ranks
         self.shared = Contents([first, *map(self._reader, first_ranks(first.part.layout_of or b"")[1:])])
@@ -84,7 +85,7 @@ class OpenSnapshot:
             raise
 
     def _reader(self, rank: int) -> SnapshotReader:
-        return SnapshotReader(self._engine, self.info, rank, record=self.record)
+        return SnapshotReader(self._engine, self.info, rank, record=self.record, budget=self._budget)
 
 
 def part_prefix(part: Part) -> str:

@@ -10,7 +10,7 @@ from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.layout import Content
 from tensorstore_ck.state.types import FACTORIES, decode_torch, namedtuple_class, registered_name
 from tensorstore_ck.tree import Branch, Leaf, Tree
-from tensorstore_ck.values import decode
+from tensorstore_ck.values import decode, require_unlike
 
 NOTHING: Final = Leaf("", "value", -1, None)
 """Stands for an element of a list or tuple that was not selected; is built as None."""
@@ -85,10 +85,15 @@ def _container(branch: Branch, items: list[Any], content: Content, tensor_of: Ca
             raise CorruptObjectError(f"{branch.path!r} is a defaultdict of {factory!r}, which is not in the format", object_id=branch.path)
         made = defaultdict(None if factory is None else FACTORIES[factory])
     try:
-        for key, item in zip(branch.keys, items, strict=True):
-            made[key if type(key) is str else decode(key, decode_other=decode_torch, name=f"a key of {branch.path!r}")] = item
-    except TypeError as exc:
-        raise CorruptObjectError(f"{branch.path!r} has a key that cannot be one ({exc}); run `tsck fsck`", object_id=branch.path) from exc
+        keys = [
+            key if type(key) is str else decode(key, decode_other=decode_torch, name=f"a key of {branch.path!r}") for key in branch.keys
+        ]
+        require_unlike(keys)
+        for key, item in zip(keys, items, strict=True):
+            made[key] = item
+    except (TypeError, ValueError) as exc:
+        where = branch.path or "the state"
+        raise CorruptObjectError(f"{where!r} has a key that cannot be one ({exc}); run `tsck fsck`", object_id=where) from exc
     if len(made) != len(items):
         raise CorruptObjectError(f"{branch.path!r} has a key twice; run `tsck fsck`", object_id=branch.path)
     return made

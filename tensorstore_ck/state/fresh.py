@@ -6,12 +6,14 @@ Every size and stride comes from a store: it is checked here, before torch or nu
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache
+from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.hostmemory import require_memory
 from tensorstore_ck.layout import Layout, SharedStorage, TensorSpec
 from tensorstore_ck.state.memory import Array, ByteSink, new_array, new_tensor, strided, target_of
 from tensorstore_ck.state.sharing import ALIGNMENT_BYTES, MAX_GAP_BYTES
@@ -107,6 +109,22 @@ def view_of(base: Found, form: Form) -> Found:
 
 Wanted = tuple[Leaf, torch.dtype | None]
 """A leaf that is to be made, and what it is converted to if it holds floating-point numbers."""
+
+
+def require_memory_for(layout: Layout, wanted: Sequence[Wanted], device: torch.device) -> None:
+    """Refuses to make tensors for which this host has clearly no memory.
+
+    Raises:
+        NoSpaceError: with both sizes.
+    """
+    numbers = {leaf.index for leaf, _ in wanted}
+    specs = [layout.tensors[number] for number in numbers]
+    needed_bytes = sum(spec.size_bytes for spec in specs if device == _CPU or is_array(spec.dtype))
+    for leaf, dtype in wanted:
+        if dtype is not None and leaf.kind == "view":  # overlapping strides: the copy in another dtype may be larger than its base
+            needed_bytes += prod(extent for extent, step in zip(leaf.node[3], leaf.node[4], strict=True) if step) * dtype.itemsize
+    advice = "restore less of it (select=), into tensors that are there (into=), or open it and read tensors one by one (open_snapshot)"
+    require_memory(needed_bytes, f"to make {len(numbers):,} tensors", advice)
 
 
 class FreshTensors:

@@ -16,7 +16,7 @@ from tensorstore_ck.errors import InvalidOptionError, MismatchError, StoreError,
 from tensorstore_ck.layout import Content, WantedBox
 from tensorstore_ck.state.advice import advice_for
 from tensorstore_ck.state.build import build, require_buildable, wanted_of
-from tensorstore_ck.state.fresh import Form, FreshTensors, Wanted, form_of
+from tensorstore_ck.state.fresh import Form, FreshTensors, Wanted, form_of, require_memory_for
 from tensorstore_ck.state.inplace import Fill, find_conflicts, is_one, read_in_place
 from tensorstore_ck.state.matching import (
     ByPrefix,
@@ -65,6 +65,7 @@ def fill(
     plan.settle(strict=strict, report=report, unclaimed=unclaimed)
     for adopted in plan.adopted:
         require_buildable(adopted, content)
+    require_memory_for(content.layout, plan.wanted, device)
     fresh = FreshTensors(content.layout, plan.wanted, device)
     plan.tensor_of = fresh.get
     try:

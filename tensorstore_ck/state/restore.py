@@ -10,7 +10,7 @@ import torch
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.layout import Content
 from tensorstore_ck.state.build import build, require_buildable, wanted_of
-from tensorstore_ck.state.fresh import CONVERTIBLE, FreshTensors
+from tensorstore_ck.state.fresh import CONVERTIBLE, FreshTensors, require_memory_for
 from tensorstore_ck.state.into import fill
 from tensorstore_ck.state.report import LoadReport, Unclaimed
 from tensorstore_ck.state.select import Rename, Selection, renamer
@@ -67,7 +67,9 @@ def restore(
             unclaimed=unclaimed,
         )
     require_buildable(tree, content)
-    fresh = FreshTensors(content.layout, wanted_of(tree, dtype), place)
+    wanted = list(wanted_of(tree, dtype))
+    require_memory_for(content.layout, wanted, place)
+    fresh = FreshTensors(content.layout, wanted, place)
     content.read(dict(fresh.targets))
     return build(tree, content, fresh.get)
 

@@ -105,7 +105,7 @@ def test_memory_that_nobody_sized_is_shared_by_the_ranks_of_the_host(begin: Call
     put(ask, 2)
     require_published(ask, 1, 2)
     require_visible(tmp_path, 3, 1, 2)
-    from tensorstore_ck.saving.hostmemory import default_limit_bytes
+    from tensorstore_ck.hostmemory import default_limit_bytes
 
     for _, limit in ask(rank_side.memory):
         assert default_limit_bytes(3) / 2 < limit < 2 * default_limit_bytes(3)

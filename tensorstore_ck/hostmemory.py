@@ -1,4 +1,4 @@
-"""How much host memory captures may take where nobody says: what the container and the host have left, shared by the host's ranks."""
+"""How much host memory there is: what captures may take where nobody says, and whether what is to be restored fits at all."""
 
 import contextlib
 import os
@@ -6,8 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from tensorstore_ck.errors import NoSpaceError
+from tensorstore_ck.sizes import human_bytes
+
 SHARE: Final = 0.75
 """Of what is free: the rest is left to what the training still allocates."""
+
+UNASKED_BYTES: Final = 256 << 20
+"""Less than this is allocated without a look at what is free."""
+MARGIN: Final = 1.1
+"""What is needed must be this much more than what is free to be refused: what is free is an estimate."""
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _MEMINFO: Final = Path("/proc/meminfo")
@@ -17,6 +25,20 @@ _MEMBERSHIP: Final = Path("/proc/self/cgroup")
 def default_limit_bytes(local_ranks: int, *, cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:
     """The budget of one of `local_ranks` processes of this host, in bytes."""
     return int(free_bytes(cgroup=cgroup, meminfo=meminfo) * SHARE) // max(local_ranks, 1)
+
+
+def require_memory(needed_bytes: int, what: str, advice: str) -> None:
+    """Refuses to allocate clearly more than there is: the kernel would end the process, or a neighbour.
+
+    Raises:
+        NoSpaceError: with both sizes.
+    """
+    if needed_bytes >= UNASKED_BYTES and needed_bytes > MARGIN * (free := free_bytes()):
+        raise NoSpaceError(
+            f"{what} needs {human_bytes(needed_bytes)} ({needed_bytes:,} bytes) of memory, and this host has {human_bytes(free)} "
+            f"({free:,} bytes) free: {advice}",
+            object_id="memory",
+        )
 
 
 def free_bytes(*, cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO, membership: Path = _MEMBERSHIP) -> int:

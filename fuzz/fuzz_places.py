@@ -1,0 +1,33 @@
+"""Log entries with relocations and places, and what a reader asks of them; moved objects have the other half."""
+
+import atheris
+from _common import fuzz_sealed
+
+with atheris.instrument_imports(include=["tensorstore_ck"]):
+    from tensorstore_ck.errors import CorruptObjectError
+    from tensorstore_ck.log import RefTable
+    from tensorstore_ck.log.entry import decode_entry
+    from tensorstore_ck.log.fold import fold
+    from tensorstore_ck.moved import decode_moved
+    from tensorstore_ck.table import MemoryTable
+
+
+def read(data: bytes) -> None:
+    entry = decode_entry(data, "an entry", 1)
+    with MemoryTable().batch() as batch:
+        fold(entry, batch)
+        view = RefTable(batch)
+        for pack, url in view.places().items():
+            assert view.place_of(pack) == url
+        for op in entry.ops:
+            moved = op.fields.get("pack")
+            for relocation in view.relocations(moved) if type(moved) is bytes and len(moved) == 16 else ():
+                try:
+                    decode_moved(data, "a moved object", relocation.hash)
+                except CorruptObjectError:
+                    continue
+                raise AssertionError("an entry is no moved object")
+
+
+if __name__ == "__main__":
+    fuzz_sealed("log", read, corpus="places")

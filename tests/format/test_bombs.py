@@ -1,0 +1,210 @@
+"""Snapshots of a few KB that were made to take gigabytes, or minutes: refused by what they ask for, not by what they take."""
+
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tensorstore_ck as tsck
+from tensorstore_ck import hostmemory
+from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.blockreader import decode_at
+from tensorstore_ck.codec import Codec
+from tensorstore_ck.ids import Digest, Ulid
+from tensorstore_ck.index import Base, Location
+from tensorstore_ck.opening import init_store, make_engine
+from tensorstore_ck.store import Store
+from tensorstore_ck.table import MemoryTable
+from tests.format.forged import Forged, layout_of, publish
+
+MIB = 1 << 20
+PEAK_BYTES = 48 * MIB
+PRIME = (1 << 61) - 1
+"""Python's hash of an int is its rest by this."""
+
+Look = Callable[[Store], object]
+LOOKS: dict[str, Look] = {
+    "show": lambda store: store.show("bomb"),
+    "checkout": lambda store: store.checkout("bomb"),
+}
+
+
+@pytest.fixture(params=LOOKS)
+def look(request: pytest.FixtureRequest) -> Look:
+    return LOOKS[request.param]
+
+
+def make_store() -> Store:
+    backend = MemoryBackend()
+    return Store(make_engine(backend, init_store(backend), MemoryTable()))
+
+
+def refused(look: Look, store: Store, error: type[tsck.StoreError] = tsck.CorruptObjectError) -> str:
+    """What the error says; nothing large was allocated before it."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(error) as found:
+            look(store)
+        assert tracemalloc.get_traced_memory()[1] < PEAK_BYTES
+    finally:
+        tracemalloc.stop()
+    assert found.value.object_id
+    return str(found.value)
+
+
+def big(value: int) -> list[Any]:
+    return ["i", value.to_bytes(32, "little", signed=True)]
+
+
+# --- what is parsed -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        layout_of(["l", [["l", []]] * 100_000]),
+        layout_of(["l", [None] * 800_000]),
+        layout_of(None, unknown=[[]] * 800_000),
+        layout_of(["d", ["k" * 900], [["l", [["l", []]] * 200_000]]]),
+    ],
+    ids=["containers", "leaves", "an unknown key", "a long name"],
+)
+def test_a_layout_that_expands(look: Look, layout: bytes) -> None:
+    store = make_store()
+    assert publish(store, Forged(layout, [None])) < 4000
+    said = refused(look, store)
+    assert "the layout of parts/" in said
+    assert "bytes or more to parse" in said
+
+
+def test_one_budget_for_all_parts() -> None:
+    """Each of them would do."""
+    store = make_store()
+    layout = layout_of(["l", [["l", []]] * 40_000])
+    parts = [Forged(layout, rank=rank, more={"layout_of": b""} if rank < 2 else {}) for rank in range(4)]
+    publish(store, *parts, ranks=2)
+    with pytest.raises(tsck.CorruptObjectError, match="bytes or more to parse"):
+        store.show("bomb")
+    assert store.checkout("bomb") == [[]] * 40_000
+
+
+def test_large_values_that_expand(look: Look) -> None:
+    """Compressed a thousand times more than a chunk of 4 MiB can be."""
+    store = make_store()
+    assert publish(store, Forged(layout_of(["l", [None] * 8]), [["b", "bytes", 0]] * 8, [[bytes(64 * MIB)]] * 8)) < 4000
+    assert "larger than such blocks are" in refused(look, store)
+
+
+def test_large_values_that_are_parsed() -> None:
+    store = make_store()
+    publish(store, Forged(layout_of(None), [["b", "m", 0]], [[b"\x92\xa1u\xdd" + (500_000).to_bytes(4, "big") + b"\xc0" * 500_000]]))
+    assert "large value 0 of parts/" in refused(LOOKS["checkout"], store)
+
+
+def test_a_large_value_is_decoded_once(look: Look) -> None:
+    store = make_store()
+    publish(store, Forged(layout_of(["l", [None] * 300]), [["b", "li", 0]] * 300, [[bytes(4 * MIB)]]))
+    assert "several values in one blob" in refused(look, store)
+
+
+def test_a_long_key_is_not_copied_to_each_container() -> None:
+    store = make_store()
+    publish(store, Forged(layout_of(["d", ["k" * 100_000], [["l", [["l", []]] * 5000]]])))
+    tracemalloc.start()
+    details = store.show("bomb")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert not details.values
+    assert peak < PEAK_BYTES
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"none": [None] * 50_000},
+        {"tuples": [((None,),)] * 16_000},
+        {"dicts": [{"id": None, "done": False} for _ in range(8000)]},
+        {"empty": [[] for _ in range(20_000)]},
+        {"zeros": bytes(40 * MIB), "text": "x" * (20 * MIB), "ints": [0] * MIB},
+        {"set": set(range(100_000)), "keys": {(-1 - number % 2, number // 2, -1): number for number in range(5000)}},
+        {f"layers.{layer}.experts.{expert}.{name}": torch.empty(0) for layer in range(30) for expert in range(30) for name in "abc"},
+    ],
+    ids=lambda state: next(iter(state))[:6],
+)
+def test_true_states_that_compress_well(state: dict[str, Any]) -> None:
+    store = make_store()
+    store.put_snapshot(state, ref="true", codec="small")
+    found = store.checkout("true")
+    assert found.keys() == state.keys()
+    assert all(found[key] == value for key, value in state.items() if not isinstance(value, torch.Tensor))
+    store.show("true")
+
+
+def test_a_put_refuses_what_a_reader_would_refuse() -> None:
+    store = make_store()
+    with pytest.raises(tsck.UnsupportedValueError, match="too many empty containers"):
+        store.put_snapshot({"a": [[] for _ in range(60_000)]}, ref="a")
+    with pytest.raises(tsck.NotFoundError):
+        store.resolve("a")
+
+
+# --- tensors --------------------------------------------------------------------------------------------------------------
+
+
+def zeros_of(rows: int) -> Forged:
+    """A tensor of so many blocks of 4 MiB, all of them one."""
+    return Forged(layout_of(["d", ["w"], [0]], [("w", (rows, MIB))]), tensors=[bytes(4 * MIB)] * rows)
+
+
+def test_tensors_that_fit_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is declared is known beforehand: `show` tells it, and a checkout does not begin."""
+    monkeypatch.setattr(hostmemory, "free_bytes", lambda: 200 * MIB)
+    store = make_store()
+    publish(store, zeros_of(64))
+    assert store.show("bomb").tensors == (("w", "float32", (64, MIB), 256 * MIB),)
+    choices: tuple[object, ...] = (None, {})
+    for into in choices:
+        with pytest.raises(tsck.NoSpaceError, match=r"\(268,435,456 bytes\) of memory.*\(209,715,200 bytes\) free.*select=.*into="):
+            store.checkout("bomb", into=into)
+    with store.open_snapshot("bomb") as opened:
+        assert not opened["w"][63].any()
+
+
+def test_tensors_that_are_one_block() -> None:
+    store = make_store()
+    assert publish(store, zeros_of(20)) < 5000
+    assert store.checkout("bomb")["w"].shape == (20, MIB)
+
+
+def test_a_block_of_many_large_bases() -> None:
+    """What they decode to is known before any is read."""
+    pack = Ulid(bytes(16))
+    base = Base(Digest(bytes(32)), Location(pack, 1, 64, 100, 64 * MIB, Codec.ZSTD))
+    block = Location(pack, 0, 164, 8, 4096, Codec.CAST, (base,) * 64, 64)
+    with pytest.raises(tsck.CorruptObjectError, match="is said to need 4,294,967,296 bytes"):
+        decode_at(MemoryBackend(), block)
+
+
+# --- keys -----------------------------------------------------------------------------------------------------------------
+
+ALIKE: dict[str, list[Any]] = {
+    "ints": [big(PRIME * number) for number in range(1, 400)],
+    "complex": [["j", -1000003.0 * number, float(number)] for number in range(400)],
+    "tuples": [["u", [["u", [big(PRIME * number)]]]] for number in range(1, 400)],
+    "sets": [["z", [big(PRIME * number)]] for number in range(1, 400)],
+}
+
+
+@pytest.mark.parametrize("kind", ALIKE)
+@pytest.mark.parametrize("where", ["dict", "set"])
+def test_keys_that_were_chosen_to_collide(kind: str, where: str) -> None:
+    keys = ALIKE[kind]
+    store = make_store()
+    if where == "dict":
+        publish(store, Forged(layout_of(["d", keys, [None] * len(keys)]), [None] * len(keys)))
+    else:
+        publish(store, Forged(layout_of(None), [["e", keys]]))
+    assert "same hash" in refused(LOOKS["checkout"], store)
+    store.show("bomb")
