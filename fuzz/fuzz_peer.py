@@ -1,4 +1,4 @@
-"""What a hostile rank sends as a record. An input is a body: sent as it is, and once more by one who has the key, with its length and MACs."""
+"""What a hostile rank sends as a record. An input is a body: sent as it is, and by one who has the key, with its length and MACs."""
 
 from contextlib import suppress
 from typing import Any
