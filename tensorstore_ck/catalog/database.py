@@ -130,6 +130,8 @@ class Database:
             yield
         except exc.DBAPIError as error:
             raise self._error(error) from error
+        except UnicodeDecodeError as error:  # of what SQLite quotes from a damaged file
+            raise self._damaged() from error
         except (exc.SQLAlchemyError, sqlite3.Error) as error:
             raise StoreError(f"the catalog {self.shown} failed: {self._words(error)}", object_id=self.shown) from error
 
@@ -142,10 +144,7 @@ class Database:
         if state == "53100" or "disk is full" in words:
             return NoSpaceError(f"the catalog {self.shown} has no room: {words}", object_id=self.shown)
         if "not a database" in words or "malformed" in words:
-            return CorruptObjectError(
-                f"{self.shown} is no SQLite file, or a damaged one: take another, or delete it and run `tsck catalog sync`",
-                object_id=self.shown,
-            )
+            return self._damaged()
         if isinstance(error, exc.OperationalError) and any(said in words for said in _NOT_OPENED):
             return PermissionDeniedError(f"the catalog {self.shown} cannot be opened: {words}", object_id=self.shown)
         if isinstance(error, exc.OperationalError | exc.InterfaceError) or error.connection_invalidated:
@@ -153,6 +152,12 @@ class Database:
                 f"the database {self.shown} does not answer, or is busy ({words}): try again", object_id=self.shown
             )
         return StoreError(f"the catalog {self.shown} failed: {words}", object_id=self.shown)
+
+    def _damaged(self) -> CorruptObjectError:
+        return CorruptObjectError(
+            f"{self.shown} is no SQLite file, or a damaged one: take another, or delete it and run `tsck catalog sync`",
+            object_id=self.shown,
+        )
 
     def _words(self, error: object) -> str:
         """What went wrong, on one line, without the statement and the password."""

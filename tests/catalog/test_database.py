@@ -124,6 +124,16 @@ def test_a_file_that_is_no_database(tmp_path: Path) -> None:
                 ask()
 
 
+def test_a_file_whose_tables_are_no_text(tmp_path: Path) -> None:
+    """SQLite quotes them in its own words."""
+    file = tmp_path / "x.sqlite"
+    with Catalog(file) as catalog:
+        catalog.sync(open_store())
+    file.write_bytes(file.read_bytes().replace(b"CREATE TABLE", b"CREATE \x9eABLE", 1))
+    with Catalog(file) as catalog, pytest.raises(CorruptObjectError, match="a damaged one"):
+        catalog.find()
+
+
 def test_a_database_that_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensorstore_ck.catalog.database.BUSY_SECONDS", 0)
     with Catalog(tmp_path / "x.sqlite") as catalog:
