@@ -452,7 +452,7 @@ def test_a_real_folder_and_another_process_cache(tmp_path: Path) -> None:
         ({"move_after": [("30d", COLD), ("30d", COLDER)]}, "different ages"),
         ({"move_after": ("30d", "s3://cold/x?storage_class=DEEP_ARCHIVE")}, "read at once"),
         ({"move_after": ("30d", "az://c/x?sv=secret")}, "only of s3://"),
-        ({"move_after": ("30d", "sftp://me:secret@host/x")}, "leave user and password out"),
+        ({"move_after": ("30d", "sftp://me:secret@host/x")}, "leave user, password, keys and signatures out"),
         ({"move_after": ("30d", "memory:/cold")}, "absolute path"),
         ({"move_after": ("30d", "s3://cold/" + "x" * 300)}, "256"),
         ({"recode_after": "soon"}, "length of time"),

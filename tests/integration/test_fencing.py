@@ -295,6 +295,7 @@ def test_the_conflict_is_told_where_the_log_entry_cannot_be_read(
 ) -> None:
     put(store, 1)
     put(restored(open_store), 2)
+    open_store().put_snapshot(state(0), ref="another", step=0)  # as the newest entry is read by every refresh
     read, broken = store.engine.log.chain.read, store.resolve("job").entry
 
     def fail(n: int) -> object:
