@@ -2,7 +2,8 @@
 
 Three groups under `StoreError`: `RetryableError` (try again, perhaps after reading the store anew), `InputError`
 (the caller must change something) and `DamageError` (stored data cannot be used). `kind` is stable and shows up in
-``--json``; `exit_code` is the CLI's. A message says what happened, to which object, and what to do next.
+``--json``; `exit_code` is the CLI's. A message says what happened, to which object, and what to do next, on one
+line without control characters.
 
 `retry` says when the same call can succeed, which the group alone does not: a `ConflictError` comes again however often one tries.
 
@@ -17,6 +18,7 @@ Three groups under `StoreError`: `RetryableError` (try again, perhaps after read
 from collections.abc import Mapping
 from typing import ClassVar, Final, Literal
 
+from tensorstore_ck.oneline import one_line
 from tensorstore_ck.redaction import redacted
 
 Retry = Literal["same", "after_resume", "after_reopen", "never"]
@@ -32,7 +34,7 @@ class StoreError(Exception):
 
     def __init__(self, message: str, *, object_id: str = "") -> None:
         """`object_id` names the object that is hit: a storage name, a ref, a tensor or an option."""
-        super().__init__(redacted(message))
+        super().__init__(one_line(redacted(message)))
         self.object_id = redacted(object_id)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
+from tensorstore_ck.oneline import one_line
 from tensorstore_ck.redaction import redacted
 from tensorstore_ck.sizes import human_bytes
 
@@ -234,8 +235,3 @@ def event_text(event: Event) -> str:
             text = f"still waiting after {of('wait_seconds')} to {of('what')} (try {of('try_number')}"
             text += f"; the last one failed: {of('error')})" if event.fields["error"] else ")"
     return one_line(text)
-
-
-def one_line(text: str) -> str:
-    """`text` without anything that a terminal would obey, such as an error's text from a server could have."""
-    return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

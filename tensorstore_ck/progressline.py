@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, Self, TextIO
 
-from tensorstore_ck.events import Event, Observed, event_text, one_line
+from tensorstore_ck.events import Event, Observed, event_text
 from tensorstore_ck.metering import Progress
+from tensorstore_ck.oneline import one_line
 from tensorstore_ck.sizes import human_bytes
 
 PERIOD_SECONDS: Final = 0.2

@@ -4,24 +4,41 @@ A store is never opened by a URL with a secret (`backend.open_backend` refuses i
 What is left for this module is text of others: URLs as the user typed them, and errors of libraries that repeat what they were given.
 """
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
+from urllib.parse import quote, quote_plus, urlsplit
+
+from tensorstore_ck.oneline import one_line
 
 HIDDEN: Final = "***"
-SECRET_NAME: Final = re.compile(r"key|secret|token|passw|pwd|credential|signature|sas|connection_string|auth", re.IGNORECASE)
+SECRET_NAME: Final = re.compile(
+    r"^(?!signature_version$)(?:sig$|.*(?:key|secret|token|passw|passphrase|pwd|credential|signature|sas|connection_string|auth|cookie))",
+    re.IGNORECASE | re.DOTALL,
+)
 """Of storage options."""
+_PLAIN_VALUE: Final = re.compile(
+    r"anon|browser|cache|cloud|google_default|basic|true|false|none|(?:~|\.{0,2})/.*\.(?:json|pem|p12|pfx|pub)|.*/\.ssh/.*", re.IGNORECASE
+)
+"""Of an option that could be a secret: how to find one."""
 _SHORTEST_SECRET: Final = 4
 """Characters; what is shorter is a part of too many words."""
+_SHORTEST_DISTINCT: Final = 8
+"""Characters; what is shorter is no secret in the middle of a word."""
 _LONGEST_CHAIN: Final = 16
-_SCHEME: Final = r"(?P<scheme>[A-Za-z][A-Za-z0-9+._-]{0,40}(?:(?::|%3A)(?:/|%2F)+))"
-_USER: Final = r"(?![0-9]*(?:/|$))(?:[^\s/@?#:%\[]|%(?!3A))*(?::|%3A)(?![0-9]{{1,5}}(?:[/?#]|$)|\*\*\*@){any}{{0,4096}}(?:@|%40)"
+_SCHEME: Final = r"(?P<scheme>[A-Za-z][A-Za-z0-9+._-]{0,40}(?:(?::|%3A)(?:/|%2F)++))"
+_USER: Final = r"(?![0-9]*(?:/|$))(?:[^\s/@?#:%\[]|%(?!3A))*+(?::|%3A)(?![0-9]{{1,5}}(?:[/?#]|$)|\*\*\*@){any}*(?:@|%40)"
 """A name, a colon and no port, and all up to the last @: a password can have a / in it. Other libraries hide passwords as we do."""
 _LONE_USER: Final = r"(?<=http://)[^\s/@?#]+@|(?<=https://)[^\s/@?#]+@"
 """Of web servers it may be a token; elsewhere it is a name, as in abfss://container@account."""
 _QUERY: Final = r"(?P<name>[?&;#](?!storage_class=)[^\s=&;#?\"'<>`]+=){any}*"
-_SIGNED: Final = re.compile(r"(?P<name>\b(?:X-Amz|X-Goog)-(?:Signature|Security-Token|Credential)=)[^\s&\"'<>`]*", re.IGNORECASE)
-_SEPARATORS: Final = re.compile(r":/|%3A|X-Amz|X-Goog", re.IGNORECASE)
+_SIGNED: Final = re.compile(
+    r"(?P<name>\b(?:(?:X-Amz|X-Goog)-(?:Signature|Security-Token|Credential)|AccountKey|SharedAccessSignature)=|[?&]sig=)[^\s&;\"'<>`]*",
+    re.IGNORECASE,
+)
+_SEPARATORS: Final = re.compile(r":/|%3A|X-Amz|X-Goog|sig=|AccountKey=|SharedAccessSignature=", re.IGNORECASE)
 
 
 def _patterns(any_char: str, any_value: str, whole: str) -> tuple[re.Pattern[str], ...]:
@@ -31,6 +48,7 @@ def _patterns(any_char: str, any_value: str, whole: str) -> tuple[re.Pattern[str
         re.compile(_LONE_USER, flags),
         re.compile(_QUERY.format(any=any_value), flags),
         re.compile(_SCHEME + whole, flags),
+        re.compile(whole.replace("*", "+"), flags),
     )
 
 
@@ -50,28 +68,38 @@ def display_url(url: str) -> str:
 
 def secret_values(options: Mapping[str, Any]) -> list[str]:
     """The texts in storage options that are secrets, by their names; the longest first."""
-    return sorted({text for text in _secrets(options, is_secret=False) if len(text) >= _SHORTEST_SECRET}, key=len, reverse=True)
+    found = {form for text in _secrets(options, is_secret=False) for form in _forms(text) if len(form) >= _SHORTEST_SECRET}
+    return sorted(found, key=len, reverse=True)
 
 
 def without(text: str, secrets: Iterable[str]) -> str:
     """`text` without these secrets, and without those of URLs."""
     for secret in secrets:
-        text = text.replace(secret, HIDDEN)
+        if len(secret) < _SHORTEST_DISTINCT:
+            text = re.sub(rf"(?:(?<!\w)|(?<=%[0-9A-Fa-f]{{2}})){re.escape(secret)}(?!\w)", HIDDEN, text)
+        else:
+            text = text.replace(secret, HIDDEN)
     return redacted(text)
 
 
 def clean_error(error: BaseException, secrets: Sequence[str]) -> None:
-    """Takes secrets out of what an error of another library says, and those that it came from: a traceback shows all of them."""
+    """Takes secrets, and what a terminal would obey, out of what an error of another library and those that it came from say."""
     current: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):
         if current is None:
             return
-        current.args = tuple(without(arg, secrets) if isinstance(arg, str) else arg for arg in current.args)
+        current.args = tuple(_clean(arg, secrets) for arg in current.args)
         if isinstance(current, OSError):
             for name in ("strerror", "filename", "filename2"):
                 if isinstance(value := getattr(current, name), str):
-                    setattr(current, name, without(value, secrets))
+                    setattr(current, name, _clean(value, secrets))
+        if hasattr(current, "__notes__"):
+            current.__notes__ = [_clean(note, secrets) for note in current.__notes__]
         current = current.__cause__ or current.__context__
+
+
+def _clean(value: Any, secrets: Sequence[str]) -> Any:
+    return one_line(without(value, secrets)) if isinstance(value, str) else value
 
 
 def hidden_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,8 +110,14 @@ def hidden_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def _redacted(text: str, patterns: tuple[re.Pattern[str], ...]) -> str:
     if not _SEPARATORS.search(text):
         return text
-    user, lone_user, query, whole = patterns
-    text = user.sub(rf"\g<scheme>{HIDDEN}@", text)
+    user, lone_user, query, whole, run = patterns
+
+    def without_user(found: re.Match[str]) -> str:
+        """So that each try ends at an @: else it would go to the end of the text, from every scheme in it."""
+        end = max(found[0].rfind("@") + 1, found[0].rfind("%40") + 3)
+        return user.sub(rf"\g<scheme>{HIDDEN}@", found[0][:end]) + found[0][end:]
+
+    text = run.sub(without_user, text)
     text = lone_user.sub(f"{HIDDEN}@", text)
     text = whole.sub(lambda found: query.sub(rf"\g<name>{HIDDEN}", found[0]), text)
     return _SIGNED.sub(rf"\g<name>{HIDDEN}", text)
@@ -93,17 +127,36 @@ def _secrets(value: object, *, is_secret: bool) -> Iterator[str]:
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _secrets(item, is_secret=is_secret or bool(SECRET_NAME.search(str(name))))
-    elif isinstance(value, list | tuple | set):
+    elif isinstance(value, list | tuple | set | frozenset):
         for item in value:
             yield from _secrets(item, is_secret=is_secret)
     elif isinstance(value, bytes):
         yield from _secrets(value.decode("latin-1"), is_secret=is_secret)
-    elif is_secret and isinstance(value, str):
+    elif isinstance(value, str) and is_secret and not _PLAIN_VALUE.fullmatch(value):
         yield value
+        yield from _parts(value)
+    elif isinstance(value, str) and "@" in value:
+        with suppress(ValueError):
+            yield urlsplit(value).password or ""
+
+
+def _parts(text: str) -> Iterator[str]:
+    """The secrets in a connection string, a token's query, a header, or a document."""
+    yield text.removeprefix("?")
+    yield text.rpartition(" ")[2]  # Bearer ...
+    fields = (field.partition("=") for field in re.split("[?&;]", text))
+    yield from _secrets({name: value for name, _, value in fields}, is_secret=False)
+    with suppress(ValueError, RecursionError):
+        yield from _secrets(json.loads(text), is_secret=False)
+
+
+def _forms(text: str) -> set[str]:
+    """As other libraries may say it: in a URL, in a string literal."""
+    return {text, quote(text), quote(text, safe=""), quote_plus(text), repr(text)[1:-1], json.dumps(text)[1:-1]}
 
 
 def _hidden(name: str, value: Any) -> Any:
-    if SECRET_NAME.search(name):
+    if SECRET_NAME.search(name) and not (isinstance(value, str) and _PLAIN_VALUE.fullmatch(value)):
         return name.upper()
     if isinstance(value, Mapping):
         return {str(key): _hidden(str(key), item) for key, item in value.items()}

@@ -8,6 +8,7 @@ from typing import Any
 from tensorstore_ck.errors import SnapshotMarkedBadError
 from tensorstore_ck.ids import Ulid, ulid_text
 from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.oneline import one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,9 @@ def refuse_marked(snapshot: Snapshot, address: str, advice: str) -> None:
         SnapshotMarkedBadError: it is marked.
     """
     if snapshot.mark == "drift":
-        warnings.warn(f"{address!r} ({snapshot.root[:16]}, step {snapshot.step}) is marked drift: {snapshot.reason}", stacklevel=5)
+        warnings.warn(
+            f"{address!r} ({snapshot.root[:16]}, step {snapshot.step}) is marked drift: {one_line(snapshot.reason)}", stacklevel=5
+        )
     elif snapshot.mark:
         raise SnapshotMarkedBadError(
             f"{address!r} ({snapshot.root[:16]}, step {snapshot.step}) is marked {snapshot.mark}: {snapshot.reason or 'no reason given'}. "

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import click
 
-from tensorstore_ck.events import one_line
+from tensorstore_ck.oneline import one_line
 from tensorstore_ck.redaction import redacted
 from tensorstore_ck.sizes import human_bytes
 from tensorstore_ck.snapshot import Snapshot

@@ -10,7 +10,7 @@ from itertools import chain
 from tensorstore_ck.backend.names import check_name
 from tensorstore_ck.envelope import Body, take, take_count
 from tensorstore_ck.errors import CorruptObjectError, StoreError
-from tensorstore_ck.events import one_line
+from tensorstore_ck.oneline import one_line
 from tensorstore_ck.peers.exchange import Exchange, StoppedError, stream_lengths
 from tensorstore_ck.peers.kept import Kept
 from tensorstore_ck.peers.link import BACK, FORTH, Link, PeerNonsenseError

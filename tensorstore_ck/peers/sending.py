@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from typing import Final
 
 from tensorstore_ck.errors import MissingObjectError, StoreError
-from tensorstore_ck.events import one_line
+from tensorstore_ck.oneline import one_line
 from tensorstore_ck.peers.exchange import Exchange, StoppedError, stream_lengths
 from tensorstore_ck.peers.link import BACK, FORTH, Link
 from tensorstore_ck.peers.pieces import PieceSender, RefusedError, make_buffers, piece_lengths

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tensorstore_ck.errors import MismatchError
+from tensorstore_ck.oneline import one_line
 from tensorstore_ck.state.select import listed
 
 
@@ -51,7 +52,7 @@ class LoadReport:
             first = (self.missing + self.unexpected + self.mismatched)[0].partition(":")[0]
             raise MismatchError(f"{message}. Use rename=, select= or strict=False to load a part", object_id=first)
         if report is None:
-            warnings.warn(message, LoadWarning, stacklevel=4)
+            warnings.warn(one_line(message), LoadWarning, stacklevel=4)
 
 
 class Unclaimed:

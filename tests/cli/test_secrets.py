@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -209,6 +211,71 @@ def test_no_error_event_or_repr_of_the_library_has_one(
     assert _in_files(tmp_path) == []
     assert MARK not in repr(PlaceOpener(URL, OPTIONS))
     assert MARK not in repr(Event("retried", "", "r", 1, 0, 0, {"error": f"of https://a:{MARK}@host"}))
+
+
+AZURE: Final = f"DefaultEndpointsProtocol=https;AccountName=me;AccountKey={MARK}==;EndpointSuffix=core.windows.net"
+QUOTED: Final = f"\\'\"{MARK}"
+SAID: Final[list[tuple[dict[str, Any], str]]] = [
+    ({"secret": f"a+b/{MARK}='x"}, f"a%2Bb%2F{MARK}%3D%27x"),
+    ({"secret": f"a+b/{MARK}='x"}, f"a%2Bb/{MARK}%3D%27x"),
+    ({"secret": QUOTED}, f"{QUOTED!r} or {json.dumps(QUOTED)}"),
+    ({"sas_token": f"?sv=1&sig={MARK}"}, f"Max retries exceeded with url: /c/x?comp=list&sv=1&sig={MARK}"),
+    ({"connection_string": AZURE}, f"{MARK}== is no base64"),
+    ({"token": json.dumps({"type": "service_account", "private_key": MARK})}, f"no PEM: {MARK}"),
+    ({"client_kwargs": {"headers": {"Authorization": f"Bearer {MARK}"}}}, f"{MARK} has expired"),
+    ({"config_kwargs": {"proxies": {"https": f"http://me:{MARK}@proxy:80"}}}, f"proxy password {MARK}"),
+    ({"passphrase": MARK}, f"{MARK} opens no key"),
+    ({}, f"AccountKey={MARK};EndpointSuffix=x"),
+    ({}, f"with url: /c/x?se=1&sig={MARK} (Caused by ...)"),
+]
+FOUND: Final[list[tuple[dict[str, Any], str]]] = [
+    ({"token": "anon"}, "anonymous access is not allowed"),
+    ({"token": "cloud"}, "no answer of storage.cloud.example"),
+    ({"token": "/home/me/gcs.json"}, "no such file: /home/me/gcs.json"),
+    ({"key_filename": "/home/me/.ssh/id_rsa"}, "no such file: /home/me/.ssh/id_rsa"),
+    ({"signature_version": "s3v4"}, "the server does not take s3v4"),
+    ({"key": "test", "secret": "main"}, "the latest attestation of domain x"),
+]
+"""Options that say where a secret is, or that are as short as a part of a word."""
+
+
+def _failure(leaky: type[LeakyFileSystem], options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> StoreError:
+    def fail(self: LeakyFileSystem, what: str) -> None:
+        error = ConnectionError(said)
+        error.add_note(said)
+        raise error
+
+    monkeypatch.setattr(leaky, "_count", fail)
+    with pytest.raises(StoreError) as caught:
+        tsck.open(URL, storage_options=options)
+    return caught.value
+
+
+@pytest.mark.parametrize(("options", "said"), SAID)
+def test_a_secret_is_hidden_in_whatever_form_a_library_says_it(
+    leaky: type[LeakyFileSystem], options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert MARK not in _told(_failure(leaky, options, said, monkeypatch))
+
+
+@pytest.mark.parametrize(("options", "said"), FOUND)
+def test_what_only_says_where_a_secret_is_stays_readable(
+    leaky: type[LeakyFileSystem], options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert said in str(_failure(leaky, options, said, monkeypatch))
+
+
+@pytest.mark.parametrize("text", ["a:/%2F", "http://a", "a://b:", "a:%2F", "?a=&", "sig="])
+def test_what_a_server_says_is_redacted_in_linear_time(text: str) -> None:
+    child = """
+import resource, sys
+from tensorstore_ck.redaction import display_url, redacted
+resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
+text = "x://y " + sys.argv[1] * 50_000
+for each in (text, text + "@", "@" + text):
+    redacted(each), display_url(each)
+"""
+    subprocess.run([sys.executable, "-c", child, text], check=True)
 
 
 def test_the_catalog_is_its_users_alone(history: Tsck, tmp_path: Path) -> None:

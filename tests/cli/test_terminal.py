@@ -2,6 +2,7 @@
 
 import re
 import socket
+import traceback
 from pathlib import Path
 from typing import Final
 
@@ -10,7 +11,11 @@ import torch
 from click.testing import CliRunner
 
 import tensorstore_ck as tsck
+from tensorstore_ck.backend.remote import remote_errors
 from tensorstore_ck.cli import main
+from tensorstore_ck.errors import StoreError
+from tensorstore_ck.ids import Digest
+from tensorstore_ck.log import Op
 from tests.cli.conftest import Tsck
 from tests.cli.everycommand import runs
 
@@ -32,6 +37,27 @@ def hostile(history: Tsck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
         store.pin("runs/gpt", owner=NAME, reason=HOSTILE)
     assert history("init", "other").code == 0
     return tmp_path
+
+
+def test_no_error_or_warning_of_the_library_has_such_a_character(tmp_path: Path) -> None:
+    """Python prints them to the terminal of a training script."""
+    said: list[BaseException] = []
+    with tsck.open(tmp_path / "ck", create=True, cache_dir=tmp_path / "cache") as store:
+        snapshot = store.put_snapshot({HOSTILE: torch.arange(4)}, ref="runs/gpt")
+        for into in ({}, {HOSTILE: torch.zeros(5)}):
+            with pytest.raises(StoreError) as caught:
+                store.checkout("runs/gpt", into=into)
+            said.append(caught.value)
+        store.engine.log.append(lambda view: [Op.mark(Digest(bytes.fromhex(snapshot.root)), "drift", HOSTILE)])
+        with pytest.warns(UserWarning, match="is marked drift") as warned:
+            store.checkout("runs/gpt")
+    with pytest.raises(StoreError) as caught, remote_errors("read", "x", "s3://bucket", ()):
+        raise ConnectionError(HOSTILE) from OSError(5, HOSTILE, HOSTILE)
+    said.append(caught.value)
+    texts = [str(warning.message) for warning in warned] + ["".join(traceback.format_exception(each)) for each in said]
+    assert all("\\u202e" in text for text in texts)
+    assert not [char for text in texts for char in text if char != "\n" and not char.isprintable()]
+    assert "\nforged" not in "".join(texts)
 
 
 @pytest.mark.slow

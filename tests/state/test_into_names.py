@@ -131,6 +131,11 @@ def test_not_strict_loads_what_fits_and_reports_the_rest() -> None:
     assert_same(target, {**partial(), "fits": torch.ones(2), "plain": 1})
 
 
+def test_what_a_terminal_obeys_is_escaped_in_the_warning() -> None:
+    with pytest.warns(LoadWarning, match=r"1 not expected by `into`: a\\x1b\[2Jb$"):
+        restore(stored({"a\x1b[2Jb": 1}), into={}, strict=False)
+
+
 def test_not_strict_warns_without_a_report() -> None:
     with pytest.warns(LoadWarning, match="2 missing in the snapshot: new, newer"):
         restore(stored(STORED), into=partial(), strict=False)
