@@ -41,10 +41,20 @@ def verify_staged(engine: Engine, tier: Tier, manifests: Sequence[Manifest]) -> 
             f"the manifest of {ulid_text(first.txn)} does not have the record of the snapshot that was staged: it was exchanged",
             object_id=record_name(first.txn),
         )
+    if {manifest.ref for manifest in manifests} | {info.ref if said is None else said.ref} != {info.ref}:
+        raise CorruptObjectError(
+            f"the manifest of {ulid_text(first.txn)} names another branch than {info.ref!r}, for which it was staged", object_id=info.ref
+        )
+    names = {name for manifest in manifests for name in manifest.names}
+    own = {record_name(first.txn), *map(part_name, record.parts)}
+    strange = sorted(name for name in names - own if not name.startswith("packs/"))
+    if strange:
+        raise CorruptObjectError(
+            f"the manifest of {ulid_text(first.txn)} names {strange[0]}, which is of another snapshot", object_id=strange[0]
+        )
     damages = check_snapshot(engine, Packs(engine.backend, {}), info, read_data=False).damages
     if damages:
         raise CorruptObjectError(f"{damages[0].object}: {damages[0].message}", object_id=damages[0].object)
-    names = {name for manifest in manifests for name in manifest.names}
     for rank, ulid in enumerate(record.parts):
         part = engine.read_part(record, rank)
         source = OpenPart(part, part_name(ulid), resolve(engine, engine.log.view(), part), lambda _: "a staged snapshot")

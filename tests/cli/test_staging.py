@@ -13,10 +13,12 @@ import torch
 import tensorstore_ck as tsck_package
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.envelope import pack_body
-from tensorstore_ck.record import decode_record
+from tensorstore_ck.ids import new_ulid
+from tensorstore_ck.record import decode_record, record_name
 from tensorstore_ck.staging.manifest import Manifest, decode_manifest
 from tensorstore_ck.tiers import takeover
 from tensorstore_ck.tiers.journal import JournalEntry, UploadJournal
+from tensorstore_ck.writer import ANY
 from tests.cli.conftest import Tsck
 from tests.staging.neighbours import ON_FILES, OTHER, Users
 
@@ -319,7 +321,36 @@ def take_the_name_of_a_pack(tmp_path: Path) -> str:
     return f"the store has {name} already, with other bytes"
 
 
-@pytest.mark.parametrize("attack", [damage_pack, exchange_record, exchange_part, other_snapshot, take_the_name_of_a_pack])
+def take_the_name_of_a_record(tmp_path: Path) -> str:
+    """Of a snapshot that somebody else has staged elsewhere, and could no longer publish."""
+    manifest = forge_manifest(tmp_path)
+    name = record_name(new_ulid())
+    (folder_of(tmp_path) / "unsent" / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder_of(tmp_path) / "unsent" / name).write_bytes(b"not the record")
+    forge_manifest(tmp_path, names=[*manifest.names, name])
+    return f"names {name}, which is of another snapshot"
+
+
+def name_another_branch(tmp_path: Path) -> str:
+    """Which the user may not write to."""
+    manifest = forge_manifest(tmp_path)
+    assert manifest.lead is not None
+    forge_manifest(tmp_path, ref="release", lead=manifest.lead._replace(accepts=ANY))
+    return "names another branch than 'job'"
+
+
+ATTACKS: list[Callable[[Path], str]] = [
+    damage_pack,
+    exchange_record,
+    exchange_part,
+    other_snapshot,
+    take_the_name_of_a_pack,
+    take_the_name_of_a_record,
+    name_another_branch,
+]
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
 def test_what_another_user_staged_is_verified(staged: Tsck, theirs: Users, tmp_path: Path, attack: Callable[[Path], str]) -> None:
     message = attack(tmp_path)
     before = {path: path.read_bytes() for path in (tmp_path / "ck").rglob("*") if path.is_file() and "log" not in path.parts}
