@@ -95,7 +95,22 @@ def clean_error(error: BaseException, secrets: Sequence[str]) -> None:
                     setattr(current, name, _clean(value, secrets))
         if hasattr(current, "__notes__"):
             current.__notes__ = [_clean(note, secrets) for note in current.__notes__]
-        current = current.__cause__ or current.__context__
+        cause = current.__cause__ or current.__context__
+        if cause is not None and (text := _made_of_others(cause, secrets)):
+            current.__cause__ = cause = RuntimeError(text)
+        current = cause
+
+
+def shown_cause(error: BaseException, secrets: Sequence[str]) -> BaseException:
+    """`error`, after `clean_error`; or what stands for it, where its text is made of attributes that still have a secret."""
+    text = _made_of_others(error, secrets)
+    return RuntimeError(text) if text else error
+
+
+def _made_of_others(error: BaseException, secrets: Sequence[str]) -> str:
+    error.args = tuple(_clean(arg, secrets) for arg in error.args)
+    text = str(error)
+    return f"{type(error).__name__}: {_clean(text, secrets)}" if without(text, secrets) != text else ""
 
 
 def _clean(value: Any, secrets: Sequence[str]) -> Any:

@@ -20,7 +20,7 @@ from tensorstore_ck.errors import (
     PermissionDeniedError,
     StoreError,
 )
-from tensorstore_ck.redaction import clean_error
+from tensorstore_ck.redaction import clean_error, shown_cause, without
 
 _NO_SPACE_CODES: Final = {"QuotaExceeded", "XMinioStorageFull", "InsufficientCapacity"}
 _CREDENTIAL_ERRORS: Final = {
@@ -88,15 +88,18 @@ def remote_errors(action: str, name: str, url: str, secrets: Sequence[str]) -> I
         yield
     except StoreError:
         raise
-    except Exception as exc:
+    except Exception as exc:  # noqa: BLE001 - what stands for it is raised
+        error = store_error(
+            exc, f"cannot {action} {name or 'objects'} in {url}", name, secrets
+        )  # which asks what `clean_error` may replace
         clean_error(exc, secrets)
-        raise store_error(exc, f"cannot {action} {name or 'objects'} in {url}", name) from exc
+        raise error from shown_cause(exc, secrets)
 
 
-def store_error(exc: Exception, what: str, name: str) -> StoreError:
+def store_error(exc: Exception, what: str, name: str, secrets: Sequence[str]) -> StoreError:
     """The error of ours for `exc`; `what` begins its message."""
     status, code, kind = http_status(exc), error_code(exc), type(exc).__name__
-    text = f"{what}: {exc or kind}"
+    text = f"{what}: {without(str(exc) or kind, secrets)}"
     if code == "NoSuchBucket":
         return InvalidUrlError(f"{text}; make the bucket, or correct the URL", object_id=name)
     if code in _NO_SPACE_CODES or status == 507:

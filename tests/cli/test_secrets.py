@@ -17,6 +17,7 @@ from fsspec.registry import known_implementations
 import tensorstore_ck as tsck
 from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.objectstore import CREATE_CALLS, create_in_memory
+from tensorstore_ck.backend.remote import remote_errors
 from tensorstore_ck.cli import main
 from tensorstore_ck.errors import InvalidOptionError, InvalidUrlError, StoreError
 from tensorstore_ck.events import Event
@@ -256,6 +257,24 @@ def test_a_secret_is_hidden_in_whatever_form_a_library_says_it(
     leaky: type[LeakyFileSystem], options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert MARK not in _told(_failure(leaky, options, said, monkeypatch))
+
+
+class ResponseError(Exception):
+    """As aiohttp's: its text is not in its args."""
+
+    def __init__(self) -> None:
+        super().__init__(object())
+
+    def __str__(self) -> str:
+        return f"403, url='https://host/x?sig={MARK}', header {MARK}"
+
+
+def test_an_error_whose_text_is_made_of_attributes_is_not_shown() -> None:
+    for cause in (None, ResponseError()):
+        with pytest.raises(StoreError) as caught, remote_errors("read", "x", "az://c", [MARK]):
+            raise ResponseError from cause
+        assert MARK not in _told(caught.value)
+        assert "403" in str(caught.value)
 
 
 @pytest.mark.parametrize(("options", "said"), FOUND)
