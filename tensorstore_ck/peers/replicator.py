@@ -1,8 +1,8 @@
 """Sends a rank's staged files to other hosts and keeps those of others, both at the same time, once per put.
 
 The sender offers names and sizes; the receiver says which it takes, or why none; then the files follow in pieces, and
-the manifest last. What one rank cannot read or write costs that copy alone; a rank that is gone or too slow ends it for good. No put waits
-for this, or fails because of it.
+the manifest last. What one rank cannot read or write costs that copy alone; a rank that is gone or too slow ends it for good. What is
+staged waits for it before it is published; no put fails because of it.
 """
 
 import threading
