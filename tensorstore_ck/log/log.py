@@ -69,10 +69,13 @@ class Log:
         on_swept: Callable[[Batch, Sequence[Ulid]], None] = lambda batch, packs: None,
         shared: bool = True,
         read_only: bool = False,
+        is_made_anew: bool = False,
         sleep: Callable[[float], object] = time.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
         """`shared` is false where `create` may overwrite, and one process alone writes. `read_only`: no checkpoints are written.
+
+        `is_made_anew`: it may begin where there is another log, as salvage's does.
 
         `watermark` is what is known of this log; without it, this object knows what it saw itself.
 
@@ -81,7 +84,7 @@ class Log:
         """
         self.chain = Chain(backend, uuid=uuid, prefix=prefix)
         self._watermark = watermark or Watermark(url=backend.url)
-        self._follower = Follower(backend, self.chain, self._watermark, prefix=prefix, on_swept=on_swept)
+        self._follower = Follower(backend, self.chain, self._watermark, prefix=prefix, on_swept=on_swept, may_begin=is_made_anew)
         self.table = FailoverTable(table, self._fill)
         """The host's cache, or the table in memory that takes its place."""
         self._backend = backend
