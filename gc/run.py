@@ -81,6 +81,11 @@ class _Gc:
         url = self._engine.backend.url
         if not self._engine.config.exclusive_create:
             return UnsafeBackendError(f"{url} does not create objects exclusively: gc needs a total order of commits", object_id=url)
+        if self._engine.log.is_changed:
+            return GcRefusedError(
+                f"the log of {url} is not what this user has seen of it, so what it does not name may be needed all the same: look at what "
+                "is there, and accept it with `tsck accept-log`"
+            )
         if (head := plan.view.head()) is None or head.n == 0:
             records = sum(key.kind == "snapshot" for key in plan.garbage)
             if records:

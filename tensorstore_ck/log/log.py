@@ -138,6 +138,11 @@ class Log:
         """The highest entry that this user is known to have seen; the log may not hold it any more."""
         return self._watermark.look()
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether it went back, was forked or replaced since this user has seen it, as of the last `sync`, and nobody has accepted that."""
+        return self._watermark.is_changed
+
     def close(self) -> None:
         """Notes how far the log was seen."""
         self._watermark.close()
