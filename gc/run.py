@@ -54,6 +54,7 @@ class _Gc:
     def run(self) -> GcReport:
         if not self._dry_run:
             self._engine.require_writable()
+            self._engine.log.verify()
         planner = self._planner
         plan = planner.make()
         refusal = self._refusal(plan)

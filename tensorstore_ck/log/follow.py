@@ -10,7 +10,7 @@ from typing import Final
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES
-from tensorstore_ck.errors import DamageError, FormatVersionError, StoreError
+from tensorstore_ck.errors import BrokenLogError, DamageError, FormatVersionError, StoreError
 from tensorstore_ck.ids import Digest, Ulid
 from tensorstore_ck.log import checkpoint
 from tensorstore_ck.log.chain import Chain, chain_break, logs_in
@@ -20,9 +20,11 @@ from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.reftable import RefTable
 from tensorstore_ck.log.rows import Head
 from tensorstore_ck.log.watermark import Watermark
-from tensorstore_ck.table import Batch, Table
+from tensorstore_ck.table import Batch, MemoryTable, Table
 
 _CHECKPOINT_TRIES: Final = 4
+_ORIGIN_KEY: Final = b"l/origin"
+"""The number of the checkpoint that the table was filled from, until `verify` has compared it with the log."""
 
 
 class EmptiedError(Exception):
@@ -145,6 +147,7 @@ class Follower:
                 with table.batch() as batch:
                     if RefTable(batch).head() is None:  # else another process of this host was faster
                         checkpoint.load(batch, found)
+                        batch.put(_ORIGIN_KEY, b"%d" % n)
                         Tail(n, size_bytes, 0, 0).write(batch)
                 return Head(n, found.entry_hash)
         return Head(0, self._chain.genesis)
@@ -160,6 +163,29 @@ class Follower:
         if entry is None:
             raise self._chain.broken(n, f"is missing, though {name} was made from it")
         return found if found.n == n and found.entry_hash == entry.hash else None
+
+    def verify(self, table: Table) -> None:
+        """Folds the whole log, where the table was filled from a checkpoint, and compares: its rows are whatever its writer said.
+
+        Raises:
+            BrokenLogError: it was not made from this log.
+            TableError: try again.
+        """
+        with table.batch() as batch:
+            origin, head, found = batch.get(_ORIGIN_KEY), RefTable(batch).head(), list(RefTable(batch).items())
+        if origin is None or head is None:
+            return
+        apart = MemoryTable()
+        for entries in self._chain.entries(0, self._chain.genesis, at_least=head.n):
+            self.fold(apart, [entry for entry in entries if entry.n <= head.n])
+            if entries[-1].n >= head.n:
+                break
+        if list(RefTable(apart).items()) != found:
+            name = checkpoint.checkpoint_name(self._prefix, int(origin))
+            raise BrokenLogError(f"{name} is not what the log says: it was damaged or forged; run `tsck fsck --repair`", object_id=name)
+        with table.batch() as batch:
+            if batch.get(_ORIGIN_KEY) == origin:
+                batch.delete(_ORIGIN_KEY)
 
     def write_checkpoint_if_due(self, table: Table, n: int, make_durable: Callable[[int], None]) -> None:
         """Writes one when reading the entries since the last has come to cost more. `make_durable` is called with its entry's number."""

@@ -138,6 +138,19 @@ class Log:
         """The highest entry that this user is known to have seen; the log may not hold it any more."""
         return self._watermark.look()
 
+    def verify(self) -> None:
+        """As `sync`; what is known is then the fold of the log itself, and of no checkpoint: for whoever frees what it does not name.
+
+        Raises:
+            BrokenLogError: the log is damaged, or the checkpoint that this host began at was not made from it.
+        """
+        with self._lock:
+            for _ in range(_CACHE_TRIES):
+                with suppress(EmptiedError, TableError):
+                    self.sync()
+                    return self._follower.verify(self.table)
+            raise BackendUnavailableError("the cache of this host could not be compared with the log: try again", object_id="cache")
+
     @property
     def is_changed(self) -> bool:
         """Whether it went back, was forked or replaced since this user has seen it, as of the last `sync`, and nobody has accepted that."""
