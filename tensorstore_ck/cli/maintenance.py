@@ -125,7 +125,8 @@ def _seconds(count: float) -> str:
 def accept_log(choice: StoreChoice, *, as_json: bool) -> None:
     """Accept the log as it is, though you have seen entries in it that are gone, or others now (every command warns of that).
 
-    Look at what is there first: after a restore from a copy it is what it should be. Nothing in the store is changed.
+    Look at what is there first: after a restore from a copy, or when somebody ran `tsck salvage`, it is what it should be. Nothing in the
+    store is changed.
     """
     url, head, gone = _accept(choice)
     line = f"the log of {url} ends at entry {head.n}, and holds what you have seen of it: there is nothing to accept"
