@@ -54,6 +54,7 @@ class _Gc:
     def run(self) -> GcReport:
         if not self._dry_run:
             self._engine.require_writable()
+            self._engine.log.verify()
         planner = self._planner
         plan = planner.make()
         refusal = self._refusal(plan)
@@ -81,6 +82,18 @@ class _Gc:
         url = self._engine.backend.url
         if not self._engine.config.exclusive_create:
             return UnsafeBackendError(f"{url} does not create objects exclusively: gc needs a total order of commits", object_id=url)
+        if self._engine.log.is_changed:
+            return GcRefusedError(
+                f"the log of {url} is not what this user has seen of it, so what it does not name may be needed all the same: look at what "
+                "is there, and accept it with `tsck accept-log`"
+            )
+        if (head := plan.view.head()) is None or head.n == 0:
+            records = sum(key.kind == "snapshot" for key in plan.garbage)
+            if records:
+                return GcRefusedError(
+                    f"the log of {url} is empty, and {records} snapshot records are there: if the log was lost, `tsck salvage` makes a new "
+                    "one of them; if their puts were cut off before the first one was published, publish one, and gc frees the rest"
+                )
         # That writes a probe, so who only looks does without: gc itself will say so.
         apart = self._clock_gap_seconds() if self._relies_on_clock(plan) and not self._engine.read_only else 0
         if apart > MAX_CLOCK_SECONDS:

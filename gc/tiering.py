@@ -84,7 +84,10 @@ def run_tiering(
     url = engine.backend.url
     if not engine.config.exclusive_create:
         raise UnsafeBackendError(f"{url} does not create objects exclusively: tier needs a total order of commits", object_id=url)
-    engine.log.sync()
+    if dry_run:
+        engine.log.sync()
+    else:
+        engine.log.verify()
     if take_places and not dry_run:
         engine.placed.take()
     if not dry_run:

@@ -218,7 +218,7 @@ class MissingExtraError(InputError):
 
 
 class GcRefusedError(InputError):
-    """gc would free more than it may, or the clocks are too far apart."""
+    """gc would free more than it may, the clocks are too far apart, or the log is not what this user has seen of it."""
 
     kind = "gc_refused"
     exit_code = 37

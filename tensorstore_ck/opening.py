@@ -85,7 +85,7 @@ def open_engine(
             require_room(backend, kept, 0, "the store")
         options = staging if staging is None or isinstance(staging, Staging) else Staging(staging)
         folder = options.open(config.uuid) if options is not None else None
-        watermark = Watermark(_head_file(backend, state_dir, config), rollback=rollback, url=backend.url)
+        watermark = Watermark(_head_file(backend, state_dir, config), log=config.log, rollback=rollback, url=backend.url)
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
         opener = PlaceOpener(backend.url, dict(storage_options or {}), no_sync, read_only, observers.emit, allowed)
         engine = make_engine(
@@ -158,7 +158,7 @@ def _head_file(backend: Backend, state_dir: str | os.PathLike[str] | None, confi
     if backend.url.startswith("memory://"):
         return None
     folder = platformdirs.user_state_path("tensorstore_ck", appauthor=False) if state_dir is None else Path(state_dir)
-    return HeadFile(folder, f"{config.uuid}-{config.log}")
+    return HeadFile(folder, config.uuid)
 
 
 def read_config(backend: Backend) -> StoreConfig | None:

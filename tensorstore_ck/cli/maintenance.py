@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 
 import click
@@ -12,8 +12,8 @@ from tensorstore_ck.backend import probe as run_probe
 from tensorstore_ck.backend.forecast import Forecast, forecast
 from tensorstore_ck.cli.options import StoreChoice, byte_count, command, store_options
 from tensorstore_ck.cli.output import counted, emit, facts, green, indented, printable, red, short_root, table
-from tensorstore_ck.errors import NoSpaceError, UnsafeBackendError
-from tensorstore_ck.log import LogChangedWarning
+from tensorstore_ck.errors import NoSpaceError, StoreError, UnsafeBackendError
+from tensorstore_ck.log import Head, LogChangedWarning
 from tensorstore_ck.opening import init_store
 from tensorstore_ck.salvage import Salvaged, SalvageReport
 from tensorstore_ck.salvage import salvage as run_salvage
@@ -125,16 +125,21 @@ def _seconds(count: float) -> str:
 def accept_log(choice: StoreChoice, *, as_json: bool) -> None:
     """Accept the log as it is, though you have seen entries in it that are gone, or others now (every command warns of that).
 
-    Look at what is there first: after a restore from a copy it is what it should be. Nothing in the store is changed.
+    Look at what is there first: after a restore from a copy, or when somebody ran `tsck salvage`, it is what it should be. Nothing in the
+    store is changed.
     """
-    with closing(replace(choice, rollback="warn").open_engine(read_only=True)) as engine, warnings.catch_warnings():
-        warnings.simplefilter("ignore", LogChangedWarning)  # this command is the answer to it
-        head, gone = engine.log.accept()
-        url = printable(engine.backend.url)
+    url, head, gone = _accept(choice)
     line = f"the log of {url} ends at entry {head.n}, and holds what you have seen of it: there is nothing to accept"
     if gone is not None:
         line = f"accepted the log of {url}, which ends at entry {head.n}; entry {gone.n}, which you had seen, is no longer looked for"
     emit({"accepted": gone is not None, "head": head.n, "gone": gone and gone.n}, [line], as_json=as_json)
+
+
+def _accept(choice: StoreChoice) -> tuple[str, Head, Head | None]:
+    """(where, head, the entry that is no longer looked for)."""
+    with closing(replace(choice, rollback="warn").open_engine(read_only=True)) as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore", LogChangedWarning)  # this is the answer to it
+        return printable(engine.backend.url), *engine.log.accept()
 
 
 @command("Make a new log when the old one was destroyed.", "tsck salvage --dry-run -s ./ckpt", "tsck salvage -s ./ckpt")
@@ -147,6 +152,9 @@ def salvage(choice: StoreChoice, *, dry_run: bool, as_json: bool) -> None:
     """
     with closing(choice.open_backend()) as backend:
         report = run_salvage(backend, dry_run=dry_run, open_place=choice.place_opener(backend.url))
+    if report.log and not dry_run:
+        with suppress(StoreError):  # else the next command tells of the new log
+            _accept(choice)
     emit(report, map(choice.complete, _salvage_lines(report, dry_run=dry_run)), as_json=as_json)
 
 

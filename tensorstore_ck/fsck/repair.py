@@ -25,7 +25,7 @@ from tensorstore_ck.fsck.remake import COPIED, Remaker
 from tensorstore_ck.fsck.repack import repack
 from tensorstore_ck.fsck.snapshotcheck import SnapshotCheck, check_snapshot, placed_parts
 from tensorstore_ck.fsck.sources import BlockSource, Other, open_other
-from tensorstore_ck.fsck.storeconfig import is_of_log, mend_config
+from tensorstore_ck.fsck.storeconfig import is_log_lost, is_of_log, mend_config
 from tensorstore_ck.ids import Ulid
 from tensorstore_ck.log import Head, ObjectKey, Op, RefTable, Relocation, SnapshotInfo
 from tensorstore_ck.pack import pack_name
@@ -146,6 +146,7 @@ class _Repair:
         """Whether entries are lost: what is appended then would take the place of others."""
         is_damaged = any(problem.kind == BrokenLogError.kind for problem in log.problems)
         is_damaged = is_damaged or is_of_log(self._engine.backend, self._engine.config) is False
+        is_damaged = is_damaged or (not log.last and is_log_lost(self._engine.backend, self._engine.config))
         return is_damaged or host_saw_more(log, host_head, self._engine.log.chain) is not None
 
     # --- records, parts, moved objects --------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import CorruptObjectError, DamageError, FormatVersionError, NotAStoreError, StoreError
 from tensorstore_ck.fsck.findings import require_reachable
 from tensorstore_ck.fsck.mending import command
-from tensorstore_ck.log import Chain
+from tensorstore_ck.log import Chain, logs_in
 
 MAX_CANDIDATES: Final = 16
 _UUID: Final = re.compile(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -43,12 +43,6 @@ def is_of_log(backend: Backend, config: StoreConfig) -> bool | None:
         require_reachable(backend, exc)
         return None
     return False if second is None or second.prev == first.hash else None  # else the first entry itself is not this log's
-
-
-def logs_in(backend: Backend) -> list[str]:
-    """The prefixes of the logs that are there, the newest last."""
-    names = {info.name.partition("/")[0] for info in backend.list("")}
-    return sorted(name for name in names if name == "log" or (name.startswith("log-") and not name.endswith("-checkpoint")))
 
 
 def confirmed(backend: Backend, data: bytes, config: StoreConfig) -> StoreConfig | None:
@@ -127,15 +121,18 @@ def config_problem(engine: Engine) -> ConfigProblem | None:
 
 def _lost_log(engine: Engine) -> ConfigProblem | None:
     """Where the log that store.json names is not there at all: to all others the store is an empty one."""
-    backend, log = engine.backend, engine.config.log
-    if next(iter(backend.list(f"{log}/")), None) is not None or next(iter(backend.list("snapshots/")), None) is None:
+    if not is_log_lost(engine.backend, engine.config):
         return None
-    others = [found for found in logs_in(backend) if found != log]
-    if not others:
-        return None
-    error = CorruptObjectError(f"{CONFIG_NAME} names the log {log}, which is not there; {', '.join(others)} is", object_id=CONFIG_NAME)
+    log, logs = engine.config.log, logs_in(engine.backend)
+    error = CorruptObjectError(f"{CONFIG_NAME} names the log {log}, which is not there; {', '.join(logs)} is", object_id=CONFIG_NAME)
     advice = "restore it, or that log, from a copy of this store; without one, `tsck salvage` makes a new log of what is left"
     return ConfigProblem(error, advice, is_repairable=False, is_kept=True)
+
+
+def is_log_lost(backend: Backend, config: StoreConfig) -> bool:
+    """Whether there are logs, and the one that store.json names is none of them."""
+    logs = logs_in(backend)
+    return bool(logs) and config.log not in logs
 
 
 def mend_config(engine: Engine, other: Engine | None) -> bool:

@@ -12,7 +12,7 @@ follow.py                    brings a table to the log's head; writes checkpoint
 log.py                       sync and append: the commit protocol
 """
 
-from tensorstore_ck.log.chain import Chain, chain_break
+from tensorstore_ck.log.chain import Chain, chain_break, logs_in
 from tensorstore_ck.log.entry import Entry
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.headfile import HeadFile
@@ -48,6 +48,7 @@ __all__ = [
     "Watermark",
     "chain_break",
     "fold",
+    "logs_in",
     "pieces",
     "validate_ref_name",
 ]

@@ -15,6 +15,7 @@ from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, MissingObj
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log.entry import ENTRIES_A_FOLDER, MAX_ENTRY_BYTES, Entry, decode_entry, entry_name, folder_name, genesis_hash
 
+_LOG_NAME: Final = re.compile(r"(log(?:-[A-Za-z0-9-]+)?)/([0-9]{17})/\2[0-9]{3}")
 MAX_BATCH_ENTRIES: Final = 500
 _READERS: Final = 16
 _GENEROUS: Final = MAX_ENTRY_BYTES + 1  # so that an entry that is too long is told by its decoder, as damage of that entry
@@ -131,6 +132,11 @@ class Chain:
             if entry is None:
                 return
             yield entry
+
+
+def logs_in(backend: Backend) -> list[str]:
+    """The prefixes of the logs that are there, the newest last."""
+    return sorted({match[1] for info in backend.list("") if (match := _LOG_NAME.fullmatch(info.name)) is not None})
 
 
 def chain_break(name: str) -> BrokenLogError:

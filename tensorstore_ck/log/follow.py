@@ -10,19 +10,21 @@ from typing import Final
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES
-from tensorstore_ck.errors import DamageError, FormatVersionError, StoreError
+from tensorstore_ck.errors import BrokenLogError, DamageError, FormatVersionError, StoreError
 from tensorstore_ck.ids import Digest, Ulid
 from tensorstore_ck.log import checkpoint
-from tensorstore_ck.log.chain import Chain
+from tensorstore_ck.log.chain import Chain, chain_break, logs_in
 from tensorstore_ck.log.checkpoint import Checkpoint, Tail
 from tensorstore_ck.log.entry import Entry
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.reftable import RefTable
 from tensorstore_ck.log.rows import Head
 from tensorstore_ck.log.watermark import Watermark
-from tensorstore_ck.table import Batch, Table
+from tensorstore_ck.table import Batch, MemoryTable, Table
 
 _CHECKPOINT_TRIES: Final = 4
+_ORIGIN_KEY: Final = b"l/origin"
+"""The number of the checkpoint that the table was filled from, until `verify` has compared it with the log."""
 
 
 class EmptiedError(Exception):
@@ -33,14 +35,22 @@ class Follower:
     """Reads one log for any number of tables."""
 
     def __init__(
-        self, backend: Backend, chain: Chain, watermark: Watermark, *, prefix: str, on_swept: Callable[[Batch, Sequence[Ulid]], None]
+        self,
+        backend: Backend,
+        chain: Chain,
+        watermark: Watermark,
+        *,
+        prefix: str,
+        on_swept: Callable[[Batch, Sequence[Ulid]], None],
+        may_begin: bool,
     ) -> None:
-        """`on_swept` is passed the packs that an entry sweeps, in the batch that folds it."""
+        """`on_swept` is passed the packs that an entry sweeps, in the batch that folds it. `may_begin`: although there is another log."""
         self._backend = backend
         self._chain = chain
         self._prefix = prefix
         self._on_swept = on_swept
         self._watermark = watermark
+        self._may_begin = may_begin
         self._next_checkpoint_try = 0
 
     def follow(self, table: Table) -> Head:
@@ -67,6 +77,8 @@ class Follower:
             head = Head(entries[-1].n, entries[-1].hash)
             met.update((entry.n, entry.hash) for entry in entries if known is not None and entry.n == known.n)
         met[head.n] = head.hash
+        if head.n == 0:
+            self._require_only_log()
         self._watermark.check(seen, head, lambda n: met[n] if n in met else self._hash_of(n, head), self._chain.name)
         return head
 
@@ -110,6 +122,20 @@ class Follower:
             raise self._chain.broken(head.n + 1, f"is missing, though entry {n} is there")
         return entry.hash if entry is not None else None
 
+    def _require_first(self) -> None:
+        """Entry 1 says whose log it is: a checkpoint does not, and all before it is never read."""
+        first = self._chain.read(1)
+        if first is None:
+            raise self._chain.broken(1, "is missing")
+        if first.prev != self._chain.genesis:
+            raise chain_break(self._chain.name(1))
+
+    def _require_only_log(self) -> None:
+        """A store whose log is empty is a new one: a store.json that names a log of nothing must not make all that is there unneeded."""
+        others = [] if self._may_begin else [log for log in logs_in(self._backend) if log != self._prefix]
+        if others:
+            raise self._chain.broken(1, f"is missing, though the store has another log ({', '.join(others)}); store.json may be wrong")
+
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def _start_from_checkpoint(self, table: Table) -> Head:
@@ -117,9 +143,11 @@ class Follower:
         for n, size_bytes in itertools.islice(self._listed_checkpoints(), _CHECKPOINT_TRIES):
             found = self._read_checkpoint(n)
             if found is not None:
+                self._require_first()
                 with table.batch() as batch:
                     if RefTable(batch).head() is None:  # else another process of this host was faster
                         checkpoint.load(batch, found)
+                        batch.put(_ORIGIN_KEY, b"%d" % n)
                         Tail(n, size_bytes, 0, 0).write(batch)
                 return Head(n, found.entry_hash)
         return Head(0, self._chain.genesis)
@@ -135,6 +163,29 @@ class Follower:
         if entry is None:
             raise self._chain.broken(n, f"is missing, though {name} was made from it")
         return found if found.n == n and found.entry_hash == entry.hash else None
+
+    def verify(self, table: Table) -> None:
+        """Folds the whole log, where the table was filled from a checkpoint, and compares: its rows are whatever its writer said.
+
+        Raises:
+            BrokenLogError: it was not made from this log.
+            TableError: try again.
+        """
+        with table.batch() as batch:
+            origin, head, found = batch.get(_ORIGIN_KEY), RefTable(batch).head(), list(RefTable(batch).items())
+        if origin is None or head is None:
+            return
+        apart = MemoryTable()
+        for entries in self._chain.entries(0, self._chain.genesis, at_least=head.n):
+            self.fold(apart, [entry for entry in entries if entry.n <= head.n])
+            if entries[-1].n >= head.n:
+                break
+        if list(RefTable(apart).items()) != found:
+            name = checkpoint.checkpoint_name(self._prefix, int(origin))
+            raise BrokenLogError(f"{name} is not what the log says: it was damaged or forged; run `tsck fsck --repair`", object_id=name)
+        with table.batch() as batch:
+            if batch.get(_ORIGIN_KEY) == origin:
+                batch.delete(_ORIGIN_KEY)
 
     def write_checkpoint_if_due(self, table: Table, n: int, make_durable: Callable[[int], None]) -> None:
         """Writes one when reading the entries since the last has come to cost more. `make_durable` is called with its entry's number."""

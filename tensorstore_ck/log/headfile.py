@@ -1,4 +1,4 @@
-"""A small file in the user's state folder: the highest entry of one log that processes of this user have seen.
+"""A small file in the user's state folder: the highest entry of a store's log that processes of this user have seen.
 
 It is written without fsync, by an atomic rename; only a process that found what it expects replaces it. What cannot be read counts as
 lost: then nothing is known. Many ranks of a job may share the folder, over NFS.
@@ -31,13 +31,15 @@ class Known(NamedTuple):
     """When a person last accepted a log that had gone back or forked; 0: never."""
     dismissed_n: int = 0
     """The highest entry that was known then: caches of other hosts may still hold it, or one before it."""
+    log: str = "log"
+    """The prefix of the log."""
 
 
 class HeadFile:
-    """The file of one log."""
+    """The file of one store."""
 
     def __init__(self, folder: Path, key: str) -> None:
-        """`key` names the log: it is fit for a file name."""
+        """`key` names the store: it is fit for a file name."""
         self._folder = folder
         self._name = f"head-{key}.json"
 
@@ -124,7 +126,7 @@ def _require_own(found: os.stat_result, path: Path) -> None:
 
 def _encode(known: Known) -> bytes:
     head = known.head
-    body = {"n": head.n, "hash": head.hash.hex(), "accepted_ns": known.accepted_ns, "dismissed_n": known.dismissed_n}
+    body = {"n": head.n, "hash": head.hash.hex(), "accepted_ns": known.accepted_ns, "dismissed_n": known.dismissed_n, "log": known.log}
     return json.dumps(body).encode() + b"\n"
 
 
@@ -132,8 +134,12 @@ def _decode(data: bytes) -> Known | None:
     try:
         body = json.loads(data)
         n, accepted_ns, dismissed_n = (body[name] for name in ("n", "accepted_ns", "dismissed_n"))
-        digest = bytes.fromhex(body["hash"])
+        digest, log = bytes.fromhex(body["hash"]), body["log"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    is_sound = all(type(value) is int and value >= 0 for value in (n, accepted_ns, dismissed_n)) and len(digest) == DIGEST_BYTES
-    return Known(Head(n, Digest(digest)), accepted_ns, dismissed_n) if is_sound else None
+    is_sound = (
+        type(log) is str
+        and all(type(value) is int and value >= 0 for value in (n, accepted_ns, dismissed_n))
+        and len(digest) == DIGEST_BYTES
+    )
+    return Known(Head(n, Digest(digest)), accepted_ns, dismissed_n, log) if is_sound else None

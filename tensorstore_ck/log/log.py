@@ -69,10 +69,13 @@ class Log:
         on_swept: Callable[[Batch, Sequence[Ulid]], None] = lambda batch, packs: None,
         shared: bool = True,
         read_only: bool = False,
+        is_made_anew: bool = False,
         sleep: Callable[[float], object] = time.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
         """`shared` is false where `create` may overwrite, and one process alone writes. `read_only`: no checkpoints are written.
+
+        `is_made_anew`: it may begin where there is another log, as salvage's does.
 
         `watermark` is what is known of this log; without it, this object knows what it saw itself.
 
@@ -81,7 +84,7 @@ class Log:
         """
         self.chain = Chain(backend, uuid=uuid, prefix=prefix)
         self._watermark = watermark or Watermark(url=backend.url)
-        self._follower = Follower(backend, self.chain, self._watermark, prefix=prefix, on_swept=on_swept)
+        self._follower = Follower(backend, self.chain, self._watermark, prefix=prefix, on_swept=on_swept, may_begin=is_made_anew)
         self.table = FailoverTable(table, self._fill)
         """The host's cache, or the table in memory that takes its place."""
         self._backend = backend
@@ -134,6 +137,24 @@ class Log:
     def seen(self) -> Head | None:
         """The highest entry that this user is known to have seen; the log may not hold it any more."""
         return self._watermark.look()
+
+    def verify(self) -> None:
+        """As `sync`; what is known is then the fold of the log itself, and of no checkpoint: for whoever frees what it does not name.
+
+        Raises:
+            BrokenLogError: the log is damaged, or the checkpoint that this host began at was not made from it.
+        """
+        with self._lock:
+            for _ in range(_CACHE_TRIES):
+                with suppress(EmptiedError, TableError):
+                    self.sync()
+                    return self._follower.verify(self.table)
+            raise BackendUnavailableError("the cache of this host could not be compared with the log: try again", object_id="cache")
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it went back, was forked or replaced since this user has seen it, as of the last `sync`, and nobody has accepted that."""
+        return self._watermark.is_changed
 
     def close(self) -> None:
         """Notes how far the log was seen."""

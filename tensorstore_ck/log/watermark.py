@@ -29,17 +29,18 @@ class LogChangedWarning(UserWarning):
 
 
 class Watermark:
-    """What is known of one log. Whoever follows it calls `look` before and `check` after, and `appended` for own entries."""
+    """What is known of a store's log. Whoever follows it calls `look` before and `check` after, and `appended` for own entries."""
 
     def __init__(
         self,
         file: HeadFile | None = None,
         *,
+        log: str = "log",
         rollback: Rollback = "warn",
         url: str = "",
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`url` is told where the log has changed; `rollback` says whether that is an error.
+        """`log` is the prefix that store.json names; `url` is told where the log has changed; `rollback` says whether that is an error.
 
         Raises:
             InvalidOptionError: `rollback` is something else.
@@ -47,6 +48,7 @@ class Watermark:
         if rollback not in ROLLBACK:
             raise InvalidOptionError(f"rollback must be 'warn' or 'error', not {rollback!r}", object_id="rollback")
         self._file = file
+        self._log = log
         self._rollback = rollback
         self._url = url
         self._monotonic = monotonic
@@ -58,19 +60,32 @@ class Watermark:
         self._next_save = 0.0
         self._lost: Head | None = None
         """An entry that was seen, and that the log does not hold any more; nobody has accepted that yet."""
+        self._other_log: Known | None = None
+        """What was seen of another log of this store, in the place of which store.json names this one; nobody has accepted that yet."""
         self._told: Head | None = None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the log, or which one it is, has changed, and nobody has accepted that yet."""
+        return self._lost is not None or self._other_log is not None
 
     def look(self) -> Head | None:
         """What was seen. To be called before the log is read: else it may be an entry that came later."""
-        if self._file is None or (self._has_looked and self._lost is None):
+        if self._file is None or (self._has_looked and not self.is_changed):
             return self._head
         found = self._file.read()
         if not self._has_looked:
             self._has_looked, self._on_file = True, found
-            if found is not None and (self._head is None or found.head.n >= self._head.n):
+            if found is not None and found.log != self._log:
+                self._other_log = found
+            elif found is not None and (self._head is None or found.head.n >= self._head.n):
                 self._head = found.head
         elif found is not None and (self._on_file is None or found.accepted_ns != self._on_file.accepted_ns):
-            self._on_file, self._head, self._lost = found, found.head, None
+            self._on_file, self._lost, self._other_log = found, None, None
+            if found.log == self._log:
+                self._head = found.head
+            else:
+                self._other_log = found
         return self._head
 
     def missed(self, head: Head, name: str) -> bool:
@@ -79,7 +94,8 @@ class Watermark:
         Raises:
             LogChangedError: it is an error: told before the cache, which may be the only witness, is emptied.
         """
-        is_dismissed = self._on_file is not None and head.n <= self._on_file.dismissed_n
+        known = self._known
+        is_dismissed = known is not None and head.n <= known.dismissed_n
         if not is_dismissed and self._rollback == "error":
             self._lose(head, name, "is gone, or another one now")
         return not is_dismissed
@@ -97,7 +113,9 @@ class Watermark:
                 self._lost, self._head = None, head
             return
         self._lost, self._head = None, head
-        if not self._has_saved or (self._has_appended and self._monotonic() >= self._next_save):
+        if self._other_log is not None:
+            self._tell_other_log(self._other_log)
+        elif not self._has_saved or (self._has_appended and self._monotonic() >= self._next_save):
             self._save()
 
     def appended(self, head: Head) -> None:
@@ -105,12 +123,12 @@ class Watermark:
         self._has_appended = True
         if self._lost is None:
             self._head = head
-            if self._monotonic() >= self._next_save:
+            if self._other_log is None and self._monotonic() >= self._next_save:
                 self._save()
 
     def close(self) -> None:
         """Notes what this process appended."""
-        if self._has_appended and self._lost is None:
+        if self._has_appended and not self.is_changed:
             self._save()
 
     def accept(self, head: Head, now_ns: int) -> Head | None:
@@ -119,34 +137,38 @@ class Watermark:
         Raises:
             InvalidOptionError: the file cannot be written.
         """
-        lost = self._lost
+        lost = self._lost or (self._other_log.head if self._other_log is not None else None)
         if lost is None or self._file is None:
             return None
         before, why = self._on_file, "another process writes it"
         for _ in range(_ACCEPT_TRIES):
-            dismissed_n = max([lost.n, *((before.dismissed_n, before.head.n) if before is not None else ())])
-            new = Known(head, now_ns, dismissed_n)
+            dismissed = [0 if self._lost is None else self._lost.n]
+            if before is not None and before.log == self._log:
+                dismissed += [before.dismissed_n, before.head.n]
+            new = Known(head, now_ns, max(dismissed), self._log)
             try:
                 before = self._file.swap(before, new)
             except OSError as exc:
                 why = str(exc)
                 break
             if before == new:
-                self._on_file, self._head, self._lost = new, head, None
+                self._on_file, self._head, self._lost, self._other_log = new, head, None, None
                 return lost
             time.sleep(0.1)
         raise InvalidOptionError(f"{self._file.path} cannot be written ({why})", object_id="state_dir")
 
     def _save(self) -> None:
         """Notes the head, where it is higher. What another process noted meanwhile stays, and is checked at the next refresh."""
-        if self._file is None or self._head is None or self._head.n <= (self._on_file.head.n if self._on_file is not None else 0):
+        if self._file is None or self._head is None or self._head.n <= (self._known.head.n if self._known is not None else 0):
             self._has_saved = True
             return
         self._has_saved, self._next_save = True, self._monotonic() + SAVE_SECONDS
-        new = self._on_file._replace(head=self._head) if self._on_file is not None else Known(self._head)
+        new = self._with(self._head)
         with suppress(OSError):  # a home that is full, read-only or somebody else's: nothing is known, then
             found = self._file.swap(self._on_file, new)
-            if found is not None and found not in (self._on_file, new):
+            if found is not None and found.log != self._log:
+                self._other_log = found
+            elif found is not None and found not in (self._on_file, new):
                 self._head = found.head
             self._on_file = found
 
@@ -155,9 +177,10 @@ class Watermark:
         self._lost = head
         if self._head is None or head.n > self._head.n:
             self._head = head
-        if self._file is not None and head.n > (self._on_file.head.n if self._on_file is not None else 0):
+        is_higher = head.n > (self._known.head.n if self._known is not None else 0)
+        if self._file is not None and self._other_log is None and is_higher:
             with suppress(OSError):  # so that every command tells it
-                known = self._on_file._replace(head=head) if self._on_file is not None else Known(head)
+                known = self._with(head)
                 if self._file.swap(self._on_file, known) == known:
                     self._on_file = known
         where = shlex.quote(self._url)
@@ -166,8 +189,28 @@ class Watermark:
             f"of another one's files, look at what is there (`tsck log -s {where}`), and accept it with `tsck accept-log -s {where}`. "
             "If not, entries were destroyed or forged: restore them from a copy"
         )
+        self._tell(head, message, name)
+
+    def _tell_other_log(self, other: Known) -> None:
+        where = shlex.quote(self._url)
+        message = (
+            f"{self._url}: store.json names the log {self._log}, and this user has seen the log {other.log} of this store, up to entry "
+            f"{other.head.n}. If somebody ran `tsck salvage`, look at what is there (`tsck log -s {where}`), and accept it with "
+            f"`tsck accept-log -s {where}`. If not, store.json was replaced: restore it from a copy"
+        )
+        self._tell(other.head, message, "store.json")
+
+    def _tell(self, head: Head, message: str, object_id: str) -> None:
         if self._rollback == "error":
-            raise LogChangedError(message, object_id=name)
+            raise LogChangedError(message, object_id=object_id)
         if self._told != head:
             self._told = head
             warnings.warn(LogChangedWarning(message), stacklevel=2)
+
+    @property
+    def _known(self) -> Known | None:
+        """What the file holds of this log."""
+        return self._on_file if self._on_file is not None and self._on_file.log == self._log else None
+
+    def _with(self, head: Head) -> Known:
+        return self._known._replace(head=head) if self._known is not None else Known(head, log=self._log)

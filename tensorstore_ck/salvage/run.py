@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, cast
 from tensorstore_ck.backend import probe_create
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
-from tensorstore_ck.engine import Engine
+from tensorstore_ck.engine import Engine, current_actor
 from tensorstore_ck.envelope import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, DamageError, FormatVersionError, NotAStoreError, StoreError
 from tensorstore_ck.fsck.findings import require_reachable
@@ -24,9 +24,9 @@ from tensorstore_ck.fsck.logcheck import LogCheck, check_log
 from tensorstore_ck.fsck.packcheck import Listed, Packs
 from tensorstore_ck.fsck.snapshotcheck import check_snapshot
 from tensorstore_ck.fsck.stillengine import still_engine
-from tensorstore_ck.fsck.storeconfig import confirmed, logs_in
+from tensorstore_ck.fsck.storeconfig import confirmed, is_log_lost
 from tensorstore_ck.ids import Clock, Digest, IdSource, Ulid, new_ulid, parse_ulid, ulid_text
-from tensorstore_ck.log import Entry, ObjectKey, Op, RefTable, Relocation, SnapshotInfo, validate_ref_name
+from tensorstore_ck.log import Entry, Log, ObjectKey, Op, RefTable, Relocation, SnapshotInfo, logs_in, validate_ref_name
 from tensorstore_ck.opening import make_engine
 from tensorstore_ck.pack import pack_name
 from tensorstore_ck.parallel import cpu_threads, for_each
@@ -142,6 +142,9 @@ class _Salvage:
         except FormatVersionError as exc:
             raise FormatVersionError(f"{exc}; or, if it is just damaged, move it away and salvage again", object_id=CONFIG_NAME) from exc
         else:
+            if is_log_lost(self._backend, config):
+                self._problems.append(f"{CONFIG_NAME} names the log {config.log}, which is not there")
+                config = replace(config, log=logs_in(self._backend)[-1])
             return config, uuid.UUID(config.uuid).bytes
         logs = logs_in(self._backend)
         if not logs and next(iter(self._backend.list("snapshots/")), None) is None:
@@ -241,7 +244,17 @@ class _Salvage:
     def _write(self, config: StoreConfig, new: NewLog) -> None:
         """Writes the new log and checks what it folds to. Its entries have the times of the old ones."""
         now = [0]
-        log = make_engine(self._backend, config, MemoryTable(), clock=lambda: now[0], new_id=self._new_id, single_writer=True).log
+        log = Log(
+            self._backend,
+            MemoryTable(),
+            uuid=uuid.UUID(config.uuid).bytes,
+            prefix=config.log,
+            clock=lambda: now[0],
+            actor=current_actor(),
+            new_id=self._new_id,
+            shared=False,
+            is_made_anew=True,
+        )
         for now[0], ops in new.entries:
             log.append(lambda _, ops=ops: ops)  # type: ignore[misc]
         written = check_log(self._backend, prefix=config.log, uuid=uuid.UUID(config.uuid).bytes)

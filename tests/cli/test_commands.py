@@ -230,6 +230,7 @@ def test_salvage_makes_a_new_log(history: Tsck, tmp_path: Path) -> None:
     assert "2 snapshots, 1 branch and 1 tag" in done.out
     after = history("log", "--json", "--cache-dir", "fresh").json
     assert [row["root"] for row in after] == [row["root"] for row in before]
+    assert history("log", "--rollback", "error").code == 0  # who salvaged it has seen it
 
 
 def test_probe_tells_guarantees_and_speeds(history: Tsck) -> None:

@@ -103,7 +103,7 @@ def test_a_cold_start_reads_a_checkpoint_and_the_tail(table: Table) -> None:
     backend.calls.clear()
     cold = open_log(backend, table)
     assert cold.sync().n == 100
-    assert gets(backend) == [entry_name("log", n) for n in (64, *range(65, 102))]
+    assert gets(backend) == [entry_name("log", n) for n in (64, 1, *range(65, 102))]
     assert dump_of(cold) == dump_of(log)
 
 
@@ -384,7 +384,7 @@ def test_a_checkpoint_does_not_outlive_its_entry() -> None:
 def test_logs_of_another_prefix_have_checkpoints_of_their_own() -> None:
     backend = MemoryBackend()
     append_puts(open_log(backend), 64, "old")
-    log = open_log(backend, prefix="log-2")
+    log = open_log(backend, prefix="log-2", is_made_anew=True)
     append_puts(log, 65, "new")
     assert checkpoint_names(backend, "log-2-checkpoint/") == [64]
     again = open_log(backend, prefix="log-2")

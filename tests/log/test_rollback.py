@@ -12,14 +12,12 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
-from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import BrokenLogError, InvalidOptionError, LogChangedError
 from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import Head, HeadFile, Log, LogChangedWarning, Watermark
 from tensorstore_ck.log.entry import entry_name
 from tensorstore_ck.log.headfile import Known
-from tensorstore_ck.salvage import salvage
 from tests.log.scripted import append_puts, open_log
 
 KINDS = ["truncated", "forked", "forked and longer"]
@@ -212,12 +210,6 @@ def test_without_state_and_cache_nothing_is_known(host: Host) -> None:
     host.attack("forked")
     shutil.rmtree(host.state)
     shutil.rmtree(host.cache)
-    assert host.steps() == [6, 5, 4, 3, 2, 1]
-
-
-def test_a_log_that_salvage_made_is_another_one(host: Host) -> None:
-    (host.store / entry_name("log", 2)).unlink()
-    salvage(LocalBackend(str(host.store), sync=False))
     assert host.steps() == [6, 5, 4, 3, 2, 1]
 
 

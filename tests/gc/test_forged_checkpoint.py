@@ -1,0 +1,51 @@
+"""A checkpoint that a writer forged for a true entry: hosts without a cache believe it, but gc frees nothing by it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import tensorstore_ck as tsck
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.envelope import MAX_OBJECT_BYTES
+from tensorstore_ck.errors import BrokenLogError
+from tensorstore_ck.log import Entry, Op, RefTable, fold
+from tensorstore_ck.log.checkpoint import checkpoint_name, decode_checkpoint, dump, load
+from tensorstore_ck.table import MemoryTable
+from tests.gc.stores import AT_ONCE
+
+
+def open_on(host: Path) -> tsck.Store:
+    """On a host with a cache of its own."""
+    return tsck.open(host.parent / "ck", create=True, no_sync=True, cache_dir=host, state_dir=host)
+
+
+def test_gc_frees_nothing_by_it(tmp_path: Path) -> None:
+    with open_on(tmp_path / "mine") as store:
+        for step in range(3):
+            store.put_snapshot({"w": torch.full((5000,), float(step))}, ref="r", step=step, expect=tsck.ANY)
+        for number in range(70):
+            store.tag(f"t{number}", "r@1")
+    backend = LocalBackend(str(tmp_path / "ck"), sync=False)
+    (n,) = (int(path.name) for path in (tmp_path / "ck" / "checkpoint").iterdir())
+    true = decode_checkpoint(backend.get(checkpoint_name("log", n), max_bytes=MAX_OBJECT_BYTES), "true")
+    table = MemoryTable()
+    with table.batch() as batch:
+        load(batch, true)
+        ops = [Op.expire("r", None), Op.purge(n, "r"), *(Op.untag(tag, RefTable(batch)) for tag in RefTable(batch).tags())]
+        fold(Entry(n, true.entry_hash, bytes(16), 0, "", tuple(ops), true.entry_hash, 0), batch)
+        forged = dump(batch, n, true.entry_hash)
+    assert forged is not None
+    backend.replace(checkpoint_name("log", n), forged)
+    packs = sorted((tmp_path / "ck" / "packs").rglob("*"))
+    calls: list[Callable[[tsck.Store], object]] = [lambda store: store.gc(AT_ONCE), lambda store: store.tier()]
+    for call in calls:
+        with open_on(tmp_path / "cold") as store, pytest.raises(BrokenLogError, match=rf"checkpoint/0*{n} is not what the log says"):
+            call(store)
+    assert sorted((tmp_path / "ck" / "packs").rglob("*")) == packs
+    with open_on(tmp_path / "cold") as store:
+        assert store.repair().ok
+        store.gc(AT_ONCE)
+    with open_on(tmp_path / "mine") as store:
+        assert [found.step for found in store.log("r")] == [2, 1, 0]
