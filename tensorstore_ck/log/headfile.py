@@ -8,6 +8,7 @@ import json
 import os
 import stat
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,10 @@ _MAX_BYTES: Final = 1024
 _ABANDONED_SECONDS: Final = 60
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a planted FIFO must not block us
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class NotOwnError(PermissionError):
+    """Another user of the host may have written what lies there."""
 
 
 class Known(NamedTuple):
@@ -49,9 +54,14 @@ class HeadFile:
         return self._folder / self._name
 
     def read(self) -> Known | None:
-        """What it holds; None where there is none, it is damaged, or others could have written it."""
-        with suppress(OSError), self._opened(make=False) as folder:
-            return self._read(folder)
+        """What it holds; None where there is none, it is damaged, or others could have written it, of which this warns."""
+        try:
+            with self._opened(make=False) as folder:
+                return self._read(folder)
+        except NotOwnError as exc:
+            warnings.warn(f"{exc}: until then a log that goes back or forks is not noticed on this host", stacklevel=2)
+        except OSError:
+            pass
         return None
 
     def swap(self, old: Known | None, new: Known) -> Known | None:
@@ -119,9 +129,9 @@ class HeadFile:
 
 def _require_own(found: os.stat_result, path: Path) -> None:
     if found.st_uid != os.getuid():
-        raise PermissionError(f"{path} is not owned by user {os.getuid()}")
+        raise NotOwnError(f"{path} is not owned by user {os.getuid()}: name another folder with state_dir= or --state-dir")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"{path} can be written by others; chmod go-w it")
+        raise NotOwnError(f"{path} can be written by others: `chmod go-w` it")
 
 
 def _encode(known: Known) -> bytes:

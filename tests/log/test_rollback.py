@@ -296,8 +296,11 @@ def test_what_others_could_have_written_counts_for_nothing_and_stops_no_put(host
     before = elsewhere.read_bytes() if elsewhere.is_file() else None
     host.attack("forked")
     shutil.rmtree(host.cache)
-    host.put(7, rollback="error")
-    assert host.steps(rollback="error")[0] == 7
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        host.put(7, rollback="error")
+        assert host.steps(rollback="error")[0] == 7
+    assert any("is not noticed on this host" in str(each.message) for each in said) == (plant in (open_folder, open_file))
     assert before is None or elsewhere.read_bytes() == before
 
 
