@@ -4,7 +4,7 @@ A source is trusted no more than a store is: with names that only these can be, 
 and with a manifest of its own rank alone. What is offered and cannot be kept is refused, and the next source is listened to.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from tensorstore_ck.backend.names import check_name
@@ -63,8 +63,14 @@ class Keeping:
         self._link.send_record(source, BACK, {"wanted": list(wanted)})
         lengths = stream_lengths(list(wanted.values()), manifest_bytes, self._piece_bytes)
         pieces = PieceReceiver(self._link, source, self._buffers, lengths)
+        go_on = exchange.go_on_for(source, sum(lengths))
         try:
-            is_complete = self._keep_files(source, pieces, wanted, manifest_bytes, exchange)
+            key = manifest_key(exchange.txn, source)
+            for name, size in wanted.items():
+                self._keep_object(self._verified(pieces, name, size, go_on), name)
+                self._kept.add(name, size)
+            manifest = b"".join(map(bytes, self._verified(pieces, key, manifest_bytes, go_on)))
+            is_complete = self._kept.complete(exchange.txn, key, manifest)
         except GivenUpError:
             return False
         except StoppedError:
@@ -78,15 +84,7 @@ class Keeping:
         pieces.finish()
         return is_complete
 
-    def _keep_files(self, source: int, pieces: PieceReceiver, wanted: Mapping[str, int], manifest_bytes: int, exchange: Exchange) -> bool:
-        for name, size in wanted.items():
-            self._keep_object(self._verified(pieces, name, size, exchange), name)
-            self._kept.add(name, size)
-        key = manifest_key(exchange.txn, source)
-        manifest = b"".join(map(bytes, self._verified(pieces, key, manifest_bytes, exchange)))
-        return self._kept.complete(exchange.txn, key, manifest)
-
-    def _verified(self, pieces: PieceReceiver, name: str, size_bytes: int, exchange: Exchange) -> Iterator[memoryview]:
+    def _verified(self, pieces: PieceReceiver, name: str, size_bytes: int, go_on: Callable[[], None]) -> Iterator[memoryview]:
         for _ in piece_lengths(size_bytes, self._piece_bytes):
             try:
                 piece = pieces.next()
@@ -94,7 +92,7 @@ class Keeping:
                 raise CorruptObjectError(
                     f"{name} was damaged on the way, or another process sent it: its bytes are not those that were sent", object_id=name
                 ) from exc
-            exchange.go_on()
+            go_on()
             yield piece
 
     def _keep_object(self, pieces: Iterator[memoryview], name: str) -> None:

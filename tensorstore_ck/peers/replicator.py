@@ -1,11 +1,12 @@
 """Sends a rank's staged files to other hosts and keeps those of others, both at the same time, once per put.
 
 The sender offers names and sizes; the receiver says which it takes, or why none; then the files follow in pieces, and
-the manifest last. What one rank cannot read or write costs that copy alone; a rank that is gone or too slow ends it for good. What is
-staged waits for it before it is published; no put fails because of it.
+the manifest last. What one rank cannot read or write costs that copy alone, as does a copy that takes too long as a whole; a rank
+that is gone, or silent for too long, ends it for good. What is staged waits for it before it is published; no put fails because of it.
 """
 
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -24,7 +25,16 @@ from tensorstore_ck.tiers import StagingFolder
 class Replicator:
     """One rank's side. All ranks of a group make theirs with the same hosts and copies; the link serves it alone."""
 
-    def __init__(self, link: Link, folder: StagingFolder, hosts: Sequence[bytes], copies: int, *, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(
+        self,
+        link: Link,
+        folder: StagingFolder,
+        hosts: Sequence[bytes],
+        copies: int,
+        *,
+        piece_bytes: int = PIECE_BYTES,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         """See `connect`.
 
         Args:
@@ -33,8 +43,10 @@ class Replicator:
             hosts: The host of each rank.
             copies: On how many other hosts each file is kept.
             piece_bytes: Of which four are in memory, two on their way out and two on their way in.
+            monotonic: The clock by which a copy is too slow.
         """
         self._link = link
+        self._monotonic = monotonic
         self._kept = Kept(folder)
         targets, sources = targets_of(link.rank, hosts, copies), sources_of(link.rank, hosts, copies)
         self._sending = Sending(link, folder, targets, piece_bytes)
@@ -77,7 +89,7 @@ class Replicator:
         """
         if self.is_broken:
             return []
-        exchange = Exchange(txn, manifest, names, stop, on_bytes, warn)
+        exchange = Exchange(txn, manifest, names, stop, on_bytes, warn, self._link.timeout_seconds, self._monotonic)
         errors: list[BaseException] = []
         keys: list[str] = []
 

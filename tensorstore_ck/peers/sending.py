@@ -77,10 +77,11 @@ class Sending:
         def copy_manifest(offset: int, room: memoryview) -> None:
             room[:] = exchange.manifest[offset : offset + len(room)]
 
+        go_on = exchange.go_on_for(target, sum(lengths))
         try:
             for file in files:
-                self._send_object(pieces, file.size_bytes, file.read_into, exchange)
-            self._send_object(pieces, len(exchange.manifest), copy_manifest, exchange)
+                self._send_object(pieces, file.size_bytes, file.read_into, go_on, exchange.on_bytes)
+            self._send_object(pieces, len(exchange.manifest), copy_manifest, go_on, exchange.on_bytes)
             pieces.finish()
         except StoppedError:
             pieces.give_up()
@@ -88,11 +89,18 @@ class Sending:
             pieces.give_up()
             raise
 
-    def _send_object(self, pieces: PieceSender, size_bytes: int, read_into: Callable[[int, memoryview], None], exchange: Exchange) -> None:
+    def _send_object(
+        self,
+        pieces: PieceSender,
+        size_bytes: int,
+        read_into: Callable[[int, memoryview], None],
+        go_on: Callable[[], None],
+        on_bytes: Callable[[int], object],
+    ) -> None:
         offset = 0
         for length in piece_lengths(size_bytes, self._piece_bytes):
-            exchange.go_on()
+            go_on()
             read_into(offset, pieces.room())
             offset += length
             pieces.send()
-            exchange.on_bytes(length)
+            on_bytes(length)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,6 +100,7 @@ def side(
     capacity_bytes: int = CAPACITY_BYTES,
     piece_bytes: int = PIECE_BYTES,
     answer_seconds: float = TIMEOUT_SECONDS,
+    monotonic: Callable[[], float] = time.monotonic,
 ) -> Side:
     """This process's; `hosts` are the numbers of the ranks' hosts, `damage` is what `DamagingGroup` takes."""
     for host in hosts:
@@ -108,7 +110,7 @@ def side(
     gloo = link.gloo if damage is None else DamagingGroup(link.gloo, *damage)
     link = Link(gloo, link.ranks, link.rank, link.key, answer_seconds)
     folder = folder_at(base, hosts[link.rank], capacity_bytes)
-    return Side(link.rank, folder, Replicator(link, folder, keys, copies, piece_bytes=piece_bytes))
+    return Side(link.rank, folder, Replicator(link, folder, keys, copies, piece_bytes=piece_bytes, monotonic=monotonic))
 
 
 class DamagingGroup:

@@ -1,8 +1,10 @@
 """What goes wrong on one rank costs a copy, and is said; a rank that is lost ends the copying; half a copy never counts."""
 
+import itertools
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.queues import Queue
@@ -60,6 +62,25 @@ def test_a_host_without_room_keeps_no_copy_and_the_others_do(pool: Pool, tmp_pat
     assert not said_1
     assert not said_2
     assert (later_0, later_1, later_2) == ([_key(2, 2)], [_key(0, 2)], [_key(1, 2)])
+
+
+def _slow(base: str) -> tuple[list[str], list[str], list[str]]:
+    hours = itertools.count(step=3600.0)
+    own = side(base, (0, 1, 2), 1, monotonic=hours.__next__ if dist.get_rank() == 1 else time.monotonic)
+    first = own.exchange(1, own.stage())
+    said = list(own.warnings)
+    return first, said, own.exchange(2, [])
+
+
+def test_a_copy_that_takes_too_long_is_given_up_and_the_others_are_not(pool: Pool, tmp_path: Path) -> None:
+    """Each piece came in time; rank 1 keeps what rank 0 has, rank 2 what rank 1 has, and rank 0 what rank 2 has."""
+    answers = pool.run(_slow, str(tmp_path), ranks=3)
+    assert [keys for keys, _, _ in answers] == [[_key(2)], [], []]
+    said_0, said_1, said_2 = (said for _, said, _ in answers)
+    assert "rank 1 keeps no copy of" in said_0[0]
+    assert any("rank 1 keeps no copy of" in each and " s between this rank and rank 0" in each for each in said_1)
+    assert any("rank 2 keeps no copy of" in each and " s between this rank and rank 2" in each for each in said_1)
+    assert not said_2
 
 
 def _damaged(base: str, number: int) -> tuple[list[str], list[str], list[str]]:
