@@ -66,7 +66,8 @@ class PrivateFolder:
             return
         except FileNotFoundError:
             self.make_folders(os.path.dirname(folder) or ".")
-            os.mkdir(folder, FOLDER_MODE, dir_fd=fd)
+            with contextlib.suppress(FileExistsError):  # another thread or rank made it meanwhile
+                os.mkdir(folder, FOLDER_MODE, dir_fd=fd)
 
     def open_nameless(self, folder: str = ".") -> int:
         """A new file that nobody finds, and that is gone when it is closed."""
