@@ -82,14 +82,20 @@ class Database:
 
         Raises:
             NotFoundError: there is no such file.
+            CorruptObjectError: the file is damaged.
         """
         if not self.exists():
             raise self.missing()
-        with self._told(), self._engine.connect() as connection:
+        try:
+            with self._told(), self._engine.connect() as connection:
+                if not self.is_sqlite:
+                    connection = connection.execution_options(isolation_level="REPEATABLE READ")
+                with connection.begin():
+                    yield connection
+        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
             if not self.is_sqlite:
-                connection = connection.execution_options(isolation_level="REPEATABLE READ")
-            with connection.begin():
-                yield connection
+                raise
+            raise self._damaged() from error  # SQLite gives what a file holds, whatever the table's columns are
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:

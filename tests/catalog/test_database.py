@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,18 @@ def test_a_file_whose_tables_are_no_text(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b"CREATE TABLE", b"CREATE \x9eABLE", 1))
     with Catalog(file) as catalog, pytest.raises(CorruptObjectError, match="a damaged one"):
         catalog.find()
+
+
+def test_a_file_whose_words_are_none(tmp_path: Path) -> None:
+    """SQLite holds anything in any column."""
+    file, store = tmp_path / "x.sqlite", open_store()
+    store.put_snapshot(state(1), ref="job", step=1, metrics={"loss": 1.0})
+    with Catalog(file) as catalog:
+        catalog.sync(store)
+    with closing(sqlite3.connect(file)) as connection, connection:
+        connection.execute("UPDATE metrics SET name = x'00ff'")
+    with Catalog(file) as catalog, pytest.raises(CorruptObjectError, match="a damaged one"):
+        catalog.find("accuracy > 1")
 
 
 def test_a_database_that_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
