@@ -18,8 +18,7 @@ line without control characters.
 from collections.abc import Mapping
 from typing import ClassVar, Final, Literal
 
-from tensorstore_ck.oneline import one_line
-from tensorstore_ck.redaction import redacted
+from tensorstore_ck.redaction import one_line, redacted
 
 Retry = Literal["same", "after_resume", "after_reopen", "never"]
 

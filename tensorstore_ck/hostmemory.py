@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from tensorstore_ck.errors import NoSpaceError
-from tensorstore_ck.sizes import human_bytes
+from tensorstore_ck.units import human_bytes
 
 SHARE: Final = 0.75
 """Of what is free: the rest is left to what the training still allocates."""

@@ -12,7 +12,6 @@ from tensorstore_ck import forgetting
 from tensorstore_ck.address import Resolved, resolve
 from tensorstore_ck.closure import revive
 from tensorstore_ck.codec import require_strong
-from tensorstore_ck.durations import parse_seconds
 from tensorstore_ck.engine import Engine, current_user
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.ids import Digest
@@ -20,6 +19,7 @@ from tensorstore_ck.log import Op, RefTable, SnapshotInfo, validate_ref_name
 from tensorstore_ck.record import check_metrics
 from tensorstore_ck.seen import Seen
 from tensorstore_ck.snapshot import PinnedSnapshot, Snapshot, pinned_snapshots, pinned_with_root
+from tensorstore_ck.units import parse_seconds
 
 if TYPE_CHECKING:
     from tensorstore_ck.forgetting import Forgotten

@@ -13,8 +13,8 @@ from typing import Final, Protocol, Self, TextIO
 
 from tensorstore_ck.events import Event, Observed, event_text
 from tensorstore_ck.metering import Progress
-from tensorstore_ck.oneline import one_line
-from tensorstore_ck.sizes import human_bytes
+from tensorstore_ck.redaction import one_line
+from tensorstore_ck.units import human_bytes
 
 PERIOD_SECONDS: Final = 0.2
 STOP_SECONDS: Final = 1.0

@@ -11,8 +11,6 @@ from contextlib import suppress
 from typing import Any, Final
 from urllib.parse import quote, quote_plus, urlsplit
 
-from tensorstore_ck.oneline import one_line
-
 HIDDEN: Final = "***"
 SECRET_NAME: Final = re.compile(
     r"^(?!signature_version$)(?:sig$|.*(?:key|secret|token|passw|passphrase|pwd|credential|signature|sas|connection_string|auth|cookie))",
@@ -39,6 +37,11 @@ _SIGNED: Final = re.compile(
     re.IGNORECASE,
 )
 _SEPARATORS: Final = re.compile(r":/|%3A|X-Amz|X-Goog|sig=|AccountKey=|SharedAccessSignature=", re.IGNORECASE)
+
+
+def one_line(text: str) -> str:
+    """`text` without control, bidi and line-separating characters, such as names in a snapshot or a server's error could have."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def _patterns(any_char: str, any_value: str, whole: str) -> tuple[re.Pattern[str], ...]:

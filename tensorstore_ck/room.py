@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, Self
 
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, PermissionDeniedError
-from tensorstore_ck.sizes import human_bytes, parse_bytes
+from tensorstore_ck.units import human_bytes, parse_bytes
 
 _PERCENT: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*%")
 _NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT}

@@ -8,7 +8,7 @@ from typing import Any
 from tensorstore_ck.errors import SnapshotMarkedBadError
 from tensorstore_ck.ids import Ulid, ulid_text
 from tensorstore_ck.log import RefTable, SnapshotInfo
-from tensorstore_ck.oneline import one_line
+from tensorstore_ck.redaction import one_line
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from itertools import takewhile
 from typing import Final
 
 from tensorstore_ck.closure import revive
-from tensorstore_ck.durations import parse_seconds
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import BackendUnavailableError, NotFoundError, SnapshotExpiredError
 from tensorstore_ck.ids import ulid_text
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.snapshot import pinned_with_root
+from tensorstore_ck.units import parse_seconds
 
 POLL_SECONDS: Final = 2.0
 PIN_SECONDS: Final = 86_400.0

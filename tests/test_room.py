@@ -10,7 +10,7 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, PermissionDeniedError, StoreError
 from tensorstore_ck.room import MinFree, Space, require_room, writing_to
-from tensorstore_ck.sizes import parse_bytes
+from tensorstore_ck.units import parse_bytes
 
 GIB = 1 << 30
 

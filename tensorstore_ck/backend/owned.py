@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from tensorstore_ck.errors import PermissionDeniedError
-from tensorstore_ck.oneline import one_line
+from tensorstore_ck.redaction import one_line
 
 FOLDER_MODE: Final = 0o700
 FILE_MODE: Final = 0o600

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from tensorstore_ck.cadence.expressions import condition
-from tensorstore_ck.durations import parse_seconds
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.intervals import DEFAULT_MTBF_SECONDS, Costs, best, require_costs
+from tensorstore_ck.units import parse_seconds
 
 FIRST_SECONDS: Final = 600.0
 """Of `auto`, until something was measured."""

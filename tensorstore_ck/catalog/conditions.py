@@ -13,10 +13,9 @@ from sqlalchemy import BigInteger, ColumnElement, Double, Select, Table, Text, a
 from tensorstore_ck.catalog.grammar import Name, Node, Test, Value
 from tensorstore_ck.catalog.schema import metrics, pins, snapshots, stores, tags
 from tensorstore_ck.catalog.standing import STATES
-from tensorstore_ck.durations import parse_seconds
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log.ops import MARKS
-from tensorstore_ck.sizes import parse_bytes
+from tensorstore_ck.units import parse_bytes, parse_seconds
 
 Condition = ColumnElement[bool]
 IsRare = Callable[[Select[Any]], bool]

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from tensorstore_ck.cli.options import StoreChoice, command, json_option, store_options
 from tensorstore_ck.cli.output import counted, emit, indented, iso_time, printable, red, say, short_number, short_root, table
 from tensorstore_ck.errors import FormatVersionError, StoreError
-from tensorstore_ck.sizes import human_bytes
+from tensorstore_ck.units import human_bytes
 
 if TYPE_CHECKING:
     from tensorstore_ck.catalog import Catalog, CatalogJob, CatalogStore, Found, SyncOutcome, SyncReport

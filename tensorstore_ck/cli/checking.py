@@ -18,7 +18,7 @@ from tensorstore_ck.executor import DaskCluster
 from tensorstore_ck.fsck import FsckOptions, RepairReport, abort_stale_uploads, run_fsck, run_repair
 from tensorstore_ck.fsck.findings import Finding, FsckReport
 from tensorstore_ck.fsck.storeconfig import find_config, is_of_log
-from tensorstore_ck.sizes import human_bytes
+from tensorstore_ck.units import human_bytes
 
 
 @command(

@@ -12,7 +12,7 @@ from tensorstore_ck.copying import CopyReport, Pace, copy_refs
 from tensorstore_ck.errors import RetryableError
 from tensorstore_ck.executor import DaskCluster
 from tensorstore_ck.log import Rollback
-from tensorstore_ck.sizes import human_bytes
+from tensorstore_ck.units import human_bytes
 
 
 @command(

@@ -8,7 +8,7 @@ import click
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import counted, emit, printable, snapshot_line
 from tensorstore_ck.cli.progress import Bar
-from tensorstore_ck.sizes import human_bytes
+from tensorstore_ck.units import human_bytes
 
 if TYPE_CHECKING:
     from tensorstore_ck.exporting import ExportReport

@@ -20,8 +20,8 @@ from tensorstore_ck.cli.output import (
     table,
 )
 from tensorstore_ck.inspection import SnapshotDiff
-from tensorstore_ck.sizes import human_bytes
 from tensorstore_ck.snapshot import GroupCost, SnapshotDetails
+from tensorstore_ck.units import human_bytes
 
 MAX_SHOWN: Final = 40
 NO_SNAPSHOTS: Final = "no snapshots yet: `tsck put FILE --ref NAME` makes one"

@@ -11,7 +11,7 @@ from tensorstore_ck.cli.options import STORE_VARIABLE, StoreChoice
 from tensorstore_ck.cli.output import counted, emit, metrics_text, printable, put_sizes, snapshot_line, table
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.codec import CodecName
-from tensorstore_ck.sizes import human_bytes
+from tensorstore_ck.units import human_bytes
 
 if TYPE_CHECKING:
     from tensorstore_ck.importing import ImportedStep, PlannedImport

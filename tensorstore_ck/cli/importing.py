@@ -10,7 +10,7 @@ from tensorstore_ck.cli.options import StoreChoice, codec_option, command, named
 from tensorstore_ck.cli.output import counted, emit, printable, put_sizes, snapshot_line
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.codec import CodecName
-from tensorstore_ck.sizes import human_bytes
+from tensorstore_ck.units import human_bytes
 
 if TYPE_CHECKING:
     from tensorstore_ck.importing import Contents

@@ -11,8 +11,8 @@ from tensorstore_ck.cli.progress import Phases
 from tensorstore_ck.cli.space import space_lines
 from tensorstore_ck.forgetting import Forgotten
 from tensorstore_ck.gc import GcOptions, GcReport
-from tensorstore_ck.sizes import human_bytes
 from tensorstore_ck.snapshot import PinnedSnapshot, Snapshot
+from tensorstore_ck.units import human_bytes
 
 MAX_SHOWN = 40
 

@@ -17,7 +17,7 @@ from tensorstore_ck.log import Head, LogChangedWarning
 from tensorstore_ck.opening import init_store
 from tensorstore_ck.salvage import Salvaged, SalvageReport
 from tensorstore_ck.salvage import salvage as run_salvage
-from tensorstore_ck.sizes import human_bytes
+from tensorstore_ck.units import human_bytes
 
 
 @command("Make an empty store.", "tsck init ./ckpt", "tsck init s3://bucket/ckpt --storage-option endpoint_url=https://...")

@@ -22,17 +22,16 @@ from tensorstore_ck.cli.hints import COMPLETE, complete, store_arguments
 from tensorstore_ck.cli.progress import Bar, CountingBackend
 from tensorstore_ck.codec import CodecName
 from tensorstore_ck.config import CONFIG_NAME, StoreConfig
-from tensorstore_ck.durations import parse_seconds
 from tensorstore_ck.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, NotAStoreError, StoreError
 from tensorstore_ck.log import ROLLBACK, Rollback
 from tensorstore_ck.opening import open_engine
 from tensorstore_ck.readonlystore import ReadOnlyStore
-from tensorstore_ck.sizes import parse_bytes
 from tensorstore_ck.store import Store
 from tensorstore_ck.tiers.allowed import as_places
 from tensorstore_ck.tiers.placed import PlacedBackend
 from tensorstore_ck.tiers.places import PlaceOpener
+from tensorstore_ck.units import parse_bytes, parse_seconds
 
 STORE_VARIABLE: Final = "TSCK_STORE"
 CACHE_VARIABLE: Final = "TSCK_CACHE_DIR"

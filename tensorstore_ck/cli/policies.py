@@ -11,8 +11,8 @@ from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import counted, emit, indented, printable, short_root, table
 from tensorstore_ck.retaining import RetentionReport
 from tensorstore_ck.retention import Policy
-from tensorstore_ck.sizes import human_bytes
 from tensorstore_ck.tiers.allowed import can_allow, is_allowed
+from tensorstore_ck.units import human_bytes
 
 RULES: Final = "keep_last=5 keep_best=3:val_loss:min keep_every=1000 keep_every_seconds=6h keep_steps=1000,5000 keep_first=yes"
 MAX_SHOWN: Final = 60

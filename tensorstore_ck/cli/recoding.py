@@ -9,7 +9,7 @@ from tensorstore_ck.cli.options import StoreChoice, command, rate_option, second
 from tensorstore_ck.cli.output import counted, emit, indented, printable, table
 from tensorstore_ck.cli.progress import Phases
 from tensorstore_ck.gc.recode import RecodeReport
-from tensorstore_ck.sizes import human_bytes
+from tensorstore_ck.units import human_bytes
 
 MAX_SHOWN = 40
 

@@ -22,7 +22,6 @@ from tensorstore_ck.saving.course import Course
 from tensorstore_ck.saving.handle import Handle
 from tensorstore_ck.saving.resumed import resume_here, sweep
 from tensorstore_ck.seen import Seen
-from tensorstore_ck.sizes import human_bytes
 from tensorstore_ck.snapshot import Snapshot
 from tensorstore_ck.staging.listing import StagedPut, list_staged
 from tensorstore_ck.staging.manifest import Manifest
@@ -30,6 +29,7 @@ from tensorstore_ck.staging.publish import drop
 from tensorstore_ck.staging.verify import verify_staged
 from tensorstore_ck.tiers import Staging, StagingFolder
 from tensorstore_ck.tiers.takeover import taken_over
+from tensorstore_ck.units import human_bytes
 
 
 @command(

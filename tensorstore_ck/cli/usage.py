@@ -9,7 +9,7 @@ from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import emit, printable, short_root, table
 from tensorstore_ck.cli.space import space_lines
 from tensorstore_ck.gc.usage import CodecUsage, PackUsage, SnapshotUsage, Usage
-from tensorstore_ck.sizes import human_bytes
+from tensorstore_ck.units import human_bytes
 
 SIZES: Final = ("LOGICAL", "UNIQUE", "STORED", "SHARED", "EXCLUSIVE")
 MAX_PACKS: Final = 40

@@ -7,7 +7,7 @@ from typing import Final
 from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.ids import Ulid
 from tensorstore_ck.peers.pieces import piece_lengths
-from tensorstore_ck.sizes import human_bytes
+from tensorstore_ck.units import human_bytes
 
 SLOWEST_BYTES_PER_SECOND: Final = 16 << 20
 """A copy that comes more slowly is given up, as what is staged waits for it: a tenth of what a rank has of a slow network."""

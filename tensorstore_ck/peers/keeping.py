@@ -10,15 +10,15 @@ from itertools import chain
 from tensorstore_ck.backend.names import check_name
 from tensorstore_ck.envelope import Body, take, take_count
 from tensorstore_ck.errors import CorruptObjectError, StoreError
-from tensorstore_ck.oneline import one_line
 from tensorstore_ck.peers.exchange import Exchange, StoppedError, stream_lengths
 from tensorstore_ck.peers.kept import Kept
 from tensorstore_ck.peers.link import BACK, FORTH, Link, PeerNonsenseError
 from tensorstore_ck.peers.pieces import ForgedPieceError, GivenUpError, PieceReceiver, make_buffers, piece_lengths
-from tensorstore_ck.sizes import human_bytes
+from tensorstore_ck.redaction import one_line
 from tensorstore_ck.staging.manifest import STAGED_FOLDERS, manifest_key
 from tensorstore_ck.tiers import StagingFolder
 from tensorstore_ck.tiers.folder import MAX_MANIFEST_BYTES
+from tensorstore_ck.units import human_bytes
 
 
 class Keeping:

@@ -9,13 +9,13 @@ from contextlib import ExitStack, closing
 from typing import Final
 
 from tensorstore_ck.errors import MissingObjectError, StoreError
-from tensorstore_ck.oneline import one_line
 from tensorstore_ck.peers.exchange import Exchange, StoppedError, stream_lengths
 from tensorstore_ck.peers.link import BACK, FORTH, Link
 from tensorstore_ck.peers.pieces import PieceSender, RefusedError, make_buffers, piece_lengths
-from tensorstore_ck.sizes import human_bytes
+from tensorstore_ck.redaction import one_line
 from tensorstore_ck.tiers import StagingFolder
 from tensorstore_ck.tiers.folder import UnsentFile
+from tensorstore_ck.units import human_bytes
 
 _REASON_CHARS: Final = 500
 

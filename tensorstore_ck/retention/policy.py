@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple, Self
 
-from tensorstore_ck.durations import parse_seconds
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.sizes import human_bytes, parse_bytes
 from tensorstore_ck.tiers.places import check_place
+from tensorstore_ck.units import human_bytes, parse_bytes, parse_seconds
 
 MAX_COUNT: Final = 1 << 53
 MAX_STEPS: Final = 1000

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from tensorstore_ck.errors import NoSpaceError, WaitTimeoutError
 from tensorstore_ck.saving.item import Item
-from tensorstore_ck.sizes import human_bytes
+from tensorstore_ck.units import human_bytes
 
 if TYPE_CHECKING:
     from tensorstore_ck.state.arena import Arena, Slot

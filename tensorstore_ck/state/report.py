@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tensorstore_ck.errors import MismatchError
-from tensorstore_ck.oneline import one_line
+from tensorstore_ck.redaction import one_line
 from tensorstore_ck.state.select import listed
 
 

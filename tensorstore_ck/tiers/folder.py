@@ -27,11 +27,11 @@ from tensorstore_ck.backend.oserrors import os_errors
 from tensorstore_ck.backend.privatefolder import PrivateFolder
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MissingObjectError, NoSpaceError
 from tensorstore_ck.room import Space, writing_to
-from tensorstore_ck.sizes import human_bytes
 from tensorstore_ck.table.opening import NETWORK_FILESYSTEM, filesystem_of
 from tensorstore_ck.tiers.copies import Copies, FileUse, files_below
 from tensorstore_ck.tiers.journal import JournalEntry, UploadJournal
 from tensorstore_ck.tiers.lease import Lease
+from tensorstore_ck.units import human_bytes
 
 MAX_MANIFEST_BYTES: Final = 256 << 20
 USERS: Final = "users"

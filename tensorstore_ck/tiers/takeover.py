@@ -16,7 +16,7 @@ from typing import Final
 from tensorstore_ck.backend.oserrors import os_errors
 from tensorstore_ck.backend.owned import closed_folders, open_own_folder, scan
 from tensorstore_ck.errors import InvalidOptionError, PermissionDeniedError
-from tensorstore_ck.oneline import one_line
+from tensorstore_ck.redaction import one_line
 from tensorstore_ck.tiers.folder import USERS
 
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -1,0 +1,58 @@
+"""Times and sizes as people write and read them.
+
+Times: ``90s``, ``10m``, ``1h``, ``30d``, ``2w``. Sizes: ``50GB`` is 50 * 10**9, ``1.5GiB`` is 1.5 * 2**30; 1536 is written ``1.5 KiB``.
+"""
+
+import re
+from datetime import timedelta
+from typing import Final
+
+from tensorstore_ck.errors import InvalidOptionError
+
+MAX_SECONDS: Final = 1e11
+"""More than 3,000 years."""
+_TIME_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([smhdw])")
+_SIZE_UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgtp])(i?))?b?", re.IGNORECASE)
+
+
+def parse_seconds(value: object, what: str) -> float:
+    """The seconds that a text, a number of seconds or a `timedelta` stands for.
+
+    Raises:
+        InvalidOptionError: it stands for none.
+    """
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is not None:
+        value = float(match[1]) * _TIME_UNITS[match[2]]
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_SECONDS:
+        return float(value)
+    raise InvalidOptionError(f"{what} must be a length of time like 90s, 10m, 1h or 30d, not {value!r}", object_id=what)
+
+
+def parse_bytes(value: object, what: str) -> int:
+    """The bytes that a text or a number of bytes stands for.
+
+    Raises:
+        InvalidOptionError: it stands for none.
+    """
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())) is not None:
+        return int(float(match[1]) * (1024 if match[3] else 1000) ** (" kmgtp".index((match[2] or " ").lower())))
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise InvalidOptionError(f"{what} must be a size like 500MB, 10GB or 1.5GiB, not {value!r}", object_id=what)
+
+
+def human_bytes(count: int) -> str:
+    """1536 -> ``1.5 KiB``."""
+    if abs(count) < 1024:
+        return f"{count} B"
+    size = float(count)
+    for unit in _SIZE_UNITS:
+        size /= 1024
+        if abs(size) < 1023.95 or unit == _SIZE_UNITS[-1]:
+            break
+    return f"{size:.1f} {unit}"
