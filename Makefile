@@ -13,7 +13,7 @@ EXTRAS := s3,safetensors,dask,otel,plot,postgres
 
 demo: $(INSTALLED)
 	rm -rf .demo
-	$(BIN)/python -m tensorstore_ck.demo --folder .demo
+	$(BIN)/python -m examples.demo --folder .demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
@@ -41,7 +41,7 @@ lint: $(INSTALLED)
 clean:
 	rm -rf .venv $(NEWEST) .demo
 
-$(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard tensorstore_ck/codec/*.c)
+$(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard tensorstore_ck/format/codec/*.c)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]' --group dev

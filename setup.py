@@ -5,8 +5,8 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension(
-            "tensorstore_ck.codec._kernel",
-            ["tensorstore_ck/codec/_kernel.c"],
+            "tensorstore_ck.format.codec._kernel",
+            ["tensorstore_ck/format/codec/_kernel.c"],
             define_macros=[("Py_LIMITED_API", "0x030b0000")],
             py_limited_api=True,
             optional=True,

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from benches._model import make_layout
-from tensorstore_ck.layout import Layout
-from tensorstore_ck.split import regions
+from tensorstore_ck.format.block_assignment import regions
+from tensorstore_ck.format.layout import Layout
 
 
 def _chunks(layout: Layout, rank: int, ranks: int) -> Iterator[tuple[str, tuple[int, ...], ChunkStorageMetadata]]:

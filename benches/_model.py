@@ -6,12 +6,13 @@ from typing import Final
 from unittest.mock import patch
 
 from benches._simulated import Faked
-from tensorstore_ck import blockreader, packwriter
 from tensorstore_ck.backend.protocol import Buffer
-from tensorstore_ck.ids import Digest, block_id, derived_hash
-from tensorstore_ck.layout import Captured, Layout, Sharding, TensorSpec, WantedBox
-from tensorstore_ck.sharding import Box, Mesh, Shard
-from tensorstore_ck.split import overlap, regions
+from tensorstore_ck.common.ids import Digest, block_id, derived_hash
+from tensorstore_ck.engine.read import block_reader
+from tensorstore_ck.engine.write import pack_writer
+from tensorstore_ck.format.block_assignment import overlap, regions
+from tensorstore_ck.format.layout import Captured, Layout, Sharding, TensorSpec, WantedBox
+from tensorstore_ck.format.sharding import Box, Mesh, Shard
 
 LAYERS: Final = 126
 KINDS: Final = ("param", "exp_avg", "exp_avg_sq")
@@ -108,5 +109,5 @@ def faked_contents() -> Iterator[None]:
     def name(raw: Buffer) -> Digest:
         return raw.id if isinstance(raw, Faked) else block_id(raw)
 
-    with patch.object(packwriter, "block_id", name), patch.object(blockreader, "_verify", lambda block, raw, name: None):
+    with patch.object(pack_writer, "block_id", name), patch.object(block_reader, "_verify", lambda block, raw, name: None):
         yield

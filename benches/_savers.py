@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 import tensorstore_ck as tsck
 from benches._peers import fsync_path
 from benches._warmcopy import State
-from tensorstore_ck.ratelimit import BURST_SECONDS
+from tensorstore_ck.common.rate_limit import BURST_SECONDS
 
 
 class Saver(Protocol):

@@ -9,23 +9,23 @@ import numpy as np
 
 from benches._model import captured, is_complete, make_layout, wanted
 from benches._simulated import CountingBackend, Traffic
-from tensorstore_ck.engine import Engine
-from tensorstore_ck.envelope import Body
-from tensorstore_ck.forgetting import forget
+from tensorstore_ck.common.ids import Digest, Ulid, new_ulid
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.opening import init_store, make_engine
+from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
+from tensorstore_ck.engine.write.put import PutRequest
+from tensorstore_ck.engine.write.suspicious_save import Findings
+from tensorstore_ck.format.layout import Layout
+from tensorstore_ck.format.pack import pack_name
+from tensorstore_ck.format.part import part_name
+from tensorstore_ck.format.record import encode_metadata
+from tensorstore_ck.format.sealed import Body
 from tensorstore_ck.gc import GcOptions, run_gc
-from tensorstore_ck.ids import Digest, Ulid, new_ulid
-from tensorstore_ck.layout import Layout
 from tensorstore_ck.log import Objects, SnapshotInfo
-from tensorstore_ck.opening import init_store, make_engine
-from tensorstore_ck.pack import pack_name
-from tensorstore_ck.part import part_name
-from tensorstore_ck.ranks.publish import RankParts
-from tensorstore_ck.ranks.put import Done, Prepared, RankPut, RankStates
-from tensorstore_ck.reader import SnapshotReader
-from tensorstore_ck.record import encode_metadata
-from tensorstore_ck.suspicion import Findings
-from tensorstore_ck.table import MemoryTable
-from tensorstore_ck.writer import PutRequest
+from tensorstore_ck.log.cache import MemoryTable
+from tensorstore_ck.maintenance.forget import forget
+from tensorstore_ck.session.group.publish import RankParts
+from tensorstore_ck.session.group.rank_put import Done, Prepared, RankPut, RankStates
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo, ObjectWriter
-from tensorstore_ck.ids import Digest, Ulid
+from tensorstore_ck.common.ids import Digest, Ulid
 
 LIST_PAGE: Final = 1000
 S3_PIECE_BYTES: Final = 16 << 20

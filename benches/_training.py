@@ -21,7 +21,7 @@ from benches._usage import pss_bytes
 from benches._warmcopy import State, WarmCopy
 from benches.local import make_state
 from benches.memory import high_water_bytes, reset_high_water
-from tensorstore_ck.parallel import cpu_threads
+from tensorstore_ck.common.threads import cpu_threads
 
 STEPS = 10
 """From one save to the next."""

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from tensorstore_ck.ranks import Channel, StoreThread
-from tensorstore_ck.ranks.alive import BEAT_SECONDS, DEAD_AFTER_SECONDS, Heart, Watch
+from tensorstore_ck.session.group import Channel, StoreThread
+from tensorstore_ck.session.group.liveness import BEAT_SECONDS, DEAD_AFTER_SECONDS, Heart, Watch
 
 TICKS: Final = os.sysconf("SC_CLK_TCK")
 PROCESSES: Final = 2

@@ -22,10 +22,10 @@ import torch
 import tensorstore_ck as tsck
 from benches._peers import State, load_dcp, save_dcp
 from benches.local import make_state, ratio, timed
-from tensorstore_ck.backend.limited import LimitedBackend
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.codec import CodecName
-from tensorstore_ck.ratelimit import RateLimit
+from tensorstore_ck.backend.throttled import LimitedBackend
+from tensorstore_ck.common.rate_limit import RateLimit
+from tensorstore_ck.format.codec import CodecName
 
 CODECS: tuple[CodecName, ...] = ("raw", "auto", "fast")
 RATES = (500e6, 200e6, 100e6, 50e6)

@@ -16,9 +16,9 @@ from unittest import mock
 import torch
 
 import tensorstore_ck as tsck
-from tensorstore_ck import opening
-from tensorstore_ck.table import CacheWarning, MemoryTable
-from tests.crash.cachetroubles import TROUBLES, mounted
+from tensorstore_ck.engine import opening
+from tensorstore_ck.log.cache import CacheWarning, MemoryTable
+from tests.end_to_end.crash.cachetroubles import TROUBLES, mounted
 
 SAVES = 60
 IN_MEMORY = "in memory from the start"

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import tensorstore_ck as tsck
 from tensorstore_ck.catalog import Catalog
-from tensorstore_ck.ids import new_ulid
+from tensorstore_ck.common.ids import new_ulid
+from tensorstore_ck.format.record import Record
 from tensorstore_ck.log import Op
-from tensorstore_ck.record import Record
 from tensorstore_ck.store import Store
 from tests.catalog import server
 

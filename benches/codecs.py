@@ -20,7 +20,7 @@ import torch
 import tensorstore_ck as tsck
 from benches._codecpeers import PEERS, Peer
 from benches._traces import TRACES, State, copy_of, flat, pretraining
-from tensorstore_ck.codec import CodecName, Elements, Encoder, decode
+from tensorstore_ck.format.codec import CodecName, Elements, Encoder, decode
 
 BLOCK_BYTES = 4 << 20
 

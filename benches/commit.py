@@ -15,26 +15,26 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from benches._simulated import CountingBackend, Traffic
-from tensorstore_ck.engine import Engine
-from tensorstore_ck.envelope import Body
-from tensorstore_ck.ids import Digest, new_ulid, ulid_text
-from tensorstore_ck.layout import Captured, Layout, Sharding, TensorSpec
+from tensorstore_ck.common.ids import Digest, new_ulid, ulid_text
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.opening import init_store, make_engine
+from tensorstore_ck.engine.write.put import PutRequest
+from tensorstore_ck.engine.write.suspicious_save import Findings
+from tensorstore_ck.format.layout import Captured, Layout, Sharding, TensorSpec
+from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values, part_name
+from tensorstore_ck.format.record import encode_metadata
+from tensorstore_ck.format.sealed import Body
+from tensorstore_ck.format.sharding import Mesh, Shard
 from tensorstore_ck.log import ObjectKey, Objects, Op
-from tensorstore_ck.opening import init_store, make_engine
-from tensorstore_ck.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values, part_name
-from tensorstore_ck.ranks import Channel, Group, KeyValue
-from tensorstore_ck.ranks.kinds import Kind, encode_kind
-from tensorstore_ck.ranks.plan import Known, Memory, Plan, plan_of, remember
-from tensorstore_ck.ranks.planning import Planning
-from tensorstore_ck.ranks.publish import RankParts
-from tensorstore_ck.ranks.put import Done, Prepared, RankPut, RankStates, put_ranks
-from tensorstore_ck.ranks.replicas import Digests
-from tensorstore_ck.record import encode_metadata
-from tensorstore_ck.sharding import Mesh, Shard
-from tensorstore_ck.suspicion import Findings
-from tensorstore_ck.table import MemoryTable
-from tensorstore_ck.writer import PutRequest
-from tests.ranks.simulation import FakeStore
+from tensorstore_ck.log.cache import MemoryTable
+from tensorstore_ck.session.group import Channel, Group, KeyValue
+from tensorstore_ck.session.group.planning_round import Planning
+from tensorstore_ck.session.group.publish import RankParts
+from tensorstore_ck.session.group.put_plan import Known, Memory, Plan, plan_of, remember
+from tensorstore_ck.session.group.rank_kinds import Kind, encode_kind
+from tensorstore_ck.session.group.rank_put import Done, Prepared, RankPut, RankStates, put_ranks
+from tensorstore_ck.session.group.replica_check import Digests
+from tests.session.group.simulation import FakeStore
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import tensorstore_ck as tsck
 from benches._peers import fsync_path
 from benches.local import make_state, timed
-from tensorstore_ck.exporting import FORMATS, Format, export_snapshot
+from tensorstore_ck.integrations.exporting import FORMATS, Format, export_snapshot
 
 TENSORS = 64
 MIB = 1 << 20

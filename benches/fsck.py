@@ -18,8 +18,8 @@ import torch
 from blake3 import blake3
 
 import tensorstore_ck as tsck
-from tensorstore_ck.fsck import FsckOptions, run_fsck
-from tensorstore_ck.opening import open_engine
+from tensorstore_ck.engine.opening import open_engine
+from tensorstore_ck.maintenance.fsck import FsckOptions, run_fsck
 
 PIECE_BYTES = 4 << 20
 

@@ -25,10 +25,10 @@ import torch
 import tensorstore_ck as tsck
 from benches._peers import State
 from benches.local import make_state, ratio, timed
-from tensorstore_ck.engine import Engine
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.opening import open_engine
+from tensorstore_ck.format.part import part_name
 from tensorstore_ck.gc import GcOptions, GcReport, run_gc
-from tensorstore_ck.opening import open_engine
-from tensorstore_ck.part import part_name
 from tests.servers import BUCKET, seaweedfs
 
 MIB = 1 << 20

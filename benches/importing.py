@@ -17,7 +17,7 @@ from pathlib import Path
 import tensorstore_ck as tsck
 from benches._peers import save_dcp, save_safetensors, save_torch
 from benches.local import make_state, timed
-from tensorstore_ck.importing import import_checkpoint
+from tensorstore_ck.integrations.importing import import_checkpoint
 
 TENSORS = 64
 KINDS = {"torch.save": (save_torch, "state.pt"), "safetensors": (save_safetensors, "state.safetensors"), "DCP": (save_dcp, "dcp")}

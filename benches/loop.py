@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benches._training import SAVERS, TSCK, Job, Trained, flood, train
 from benches._usage import pss_bytes, watch_others
-from tensorstore_ck.ratelimit import BURST_SECONDS
+from tensorstore_ck.common.rate_limit import BURST_SECONDS
 
 MIB = 1 << 20
 SAMPLE_SECONDS = 0.1

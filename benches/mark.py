@@ -18,15 +18,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from tensorstore_ck.engine import Engine
+from tensorstore_ck.common.ids import Digest, Ulid, parse_ulid
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.opening import open_engine
+from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part, part_name
+from tensorstore_ck.format.record import Record, encode_metadata, record_name
+from tensorstore_ck.gc.live_set import Reach
 from tensorstore_ck.gc.mark import Marks
-from tensorstore_ck.gc.reach import Reach
 from tensorstore_ck.gc.usage import measure_usage
-from tensorstore_ck.ids import Digest, Ulid, parse_ulid
 from tensorstore_ck.log import Op
-from tensorstore_ck.opening import open_engine
-from tensorstore_ck.part import BLOB_DTYPE, EXTENT_DTYPE, Part, part_name
-from tensorstore_ck.record import Record, encode_metadata, record_name
 
 MIB: Final = 1 << 20
 PARTS: Final = 10

@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import spawn as spawn_ranks
 
 from benches._ranks import Job, Measured, dedup_rank, pick_port, time_rank
 from benches.local import ratio
-from tensorstore_ck.opening import open_engine
+from tensorstore_ck.engine.opening import open_engine
 
 
 def spawn(job: Job, work: Callable[..., None]) -> Measured:

@@ -16,8 +16,8 @@ from benches._machine import LUSTRE, MACHINES, Machine, Stage, replay
 from benches._model import faked_contents, make_layout, sources_of, wanted
 from benches._scalejob import Job, Put, Ran
 from benches._simulated import Request, Traffic
-from tensorstore_ck.ids import new_ulid, ulid_text
-from tensorstore_ck.layout import Layout
+from tensorstore_ck.common.ids import new_ulid, ulid_text
+from tensorstore_ck.format.layout import Layout
 
 HOST: Final = LUSTRE.ranks_a_host
 ANSWERS_PER_SECOND: Final = 20_000

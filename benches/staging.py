@@ -32,8 +32,8 @@ from benches._warmcopy import State
 from benches.local import make_state
 from benches.memory import high_water_bytes, reset_high_water
 from benches.s3 import MIB
-from tensorstore_ck.ratelimit import BURST_SECONDS
-from tensorstore_ck.tiers import Staging
+from tensorstore_ck.backend.staging import Staging
+from tensorstore_ck.common.rate_limit import BURST_SECONDS
 from tests.servers import BUCKET, S3Server, seaweedfs
 
 PARTS = ("speed", "rate", "memory")

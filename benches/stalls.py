@@ -19,7 +19,7 @@ import tensorstore_ck as tsck
 from benches._usage import watch_others
 from benches._warmcopy import State, WarmCopy
 from benches.local import make_state
-from tensorstore_ck.parallel import cpu_threads
+from tensorstore_ck.common.threads import cpu_threads
 
 MEMMOVE = "warm copy, memmove"
 FOREACH = "warm copy, torch._foreach_copy_"

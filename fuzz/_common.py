@@ -25,9 +25,9 @@ from typing import Any
 import atheris
 
 with atheris.instrument_imports(include=["tensorstore_ck"]):
-    from tensorstore_ck.envelope import KINDS, MAGIC, unpack_body
+    from tensorstore_ck.common.ids import derived_hash
     from tensorstore_ck.errors import CorruptObjectError, FormatVersionError
-    from tensorstore_ck.ids import derived_hash
+    from tensorstore_ck.format.sealed import KINDS, MAGIC, unpack_body
 
 import msgpack
 

@@ -5,8 +5,8 @@ from _common import fuzz_sealed
 
 with atheris.instrument_imports(include=["tensorstore_ck"]):
     from tensorstore_ck.log import RefTable
+    from tensorstore_ck.log.cache import MemoryTable
     from tensorstore_ck.log.checkpoint import decode_checkpoint, load
-    from tensorstore_ck.table import MemoryTable
 
 
 def read(data: bytes) -> None:

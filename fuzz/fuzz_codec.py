@@ -6,7 +6,7 @@ import atheris
 from _common import fuzz
 
 with atheris.instrument_imports(include=["tensorstore_ck"]):
-    from tensorstore_ck.codec import decode
+    from tensorstore_ck.format.codec import decode
 
 HEAD_BYTES = 4
 NOISE = random.Random(0).randbytes(1 << 17)

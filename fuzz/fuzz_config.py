@@ -7,9 +7,9 @@ import atheris
 from _common import fuzz, mutate_json
 
 with atheris.instrument_imports(include=["tensorstore_ck"]):
-    from tensorstore_ck.config import decode_config
+    from tensorstore_ck.common.ids import derived_hash
     from tensorstore_ck.errors import CorruptObjectError, FormatVersionError
-    from tensorstore_ck.ids import derived_hash
+    from tensorstore_ck.format.store_config import decode_config
 
 
 def dumped(body: dict[str, object]) -> bytes:

@@ -4,8 +4,8 @@ import atheris
 from _common import fuzz_sealed
 
 with atheris.instrument_imports(include=["tensorstore_ck"]):
-    from tensorstore_ck import tree
-    from tensorstore_ck.layout import decode_layout
+    from tensorstore_ck.format import tree
+    from tensorstore_ck.format.layout import decode_layout
 
 
 def read(data: bytes) -> None:

@@ -6,10 +6,10 @@ import atheris
 from _common import fuzz, mutate_body
 
 with atheris.instrument_imports(include=["tensorstore_ck"]):
+    from tensorstore_ck.common.ids import derived_hash
     from tensorstore_ck.errors import CorruptObjectError
-    from tensorstore_ck.ids import derived_hash
-    from tensorstore_ck.staging import manifest
-    from tensorstore_ck.staging.manifest import decode_manifest
+    from tensorstore_ck.session.staging import manifest
+    from tensorstore_ck.session.staging.manifest import decode_manifest
 
 
 def target(data: bytes) -> None:

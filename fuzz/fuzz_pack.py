@@ -6,10 +6,19 @@ import atheris
 from _common import fuzz
 
 with atheris.instrument_imports(include=["tensorstore_ck"]):
-    from tensorstore_ck.codec import decode
+    from tensorstore_ck.common.ids import derived_hash
     from tensorstore_ck.errors import CorruptObjectError
-    from tensorstore_ck.ids import derived_hash
-    from tensorstore_ck.pack import BASE_DTYPE, ENTRY_DTYPE, FOOTER_MAGIC, HEADER, MAX_BLOCK_BYTES, TRAILER, decode_footer, footer_bytes
+    from tensorstore_ck.format.codec import decode
+    from tensorstore_ck.format.pack import (
+        BASE_DTYPE,
+        ENTRY_DTYPE,
+        FOOTER_MAGIC,
+        HEADER,
+        MAX_BLOCK_BYTES,
+        TRAILER,
+        decode_footer,
+        footer_bytes,
+    )
 
 
 def read(data: bytes) -> None:

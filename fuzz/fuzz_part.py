@@ -4,8 +4,8 @@ import atheris
 from _common import fuzz_sealed
 
 with atheris.instrument_imports(include=["tensorstore_ck"]):
-    from tensorstore_ck import values
-    from tensorstore_ck.part import decode_part, decode_values
+    from tensorstore_ck.format import values
+    from tensorstore_ck.format.part import decode_part, decode_values
 
 
 def read(data: bytes) -> None:

@@ -9,10 +9,10 @@ with atheris.instrument_imports(include=["tensorstore_ck"]):
     import torch
 
     from tensorstore_ck.backend.memory import MemoryBackend
+    from tensorstore_ck.engine.opening import init_store, make_engine
     from tensorstore_ck.integrations.filesystem import SnapshotFileSystem
-    from tensorstore_ck.opening import init_store, make_engine
+    from tensorstore_ck.log.cache import MemoryTable
     from tensorstore_ck.store import Store
-    from tensorstore_ck.table import MemoryTable
 
 
 def filesystem() -> SnapshotFileSystem:

@@ -9,7 +9,7 @@ from _common import fuzz, mutate_body
 with atheris.instrument_imports(include=["tensorstore_ck"]):
     import torch  # noqa: F401 - a link loads it, which takes longer than an input may
 
-    from tensorstore_ck.peers.link import Link, PeerLostError, message_mac
+    from tensorstore_ck.session.peers.link import Link, PeerLostError, message_mac
 
 KEY = bytes(32)
 

@@ -5,11 +5,11 @@ from _common import fuzz_sealed
 
 with atheris.instrument_imports(include=["tensorstore_ck"]):
     from tensorstore_ck.errors import CorruptObjectError
+    from tensorstore_ck.format.relocation import decode_moved
     from tensorstore_ck.log import RefTable
+    from tensorstore_ck.log.cache import MemoryTable
     from tensorstore_ck.log.entry import decode_entry
     from tensorstore_ck.log.fold import fold
-    from tensorstore_ck.moved import decode_moved
-    from tensorstore_ck.table import MemoryTable
 
 
 def read(data: bytes) -> None:

@@ -4,7 +4,7 @@ import atheris
 from _common import fuzz_sealed
 
 with atheris.instrument_imports(include=["tensorstore_ck"]):
-    from tensorstore_ck.record import decode_metadata, decode_record
+    from tensorstore_ck.format.record import decode_metadata, decode_record
 
 
 def read(data: bytes) -> None:

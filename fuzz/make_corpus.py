@@ -10,18 +10,18 @@ from pathlib import Path
 import numpy as np
 
 import tensorstore_ck as tsck
-from tensorstore_ck import values
 from tensorstore_ck.catalog import Catalog
-from tensorstore_ck.codec import Elements, Encoder
-from tensorstore_ck.config import new_config
-from tensorstore_ck.envelope import HEADER_BYTES, pack_body
-from tensorstore_ck.ids import DIGEST_BYTES
-from tensorstore_ck.layout import Layout, TensorSpec
+from tensorstore_ck.common.ids import DIGEST_BYTES
+from tensorstore_ck.format import values
+from tensorstore_ck.format.codec import Elements, Encoder
+from tensorstore_ck.format.layout import Layout, TensorSpec
+from tensorstore_ck.format.part import encode_values
+from tensorstore_ck.format.record import encode_metadata
+from tensorstore_ck.format.sealed import HEADER_BYTES, pack_body
+from tensorstore_ck.format.store_config import new_config
 from tensorstore_ck.log.entry import genesis_hash, seal_entry
-from tensorstore_ck.log.ops import Op
-from tensorstore_ck.part import encode_values
-from tensorstore_ck.record import encode_metadata
-from tensorstore_ck.staging.manifest import Manifest
+from tensorstore_ck.log.operations import Op
+from tensorstore_ck.session.staging.manifest import Manifest
 from tests.format import samples
 
 FOLDER = Path(__file__).parent / "corpus"

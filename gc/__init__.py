@@ -11,7 +11,7 @@ run.py, report.py             a run of gc
 recode.py                     blocks of cold snapshots, encoded anew
 """
 
+from tensorstore_ck.gc.collect import run_gc
 from tensorstore_ck.gc.report import GcOptions, GcReport
-from tensorstore_ck.gc.run import run_gc
 
 __all__ = ["GcOptions", "GcReport", "run_gc"]

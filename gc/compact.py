@@ -11,19 +11,19 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.closure import Entries
-from tensorstore_ck.codec import BASED, Codec, StoredBlock, decode
-from tensorstore_ck.engine import Engine
-from tensorstore_ck.envelope import object_hash
+from tensorstore_ck.common.ids import Digest, Ulid, block_id
+from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.reachability import Entries
+from tensorstore_ck.engine.write.pack_writer import EncodedBlock, PackWriter
 from tensorstore_ck.errors import CorruptObjectError, DamageError
-from tensorstore_ck.gc.reach import Reach
-from tensorstore_ck.ids import Digest, Ulid, block_id
-from tensorstore_ck.index import Base
+from tensorstore_ck.format.codec import BASED, Codec, StoredBlock, decode
+from tensorstore_ck.format.pack import HEADER, TRAILER, Footer, decode_footer, footer_bytes, pack_name, stored_check
+from tensorstore_ck.format.relocation import MOVED_DTYPE, Moved
+from tensorstore_ck.format.sealed import object_hash
+from tensorstore_ck.gc.live_set import Reach
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable
-from tensorstore_ck.moved import MOVED_DTYPE, Moved
-from tensorstore_ck.pack import HEADER, TRAILER, Footer, decode_footer, footer_bytes, pack_name, stored_check
-from tensorstore_ck.packwriter import EncodedBlock, PackWriter
-from tensorstore_ck.parallel import cpu_threads, for_each
+from tensorstore_ck.log.block_index import Base
 
 RUN_BYTES: Final = 8 << 20
 MAX_OPEN_PACKS: Final = 4

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.ids import parse_ulid
+from tensorstore_ck.common.ids import parse_ulid
 from tensorstore_ck.log import FOLDERS, ObjectKey
 
 

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tensorstore_ck.closure import Entries
-from tensorstore_ck.engine import Engine
-from tensorstore_ck.envelope import MAX_OBJECT_BYTES
+from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.reachability import Entries
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.gc.summary import PartSummary, SummaryCache, entries_of, summarize, words_of
-from tensorstore_ck.ids import DIGEST_BYTES, Digest, Ulid
+from tensorstore_ck.format.pack import MAX_ENTRIES
+from tensorstore_ck.format.part import Part, decode_part, part_name
+from tensorstore_ck.format.record import Record
+from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
+from tensorstore_ck.gc.part_summary import PartSummary, SummaryCache, entries_of, summarize, words_of
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.pack import MAX_ENTRIES
-from tensorstore_ck.part import Part, decode_part, part_name
-from tensorstore_ck.record import Record
 
 Array = npt.NDArray[Any]
 

@@ -10,22 +10,22 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from tensorstore_ck.engine import Engine
+from tensorstore_ck.common.ids import ZERO_DIGEST
+from tensorstore_ck.common.threads import for_each
+from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import DamageError
+from tensorstore_ck.format.pack import ENTRY_DTYPE, HEADER, PACK_LIMIT_BYTES, TRAILER, Footer
+from tensorstore_ck.format.relocation import MOVED_DTYPE, Moved
+from tensorstore_ck.format.writer_record import series_of
 from tensorstore_ck.gc.compact import SparsePack, live_bytes, read_footer
 from tensorstore_ck.gc.listing import Listed, list_objects
-from tensorstore_ck.gc.packcounts import PackCounts
-from tensorstore_ck.gc.reach import Needs, Reach, at_newest
+from tensorstore_ck.gc.live_set import Needs, Reach, at_newest
+from tensorstore_ck.gc.pack_counts import PackCounts
 from tensorstore_ck.gc.report import Freeable, FreedLater, GcOptions, Progress, gc_command, iso_time, unpin_command
 from tensorstore_ck.gc.writers import Writers
-from tensorstore_ck.ids import ZERO_DIGEST
 from tensorstore_ck.log import FOLDERS, Entry, ObjectKey, Op, Pin, RefTable, SnapshotInfo, fold
-from tensorstore_ck.log.rows import ObjectRow
-from tensorstore_ck.moved import MOVED_DTYPE, Moved
-from tensorstore_ck.pack import ENTRY_DTYPE, HEADER, PACK_LIMIT_BYTES, TRAILER, Footer
-from tensorstore_ck.parallel import for_each
-from tensorstore_ck.table import MemoryTable
-from tensorstore_ck.writerrecord import series_of
+from tensorstore_ck.log.cache import MemoryTable
+from tensorstore_ck.log.table_rows import ObjectRow
 
 THREADS: Final = 8
 _NS: Final = 1_000_000_000

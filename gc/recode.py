@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from tensorstore_ck.codec import Mode
-from tensorstore_ck.engine import Engine
+from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import UnsafeBackendError
+from tensorstore_ck.format.codec import Mode
 from tensorstore_ck.gc.compact import live_bytes
 from tensorstore_ck.gc.listing import Listed, list_objects
-from tensorstore_ck.gc.reach import Reach, at_newest
+from tensorstore_ck.gc.live_set import Reach, at_newest
+from tensorstore_ck.gc.repack import look_at, rewrite, smaller
 from tensorstore_ck.gc.report import Progress, RewrittenPack, Summed
-from tensorstore_ck.gc.rewriting import look_at, rewrite, smaller
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
+from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.units import human_bytes
 
 DAY_SECONDS: Final = 86_400.0
 

@@ -3,7 +3,7 @@
 from shlex import quote
 from typing import Final
 
-from tensorstore_ck.ids import Ulid
+from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.log import RefTable, SnapshotInfo
 
 UNDO: Final = "undo window"

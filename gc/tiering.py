@@ -10,19 +10,19 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from tensorstore_ck.codec import Mode
-from tensorstore_ck.engine import Engine
+from tensorstore_ck.backend.cold.locations import place_url
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import UnsafeBackendError
+from tensorstore_ck.format.codec import Mode
 from tensorstore_ck.gc.compact import SparsePack, live_bytes
 from tensorstore_ck.gc.listing import Listed, list_objects
-from tensorstore_ck.gc.reach import Reach, at_newest
+from tensorstore_ck.gc.live_set import Reach, at_newest
+from tensorstore_ck.gc.repack import Found, look_at, rewrite, smaller
 from tensorstore_ck.gc.report import Progress, Summed
-from tensorstore_ck.gc.rewriting import Found, look_at, rewrite, smaller
-from tensorstore_ck.ids import Ulid
 from tensorstore_ck.log import ObjectKey, RefTable
-from tensorstore_ck.retention.ageing import AS_IS, HERE, Wish, wishes
-from tensorstore_ck.table import Table, TableError
-from tensorstore_ck.tiers.places import place_url
+from tensorstore_ck.log.cache import Table, TableError
+from tensorstore_ck.log.retention.age_rules import AS_IS, HERE, Wish, wishes
 
 MODE: Final[Mode] = "small"
 _JUDGED: Final = b"j/"

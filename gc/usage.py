@@ -13,20 +13,20 @@ from typing import Final
 
 import numpy as np
 
-from tensorstore_ck.closure import resolve
-from tensorstore_ck.codec import codec_name
-from tensorstore_ck.engine import Engine
+from tensorstore_ck.common.ids import Ulid, parse_ulid, ulid_text
+from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.reachability import resolve
+from tensorstore_ck.format.codec import codec_name
+from tensorstore_ck.format.pack import ENTRY_DTYPE, HEADER, TRAILER
+from tensorstore_ck.format.part import Part
+from tensorstore_ck.gc.byte_sums import Blocks, Owners, Tally, distinct_blocks
 from tensorstore_ck.gc.mark import PackArray, read_parts
+from tensorstore_ck.gc.part_summary import SummaryCache, summarize
 from tensorstore_ck.gc.plan import plan_gc
 from tensorstore_ck.gc.report import Freeable
 from tensorstore_ck.gc.roots import UNDO, roots
-from tensorstore_ck.gc.summary import SummaryCache, summarize
-from tensorstore_ck.gc.tally import Blocks, Owners, Tally, distinct_blocks
-from tensorstore_ck.ids import Ulid, parse_ulid, ulid_text
 from tensorstore_ck.log import FOLDERS, ObjectKey
-from tensorstore_ck.pack import ENTRY_DTYPE, HEADER, TRAILER
-from tensorstore_ck.parallel import cpu_threads, for_each
-from tensorstore_ck.part import Part
 
 REMOTE_THREADS: Final = 8
 _FOLDERS: Final = tuple(f"{folder}/" for folder in FOLDERS.values())

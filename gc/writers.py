@@ -9,11 +9,11 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import Final
 
-from tensorstore_ck.engine import Engine
+from tensorstore_ck.common.processes import has_ended
+from tensorstore_ck.common.threads import for_each
+from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.parallel import for_each
-from tensorstore_ck.processes import has_ended
-from tensorstore_ck.writerrecord import MAX_RECORD_BYTES, SERIES_SECONDS, WRITERS, Series, decode_writer_record, writer_record_name
+from tensorstore_ck.format.writer_record import MAX_RECORD_BYTES, SERIES_SECONDS, WRITERS, Series, decode_writer_record, writer_record_name
 
 REMOTE_THREADS: Final = 8
 

@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Final
 
+from tensorstore_ck.backend.staging import Staging
 from tensorstore_ck.errors import (
     AlreadyExistsError,
     AmbiguousAddressError,
@@ -41,19 +42,25 @@ from tensorstore_ck.errors import (
     WaitTimeoutError,
 )
 from tensorstore_ck.events import Event
+from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.log import LogChangedWarning
-from tensorstore_ck.readonlystore import ReadOnlyStore
-from tensorstore_ck.samples import SampleCursor
-from tensorstore_ck.saving import PendingSnapshot
-from tensorstore_ck.seen import LAST_SEEN
-from tensorstore_ck.snapshot import Snapshot, SnapshotDetails
+from tensorstore_ck.log.snapshot import Snapshot, SnapshotDetails
+from tensorstore_ck.read_only_store import ReadOnlyStore
+from tensorstore_ck.session.ref_fence import LAST_SEEN
+from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import ANY, Store
 from tensorstore_ck.store import open_store as open  # noqa: A004 - `tsck.open` reads as gzip.open does
-from tensorstore_ck.streams import Streams
-from tensorstore_ck.tiers import Staging
 
 if TYPE_CHECKING:
-    from tensorstore_ck.cadence import (
+    from tensorstore_ck.engine.write.suspicious_save import SuspiciousSaveWarning
+    from tensorstore_ck.gc import GcOptions
+    from tensorstore_ck.integrations.exporting import ExportReport, export_snapshot
+    from tensorstore_ck.integrations.importing import import_checkpoint, import_history, inspect_checkpoint, inspect_history
+    from tensorstore_ck.maintenance.copy_store import copy
+    from tensorstore_ck.maintenance.fsck import FsckOptions
+    from tensorstore_ck.state import Box, Boxes, FlatShard, LoadReport, register_type
+    from tensorstore_ck.training import EnvironmentChangedWarning, ResumeReport, TrainingState, verify_resume
+    from tensorstore_ck.training.checkpointing import (
         Checkpointer,
         Trigger,
         at_fraction,
@@ -68,48 +75,42 @@ if TYPE_CHECKING:
         on_metric,
         on_preemption,
     )
-    from tensorstore_ck.copying import copy
-    from tensorstore_ck.exporting import ExportReport, export_snapshot
-    from tensorstore_ck.fsck import FsckOptions
-    from tensorstore_ck.gc import GcOptions
-    from tensorstore_ck.importing import import_checkpoint, import_history, inspect_checkpoint, inspect_history
-    from tensorstore_ck.progressline import ProgressLine
-    from tensorstore_ck.state import Box, Boxes, FlatShard, LoadReport, register_type
-    from tensorstore_ck.suspicion import SuspiciousSaveWarning
-    from tensorstore_ck.training import EnvironmentChangedWarning, ResumeReport, TrainingState, verify_resume
+    from tensorstore_ck.training.progress_line import ProgressLine
+    from tensorstore_ck.training.sample_cursor import SampleCursor
 
 __version__ = "0.1.0"
 
 _LATER: Final = {
-    "Checkpointer": "cadence",
-    "Trigger": "cadence",
-    "at_fraction": "cadence",
-    "at_steps": "cadence",
-    "auto": "cadence",
-    "every_epochs": "cadence",
-    "every_seconds": "cadence",
-    "every_steps": "cadence",
-    "first": "cadence",
-    "last": "cadence",
-    "on_improvement": "cadence",
-    "on_metric": "cadence",
-    "on_preemption": "cadence",
+    "Checkpointer": "training.checkpointing",
+    "Trigger": "training.checkpointing",
+    "at_fraction": "training.checkpointing",
+    "at_steps": "training.checkpointing",
+    "auto": "training.checkpointing",
+    "every_epochs": "training.checkpointing",
+    "every_seconds": "training.checkpointing",
+    "every_steps": "training.checkpointing",
+    "first": "training.checkpointing",
+    "last": "training.checkpointing",
+    "on_improvement": "training.checkpointing",
+    "on_metric": "training.checkpointing",
+    "on_preemption": "training.checkpointing",
     "Box": "state",
     "Boxes": "state",
     "FlatShard": "state",
     "LoadReport": "state",
     "register_type": "state",
     "GcOptions": "gc",
-    "FsckOptions": "fsck",
-    "copy": "copying",
-    "ExportReport": "exporting",
-    "export_snapshot": "exporting",
-    "import_checkpoint": "importing",
-    "import_history": "importing",
-    "inspect_checkpoint": "importing",
-    "inspect_history": "importing",
-    "ProgressLine": "progressline",
-    "SuspiciousSaveWarning": "suspicion",
+    "FsckOptions": "maintenance.fsck",
+    "copy": "maintenance.copy_store",
+    "ExportReport": "integrations.exporting",
+    "export_snapshot": "integrations.exporting",
+    "import_checkpoint": "integrations.importing",
+    "import_history": "integrations.importing",
+    "inspect_checkpoint": "integrations.importing",
+    "inspect_history": "integrations.importing",
+    "ProgressLine": "training.progress_line",
+    "SampleCursor": "training.sample_cursor",
+    "SuspiciousSaveWarning": "engine.write.suspicious_save",
     "EnvironmentChangedWarning": "training",
     "ResumeReport": "training",
     "TrainingState": "training",

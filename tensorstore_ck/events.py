@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
+from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.redaction import one_line, redacted
-from tensorstore_ck.units import human_bytes
 
 Kind = Literal["captured", "staged", "published", "failed", "dropped", "stalled", "retried", "waiting"]
 Reason = Literal["skipped", "replaced", "cancelled", "abandoned"]

@@ -9,22 +9,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from tensorstore_ck.address import Resolved
-from tensorstore_ck.codec import CodecOption, DeltaOption
-from tensorstore_ck.grouped import TIMEOUT_SECONDS, process_group
-from tensorstore_ck.keeping import changes
+from tensorstore_ck.backend.staging import Staging
+from tensorstore_ck.engine.opening import open_engine
+from tensorstore_ck.engine.read.merged_snapshot import count_rank_states, open_rank_state, open_snapshot
+from tensorstore_ck.engine.write.put import ANY
+from tensorstore_ck.format.codec import CodecOption, DeltaOption
+from tensorstore_ck.format.random_streams import RULE, Streams
 from tensorstore_ck.log import Rollback, SnapshotInfo
-from tensorstore_ck.merged import count_rank_states, open_rank_state, open_snapshot
-from tensorstore_ck.opening import open_engine
-from tensorstore_ck.puts import SavingStore, require_no_rank_state
-from tensorstore_ck.ranks import DEAD_AFTER_SECONDS
-from tensorstore_ck.readonlystore import ReadOnlyStore
-from tensorstore_ck.restoring import Restoring
-from tensorstore_ck.seen import LAST_SEEN
-from tensorstore_ck.snapshot import Snapshot, refuse_marked
-from tensorstore_ck.streams import RULE, Streams
-from tensorstore_ck.tiers import Staging
-from tensorstore_ck.writer import ANY
+from tensorstore_ck.log.address import Resolved
+from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
+from tensorstore_ck.read_only_store import ReadOnlyStore
+from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
+from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
+from tensorstore_ck.session.keeping import changes
+from tensorstore_ck.session.puts import SavingStore, require_no_rank_state
+from tensorstore_ck.session.ref_fence import LAST_SEEN
+from tensorstore_ck.session.restoring import Restoring
 
 if TYPE_CHECKING:
     import torch
@@ -219,7 +219,7 @@ class Store(SavingStore):
         if group is None:
             require_no_rank_state(rank_state)
             return check_state(state, self._engine.backend)
-        from tensorstore_ck.saving.checking import check_ranks  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.session.save.check import check_ranks  # noqa: PLC0415 - loads torch
 
         return check_ranks(self._engine, self._groups, group, state, rank_state, timeout_seconds=timeout_seconds)
 

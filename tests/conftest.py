@@ -18,7 +18,7 @@ import pytest
 from tests import servers
 
 if TYPE_CHECKING:
-    from tests.ranks.pool import Pool
+    from tests.session.group.pool import Pool
 
 
 hypothesis.settings.register_profile(
@@ -45,7 +45,7 @@ def pytest_runtest_setup() -> None:
 @pytest.fixture(scope="session")
 def pool() -> "Iterator[Pool]":
     """Eight processes that are the ranks of a group, for all tests."""
-    from tests.ranks.pool import Pool
+    from tests.session.group.pool import Pool
 
     with Pool() as started:
         yield started

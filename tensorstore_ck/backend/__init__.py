@@ -12,9 +12,9 @@ from urllib.parse import unquote, urlsplit
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.probe import ProbeResult, probe, probe_create
 from tensorstore_ck.backend.protocol import Backend, Buffer, Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.common.extras import missing_extra
 from tensorstore_ck.errors import InvalidOptionError, InvalidUrlError, MissingExtraError
 from tensorstore_ck.events import Callback, log_event
-from tensorstore_ck.extras import missing_extra
 from tensorstore_ck.redaction import clean_error, display_url, secret_values
 
 __all__ = ["Backend", "Buffer", "Created", "ObjectInfo", "ObjectWriter", "ProbeResult", "open_backend", "probe", "probe_create"]
@@ -100,12 +100,12 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Call
 
     if _EXTRAS.get(protocol) == "s3":
         from tensorstore_ck.backend.s3 import S3Backend  # noqa: PLC0415 - loads fsspec
-        from tensorstore_ck.backend.s3requests import Timing, without_retries  # noqa: PLC0415
+        from tensorstore_ck.backend.s3_requests import Timing, without_retries  # noqa: PLC0415
 
         bucket, _, prefix = root.partition("/")
         single_shot, tries = without_retries(options)
         timing = Timing(max_tries=tries)
         return S3Backend(lambda: connect(single_shot), bucket, prefix.strip("/"), timing=timing, on_wait=on_wait, secrets=secrets)
-    from tensorstore_ck.backend.objectstore import CREATE_CALLS, FsspecBackend  # noqa: PLC0415 - loads fsspec
+    from tensorstore_ck.backend.fsspec_backend import CREATE_CALLS, FsspecBackend  # noqa: PLC0415 - loads fsspec
 
     return FsspecBackend(connect, root, f"{protocol}://{root.lstrip('/')}", CREATE_CALLS.get(protocol), secrets)

@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from tensorstore_ck.backend.names import check_name, check_prefix
+from tensorstore_ck.backend.object_names import check_name, check_prefix
 from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.common.free_space import Space
+from tensorstore_ck.common.ids import Clock
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, MissingObjectError
-from tensorstore_ck.ids import Clock
-from tensorstore_ck.room import Space
 
 
 class MemoryBackend:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from tensorstore_ck.backend.protocol import Backend, Created
+from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.errors import BackendUnavailableError, MissingObjectError, PermissionDeniedError, StoreError, UnsafeBackendError
-from tensorstore_ck.ids import new_ulid, ulid_text
 
 RACERS: Final = 4
 QUICK_ROUNDS: Final = 2

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from tensorstore_ck.room import Space
+from tensorstore_ck.common.free_space import Space
 
 Buffer = bytes | bytearray | memoryview
 

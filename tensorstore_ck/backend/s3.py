@@ -14,17 +14,17 @@ from datetime import datetime
 from itertools import islice
 from typing import Any, Final
 
-from tensorstore_ck.backend import s3upload
-from tensorstore_ck.backend.names import check_name, check_prefix
+from tensorstore_ck.backend import s3_resumable_upload
+from tensorstore_ck.backend.object_names import check_name, check_prefix
 from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo, ObjectWriter
-from tensorstore_ck.backend.remote import ProcessLocal, error_code, http_status, remote_errors
-from tensorstore_ck.backend.resumable import Upload
-from tensorstore_ck.backend.s3create import NewObject, S3Creator, new_object
-from tensorstore_ck.backend.s3requests import Moved, Request, S3Requests, Timing, is_passing
-from tensorstore_ck.backend.s3writer import S3Writer
+from tensorstore_ck.backend.remote_errors import ProcessLocal, error_code, http_status, remote_errors
+from tensorstore_ck.backend.resumable_upload import Upload
+from tensorstore_ck.backend.s3_create import NewObject, S3Creator, new_object
+from tensorstore_ck.backend.s3_multipart_writer import S3Writer
+from tensorstore_ck.backend.s3_requests import Moved, Request, S3Requests, Timing, is_passing
+from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, StoreError, UnsafeBackendError
 from tensorstore_ck.events import Callback, log_event
-from tensorstore_ck.room import Space
 
 DELETE_BATCH: Final = 1000
 READ_BYTES: Final = 1 << 20
@@ -186,13 +186,13 @@ class S3Backend:
             self._requests.call("abort the upload of", name, "abort_multipart_upload", Key=self._key(object_name), UploadId=upload)
 
     def begin_upload(self, name: str, size_bytes: int) -> Upload:
-        return s3upload.begin(self._creator, name, self._key(name), size_bytes)
+        return s3_resumable_upload.begin(self._creator, name, self._key(name), size_bytes)
 
     def resume_upload(self, name: str, size_bytes: int, token: str) -> Upload:
-        return s3upload.resume(self._creator, name, self._key(name), size_bytes, token)
+        return s3_resumable_upload.resume(self._creator, name, self._key(name), size_bytes, token)
 
     def give_up_upload(self, name: str, token: str) -> None:
-        if upload_id := s3upload.upload_id_of(token):
+        if upload_id := s3_resumable_upload.upload_id_of(token):
             self.abort_upload(name + _UPLOAD_MARK + upload_id)
 
     def close(self) -> None:

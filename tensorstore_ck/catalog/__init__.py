@@ -14,7 +14,7 @@ conditions.py, query.py the same -> SQL, and what is found
 catalog.py             class Catalog
 """
 
-from tensorstore_ck.extras import missing_extra
+from tensorstore_ck.common.extras import missing_extra
 
 try:
     import lark as _lark
@@ -23,7 +23,7 @@ except ImportError as exc:
     raise missing_extra("catalog", "the catalog") from exc
 
 from tensorstore_ck.catalog.catalog import Catalog
-from tensorstore_ck.catalog.found import CatalogJob, CatalogStore, Found, SyncOutcome, SyncReport
+from tensorstore_ck.catalog.results import CatalogJob, CatalogStore, Found, SyncOutcome, SyncReport
 
 __all__ = ["Catalog", "CatalogJob", "CatalogStore", "Found", "SyncOutcome", "SyncReport"]
 

@@ -8,17 +8,17 @@ from typing import Final, Self
 
 from sqlalchemy import Connection, func, select
 
-from tensorstore_ck.catalog import making
+from tensorstore_ck.catalog import create_tables
+from tensorstore_ck.catalog.current_refs import LIVE
 from tensorstore_ck.catalog.database import Database
-from tensorstore_ck.catalog.found import CatalogJob, CatalogStore, Found, SyncOutcome, SyncReport
 from tensorstore_ck.catalog.query import Asked, find
+from tensorstore_ck.catalog.results import CatalogJob, CatalogStore, Found, SyncOutcome, SyncReport
 from tensorstore_ck.catalog.schema import jobs, metrics, snapshots, stores
-from tensorstore_ck.catalog.several import PARALLEL, OpenStore, sync_several
-from tensorstore_ck.catalog.standing import LIVE
-from tensorstore_ck.catalog.syncing import Batch, CacheMovedError, sync_batch
+from tensorstore_ck.catalog.sync import Batch, CacheMovedError, sync_batch
+from tensorstore_ck.catalog.sync_stores import PARALLEL, OpenStore, sync_several
+from tensorstore_ck.common.ids import Clock
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, NotFoundError
-from tensorstore_ck.ids import Clock
-from tensorstore_ck.readonlystore import ReadOnlyStore
+from tensorstore_ck.read_only_store import ReadOnlyStore
 from tensorstore_ck.store import open_store
 
 BATCH_ENTRIES: Final = 2000
@@ -77,14 +77,14 @@ class Catalog:
             BackendUnavailableError: the database or the store does not answer.
         """
         with self._database.writing() as connection:
-            making.make(connection, self.url)
+            create_tables.make(connection, self.url)
         return self._feed(store, progress, anew=False)
 
     def rebuild(self, store: ReadOnlyStore, *, progress: Progress = lambda done, total: None) -> SyncReport:
         """Reads the store's log from its first entry on. A catalog of another version is dropped first, with all stores in it."""
         with self._database.writing() as connection:
-            making.drop_if_other(connection)
-            making.make(connection, self.url)
+            create_tables.drop_if_other(connection)
+            create_tables.make(connection, self.url)
         return self._feed(store, progress, anew=True)
 
     def sync_all(
@@ -113,8 +113,8 @@ class Catalog:
         """
         with self._database.writing() as connection:
             if rebuild:
-                making.drop_if_other(connection)
-            making.make(connection, self.url)
+                create_tables.drop_if_other(connection)
+            create_tables.make(connection, self.url)
         known = urls if urls is not None else self.known()
         sync = self.rebuild if rebuild else self.sync
         return sync_several(known, open_store, sync, parallel=parallel, synced=synced)
@@ -233,6 +233,6 @@ class Catalog:
     @contextmanager
     def _reading(self) -> Iterator[Connection]:
         with self._database.reading() as connection:
-            if not making.is_made(connection, self.url):
+            if not create_tables.is_made(connection, self.url):
                 raise self._database.missing()
             yield connection

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from sqlalchemy import URL, Connection, create_engine, event, exc, make_url
 
+from tensorstore_ck.common.extras import missing_extra
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     CorruptObjectError,
@@ -22,7 +23,6 @@ from tensorstore_ck.errors import (
     PermissionDeniedError,
     StoreError,
 )
-from tensorstore_ck.extras import missing_extra
 from tensorstore_ck.redaction import secret_values, without
 
 BUSY_SECONDS: Final = 60

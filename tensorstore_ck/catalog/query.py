@@ -9,12 +9,12 @@ from typing import Any, Final, Self
 
 from sqlalchemy import Connection, Select, and_, func, select, tuple_
 
-from tensorstore_ck.catalog.conditions import FIELDS, IsRare, is_metric, names_of, to_sql
-from tensorstore_ck.catalog.feed import VALUES_A_STATEMENT
-from tensorstore_ck.catalog.found import Found
-from tensorstore_ck.catalog.grammar import Name, Node, is_text, parse
+from tensorstore_ck.catalog.condition_grammar import Name, Node, is_text, parse
+from tensorstore_ck.catalog.current_refs import STATES
+from tensorstore_ck.catalog.results import Found
+from tensorstore_ck.catalog.row_writer import VALUES_A_STATEMENT
 from tensorstore_ck.catalog.schema import metrics, pins, snapshots, stores, tags
-from tensorstore_ck.catalog.standing import STATES
+from tensorstore_ck.catalog.sql_conditions import FIELDS, IsRare, is_metric, names_of, to_sql
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 
 MAX_RARE: Final = 5000

@@ -15,25 +15,25 @@ import click
 
 import tensorstore_ck
 from tensorstore_ck.cli import (
-    advising,
-    catalog,
-    checking,
-    copying,
-    exitcodes,
-    exporting,
-    history,
-    importing,
-    keeping,
-    maintenance,
-    policies,
-    recoding,
-    refs,
-    staging,
-    tiering,
-    transfer,
-    usage,
-    verifying,
-    watching,
+    cmd_advise,
+    cmd_catalog,
+    cmd_copy,
+    cmd_export,
+    cmd_fsck,
+    cmd_import,
+    cmd_init_probe_salvage,
+    cmd_log_show_diff,
+    cmd_pin_forget_gc,
+    cmd_policy,
+    cmd_put_get,
+    cmd_recode,
+    cmd_refs,
+    cmd_staging,
+    cmd_tier,
+    cmd_usage,
+    cmd_verify_resume,
+    cmd_watch,
+    exit_codes,
 )
 from tensorstore_ck.cli.hints import COMPLETE
 from tensorstore_ck.cli.options import split_leading
@@ -59,7 +59,7 @@ An ADDRESS names a snapshot:
   9f86d081       the first digits (8 or more) of a root
 
 With TSCK_STORE set, or inside the store's folder, -s is not needed."""
-EXIT_CODES: Final = "\n".join(["\b", "Exit codes, and kinds of errors with --json:", *exitcodes.help_lines()])
+EXIT_CODES: Final = "\n".join(["\b", "Exit codes, and kinds of errors with --json:", *exit_codes.help_lines()])
 
 
 class Program(click.Group):
@@ -99,10 +99,10 @@ class Program(click.Group):
             where = exc.ctx.command_path if exc.ctx else "tsck"
             advice = f"see `{where} --help`"
             _fail("usage", f"{exc.format_message()} {advice[0].upper()}{advice[1:]}", where, as_json=as_json)
-            return exitcodes.USAGE
+            return exit_codes.USAGE
         except click.Abort:
             _fail("interrupted", "interrupted; what was not published yet is not visible", "", as_json=as_json)
-            return exitcodes.INTERRUPTED
+            return exit_codes.INTERRUPTED
         except StoreError as exc:
             _fail(exc.kind, str(exc), exc.object_id, as_json=as_json)
             return exc.exit_code
@@ -158,39 +158,39 @@ def main() -> None:
 
 
 for _command in (
-    maintenance.init,
-    transfer.put,
-    transfer.get,
-    importing.import_,
-    exporting.export,
-    history.log,
-    history.show,
-    history.diff,
-    refs.branch,
-    refs.reset,
-    refs.tag,
-    refs.untag,
-    refs.annotate,
-    refs.mark,
-    usage.usage,
-    advising.advise,
-    watching.watch,
-    catalog.catalog,
-    catalog.find,
-    keeping.pin,
-    keeping.unpin,
-    policies.policy,
-    keeping.forget,
-    keeping.undo,
-    keeping.gc,
-    recoding.recode,
-    tiering.tier,
-    staging.staging,
-    copying.copy,
-    checking.fsck,
-    verifying.verify_resume,
-    maintenance.accept_log,
-    maintenance.salvage,
-    maintenance.probe,
+    cmd_init_probe_salvage.init,
+    cmd_put_get.put,
+    cmd_put_get.get,
+    cmd_import.import_,
+    cmd_export.export,
+    cmd_log_show_diff.log,
+    cmd_log_show_diff.show,
+    cmd_log_show_diff.diff,
+    cmd_refs.branch,
+    cmd_refs.reset,
+    cmd_refs.tag,
+    cmd_refs.untag,
+    cmd_refs.annotate,
+    cmd_refs.mark,
+    cmd_usage.usage,
+    cmd_advise.advise,
+    cmd_watch.watch,
+    cmd_catalog.catalog,
+    cmd_catalog.find,
+    cmd_pin_forget_gc.pin,
+    cmd_pin_forget_gc.unpin,
+    cmd_policy.policy,
+    cmd_pin_forget_gc.forget,
+    cmd_pin_forget_gc.undo,
+    cmd_pin_forget_gc.gc,
+    cmd_recode.recode,
+    cmd_tier.tier,
+    cmd_staging.staging,
+    cmd_copy.copy,
+    cmd_fsck.fsck,
+    cmd_verify_resume.verify_resume,
+    cmd_init_probe_salvage.accept_log,
+    cmd_init_probe_salvage.salvage,
+    cmd_init_probe_salvage.probe,
 ):
     main.add_command(_command)

@@ -14,24 +14,24 @@ from typing import Any, Final, TypeVar, cast, get_args
 import click
 
 from tensorstore_ck.backend import open_backend
-from tensorstore_ck.backend.portable import PortableBackend
+from tensorstore_ck.backend.cold.allowed_locations import as_places
+from tensorstore_ck.backend.cold.cold_backend import PlacedBackend
+from tensorstore_ck.backend.cold.locations import PlaceOpener
+from tensorstore_ck.backend.picklable import PortableBackend
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.backend.readonly import ReadOnlyBackend
-from tensorstore_ck.cli.allowedplaces import read_places
+from tensorstore_ck.backend.read_only import ReadOnlyBackend
+from tensorstore_ck.cli.allowed_locations import read_places
 from tensorstore_ck.cli.hints import COMPLETE, complete, store_arguments
 from tensorstore_ck.cli.progress import Bar, CountingBackend
-from tensorstore_ck.codec import CodecName
-from tensorstore_ck.config import CONFIG_NAME, StoreConfig
-from tensorstore_ck.engine import Engine
+from tensorstore_ck.common.units import parse_bytes, parse_seconds
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.opening import open_engine
 from tensorstore_ck.errors import InvalidOptionError, NotAStoreError, StoreError
+from tensorstore_ck.format.codec import CodecName
+from tensorstore_ck.format.store_config import CONFIG_NAME, StoreConfig
 from tensorstore_ck.log import ROLLBACK, Rollback
-from tensorstore_ck.opening import open_engine
-from tensorstore_ck.readonlystore import ReadOnlyStore
+from tensorstore_ck.read_only_store import ReadOnlyStore
 from tensorstore_ck.store import Store
-from tensorstore_ck.tiers.allowed import as_places
-from tensorstore_ck.tiers.placed import PlacedBackend
-from tensorstore_ck.tiers.places import PlaceOpener
-from tensorstore_ck.units import parse_bytes, parse_seconds
 
 STORE_VARIABLE: Final = "TSCK_STORE"
 CACHE_VARIABLE: Final = "TSCK_CACHE_DIR"

@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import click
 
+from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.redaction import one_line, redacted
-from tensorstore_ck.snapshot import Snapshot
-from tensorstore_ck.units import human_bytes
 
 _COLOURS: Final = re.compile("(" + "|".join(re.escape(code) for code in ("\x1b[0m", "\x1b[1m", "\x1b[31m", "\x1b[32m")) + ")")
 """Those of `bold`, `red`, `green`, and their end."""

@@ -12,7 +12,7 @@ import click
 
 from tensorstore_ck.backend.protocol import Backend, Buffer, ObjectWriter
 from tensorstore_ck.cli.output import say
-from tensorstore_ck.units import human_bytes
+from tensorstore_ck.common.units import human_bytes
 
 
 class Bar:

@@ -20,8 +20,10 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from fsspec import AbstractFileSystem
 
-from tensorstore_ck.address import resolve
-from tensorstore_ck.engine import Engine
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.opening import open_engine
+from tensorstore_ck.engine.read.merged_snapshot import open_snapshot
 from tensorstore_ck.errors import (
     AmbiguousAddressError,
     InvalidNameError,
@@ -32,12 +34,10 @@ from tensorstore_ck.errors import (
     PermissionDeniedError,
     StoreError,
 )
-from tensorstore_ck.ids import Ulid
-from tensorstore_ck.integrations.virtual import FILES, SNAPSHOT, File, SnapshotFiles
+from tensorstore_ck.format.record import decode_metadata, record_name
+from tensorstore_ck.integrations.virtual_safetensors import FILES, SNAPSHOT, File, SnapshotFiles
 from tensorstore_ck.log import RefTable, SnapshotInfo
-from tensorstore_ck.merged import open_snapshot
-from tensorstore_ck.opening import open_engine
-from tensorstore_ck.record import decode_metadata, record_name
+from tensorstore_ck.log.address import resolve
 
 MAX_OPEN_SNAPSHOTS: Final = 8
 

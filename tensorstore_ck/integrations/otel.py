@@ -10,9 +10,9 @@ work puts them: capture first, then, side by side, hash, encode and write; commi
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.common.put_progress import STAGES
 from tensorstore_ck.events import Event, Observed
-from tensorstore_ck.extras import missing_extra
-from tensorstore_ck.metering import STAGES
 
 try:
     from opentelemetry import metrics, trace
@@ -63,7 +63,7 @@ class _Metrics:
                 f"tensorstore_ck.{name}", unit="s", description=description, explicit_bucket_boundaries_advisory=_SECONDS_BUCKETS
             )
 
-        self._puts = meter.create_counter("tensorstore_ck.puts", unit="{put}", description="Puts that ended, by outcome")
+        self._puts = meter.create_counter("tensorstore_ck.session.puts", unit="{put}", description="Puts that ended, by outcome")
         self._duration = seconds("put.duration", "From the call to the durable log entry, or to the failure")
         self._stall = seconds("put.stall", "How long training stood still for a put")
         self._stage = seconds("put.stage.duration", "How long at least one thread was at a stage of a put; stages overlap")

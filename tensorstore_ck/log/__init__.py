@@ -12,15 +12,15 @@ follow.py                    brings a table to the log's head; writes checkpoint
 log.py                       sync and append: the commit protocol
 """
 
-from tensorstore_ck.log.chain import Chain, chain_break, logs_in
 from tensorstore_ck.log.entry import Entry
+from tensorstore_ck.log.entry_reader import Chain, chain_break, logs_in
 from tensorstore_ck.log.fold import fold
-from tensorstore_ck.log.headfile import HeadFile
+from tensorstore_ck.log.head_file import HeadFile
 from tensorstore_ck.log.log import Appended, Log
-from tensorstore_ck.log.names import validate_ref_name
-from tensorstore_ck.log.objects import FOLDERS, ObjectKey, Objects, pieces
-from tensorstore_ck.log.ops import Op
-from tensorstore_ck.log.reftable import BranchHead, Head, Move, Pin, RefTable, Relocation, SnapshotInfo, TxnOutcome, UndoWindow
+from tensorstore_ck.log.object_set import FOLDERS, ObjectKey, Objects, pieces
+from tensorstore_ck.log.operations import Op
+from tensorstore_ck.log.ref_names import validate_ref_name
+from tensorstore_ck.log.ref_table import BranchHead, Head, Move, Pin, RefTable, Relocation, SnapshotInfo, TxnOutcome, UndoWindow
 from tensorstore_ck.log.watermark import ROLLBACK, LogChangedWarning, Rollback, Watermark
 
 __all__ = [

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
-from tensorstore_ck.envelope import seal, unseal
+from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.errors import CorruptObjectError, FormatVersionError, UnsupportedValueError
-from tensorstore_ck.ids import Digest
-from tensorstore_ck.log import keys, rows
-from tensorstore_ck.log.ops import is_count, is_digest
-from tensorstore_ck.table import Batch, Reader
+from tensorstore_ck.format.sealed import seal, unseal
+from tensorstore_ck.log import table_keys as keys
+from tensorstore_ck.log import table_rows
+from tensorstore_ck.log.cache import Batch, Reader
+from tensorstore_ck.log.operations import is_count, is_digest
 
 MIN_TAIL_ENTRIES: Final = 64
 MAX_TAIL_ENTRIES: Final = 2000
@@ -83,7 +84,7 @@ def dump(batch: Batch, n: int, entry_hash: Digest) -> bytes | None:
     body = {
         "n": n,
         "entry_hash": entry_hash,
-        "fold": rows.FOLD_VERSION,
+        "fold": table_rows.FOLD_VERSION,
         "key_sizes": _sizes([key for key, _ in items]),
         "value_sizes": _sizes([value for _, value in items]),
         "keys": b"".join(key for key, _ in items),
@@ -100,7 +101,7 @@ def load(batch: Batch, checkpoint: Checkpoint) -> None:
     batch.clear(keys.PREFIX)
     for key, value in zip(checkpoint.keys, checkpoint.values, strict=True):
         batch.put(keys.PREFIX + key, value)
-    batch.put(keys.HEAD_KEY, rows.encode_row(rows.Head(checkpoint.n, checkpoint.entry_hash)))
+    batch.put(keys.HEAD_KEY, table_rows.encode_row(table_rows.Head(checkpoint.n, checkpoint.entry_hash)))
 
 
 def decode_checkpoint(data: bytes, name: str) -> Checkpoint:
@@ -112,7 +113,7 @@ def decode_checkpoint(data: bytes, name: str) -> Checkpoint:
     """
     body = unseal("checkpoint", data, name)
     sound = is_count(body.get("n")) and is_digest(body.get("entry_hash")) and is_count(body.get("fold"))
-    if sound and body["fold"] != rows.FOLD_VERSION:
+    if sound and body["fold"] != table_rows.FOLD_VERSION:
         raise FormatVersionError(f"{name} was made by another version of the fold", object_id=name)
     if not sound or any(type(body.get(field)) is not bytes for field in (*_SIZES, "keys", "values")):
         raise CorruptObjectError(f"{name} is not a checkpoint that this build can use", object_id=name)
@@ -125,7 +126,7 @@ def decode_checkpoint(data: bytes, name: str) -> Checkpoint:
         body["n"], body["entry_hash"], list(_pieces(body["keys"], key_sizes)), list(_pieces(body["values"], value_sizes))
     )
     ascending = all(before < after for before, after in pairwise(checkpoint.keys))
-    if not ascending or not all(map(rows.is_item, checkpoint.keys, checkpoint.values)):
+    if not ascending or not all(map(table_rows.is_item, checkpoint.keys, checkpoint.values)):
         raise CorruptObjectError(f"{name}: it holds rows that are none of the ref table's", object_id=name)
     return checkpoint
 

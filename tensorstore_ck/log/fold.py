@@ -7,12 +7,12 @@ exist, a root that nobody put) has no effect, on every host alike. No clock, no 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from tensorstore_ck.ids import Ulid
-from tensorstore_ck.log import foldgc, keys, rows
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.log import fold_gc, table_keys, table_rows
+from tensorstore_ck.log.cache import Batch
 from tensorstore_ck.log.entry import Entry
-from tensorstore_ck.log.ops import MAX_METRICS, is_ulid
-from tensorstore_ck.log.reftable import RefTable, SnapshotInfo
-from tensorstore_ck.table import Batch
+from tensorstore_ck.log.operations import MAX_METRICS, is_ulid
+from tensorstore_ck.log.ref_table import RefTable, SnapshotInfo
 
 
 def fold(entry: Entry, batch: Batch) -> list[Ulid]:
@@ -24,8 +24,8 @@ def fold(entry: Entry, batch: Batch) -> list[Ulid]:
         if apply is not None:
             swept += apply(batch, view, entry, op.fields) or ()
         elif op.critical and view.stop() is None:
-            batch.put(keys.STOP_KEY, rows.encode_row(rows.StopRow(entry.n, op.name)))
-    batch.put(keys.HEAD_KEY, rows.encode_row(rows.Head(entry.n, entry.hash)))
+            batch.put(table_keys.STOP_KEY, table_rows.encode_row(table_rows.StopRow(entry.n, op.name)))
+    batch.put(table_keys.HEAD_KEY, table_rows.encode_row(table_rows.Head(entry.n, entry.hash)))
     return swept
 
 
@@ -35,8 +35,8 @@ Fields = Mapping[str, Any]
 def _put(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     if view.outcome(op["txn"]) is not None:
         return  # aborted before, or this very put again: the first of them is the outcome
-    batch.put(keys.txn_key(op["txn"]), rows.encode_row(rows.TxnOutcome(put=True, n=entry.n)))
-    row = rows.SnapshotRow(
+    batch.put(table_keys.txn_key(op["txn"]), table_rows.encode_row(table_rows.TxnOutcome(put=True, n=entry.n)))
+    row = table_rows.SnapshotRow(
         op["root"],
         op["record"],
         op["parent"],
@@ -48,16 +48,16 @@ def _put(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
         op["logical_bytes"],
         op["new_bytes"],
     )
-    batch.put(keys.snapshot_key(op["snapshot"]), rows.encode_row(row))
-    batch.put(keys.root_key(op["root"], op["snapshot"]), rows.encode_row(rows.RootRow(entry.n)))
-    _move(batch, view, entry, op["ref"], rows.Move(op["snapshot"], op["root"], op["step"], entry.n, entry.time_ns, "put"))
+    batch.put(table_keys.snapshot_key(op["snapshot"]), table_rows.encode_row(row))
+    batch.put(table_keys.root_key(op["root"], op["snapshot"]), table_rows.encode_row(table_rows.RootRow(entry.n)))
+    _move(batch, view, entry, op["ref"], table_rows.Move(op["snapshot"], op["root"], op["step"], entry.n, entry.time_ns, "put"))
     if is_ulid(op.get("staged")):
-        batch.delete(keys.staged_key(op["staged"]))
+        batch.delete(table_keys.staged_key(op["staged"]))
 
 
 def _staged(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     if view.outcome(op["txn"]) is None:
-        row = rows.StagedRow(
+        row = table_rows.StagedRow(
             op["snapshot"],
             op["root"],
             op["record"],
@@ -70,7 +70,7 @@ def _staged(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
             op["logical_bytes"],
             op["new_bytes"],
         )
-        batch.put(keys.staged_key(op["txn"]), rows.encode_row(row))
+        batch.put(table_keys.staged_key(op["txn"]), table_rows.encode_row(row))
 
 
 def _branch(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
@@ -85,37 +85,37 @@ def _reset(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
         _move(batch, view, entry, op["name"], _arrival(info, entry, "reset"))
 
 
-def _arrival(info: SnapshotInfo, entry: Entry, op: str) -> rows.Move:
-    return rows.Move(info.ulid, info.root, info.step, entry.n, entry.time_ns, op)
+def _arrival(info: SnapshotInfo, entry: Entry, op: str) -> table_rows.Move:
+    return table_rows.Move(info.ulid, info.root, info.step, entry.n, entry.time_ns, op)
 
 
-def _move(batch: Batch, view: RefTable, entry: Entry, name: str, move: rows.Move) -> None:
+def _move(batch: Batch, view: RefTable, entry: Entry, name: str, move: table_rows.Move) -> None:
     seq = view.length(name)
-    batch.put(keys.move_key(name, seq), rows.encode_row(move))
+    batch.put(table_keys.move_key(name, seq), table_rows.encode_row(move))
     if move.step is not None:
-        batch.put(keys.step_key(name, move.step), rows.encode_row(rows.StepRow(seq)))
-    batch.put(keys.branch_key(name), rows.encode_row(rows.BranchRow(*move[:-1], length=seq + 1)))
-    batch.delete(keys.length_key(name))
-    foldgc.hold(batch, move.ulid, 1, entry)
+        batch.put(table_keys.step_key(name, move.step), table_rows.encode_row(table_rows.StepRow(seq)))
+    batch.put(table_keys.branch_key(name), table_rows.encode_row(table_rows.BranchRow(*move[:-1], length=seq + 1)))
+    batch.delete(table_keys.length_key(name))
+    fold_gc.hold(batch, move.ulid, 1, entry)
 
 
 def _tag(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     info = view.by_root(op["root"])
     if info is not None and view.tag(op["name"]) is None:
-        batch.put(keys.tag_key(op["name"]), rows.encode_row(rows.TagRow(info.ulid, info.root, entry.n, entry.time_ns)))
-        foldgc.hold(batch, info.ulid, 1, entry)
+        batch.put(table_keys.tag_key(op["name"]), table_rows.encode_row(table_rows.TagRow(info.ulid, info.root, entry.n, entry.time_ns)))
+        fold_gc.hold(batch, info.ulid, 1, entry)
 
 
 def _untag(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
-    foldgc.forget_tag(batch, view, entry, op["name"])
+    fold_gc.forget_tag(batch, view, entry, op["name"])
 
 
 def _policy(batch: Batch, _view: RefTable, entry: Entry, op: Fields) -> None:
-    key = keys.policy_key(op["glob"])
+    key = table_keys.policy_key(op["glob"])
     if op["rules"] is None:
         batch.delete(key)
     else:
-        batch.put(key, rows.encode_row(rows.PolicyRow(op["rules"], entry.n, entry.time_ns)))
+        batch.put(key, table_rows.encode_row(table_rows.PolicyRow(op["rules"], entry.n, entry.time_ns)))
 
 
 def _annotate(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
@@ -123,24 +123,24 @@ def _annotate(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
         note = _note(batch, op["root"])
         metrics = {**note.metrics, **op["metrics"]}
         if len(metrics) <= MAX_METRICS:
-            batch.put(keys.note_key(op["root"]), rows.encode_row(note._replace(metrics=metrics)))
+            batch.put(table_keys.note_key(op["root"]), table_rows.encode_row(note._replace(metrics=metrics)))
 
 
 def _mark(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
     if view.by_root(op["root"]) is not None:
         note = _note(batch, op["root"])._replace(mark=op["mark"], reason=op["reason"])
-        batch.put(keys.note_key(op["root"]), rows.encode_row(note))
+        batch.put(table_keys.note_key(op["root"]), table_rows.encode_row(note))
 
 
-def _note(batch: Batch, root: bytes) -> rows.NoteRow:
-    value = batch.get(keys.note_key(root))
-    return rows.NoteRow({}, "", "") if value is None else rows.decode_row(rows.NoteRow, value)
+def _note(batch: Batch, root: bytes) -> table_rows.NoteRow:
+    value = batch.get(table_keys.note_key(root))
+    return table_rows.NoteRow({}, "", "") if value is None else table_rows.decode_row(table_rows.NoteRow, value)
 
 
 def _abort(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     if view.outcome(op["txn"]) is None:
-        batch.put(keys.txn_key(op["txn"]), rows.encode_row(rows.TxnOutcome(put=False, n=entry.n)))
-        batch.delete(keys.staged_key(op["txn"]))
+        batch.put(table_keys.txn_key(op["txn"]), table_rows.encode_row(table_rows.TxnOutcome(put=False, n=entry.n)))
+        batch.delete(table_keys.staged_key(op["txn"]))
 
 
 _APPLY: Final[Mapping[str, Callable[[Batch, RefTable, Entry, Fields], list[Ulid] | None]]] = {
@@ -153,16 +153,16 @@ _APPLY: Final[Mapping[str, Callable[[Batch, RefTable, Entry, Fields], list[Ulid]
     "annotate": _annotate,
     "mark": _mark,
     "abort": _abort,
-    "pin": foldgc.pin,
-    "unpin": foldgc.unpin,
+    "pin": fold_gc.pin,
+    "unpin": fold_gc.unpin,
     "policy": _policy,
-    "expire": foldgc.expire,
-    "undo": foldgc.undo,
-    "purge": foldgc.purge,
-    "condemn": foldgc.condemn,
-    "rescue": foldgc.rescue,
-    "sweep": foldgc.sweep,
-    "relocate": foldgc.relocate,
-    "place": foldgc.place,
-    "settle": foldgc.settle,
+    "expire": fold_gc.expire,
+    "undo": fold_gc.undo,
+    "purge": fold_gc.purge,
+    "condemn": fold_gc.condemn,
+    "rescue": fold_gc.rescue,
+    "sweep": fold_gc.sweep,
+    "relocate": fold_gc.relocate,
+    "place": fold_gc.place,
+    "settle": fold_gc.settle,
 }

@@ -9,18 +9,18 @@ from contextlib import suppress
 from typing import Final
 
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.envelope import MAX_OBJECT_BYTES
+from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.errors import BrokenLogError, DamageError, FormatVersionError, StoreError
-from tensorstore_ck.ids import Digest, Ulid
+from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.log import checkpoint
-from tensorstore_ck.log.chain import Chain, chain_break, logs_in
+from tensorstore_ck.log.cache import Batch, MemoryTable, Table
 from tensorstore_ck.log.checkpoint import Checkpoint, Tail
 from tensorstore_ck.log.entry import Entry
+from tensorstore_ck.log.entry_reader import Chain, chain_break, logs_in
 from tensorstore_ck.log.fold import fold
-from tensorstore_ck.log.reftable import RefTable
-from tensorstore_ck.log.rows import Head
+from tensorstore_ck.log.ref_table import RefTable
+from tensorstore_ck.log.table_rows import Head
 from tensorstore_ck.log.watermark import Watermark
-from tensorstore_ck.table import Batch, MemoryTable, Table
 
 _CHECKPOINT_TRIES: Final = 4
 _ORIGIN_KEY: Final = b"l/origin"

@@ -12,17 +12,17 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend, Created
+from tensorstore_ck.common.fork_lock import ProcessLock
+from tensorstore_ck.common.ids import Clock, IdSource, Ulid
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, DamageError, FormatVersionError, StoreError, UndecidedError
-from tensorstore_ck.ids import Clock, IdSource, Ulid
-from tensorstore_ck.locks import ProcessLock
-from tensorstore_ck.log.chain import Chain
+from tensorstore_ck.log.cache import Batch, FailoverTable, Table, TableBusyError, TableDamagedError, TableError
 from tensorstore_ck.log.entry import Entry, seal_entry
+from tensorstore_ck.log.entry_reader import Chain
 from tensorstore_ck.log.follow import EmptiedError, Follower, empty
-from tensorstore_ck.log.ops import Op
-from tensorstore_ck.log.reftable import RefTable, SnapshotInfo
-from tensorstore_ck.log.rows import Head
+from tensorstore_ck.log.operations import Op
+from tensorstore_ck.log.ref_table import RefTable, SnapshotInfo
+from tensorstore_ck.log.table_rows import Head
 from tensorstore_ck.log.watermark import Watermark
-from tensorstore_ck.table import Batch, FailoverTable, Table, TableBusyError, TableDamagedError, TableError
 
 Build = Callable[[RefTable], Sequence[Op]]
 """Checks its preconditions at a view of the log's head, raising `ConflictError` and the like, and returns the operations."""

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, Literal
 
+from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.errors import InvalidOptionError, LogChangedError
-from tensorstore_ck.ids import Digest
-from tensorstore_ck.log.headfile import HeadFile, Known
-from tensorstore_ck.log.rows import Head
+from tensorstore_ck.log.head_file import HeadFile, Known
+from tensorstore_ck.log.table_rows import Head
 
 Rollback = Literal["warn", "error"]
 ROLLBACK: Final[tuple[Rollback, ...]] = ("warn", "error")

@@ -8,10 +8,10 @@ from tensorstore_ck.state.boxes import Box, Boxes
 from tensorstore_ck.state.capture import capture
 from tensorstore_ck.state.check import Problem, StateCheck, check_state, problems
 from tensorstore_ck.state.lazy import LazySnapshot, LazyTensor
-from tensorstore_ck.state.report import LoadReport, LoadWarning, Unclaimed
+from tensorstore_ck.state.load_report import LoadReport, LoadWarning, Unclaimed
+from tensorstore_ck.state.registered_types import register_type
 from tensorstore_ck.state.restore import restore
-from tensorstore_ck.state.sharded import FlatShard
-from tensorstore_ck.state.types import register_type
+from tensorstore_ck.state.sharded_tensors import FlatShard
 
 __all__ = [
     "Box",

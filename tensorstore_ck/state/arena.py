@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from tensorstore_ck.errors import NoSpaceError
-from tensorstore_ck.state.devicecopy import Arrival, DeviceCopies, SideStreams
-from tensorstore_ck.state.memory import Array, address_of
+from tensorstore_ck.state.byte_sources import Array, address_of
+from tensorstore_ck.state.cuda_copy import Arrival, DeviceCopies, SideStreams
 
 GRAIN_BYTES: Final = 2 << 20
 """Memory is taken in whole huge pages, so that a state that grew a little still fits."""

@@ -13,9 +13,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from tensorstore_ck import sharding
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
-from tensorstore_ck.state.sharded import Piece
+from tensorstore_ck.format import sharding
+from tensorstore_ck.state.sharded_tensors import Piece
 
 _PROTOCOL: Final = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 

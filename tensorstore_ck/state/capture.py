@@ -11,23 +11,34 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from tensorstore_ck import sharding
 from tensorstore_ck.errors import UnsupportedValueError
-from tensorstore_ck.layout import MAX_ITEM_BYTES, ByteSource, Captured, Explicit, Layout, Node, Sharding, SharedStorage, Spread, TensorSpec
-from tensorstore_ck.sharding import Mesh
-from tensorstore_ck.state.advice import advice_for
+from tensorstore_ck.format import sharding
+from tensorstore_ck.format.layout import (
+    MAX_ITEM_BYTES,
+    ByteSource,
+    Captured,
+    Explicit,
+    Layout,
+    Node,
+    Sharding,
+    SharedStorage,
+    Spread,
+    TensorSpec,
+)
+from tensorstore_ck.format.sharding import Mesh
+from tensorstore_ck.format.tree import ATTRIBUTES, PARAMETER, REQUIRES_GRAD, ROOT, Names
+from tensorstore_ck.format.values import MAX_NESTING, encode, key_text, numpy_dtype_name, packed, split_large
+from tensorstore_ck.state.aliasing import Extra, Place, find_sharing, find_suspects
 from tensorstore_ck.state.boxes import Box, Boxes, fault_of, is_checkpointable
-from tensorstore_ck.state.columns import Columns, Form, Specs, flags_of
-from tensorstore_ck.state.extents import area_of, extent_of
-from tensorstore_ck.state.memory import Array, CopySource, MemorySource, address_of
-from tensorstore_ck.state.plain import PLAIN, is_plain, require_plain
-from tensorstore_ck.state.sharded import Describer, FlatShard
-from tensorstore_ck.state.shares import Share, share_of, source_of
-from tensorstore_ck.state.sharing import Extra, Place, find_sharing, find_suspects
-from tensorstore_ck.state.spreads import Apart, spread_of
-from tensorstore_ck.state.types import DTYPE_NAMES, FACTORIES, encode_torch, namedtuple_name, registered_class
-from tensorstore_ck.tree import ATTRIBUTES, PARAMETER, REQUIRES_GRAD, ROOT, Names
-from tensorstore_ck.values import MAX_NESTING, encode, key_text, numpy_dtype_name, packed, split_large
+from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, address_of
+from tensorstore_ck.state.memory_extents import area_of, extent_of
+from tensorstore_ck.state.plain_memory import PLAIN, is_plain, require_plain
+from tensorstore_ck.state.rank_shares import Share, share_of, source_of
+from tensorstore_ck.state.registered_types import DTYPE_NAMES, FACTORIES, encode_torch, namedtuple_name, registered_class
+from tensorstore_ck.state.sharded_tensors import Describer, FlatShard
+from tensorstore_ck.state.sharded_wrappers import Apart, spread_of
+from tensorstore_ck.state.tensor_table import Columns, Form, Specs, flags_of
+from tensorstore_ck.state.unsupported_types import advice_for
 
 _SHARES: Final = frozenset({Box, Boxes, Share})
 _INLINE: Final = frozenset({type(None), bool, float})

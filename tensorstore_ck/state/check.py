@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.envelope import pack_body
+from tensorstore_ck.common.ids import block_id, new_ulid
 from tensorstore_ck.errors import UnsupportedValueError
-from tensorstore_ck.ids import block_id, new_ulid
-from tensorstore_ck.layout import Captured
-from tensorstore_ck.pack import pack_name
+from tensorstore_ck.format.layout import Captured
+from tensorstore_ck.format.pack import pack_name
+from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.state.capture import Walk
-from tensorstore_ck.state.sharded import Describer
+from tensorstore_ck.state.sharded_tensors import Describer
 
 SAMPLE_BYTES: Final = 64 << 20
 

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
-from tensorstore_ck.layout import Content
-from tensorstore_ck.state.fresh import Form, form_of, view_of
-from tensorstore_ck.state.memory import new_tensor
-from tensorstore_ck.state.types import decode_torch
-from tensorstore_ck.tree import Leaf, leaves, parse
-from tensorstore_ck.values import decode
+from tensorstore_ck.format.layout import Content
+from tensorstore_ck.format.tree import Leaf, leaves, parse
+from tensorstore_ck.format.values import decode
+from tensorstore_ck.state.allocate import Form, form_of, view_of
+from tensorstore_ck.state.byte_sources import new_tensor
+from tensorstore_ck.state.registered_types import decode_torch
 
 Index = int | slice | EllipsisType | None | torch.Tensor | tuple[Any, ...]
 

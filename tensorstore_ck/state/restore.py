@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.layout import Content
-from tensorstore_ck.state.build import build, require_buildable, wanted_of
-from tensorstore_ck.state.fresh import CONVERTIBLE, FreshTensors, require_memory_for
-from tensorstore_ck.state.into import fill
-from tensorstore_ck.state.report import LoadReport, Unclaimed
+from tensorstore_ck.format.layout import Content
+from tensorstore_ck.format.tree import parse
+from tensorstore_ck.state.allocate import CONVERTIBLE, FreshTensors, require_memory_for
+from tensorstore_ck.state.load_report import LoadReport, Unclaimed
+from tensorstore_ck.state.rank_shares import describer_of
+from tensorstore_ck.state.rebuild_tree import build, require_buildable, wanted_of
+from tensorstore_ck.state.restore_into import fill
 from tensorstore_ck.state.select import Rename, Selection, renamer
-from tensorstore_ck.state.shares import describer_of
-from tensorstore_ck.tree import parse
 
 
 def restore(

@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
-from tensorstore_ck.state.build import NOTHING
-from tensorstore_ck.tree import Branch, Leaf, Tree, leaves
+from tensorstore_ck.format.tree import Branch, Leaf, Tree, leaves
+from tensorstore_ck.state.rebuild_tree import NOTHING
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
 

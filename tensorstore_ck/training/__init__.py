@@ -5,9 +5,9 @@ Invariants: a put changes nothing that training can see and copies no tensor; a 
 changes nothing before all that one rank can tell was found to fit.
 """
 
-from tensorstore_ck.training.compare import Difference
+from tensorstore_ck.training.compare_states import Difference
 from tensorstore_ck.training.environment import EnvironmentChangedWarning
-from tensorstore_ck.training.trainingstate import TrainingState
-from tensorstore_ck.training.verify import ResumeReport, verify_resume
+from tensorstore_ck.training.training_state import TrainingState
+from tensorstore_ck.training.verify_resume import ResumeReport, verify_resume
 
 __all__ = ["Difference", "EnvironmentChangedWarning", "ResumeReport", "TrainingState", "verify_resume"]

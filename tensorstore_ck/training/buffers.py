@@ -12,8 +12,8 @@ from blake3 import blake3
 from torch import nn
 
 from tensorstore_ck.state import FlatShard
-from tensorstore_ck.training.agreeing import Agreement
-from tensorstore_ck.training.names import walk
+from tensorstore_ck.training.parameter_names import walk
+from tensorstore_ck.training.rank_agreement import Agreement
 
 State = dict[str, Any]
 BIG_BYTES: Final = 1 << 20

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tensorstore_ck.training.parts import Part, is_stateful, load
+from tensorstore_ck.training.stateful_parts import Part, is_stateful, load
 
 
 def get_state(_: str, found: Any) -> Any:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
-from tensorstore_ck.training.names import Names
+from tensorstore_ck.training.parameter_names import Names
 
 Gradients = dict[str, torch.Tensor]
 

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
-from tensorstore_ck.training.names import Names
-from tensorstore_ck.training.parts import load
+from tensorstore_ck.training.parameter_names import Names
+from tensorstore_ck.training.stateful_parts import load
 
 State = dict[str, Any]
 _OPTIONAL: Final = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorstore_ck.backend import Backend, Buffer, Created, open_backend, s3writer
+from tensorstore_ck.backend import Backend, Buffer, Created, open_backend, s3_multipart_writer
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, MissingObjectError
@@ -26,7 +26,7 @@ KINDS += [pytest.param("gcs", marks=LARGE_BODIES), pytest.param("azure", marks=L
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3writer, "PIECE_BYTES", 5 * MIB)  # the smallest that S3 takes
+    monkeypatch.setattr(s3_multipart_writer, "PIECE_BYTES", 5 * MIB)  # the smallest that S3 takes
 
 
 def make_backend(kind: str, request: pytest.FixtureRequest) -> Backend:

@@ -7,16 +7,16 @@ from typing import ClassVar
 import pytest
 
 from tensorstore_ck.backend import Backend, Buffer, Created, ObjectWriter
-from tensorstore_ck.backend import limited as limited_module
-from tensorstore_ck.backend.limited import CHECK_BYTES, limited, limited_to
+from tensorstore_ck.backend import throttled as limited_module
 from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.backend.throttled import CHECK_BYTES, limited, limited_to
+from tensorstore_ck.common.executor import LocalThreads
+from tensorstore_ck.common.free_space import MinFree, Space
+from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError
-from tensorstore_ck.executor import LocalThreads
-from tensorstore_ck.fsck import FsckOptions, run_fsck, run_repair
 from tensorstore_ck.gc import GcOptions
-from tensorstore_ck.ratelimit import RateLimit
-from tensorstore_ck.room import MinFree, Space
-from tests.fsck.stores import build, reopen
+from tensorstore_ck.maintenance.fsck import FsckOptions, run_fsck, run_repair
+from tests.maintenance.fsck.stores import build, reopen
 
 RATE = 1000
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tensorstore_ck.backend import Created
-from tensorstore_ck.backend.directwriter import WINDOW_BYTES
 from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.backend.local_direct_writer import WINDOW_BYTES
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     MissingObjectError,

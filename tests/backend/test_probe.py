@@ -6,20 +6,20 @@ import threading
 import pytest
 
 from tensorstore_ck.backend import Backend, Buffer, Created, ProbeResult, open_backend, probe, probe_create
-from tensorstore_ck.backend.forecast import Forecast, forecast
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import ObjectWriter
+from tensorstore_ck.backend.save_estimate import Forecast, forecast
+from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, NoSpaceError, PermissionDeniedError, UnsafeBackendError
-from tensorstore_ck.room import Space
 from tests.servers import BUCKET, S3Server
 
 
 @pytest.fixture(autouse=True)
 def little_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["tensorstore_ck.backend.probe"], "SPEED_BYTES", 16 << 20)
-    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.forecast"], "QUICK_BYTES", 8 << 20)
-    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.forecast"], "SAMPLE_BYTES", 32 << 20)
+    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.save_estimate"], "QUICK_BYTES", 8 << 20)
+    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.save_estimate"], "SAMPLE_BYTES", 32 << 20)
 
 
 def check_good(backend: Backend) -> ProbeResult:

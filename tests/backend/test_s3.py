@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import s3fs
 
-from tensorstore_ck.backend import Created, open_backend, s3writer
+from tensorstore_ck.backend import Created, open_backend, s3_multipart_writer
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.s3 import S3Backend
-from tensorstore_ck.backend.s3requests import Timing
+from tensorstore_ck.backend.s3_requests import Timing
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     InvalidOptionError,
@@ -150,7 +150,7 @@ def test_nobody_repeats_a_put_with_what_is_left_of_its_body(backend: Backend, di
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3writer, "PIECE_BYTES", 5 * MIB)  # the smallest that S3 takes
+    monkeypatch.setattr(s3_multipart_writer, "PIECE_BYTES", 5 * MIB)  # the smallest that S3 takes
 
 
 def write_pack(backend: Backend, body: bytes) -> None:

@@ -15,10 +15,10 @@ import pytest
 import s3fs
 from fsspec.asyn import get_loop
 
-from tensorstore_ck.backend import Created, open_backend, s3writer
+from tensorstore_ck.backend import Created, open_backend, s3_multipart_writer
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.s3 import S3Backend
-from tensorstore_ck.backend.s3requests import (
+from tensorstore_ck.backend.s3_requests import (
     LONGEST_PAUSE_SECONDS,
     NOTICE_SECONDS,
     RETRY_SECONDS,
@@ -86,7 +86,7 @@ def backend(filesystems: dict[str, Any], proxy: ChaosProxy, place: str, request:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3writer, "PIECE_BYTES", 5 * MIB)  # the smallest that S3 takes
+    monkeypatch.setattr(s3_multipart_writer, "PIECE_BYTES", 5 * MIB)  # the smallest that S3 takes
 
 
 def connect(endpoint: str, config: dict[str, Any]) -> s3fs.S3FileSystem:

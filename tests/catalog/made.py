@@ -8,9 +8,9 @@ from sqlalchemy import select
 
 from tensorstore_ck.catalog import Catalog
 from tensorstore_ck.catalog.schema import STORE_BITS, metadata, snapshot_id
-from tensorstore_ck.ids import new_ulid
+from tensorstore_ck.common.ids import new_ulid
+from tensorstore_ck.format.record import Record
 from tensorstore_ck.log import Op
-from tensorstore_ck.record import Record
 from tensorstore_ck.store import Store
 
 Dump = dict[str, list[tuple[Any, ...]]]

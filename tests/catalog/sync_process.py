@@ -5,22 +5,22 @@ import signal
 import sys
 
 import tensorstore_ck as tsck
-from tensorstore_ck.catalog import Catalog, feed
+from tensorstore_ck.catalog import Catalog, row_writer
 
 
 def die_after(batches: int) -> None:
     """The process is killed in the middle of a batch: its rows are written, and not committed."""
     left = [batches]
-    write = feed.Feed.write
+    write = row_writer.Feed.write
 
-    def dying(self: feed.Feed, *args: object) -> int:
+    def dying(self: row_writer.Feed, *args: object) -> int:
         found = write(self, *args)  # type: ignore[arg-type]
         left[0] -= 1
         if left[0] < 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    feed.Feed.write = dying  # type: ignore[method-assign, assignment]
+    row_writer.Feed.write = dying  # type: ignore[method-assign, assignment]
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import pytest
 from tensorstore_ck.catalog import Catalog
 from tensorstore_ck.catalog.database import Database
 from tensorstore_ck.catalog.views import VIEWS
+from tensorstore_ck.common.ids import new_ulid
 from tensorstore_ck.errors import (
     AlreadyExistsError,
     BackendUnavailableError,
@@ -25,7 +26,6 @@ from tensorstore_ck.errors import (
     NotFoundError,
     PermissionDeniedError,
 )
-from tensorstore_ck.ids import new_ulid
 from tensorstore_ck.log import Op
 from tests.catalog.made import publish
 from tests.gc.stores import AT_ONCE, open_store, state

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.catalog import Catalog
-from tensorstore_ck.catalog.replay import REFS
+from tensorstore_ck.catalog.read_entries import REFS
+from tensorstore_ck.common.ids import ulid_text
+from tensorstore_ck.engine.write.put import ANY
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.gc import GcOptions
-from tensorstore_ck.ids import ulid_text
-from tensorstore_ck.log.ops import SCHEMA
+from tensorstore_ck.log.operations import SCHEMA
 from tensorstore_ck.store import Store
-from tensorstore_ck.writer import ANY
 from tests.catalog.made import dump
 from tests.gc.stores import AT_ONCE, Clock, open_store, state
 

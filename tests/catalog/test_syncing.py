@@ -14,10 +14,10 @@ from sqlalchemy import Connection
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.catalog import Catalog, feed, making
+from tensorstore_ck.catalog import Catalog, create_tables, row_writer
 from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, FormatVersionError
-from tensorstore_ck.log import keys
-from tensorstore_ck.salvage import salvage
+from tensorstore_ck.log import table_keys
+from tensorstore_ck.maintenance.salvage import salvage
 from tensorstore_ck.store import Store
 from tests.catalog.made import dump, publish
 from tests.gc.stores import open_store
@@ -83,7 +83,7 @@ def test_processes_at_once_that_make_the_catalog(store: Store, tmp_path: Path, n
 
 
 def test_two_that_find_no_catalog_make_one(new_schema: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    url, both, looked, is_made = new_schema(), threading.Barrier(2, timeout=60), threading.local(), making.is_made
+    url, both, looked, is_made = new_schema(), threading.Barrier(2, timeout=60), threading.local(), create_tables.is_made
 
     def look(connection: Connection, shown: str) -> bool:
         found = is_made(connection, shown)
@@ -95,7 +95,7 @@ def test_two_that_find_no_catalog_make_one(new_schema: Callable[[], str], monkey
         with Catalog(url) as catalog:
             return catalog.sync(open_store(MemoryBackend())).head_n
 
-    monkeypatch.setattr(making, "is_made", look)
+    monkeypatch.setattr(create_tables, "is_made", look)
     with ThreadPoolExecutor(2) as pool:
         assert [each.result() for each in [pool.submit(sync), pool.submit(sync)]] == [0, 0]
 
@@ -173,17 +173,17 @@ def test_a_cache_that_others_empty_is_read_again(url: str, monkeypatch: pytest.M
     store = open_store(MemoryBackend())
     for step in range(5):
         publish(store, "runs/a", step)
-    write, times = feed.Feed.write, [2]
+    write, times = row_writer.Feed.write, [2]
 
-    def emptied(self: feed.Feed, *args: object) -> int:
+    def emptied(self: row_writer.Feed, *args: object) -> int:
         if times[0] > 0:
             times[0] -= 1
             with store.engine.table.batch() as batch:
-                for key, _ in list(batch.scan(keys.PREFIX)):
+                for key, _ in list(batch.scan(table_keys.PREFIX)):
                     batch.delete(key)
         return write(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(feed.Feed, "write", emptied)
+    monkeypatch.setattr(row_writer.Feed, "write", emptied)
     with Catalog(url) as catalog:
         assert catalog.sync(store).snapshots == 5
         assert len(catalog.find("state = 'live'")) == 5

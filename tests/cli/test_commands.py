@@ -63,17 +63,17 @@ def test_put_continues_from_the_branch(history: Tsck) -> None:
 
 
 def test_put_refuses_when_the_branch_moves_meanwhile(history: Tsck, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorstore_ck.cli import files
+    from tensorstore_ck.cli import model_files
 
-    load = files.load_file
+    load = model_files.load_file
 
-    def load_slowly(path: str) -> files.LoadedFile:
+    def load_slowly(path: str) -> model_files.LoadedFile:
         with tsck_package.open("ck", cache_dir="other") as store:
             store.put_snapshot({"a": 1}, ref="runs/gpt", expect=tsck_package.ANY)
         return load(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "load_file", load_slowly)
+        patch.setattr(model_files, "load_file", load_slowly)
         assert history("put", "model.safetensors", "--ref", "runs/gpt").code == 11
     assert history("log", "runs/gpt", "--json").json[0]["step"] is None
 
@@ -243,8 +243,8 @@ def test_probe_tells_guarantees_and_speeds(history: Tsck) -> None:
 @pytest.fixture
 def little_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["tensorstore_ck.backend.probe"], "SPEED_BYTES", 8 << 20)
-    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.forecast"], "QUICK_BYTES", 8 << 20)
-    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.forecast"], "SAMPLE_BYTES", 8 << 20)
+    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.save_estimate"], "QUICK_BYTES", 8 << 20)
+    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.save_estimate"], "SAMPLE_BYTES", 8 << 20)
 
 
 @pytest.mark.usefixtures("little_to_measure")
@@ -287,7 +287,7 @@ def test_gc_and_fsck_go_no_faster_than_told(history: Tsck, command: tuple[str, s
         def take(self, count: int) -> float:
             return 0.0
 
-    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.limited"], "RateLimit", Meter)
+    monkeypatch.setattr(sys.modules["tensorstore_ck.backend.throttled"], "RateLimit", Meter)
     assert history(*command).code == 0
     assert rates == []
     assert history(*command, "--rate-limit", "100MB/s").code == 0

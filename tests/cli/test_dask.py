@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tensorstore_ck.backend.portable import PortableBackend
-from tensorstore_ck.copying import copy_refs
-from tensorstore_ck.executor import DaskCluster, Piece, Result
-from tensorstore_ck.fsck import FsckOptions, run_fsck
-from tensorstore_ck.opening import open_engine
+from tensorstore_ck.backend.picklable import PortableBackend
+from tensorstore_ck.common.executor import DaskCluster, Piece, Result
+from tensorstore_ck.engine.opening import open_engine
+from tensorstore_ck.maintenance.copy_store import copy_refs
+from tensorstore_ck.maintenance.fsck import FsckOptions, run_fsck
 from tests.cli.conftest import Tsck
 
 distributed = pytest.importorskip("distributed")
@@ -42,7 +42,7 @@ def test_copy(history: Tsck, cluster: Any) -> None:
 
 
 def test_no_cluster(history: Tsck, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorstore_ck.executor.CONNECT_SECONDS", 1)
+    monkeypatch.setattr("tensorstore_ck.common.executor.CONNECT_SECONDS", 1)
     result = history("fsck", "--read-data", "--dask", "tcp://127.0.0.1:9")
     assert "no Dask scheduler" in result.err
     assert result.code == 13
@@ -69,8 +69,8 @@ def test_a_worker_dies(history: Tsck, tmp_path: Path, cluster: Any, monkeypatch:
     save_file(tensors, tmp_path / "large.safetensors")
     history("put", "large.safetensors", "--ref", "runs/large")
     assert history("init", "other").code == 0
-    monkeypatch.setattr("tensorstore_ck.copying.blocks.PIECE_BYTES", 200_000)
-    monkeypatch.setattr("tensorstore_ck.fsck.datacheck.PIECE_BYTES", 200_000)
+    monkeypatch.setattr("tensorstore_ck.maintenance.copy_store.blocks.PIECE_BYTES", 200_000)
+    monkeypatch.setattr("tensorstore_ck.maintenance.fsck.check_data.PIECE_BYTES", 200_000)
     with (
         closing(open_engine("ck", cache_dir=tmp_path / "c1")) as source,
         closing(open_engine("other", cache_dir=tmp_path / "c2")) as target,

@@ -14,8 +14,8 @@ import tensorstore_ck
 from tensorstore_ck import errors
 from tensorstore_ck.backend import open_backend
 from tensorstore_ck.cli import main
+from tensorstore_ck.common.extras import EXTRAS, missing_extra
 from tensorstore_ck.errors import InvalidUrlError
-from tensorstore_ck.extras import EXTRAS, missing_extra
 from tests.cli.conftest import Tsck
 
 PACKAGE = Path(tensorstore_ck.__file__).parent

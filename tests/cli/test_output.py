@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from tensorstore_ck.cli.output import counted, emit, facts, iso_time, printable, table
-from tensorstore_ck.units import human_bytes
+from tensorstore_ck.common.units import human_bytes
 
 
 @pytest.mark.parametrize(

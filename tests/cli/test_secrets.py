@@ -16,13 +16,13 @@ from fsspec.registry import known_implementations
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend import open_backend
-from tensorstore_ck.backend.objectstore import CREATE_CALLS, create_in_memory
-from tensorstore_ck.backend.remote import remote_errors
+from tensorstore_ck.backend.cold.locations import PlaceOpener, check_place
+from tensorstore_ck.backend.fsspec_backend import CREATE_CALLS, create_in_memory
+from tensorstore_ck.backend.remote_errors import remote_errors
 from tensorstore_ck.cli import main
 from tensorstore_ck.errors import InvalidOptionError, InvalidUrlError, StoreError
 from tensorstore_ck.events import Event
 from tensorstore_ck.redaction import display_url, redacted
-from tensorstore_ck.tiers.places import PlaceOpener, check_place
 from tests.cli.conftest import Tsck
 from tests.cli.everycommand import runs
 

@@ -12,15 +12,15 @@ import torch
 
 import tensorstore_ck as tsck_package
 from tensorstore_ck.backend.local import LocalBackend
-from tensorstore_ck.envelope import pack_body
-from tensorstore_ck.ids import new_ulid
-from tensorstore_ck.record import decode_record, record_name
-from tensorstore_ck.staging.manifest import Manifest, decode_manifest
-from tensorstore_ck.tiers import takeover
-from tensorstore_ck.tiers.journal import JournalEntry, UploadJournal
-from tensorstore_ck.writer import ANY
+from tensorstore_ck.backend.staging import take_over
+from tensorstore_ck.backend.staging.upload_journal import JournalEntry, UploadJournal
+from tensorstore_ck.common.ids import new_ulid
+from tensorstore_ck.engine.write.put import ANY
+from tensorstore_ck.format.record import decode_record, record_name
+from tensorstore_ck.format.sealed import pack_body
+from tensorstore_ck.session.staging.manifest import Manifest, decode_manifest
 from tests.cli.conftest import Tsck
-from tests.staging.neighbours import ON_FILES, OTHER, Users
+from tests.session.staging.neighbours import ON_FILES, OTHER, Users
 
 DISK = ("--staging", "stage")
 
@@ -237,7 +237,7 @@ def test_another_user_than_the_one_who_is_named(staged: Tsck, theirs: Users, tmp
 
 
 def test_only_root_takes_a_folder_over(staged: Tsck, theirs: Users, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(takeover, "os", SimpleNamespace(geteuid=lambda: 99))
+    monkeypatch.setattr(take_over, "os", SimpleNamespace(geteuid=lambda: 99))
     refused = staged("staging", "resume", *ACCEPTED)
     assert (refused.code, "only root can" in refused.err) == (33, True)
 

@@ -11,10 +11,10 @@ import torch
 from click.testing import CliRunner
 
 import tensorstore_ck as tsck
-from tensorstore_ck.backend.remote import remote_errors
+from tensorstore_ck.backend.remote_errors import remote_errors
 from tensorstore_ck.cli import main
+from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import Op
 from tests.cli.conftest import Tsck
 from tests.cli.everycommand import runs

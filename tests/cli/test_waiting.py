@@ -12,7 +12,7 @@ import torch
 
 import tensorstore_ck
 from tensorstore_ck import Store
-from tensorstore_ck.backend import s3requests
+from tensorstore_ck.backend import s3_requests
 from tensorstore_ck.backend.s3 import S3Backend
 from tensorstore_ck.events import KINDS, Event
 from tests.backend.chaos import ChaosProxy, Fault, chaos_proxy, once, silent_server
@@ -26,7 +26,7 @@ TIMEOUTS = {"connect_timeout": 0.3, "read_timeout": 0.3, "retries": {"max_attemp
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes five seconds is said at once."""
     assert S3Backend.__module__ in sys.modules, "it is loaded, and refers to the class"
-    monkeypatch.setattr(s3requests, "Timing", partial(s3requests.Timing, notice_seconds=0.01))
+    monkeypatch.setattr(s3_requests, "Timing", partial(s3_requests.Timing, notice_seconds=0.01))
 
 
 COMMANDS = ["log", "show runs/gpt", "usage", "fsck", "gc", "put model.safetensors --ref runs/gpt", "probe", "salvage"]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
-from tensorstore_ck.demo.compare import differences, fingerprint
-from tensorstore_ck.demo.story import KILLED, UNDISTURBED, compare, plan_kills, tell
-from tensorstore_ck.demo.supervisor import Life
-from tensorstore_ck.demo.train import SIZES
+from examples.demo.compare import differences, fingerprint
+from examples.demo.story import KILLED, UNDISTURBED, compare, plan_kills, tell
+from examples.demo.supervisor import Life
+from examples.demo.train import SIZES
 
 
 @pytest.mark.slow

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from tensorstore_ck.codec import Codec
-from tensorstore_ck.envelope import seal
-from tensorstore_ck.ids import DIGEST_BYTES, block_id
-from tensorstore_ck.log.ops import Op
-from tensorstore_ck.pack import ENTRY_DTYPE, encode_footer, encode_header, pack_name, stored_check
-from tensorstore_ck.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values, part_name
-from tensorstore_ck.record import Record, encode_metadata, record_name
+from tensorstore_ck.common.ids import DIGEST_BYTES, block_id
+from tensorstore_ck.format.codec import Codec
+from tensorstore_ck.format.pack import ENTRY_DTYPE, encode_footer, encode_header, pack_name, stored_check
+from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values, part_name
+from tensorstore_ck.format.record import Record, encode_metadata, record_name
+from tensorstore_ck.format.sealed import seal
+from tensorstore_ck.log.operations import Op
 from tensorstore_ck.store import Store
 
 Block = bytes

@@ -11,18 +11,13 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 
-from tensorstore_ck import codec, values
-from tensorstore_ck.codec import general
-from tensorstore_ck.config import decode_config, new_config
-from tensorstore_ck.envelope import HEADER_BYTES, KINDS, MAGIC
+from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid, block_id, derived_hash
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.ids import DIGEST_BYTES, Digest, Ulid, block_id, derived_hash
-from tensorstore_ck.layout import Explicit, Layout, Sharding, SharedStorage, Spread, TensorSpec, decode_layout
-from tensorstore_ck.log import checkpoint
-from tensorstore_ck.log.entry import Entry, decode_entry, genesis_hash, seal_entry
-from tensorstore_ck.log.fold import fold
-from tensorstore_ck.log.ops import Op
-from tensorstore_ck.pack import (
+from tensorstore_ck.format import codec, values
+from tensorstore_ck.format.block_assignment import encode_regions, regions, shares
+from tensorstore_ck.format.codec import registry
+from tensorstore_ck.format.layout import Explicit, Layout, Sharding, SharedStorage, Spread, TensorSpec, decode_layout
+from tensorstore_ck.format.pack import (
     ENTRY_DTYPE,
     HEADER,
     TRAILER,
@@ -33,11 +28,16 @@ from tensorstore_ck.pack import (
     footer_bytes,
     stored_check,
 )
-from tensorstore_ck.part import BLOB_DTYPE, EXTENT_DTYPE, Part, decode_part, encode_values
-from tensorstore_ck.record import Record, decode_record, encode_metadata
-from tensorstore_ck.sharding import Box, Mesh, Shard
-from tensorstore_ck.split import encode_regions, regions, shares
-from tensorstore_ck.table import MemoryTable
+from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part, decode_part, encode_values
+from tensorstore_ck.format.record import Record, decode_record, encode_metadata
+from tensorstore_ck.format.sealed import HEADER_BYTES, KINDS, MAGIC
+from tensorstore_ck.format.sharding import Box, Mesh, Shard
+from tensorstore_ck.format.store_config import decode_config, new_config
+from tensorstore_ck.log import checkpoint
+from tensorstore_ck.log.cache import MemoryTable
+from tensorstore_ck.log.entry import Entry, decode_entry, genesis_hash, seal_entry
+from tensorstore_ck.log.fold import fold
+from tensorstore_ck.log.operations import Op
 
 ROOT = Digest(bytes(range(32)))
 ULID = Ulid(bytes(range(16)))
@@ -186,7 +186,7 @@ def pack_of(blocks: list[bytes], *, compress: bool = True) -> bytes:
     body = bytearray(header)
     entries = np.zeros(len(blocks), ENTRY_DTYPE)
     for number, raw in enumerate(blocks):
-        kind, stored = general.encode_lz4(raw) if compress else (codec.Codec.RAW, raw)
+        kind, stored = registry.encode_lz4(raw) if compress else (codec.Codec.RAW, raw)
         entries[number] = (block_id(raw), len(body), stored_check(stored) if kind else 0, len(stored), len(raw), kind, 0, 0)
         body += stored
     return bytes(body) + encode_footer(header, entries)

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
-from tensorstore_ck import hostmemory
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.blockreader import decode_at
-from tensorstore_ck.codec import Codec
-from tensorstore_ck.ids import Digest, Ulid
-from tensorstore_ck.index import Base, Location
-from tensorstore_ck.opening import init_store, make_engine
+from tensorstore_ck.common import host_memory
+from tensorstore_ck.common.ids import Digest, Ulid
+from tensorstore_ck.engine.opening import init_store, make_engine
+from tensorstore_ck.engine.read.block_reader import decode_at
+from tensorstore_ck.format.codec import Codec
+from tensorstore_ck.log.block_index import Base, Location
+from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.store import Store
-from tensorstore_ck.table import MemoryTable
 from tests.format.forged import Forged, layout_of, publish
 
 MIB = 1 << 20
@@ -160,7 +160,7 @@ def zeros_of(rows: int) -> Forged:
 
 def test_tensors_that_fit_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is declared is known beforehand: `show` tells it, and a checkout does not begin."""
-    monkeypatch.setattr(hostmemory, "free_bytes", lambda: 200 * MIB)
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: 200 * MIB)
     store = make_store()
     publish(store, zeros_of(64))
     assert store.show("bomb").tensors == (("w", "float32", (64, MIB), 256 * MIB),)

@@ -9,9 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tensorstore_ck.chunker import cut_box, cut_interval, cut_opaque
-from tensorstore_ck.chunker.opaque import OPAQUE_AVERAGE_BYTES, OPAQUE_MAX_BYTES, OPAQUE_MIN_BYTES
-from tensorstore_ck.layout import TensorSpec
-from tensorstore_ck.split import Region
+from tensorstore_ck.chunker.content_defined import OPAQUE_AVERAGE_BYTES, OPAQUE_MAX_BYTES, OPAQUE_MIN_BYTES
+from tensorstore_ck.format.block_assignment import Region
+from tensorstore_ck.format.layout import TensorSpec
 
 MIB = 1 << 20
 TARGETS = st.sampled_from([16, 48, 64, 100, 256, 4096])

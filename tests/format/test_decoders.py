@@ -8,19 +8,19 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tensorstore_ck import tree, values
-from tensorstore_ck.envelope import HEADER_BYTES
+from tensorstore_ck.common.ids import DIGEST_BYTES
 from tensorstore_ck.errors import CorruptObjectError, FormatVersionError
-from tensorstore_ck.ids import DIGEST_BYTES
-from tensorstore_ck.layout import Explicit, Layout
+from tensorstore_ck.format import tree, values
+from tensorstore_ck.format.block_assignment import alike, decode_regions, every_region, regions, shares
+from tensorstore_ck.format.layout import Explicit, Layout
+from tensorstore_ck.format.part import Part, decode_values
+from tensorstore_ck.format.part_index import PartPlan
+from tensorstore_ck.format.record import Record, decode_metadata
+from tensorstore_ck.format.sealed import HEADER_BYTES
 from tensorstore_ck.log import RefTable, checkpoint
+from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.entry import Entry
 from tensorstore_ck.log.fold import fold
-from tensorstore_ck.part import Part, decode_values
-from tensorstore_ck.partplan import PartPlan
-from tensorstore_ck.record import Record, decode_metadata
-from tensorstore_ck.split import alike, decode_regions, every_region, regions, shares
-from tensorstore_ck.table import MemoryTable
 from tests.format import samples
 from tests.format.samples import ALL, SEALED, body_of, kind_of, pack, places, replaced, sealed_body, with_fields
 

@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensorstore_ck.config import decode_config, new_config
 from tensorstore_ck.errors import CorruptObjectError, FormatVersionError, InvalidOptionError
-from tensorstore_ck.layout import MAX_NAME_BYTES, MAX_TENSOR_BYTES, Layout, SharedStorage, TensorSpec, decode_layout
-from tensorstore_ck.pack import MAX_BLOCK_BYTES
-from tensorstore_ck.part import BLOB_DTYPE, Part, decode_part, decode_values
-from tensorstore_ck.record import Record, check_metrics, decode_metadata, decode_record, encode_metadata
+from tensorstore_ck.format.layout import MAX_NAME_BYTES, MAX_TENSOR_BYTES, Layout, SharedStorage, TensorSpec, decode_layout
+from tensorstore_ck.format.pack import MAX_BLOCK_BYTES
+from tensorstore_ck.format.part import BLOB_DTYPE, Part, decode_part, decode_values
+from tensorstore_ck.format.record import Record, check_metrics, decode_metadata, decode_record, encode_metadata
+from tensorstore_ck.format.store_config import decode_config, new_config
 from tests.format import samples
 from tests.format.samples import with_fields
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorstore_ck.codec import Codec, decode
-from tensorstore_ck.codec.general import encode_lz4
+from tensorstore_ck.common.ids import block_id, derived_hash
 from tensorstore_ck.errors import CorruptObjectError, FormatVersionError
-from tensorstore_ck.ids import block_id, derived_hash
-from tensorstore_ck.pack import (
+from tensorstore_ck.format.codec import Codec, decode
+from tensorstore_ck.format.codec.registry import encode_lz4
+from tensorstore_ck.format.pack import (
     BASE_DTYPE,
     ENTRY_DTYPE,
     FOOTER_MAGIC,

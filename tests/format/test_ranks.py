@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
-from tensorstore_ck.layout import MAX_BOXES, MAX_RANKS, Explicit, Layout, Sharding, TensorSpec, decode_layout
-from tensorstore_ck.pack import MAX_BLOCK_BYTES
-from tensorstore_ck.part import Part, decode_part
-from tensorstore_ck.partplan import PartPlan
-from tensorstore_ck.sharding import Box, Mesh, Shard
-from tensorstore_ck.split import decode_regions, encode_regions
+from tensorstore_ck.format.block_assignment import decode_regions, encode_regions
+from tensorstore_ck.format.layout import MAX_BOXES, MAX_RANKS, Explicit, Layout, Sharding, TensorSpec, decode_layout
+from tensorstore_ck.format.pack import MAX_BLOCK_BYTES
+from tensorstore_ck.format.part import Part, decode_part
+from tensorstore_ck.format.part_index import PartPlan
+from tensorstore_ck.format.sharding import Box, Mesh, Shard
 from tests.format import samples
 from tests.format.samples import with_fields
 

@@ -6,13 +6,13 @@ from typing import NamedTuple
 import numpy as np
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.engine import Engine
-from tensorstore_ck.ids import Digest, Ulid
+from tensorstore_ck.common.ids import Digest, Ulid
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.opening import init_store, make_engine, read_config
+from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part, part_name
+from tensorstore_ck.format.record import Record, encode_metadata, record_name
 from tensorstore_ck.log import Op, SnapshotInfo
-from tensorstore_ck.opening import init_store, make_engine, read_config
-from tensorstore_ck.part import BLOB_DTYPE, EXTENT_DTYPE, Part, part_name
-from tensorstore_ck.record import Record, encode_metadata, record_name
-from tensorstore_ck.table import MemoryTable, Table
+from tensorstore_ck.log.cache import MemoryTable, Table
 
 Place = tuple[int, int]
 """(pack, entry)."""

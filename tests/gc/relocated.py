@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tensorstore_ck.engine import Engine
-from tensorstore_ck.envelope import object_hash
+from tensorstore_ck.common.ids import Ulid, parse_ulid
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.format.pack import Footer, pack_name
+from tensorstore_ck.format.relocation import MOVED_DTYPE, Moved
+from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.gc.compact import SparsePack, compact, read_footer
-from tensorstore_ck.ids import Ulid, parse_ulid
 from tensorstore_ck.log import ObjectKey, Objects, Op
-from tensorstore_ck.moved import MOVED_DTYPE, Moved
-from tensorstore_ck.pack import Footer, pack_name
 
 
 def packs_of(engine: Engine) -> list[Ulid]:

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from tensorstore_ck import parallel
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.common import threads
+from tensorstore_ck.common.ids import IdSource, new_ulid
+from tensorstore_ck.common.processes import Process
+from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.gc import GcOptions
-from tensorstore_ck.ids import IdSource, new_ulid
-from tensorstore_ck.opening import init_store, make_engine, read_config
-from tensorstore_ck.processes import Process
+from tensorstore_ck.log.cache import MemoryTable, Table
 from tensorstore_ck.store import Store
-from tensorstore_ck.table import MemoryTable, Table
-from tests.crash.faulty import Death, Faults, FaultyBackend
+from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 
 AT_ONCE = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1)
 """Frees everything that nothing holds, whatever its age."""
@@ -124,7 +124,7 @@ def put_all(store: Store, ref: str, states: Sequence[State]) -> list[str]:
 def stay_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the backend calls come in the same order every time: `for_each` does all tasks in its caller's thread."""
     idle = SimpleNamespace(start=lambda: None, join=lambda: None)
-    monkeypatch.setattr(parallel, "threading", SimpleNamespace(Lock=threading.Lock, Thread=lambda **_: idle))
+    monkeypatch.setattr(threads, "threading", SimpleNamespace(Lock=threading.Lock, Thread=lambda **_: idle))
 
 
 class Interrupted(Faults):

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.closure import follow, resolve
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.engine.reachability import follow, resolve
 from tensorstore_ck.errors import CorruptObjectError, DamageError, GcRefusedError, StoreError
-from tensorstore_ck.exporting import export_snapshot
-from tensorstore_ck.ids import Ulid
+from tensorstore_ck.integrations.exporting import export_snapshot
 from tensorstore_ck.log import ObjectKey, RefTable
-from tensorstore_ck.salvage import salvage
+from tensorstore_ck.maintenance.salvage import salvage
 from tensorstore_ck.store import Store
 from tests.gc.made import Place, make_part, open_engine, pack_ulid
 from tests.gc.relocated import copy_pack, footer_of, packs_of, relocate

@@ -11,7 +11,7 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.errors import StoreError
-from tests.crash.faulty import Death, Faults, FaultyBackend
+from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 from tests.gc.stores import (
     AT_ONCE,
     Clock,

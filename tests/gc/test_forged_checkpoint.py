@@ -8,11 +8,11 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
-from tensorstore_ck.envelope import MAX_OBJECT_BYTES
 from tensorstore_ck.errors import BrokenLogError
+from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.log import Entry, Op, RefTable, fold
+from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.checkpoint import checkpoint_name, decode_checkpoint, dump, load
-from tensorstore_ck.table import MemoryTable
 from tests.gc.stores import AT_ONCE
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tensorstore_ck.address import resolve
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.config import new_config
+from tensorstore_ck.engine.opening import make_engine
+from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.errors import (
     GcRefusedError,
     InvalidOptionError,
@@ -20,13 +20,13 @@ from tensorstore_ck.errors import (
     UnreadableError,
     UnsafeBackendError,
 )
+from tensorstore_ck.format.part import part_name
+from tensorstore_ck.format.store_config import new_config
 from tensorstore_ck.gc import GcOptions, GcReport
 from tensorstore_ck.log import Objects, Op, SnapshotInfo
-from tensorstore_ck.opening import make_engine
-from tensorstore_ck.part import part_name
-from tensorstore_ck.reader import SnapshotReader
+from tensorstore_ck.log.address import resolve
+from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.store import Store
-from tensorstore_ck.table import MemoryTable
 from tests.gc.stores import (
     AT_ONCE,
     FOLDERS,
@@ -274,7 +274,7 @@ def test_options_that_make_no_sense(options: dict[str, float]) -> None:
 
 
 def test_more_runs_out_than_one_entry_can_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorstore_ck.gc.run.ENDINGS_AN_ENTRY", 2)
+    monkeypatch.setattr("tensorstore_ck.gc.collect.ENDINGS_AN_ENTRY", 2)
     store = open_store()
     put_all(store, "job", [state(number) for number in range(6)])
     for step in range(1, 6):

@@ -12,11 +12,11 @@ import pytest
 import tensorstore_ck as tsck
 from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.common.ids import parse_ulid
 from tensorstore_ck.errors import PlaceUnavailableError
-from tensorstore_ck.ids import parse_ulid
 from tensorstore_ck.log import Op
+from tensorstore_ck.maintenance.salvage import salvage
 from tensorstore_ck.redaction import display_url
-from tensorstore_ck.salvage import salvage
 from tests.gc.stores import AT_ONCE, contents, same, state
 
 HOST = "127.0.0.1:{port}"

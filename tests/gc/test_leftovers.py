@@ -16,12 +16,12 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.cli import main
+from tensorstore_ck.common.ids import parse_ulid
+from tensorstore_ck.common.processes import Process, this_process
+from tensorstore_ck.format.writer_record import SERIES_SECONDS, series_of
 from tensorstore_ck.gc import GcOptions
-from tensorstore_ck.ids import parse_ulid
-from tensorstore_ck.processes import Process, this_process
 from tensorstore_ck.store import Store
-from tensorstore_ck.writerrecord import SERIES_SECONDS, series_of
-from tests.crash.faulty import Faults, FaultyBackend
+from tests.end_to_end.crash.faulty import Faults, FaultyBackend
 from tests.gc.stores import Clock, contents, counts, leave_orphans, open_store, require_sound, sizes, state
 
 DAY = 86_400

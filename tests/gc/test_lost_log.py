@@ -12,9 +12,9 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
-from tensorstore_ck.config import StoreConfig, decode_config
 from tensorstore_ck.errors import BrokenLogError, GcRefusedError
-from tensorstore_ck.salvage import salvage
+from tensorstore_ck.format.store_config import StoreConfig, decode_config
+from tensorstore_ck.maintenance.salvage import salvage
 from tests.gc.stores import AT_ONCE
 
 CALLS: dict[str, Callable[[tsck.Store], object]] = {

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError
+from tensorstore_ck.format.pack import MAX_ENTRIES
+from tensorstore_ck.format.part import part_name
 from tensorstore_ck.gc.mark import Marks, read_parts, read_summaries
-from tensorstore_ck.gc.summary import PREFIX, SummaryCache, summarize
-from tensorstore_ck.ids import Ulid
-from tensorstore_ck.pack import MAX_ENTRIES
-from tensorstore_ck.part import part_name
+from tensorstore_ck.gc.part_summary import PREFIX, SummaryCache, summarize
 from tests.gc.made import Counting, Made, Place, make_part, open_engine, pack_ulid, publish
 
 places = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 70) | st.integers(0, 5000)), max_size=40)

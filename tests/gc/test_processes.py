@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 
 import tensorstore_ck as tsck
-from tensorstore_ck.closure import resolve
-from tensorstore_ck.engine import Engine
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.opening import open_engine
+from tensorstore_ck.engine.reachability import resolve
+from tensorstore_ck.format.pack import ENTRY_DTYPE, HEADER, TRAILER
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.gc.listing import list_objects
 from tensorstore_ck.log import FOLDERS, ObjectKey
-from tensorstore_ck.opening import open_engine
-from tensorstore_ck.pack import ENTRY_DTYPE, HEADER, TRAILER
 from tests.effort import effort
 from tests.gc.worker import GAVE_UP, WRITERS, Job, Nursery, digest, heard
 from tests.servers import S3Server

@@ -10,10 +10,10 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Buffer
-from tensorstore_ck.codec import Codec, Elements, Encoded, Encoder
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
-from tests.codec.training import put_steps, same
-from tests.crash.faulty import Death, Faults, FaultyBackend
+from tensorstore_ck.format.codec import Codec, Elements, Encoded, Encoder
+from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
+from tests.format.codec.training import put_steps, same
 from tests.gc.stores import AT_ONCE, Clock, contents, interrupted, open_store, sizes
 
 DAY_SECONDS = 86_400

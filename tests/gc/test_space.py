@@ -14,12 +14,12 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.cli import main
+from tensorstore_ck.common.free_space import MinFree
 from tensorstore_ck.errors import NoSpaceError
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.gc.report import Freeable
-from tensorstore_ck.room import MinFree
 from tensorstore_ck.store import Store
-from tests.crash.faulty import Faults, FaultyBackend
+from tests.end_to_end.crash.faulty import Faults, FaultyBackend
 from tests.gc.stores import Clock, leave_orphans, open_store, sizes, state, stay_in_one_thread
 
 DAY = 86_400

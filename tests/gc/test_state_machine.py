@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from tensorstore_ck import copying
 from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.engine.write.put import ANY
 from tensorstore_ck.errors import (
     AlreadyExistsError,
     ConflictError,
@@ -22,13 +23,12 @@ from tensorstore_ck.errors import (
     StoreError,
 )
 from tensorstore_ck.gc import GcOptions
-from tensorstore_ck.ids import Ulid
-from tensorstore_ck.snapshot import Snapshot
+from tensorstore_ck.log.cache import MemoryTable
+from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.maintenance import copy_store
 from tensorstore_ck.store import Store
-from tensorstore_ck.table import MemoryTable
-from tensorstore_ck.writer import ANY
-from tests.crash.faulty import Death, Faults, FaultyBackend
 from tests.effort import effort
+from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 from tests.gc.model import Content, Model, Put
 from tests.gc.stores import AT_ONCE, Clock, open_store, require_readable, same, sizes, state, stay_in_one_thread
 
@@ -347,7 +347,7 @@ class StoreMachine(RuleBasedStateMachine):
         """To a store that is not there yet."""
         target = open_store(MemoryBackend(clock=self.clock), clock=self.clock, new_id=self.ids.__next__)
         if self.model.branches or self.model.tags:
-            copying.copy(self.stores[handle], target)
+            copy_store.copy(self.stores[handle], target)
         assert set(target.branches()) == set(self.model.branches)
         assert set(target.tags()) == set(self.model.tags)
         for name in self.model.branches:

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorstore_ck.gc.summary import PREFIX, PartSummary, SummaryCache, decode_summary, encode_summary, summarize
-from tensorstore_ck.ids import Ulid
-from tensorstore_ck.pack import MAX_ENTRIES
-from tensorstore_ck.table import MemoryTable, Table, open_table
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.format.pack import MAX_ENTRIES
+from tensorstore_ck.gc.part_summary import PREFIX, PartSummary, SummaryCache, decode_summary, encode_summary, summarize
+from tensorstore_ck.log.cache import MemoryTable, Table, open_table
 from tests.gc.made import Place, make_part, pack_ulid
 
 entries = st.integers(0, 130) | st.integers(0, MAX_ENTRIES - 1)

@@ -12,9 +12,9 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.errors import BackendUnavailableError, GcRefusedError, InvalidOptionError, InvalidUrlError, PlaceUnavailableError
-from tensorstore_ck.log.chain import Chain
-from tensorstore_ck.salvage import salvage
-from tests.crash.faulty import Death, Faults, FaultyBackend
+from tensorstore_ck.log.entry_reader import Chain
+from tensorstore_ck.maintenance.salvage import salvage
+from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 from tests.gc.stores import AT_ONCE, Clock, interrupted, open_store, require_sound, same, state, stay_in_one_thread
 
 DAY_SECONDS = 86_400

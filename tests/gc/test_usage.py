@@ -3,9 +3,9 @@
 import torch
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.opening import init_store, make_engine, read_config
+from tensorstore_ck.engine.opening import init_store, make_engine, read_config
+from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.store import Store
-from tensorstore_ck.table import MemoryTable
 from tests.gc import stores
 
 COMMON = torch.arange(4000, dtype=torch.float32)
@@ -34,7 +34,7 @@ def make() -> tuple[MemoryBackend, Store]:
 
 def layout_sizes(store: Store) -> tuple[int, int]:
     """(raw, stored) bytes of the layout: the same block in each snapshot."""
-    from tensorstore_ck.reader import SnapshotReader
+    from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 
     store._engine.log.sync()
     info = next(store._engine.log.view().snapshots())
@@ -75,9 +75,9 @@ def test_bytes_per_ref_and_in_all() -> None:
 
 def object_bytes(backend: MemoryBackend, store: Store, address: str) -> int:
     """A snapshot's record and part."""
-    from tensorstore_ck.address import resolve
-    from tensorstore_ck.part import part_name
-    from tensorstore_ck.record import record_name
+    from tensorstore_ck.format.part import part_name
+    from tensorstore_ck.format.record import record_name
+    from tensorstore_ck.log.address import resolve
 
     info = resolve(store._engine.log.view(), address).info
     (part,) = store._engine.read_record(info).parts

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tensorstore_ck.common.ids import ulid_text
+from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.gc.roots import UNDO
 from tensorstore_ck.gc.usage import JobUsage, RefUsage, SnapshotUsage, Usage, measure_usage
-from tensorstore_ck.ids import ulid_text
-from tensorstore_ck.pack import pack_name
 from tensorstore_ck.store import Store
 from tests.gc.made import Counting, Made, Place, make_part, open_engine, pack_ulid, publish, stored_bytes
 

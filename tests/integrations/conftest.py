@@ -1,5 +1,5 @@
 """Fixtures for tests with real ranks."""
 
-from tests.ranks.conftest import folder
+from tests.session.group.conftest import folder
 
 __all__ = ["folder"]

@@ -19,16 +19,18 @@ from safetensors.torch import load
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend import local, open_backend
-from tensorstore_ck.integrations import virtual
+from tensorstore_ck.format.layout import Captured, Layout
+from tensorstore_ck.integrations import virtual_safetensors
 from tensorstore_ck.integrations.filesystem import SnapshotFileSystem
-from tensorstore_ck.layout import Captured, Layout
-from tests.fsck.stores import State
-from tests.ranks.built import RANKS, shared, stage, tensors
-from tests.ranks.stores import put_all
+from tests.maintenance.fsck.stores import State
 from tests.servers import S3Server
+from tests.session.group.built import RANKS, shared, stage, tensors
+from tests.session.group.stores import put_all
 
 DTYPES = [dtype for dtype in torch.__dict__.values() if isinstance(dtype, torch.dtype) and dtype.itemsize <= 8]
-LOADABLE = {name: dtype for dtype in DTYPES if (name := str(dtype).removeprefix("torch.")) in virtual._DTYPES and "e8m0" not in name}
+LOADABLE = {
+    name: dtype for dtype in DTYPES if (name := str(dtype).removeprefix("torch.")) in virtual_safetensors._DTYPES and "e8m0" not in name
+}
 LOADABLE.pop("float4_e2m1fn_x2", None)  # safetensors.torch.load does not know it
 
 
@@ -388,7 +390,7 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_every_block_is_read_once(store: tsck.Store, files: SnapshotFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
     """By who reads on, in pieces of any size; and a tensor alone costs its own blocks."""
-    monkeypatch.setattr(virtual, "WINDOW_BYTES", 8 << 20)
+    monkeypatch.setattr(virtual_safetensors, "WINDOW_BYTES", 8 << 20)
     state = {f"t{number}": torch.randn(1900, 1500 + number) for number in range(3)}
     state |= {f"s{number}": torch.randn(5000) for number in range(9)}
     store.put_snapshot(state, ref="big", codec="raw")
@@ -445,7 +447,7 @@ def test_damage(store: tsck.Store, files: SnapshotFileSystem, tmp_path: Path, mo
         with pytest.raises(OSError, match=r"of tensor 'model\.bad' does not match its hash: .*; run `tsck fsck") as caught:
             files.cat_file("hit/model.safetensors", start, stop)
         assert caught.value.errno == errno.EIO
-    monkeypatch.setattr(virtual, "WINDOW_BYTES", 32768)  # one tensor
+    monkeypatch.setattr(virtual_safetensors, "WINDOW_BYTES", 32768)  # one tensor
     with SnapshotFileSystem(files.store, skip_instance_cache=True).open("hit/model.safetensors") as file:
         head = file.seek(begin - 20_000)
         assert file.read(10) + file.read(10) + file.read(19_980) == data[head:begin]

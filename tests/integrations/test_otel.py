@@ -89,7 +89,7 @@ def publish(store: FakeStore) -> None:
 def test_metrics_of_a_published_put(seen: Seen) -> None:
     publish(seen.store)
     publish(seen.store)
-    ((unit, about, puts),) = seen.points("tensorstore_ck.puts")
+    ((unit, about, puts),) = seen.points("tensorstore_ck.session.puts")
     assert (unit, about, puts.value) == ("{put}", {**ABOUT, "tensorstore_ck.outcome": "published"}, 2)
     ((unit, about, stall),) = seen.points("tensorstore_ck.put.stall")
     assert (unit, about, stall.count, stall.sum) == ("s", ABOUT, 2, 1.0)
@@ -120,7 +120,7 @@ def test_what_went_wrong_is_counted_by_its_kind(seen: Seen) -> None:
     seen.store.tell("stalled")
     seen.store.tell("retried", what="upload", error="503")
     seen.store.tell("staged")
-    outcomes = {about["tensorstore_ck.outcome"]: about.get("error.type") for _, about, _ in seen.points("tensorstore_ck.puts")}
+    outcomes = {about["tensorstore_ck.outcome"]: about.get("error.type") for _, about, _ in seen.points("tensorstore_ck.session.puts")}
     assert outcomes == {"failed": "no_space", "skipped": None}
     assert seen.points("tensorstore_ck.put.memory_wait")[0][2].sum == 0.5
     assert seen.points("tensorstore_ck.retries")[0][2].value == 1
@@ -169,7 +169,7 @@ def test_the_span_of_a_failed_put_has_the_error(seen: Seen) -> None:
 def test_it_ends(seen: Seen) -> None:
     seen.end()
     publish(seen.store)
-    assert not seen.points("tensorstore_ck.puts")
+    assert not seen.points("tensorstore_ck.session.puts")
     assert not seen.spans()
 
 
@@ -181,6 +181,6 @@ def test_without_opentelemetry_the_error_says_what_to_install(monkeypatch: pytes
 
 
 def test_nothing_else_loads_opentelemetry() -> None:
-    code = "import sys, tensorstore_ck, tensorstore_ck.events, tensorstore_ck.progressline; print('opentelemetry' in sys.modules)"
+    code = "import sys, tensorstore_ck, tensorstore_ck.events, tensorstore_ck.training.progress_line; print('opentelemetry' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "False\n"

@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, new_ulid
 from tensorstore_ck.errors import ConflictError
-from tensorstore_ck.ids import ZERO_DIGEST, Digest, new_ulid
 from tensorstore_ck.log import Log, Op, RefTable
-from tensorstore_ck.table.lmdb_table import open_lmdb_table
+from tensorstore_ck.log.cache.lmdb_table import open_lmdb_table
 from tests.log.scripted import UUID, put_op
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend, Buffer, Created, ObjectInfo
-from tensorstore_ck.envelope import object_hash
+from tensorstore_ck.common.ids import Digest, Ulid, block_id
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError
-from tensorstore_ck.ids import Digest, Ulid, block_id
+from tensorstore_ck.format.record import Record
+from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.log import Entry, Log, Op, RefTable
+from tensorstore_ck.log.cache import MemoryTable, Table
 from tensorstore_ck.log.entry import seal_entry
-from tensorstore_ck.record import Record
-from tensorstore_ck.table import MemoryTable, Table
 
 Trick = Callable[[str, bytes], Created]
 UUID = bytes(range(16))

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tensorstore_ck.backend.local import LocalBackend
-from tensorstore_ck.config import decode_config
 from tensorstore_ck.errors import GcRefusedError, LogChangedError
+from tensorstore_ck.format.store_config import decode_config
 from tensorstore_ck.log import LogChangedWarning
 from tensorstore_ck.log.entry import entry_name
-from tensorstore_ck.salvage import salvage
+from tensorstore_ck.maintenance.salvage import salvage
 from tests.gc.stores import AT_ONCE
 from tests.log.test_rollback import Host
 

@@ -21,11 +21,11 @@ from tensorstore_ck.errors import (
     UnsupportedValueError,
 )
 from tensorstore_ck.log import Log, Op, RefTable
+from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.entry import entry_name
 from tensorstore_ck.log.log import RESEND_DELAYS
-from tensorstore_ck.table import MemoryTable
+from tests.log.cache.faultytable import CacheFaults, FaultyTable
 from tests.log.scripted import UUID, Tricky, append_puts, mark_op, names_in, new_id, open_log, put_op
-from tests.table.faultytable import CacheFaults, FaultyTable
 
 
 def append(log: Log, name: str) -> int:

@@ -12,10 +12,11 @@ import pytest
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import BackendUnavailableError, BrokenLogError, CorruptObjectError, FormatVersionError, MissingObjectError
-from tensorstore_ck.log import LogChangedWarning, Op, RefTable, keys, rows
+from tensorstore_ck.log import LogChangedWarning, Op, RefTable, table_rows
+from tensorstore_ck.log import table_keys as keys
+from tensorstore_ck.log.cache import CacheWarning, MemoryTable, Table
+from tensorstore_ck.log.cache.lmdb_table import open_lmdb_table
 from tensorstore_ck.log.entry import decode_entry, entry_name, folder_name, genesis_hash
-from tensorstore_ck.table import CacheWarning, MemoryTable, Table
-from tensorstore_ck.table.lmdb_table import open_lmdb_table
 from tests.log.scripted import (
     UUID,
     Tricky,
@@ -180,7 +181,7 @@ def test_a_cache_that_is_damaged_meanwhile_is_built_again(tmp_path: Path, met_by
     again.table.close()
 
 
-@pytest.mark.parametrize("row", [b"", b"\x93\x01\x02", b"\xc1", rows.encode_row(rows.Head(3, genesis_hash(UUID), 99))])
+@pytest.mark.parametrize("row", [b"", b"\x93\x01\x02", b"\xc1", table_rows.encode_row(table_rows.Head(3, genesis_hash(UUID), 99))])
 def test_a_head_of_another_build_or_none_at_all_is_built_again(table: Table, row: bytes) -> None:
     backend = MemoryBackend()
     append_puts(open_log(backend, table), 3)
@@ -429,7 +430,7 @@ def test_a_checkpoint_that_does_not_fit_is_ignored(how: str) -> None:
 def test_a_checkpoint_of_another_version_of_the_fold_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Tricky()
     append_puts(open_log(backend), 70)
-    monkeypatch.setattr(rows, "FOLD_VERSION", rows.FOLD_VERSION + 1)
+    monkeypatch.setattr(table_rows, "FOLD_VERSION", table_rows.FOLD_VERSION + 1)
     backend.calls.clear()
     open_log(backend).sync()
     assert entry_name("log", 1) in gets(backend)

@@ -13,11 +13,11 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.errors import BrokenLogError, InvalidOptionError, LogChangedError
-from tensorstore_ck.ids import Digest
 from tensorstore_ck.log import Head, HeadFile, Log, LogChangedWarning, Watermark
 from tensorstore_ck.log.entry import entry_name
-from tensorstore_ck.log.headfile import Known
+from tensorstore_ck.log.head_file import Known
 from tests.log.scripted import append_puts, open_log
 
 KINDS = ["truncated", "forked", "forked and longer"]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from tensorstore_ck.state.memory import bits_of
+from tensorstore_ck.state.byte_sources import bits_of
 
 DTYPES = sorted(
     {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")},

@@ -10,8 +10,8 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, UnsupportedValueError
 from tensorstore_ck.state import capture, restore
-from tensorstore_ck.state.sharded import Describer
-from tests.ranks.boxed import boxes_of
+from tensorstore_ck.state.sharded_tensors import Describer
+from tests.session.group.boxed import boxes_of
 from tests.state.fake import stored
 
 FULL = torch.arange(48.0).view(6, 8)

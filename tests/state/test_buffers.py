@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError
-from tensorstore_ck.layout import Captured
-from tensorstore_ck.state import Box, Boxes, FlatShard, buffers, capture, restore
-from tensorstore_ck.state.buffers import Arena, Slot, copied_bytes, copy_captured
-from tensorstore_ck.state.devicecopy import DeviceCopy, SideStreams
-from tensorstore_ck.state.memory import BytesSource, address_of, memory_at
-from tensorstore_ck.state.sharded import Describer
+from tensorstore_ck.format.layout import Captured
+from tensorstore_ck.state import Box, Boxes, FlatShard, capture, capture_copy, restore
+from tensorstore_ck.state.byte_sources import BytesSource, address_of, memory_at
+from tensorstore_ck.state.capture_copy import Arena, Slot, copied_bytes, copy_captured
+from tensorstore_ck.state.cuda_copy import DeviceCopy, SideStreams
+from tensorstore_ck.state.sharded_tensors import Describer
 from tests.state.fake import FakeContent, assert_same, bits
 from tests.state.samples import DTYPES, NUMPY_DTYPES, states, tensor
 
@@ -154,9 +154,9 @@ def test_bytes_that_are_no_tensors(arena: Arena) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_large_tensors_are_cut_and_small_ones_go_together(arena: Arena, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-    monkeypatch.setattr(buffers, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(buffers, "MAX_PIECE_BYTES", 3001)
-    monkeypatch.setattr(buffers, "SMALL_BYTES", 100)
+    monkeypatch.setattr(capture_copy, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(capture_copy, "MAX_PIECE_BYTES", 3001)
+    monkeypatch.setattr(capture_copy, "SMALL_BYTES", 100)
     sizes = [5, 20_000, 999, 1000, 1001, 1, 0, 64, 3001, 3002, 12_345, *range(200)]
     assert_kept(arena, [tensor(torch.uint8, (size,), seed) for seed, size in enumerate(sizes)], threads)
 
@@ -372,7 +372,7 @@ class LateCopies:
 @pytest.fixture
 def late(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> LateCopies:
     """Tensors that are not contiguous are on a device."""
-    monkeypatch.setattr(buffers, "is_on_device", lambda found: isinstance(found, torch.Tensor))
+    monkeypatch.setattr(capture_copy, "is_on_device", lambda found: isinstance(found, torch.Tensor))
     arena.device_copies = made = LateCopies()
     return made
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.errors import UnsupportedValueError
-from tensorstore_ck.room import Space
+from tensorstore_ck.format.values import MAX_NESTING
 from tensorstore_ck.state import capture, check_state, problems
-from tensorstore_ck.values import MAX_NESTING
 from tests.state.fake import round_trip
 
 

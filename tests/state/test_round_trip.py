@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 
-import tensorstore_ck.state.memory as memory_module
-from tensorstore_ck.envelope import pack_body
+import tensorstore_ck.state.byte_sources as memory_module
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
-from tensorstore_ck.layout import Layout, SharedStorage, TensorSpec
+from tensorstore_ck.format.layout import Layout, SharedStorage, TensorSpec
+from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.state import capture, register_type, restore
 from tests.state.fake import FakeContent, assert_same, bits, round_trip, stored
 from tests.state.samples import DTYPES, NUMPY_DTYPES, Pair, Point, states, tensor

@@ -25,8 +25,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
-from tensorstore_ck.sharding import Box, Mesh, Shard
-from tensorstore_ck.state.sharded import Describer, Description, FlatShard, group_ranks
+from tensorstore_ck.format.sharding import Box, Mesh, Shard
+from tensorstore_ck.state.sharded_tensors import Describer, Description, FlatShard, group_ranks
 
 
 @contextmanager
@@ -244,7 +244,7 @@ def test_flat_shards_that_cannot_be(make: Callable[[], FlatShard], match: str) -
 
 
 def test_importing_loads_nothing_of_dtensor() -> None:
-    code = "import sys, tensorstore_ck.state.sharded; assert 'torch.distributed.tensor' not in sys.modules"
+    code = "import sys, tensorstore_ck.state.sharded_tensors; assert 'torch.distributed.tensor' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

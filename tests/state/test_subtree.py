@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
-from tensorstore_ck.layout import Captured, Layout, Node
+from tensorstore_ck.format.layout import Captured, Layout, Node
+from tensorstore_ck.format.tree import expand, leaves, parse
 from tensorstore_ck.state import restore
-from tensorstore_ck.state.subtree import capture_value
-from tensorstore_ck.tree import expand, leaves, parse
+from tensorstore_ck.state.opaque_item import capture_value
 from tests.state.fake import FakeContent, assert_same
 from tests.state.samples import states
 

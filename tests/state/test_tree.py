@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.layout import MAX_NAME_BYTES, Layout, Node, TensorSpec
+from tensorstore_ck.format.layout import MAX_NAME_BYTES, Layout, Node, TensorSpec
+from tensorstore_ck.format.tree import Leaf, Names, leaves, parse
+from tensorstore_ck.format.values import MAX_NESTING
 from tensorstore_ck.state import restore
-from tensorstore_ck.tree import Leaf, Names, leaves, parse
-from tensorstore_ck.values import MAX_NESTING
 from tests.state.fake import stored
 
 SPECS = [TensorSpec("a", "float32", 4, (2, 3)), TensorSpec("b", "np:<i8", 8, (4,))]

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorstore_ck.envelope import pack_body, unpack_body
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
-from tensorstore_ck.layout import INLINE_VALUE_BYTES
-from tensorstore_ck.values import MAX_NESTING, decode, describe, encode, key_text, packed, split_large
+from tensorstore_ck.format.layout import INLINE_VALUE_BYTES
+from tensorstore_ck.format.sealed import pack_body, unpack_body
+from tensorstore_ck.format.values import MAX_NESTING, decode, describe, encode, key_text, packed, split_large
 from tests.state.fake import assert_same
 from tests.state.samples import hashables, is_set_item
 

@@ -12,7 +12,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import tensorstore_ck as tsck
-from tensorstore_ck.state.wrapped import ABOUT
+from tensorstore_ck.state.wrapper_subclasses import ABOUT
 
 CONFIGS = (
     "Int8WeightOnlyConfig",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
-from tests.ranks.pool import make_store
+from tests.session.group.pool import make_store
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from torch import nn
 
 import tensorstore_ck as tsck
 from tensorstore_ck.training import EnvironmentChangedWarning, TrainingState
-from tests.ranks.pool import RANKS, Pool
+from tests.session.group.pool import RANKS, Pool
 from tests.training.job import make, run
 from tests.training.test_ranks import Job
 

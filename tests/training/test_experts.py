@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorstore_ck.training import TrainingState
-from tests.ranks.pool import GROUPS, TIMEOUT_SECONDS, Pool, opened
+from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, opened
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 EXPERTS = 4

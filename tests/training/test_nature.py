@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import tensorstore_ck as tsck
 from tensorstore_ck.training import EnvironmentChangedWarning, TrainingState, buffers
-from tests.ranks.pool import GROUPS, TIMEOUT_SECONDS, Pool, opened
+from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, opened
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 KINDS = ("plain", "fsdp2", "ddp")

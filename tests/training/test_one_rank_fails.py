@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 import tensorstore_ck as tsck
-from tensorstore_ck.ranks.attempt import Attempt
-from tensorstore_ck.ranks.channel import Channel, ChannelError
+from tensorstore_ck.session.group.attempt import Attempt
+from tensorstore_ck.session.group.channel import Channel, ChannelError
 from tensorstore_ck.training import TrainingState
-from tests.ranks.pool import GROUPS, Pool, make_store
+from tests.session.group.pool import GROUPS, Pool, make_store
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 SECONDS = 3.0

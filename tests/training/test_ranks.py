@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import tensorstore_ck as tsck
 from tensorstore_ck.training import EnvironmentChangedWarning, TrainingState, verify_resume
-from tests.ranks.pool import GROUPS, RANKS, TIMEOUT_SECONDS, Pool, opened
+from tests.session.group.pool import GROUPS, RANKS, TIMEOUT_SECONDS, Pool, opened
 from tests.training.job import Loader, seed
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]

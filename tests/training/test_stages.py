@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import tensorstore_ck as tsck
 from tensorstore_ck.training import TrainingState
-from tests.ranks.pool import GROUPS, RANKS, TIMEOUT_SECONDS, Pool, opened
+from tests.session.group.pool import GROUPS, RANKS, TIMEOUT_SECONDS, Pool, opened
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 LAYERS, WIDTH, WORDS = 5, 8, 11

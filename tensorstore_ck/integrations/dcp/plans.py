@@ -9,18 +9,18 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from tensorstore_ck.engine.write.part_writer import Seat
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
-from tensorstore_ck.integrations.dcp.items import resolve_item
-from tensorstore_ck.integrations.dcp.skeleton import Skeleton, build_skeleton, items_of_metadata, items_of_plans
-from tensorstore_ck.layout import INLINE_TENSOR_BYTES, Captured, Explicit, decode_layout
-from tensorstore_ck.partwriter import Seat
-from tensorstore_ck.sharding import Box, whole_box
+from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, Captured, Explicit, decode_layout
+from tensorstore_ck.format.sharding import Box, whole_box
+from tensorstore_ck.integrations.dcp.byte_items import resolve_item
+from tensorstore_ck.integrations.dcp.flat_layout import Skeleton, build_skeleton, items_of_metadata, items_of_plans
 from tensorstore_ck.state.boxes import held_boxes
+from tensorstore_ck.state.byte_sources import BytesSource
 from tensorstore_ck.state.capture import require_dense
-from tensorstore_ck.state.memory import BytesSource
-from tensorstore_ck.state.shares import chain_of
-from tensorstore_ck.state.types import torch_dtype
-from tensorstore_ck.state.wrapped import is_traceable
+from tensorstore_ck.state.rank_shares import chain_of
+from tensorstore_ck.state.registered_types import torch_dtype
+from tensorstore_ck.state.wrapper_subclasses import is_traceable
 
 
 class Role(NamedTuple):

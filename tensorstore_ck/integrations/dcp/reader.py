@@ -25,26 +25,26 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from tensorstore_ck.address import resolve
-from tensorstore_ck.envelope import pack_body
+from tensorstore_ck.engine.read.merged_snapshot import open_snapshot
 from tensorstore_ck.errors import ConflictError, MismatchError, StoreError
-from tensorstore_ck.integrations.dcp.items import zipped
+from tensorstore_ck.format.layout import Content, WantedBox
+from tensorstore_ck.format.sealed import pack_body
+from tensorstore_ck.format.sharding import Box
+from tensorstore_ck.format.tree import REQUIRES_GRAD, Branch, Leaf, Tree, leaves, parse
+from tensorstore_ck.format.values import decode
+from tensorstore_ck.integrations.dcp.byte_items import zipped
 from tensorstore_ck.integrations.dcp.target import CheckpointId, Target
-from tensorstore_ck.layout import Content, WantedBox
-from tensorstore_ck.merged import open_snapshot
-from tensorstore_ck.readonlystore import ReadOnlyStore
-from tensorstore_ck.sharding import Box
-from tensorstore_ck.snapshot import Snapshot, refuse_marked
-from tensorstore_ck.state.build import build, require_buildable
-from tensorstore_ck.state.fresh import FreshTensors, form_of
-from tensorstore_ck.state.memory import target_of
-from tensorstore_ck.state.plain import require_plain
-from tensorstore_ck.state.report import LoadWarning
-from tensorstore_ck.state.shares import source_of
-from tensorstore_ck.state.types import decode_torch
-from tensorstore_ck.state.wrapped import ABOUT
-from tensorstore_ck.tree import REQUIRES_GRAD, Branch, Leaf, Tree, leaves, parse
-from tensorstore_ck.values import decode
+from tensorstore_ck.log.address import resolve
+from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
+from tensorstore_ck.read_only_store import ReadOnlyStore
+from tensorstore_ck.state.allocate import FreshTensors, form_of
+from tensorstore_ck.state.byte_sources import target_of
+from tensorstore_ck.state.load_report import LoadWarning
+from tensorstore_ck.state.plain_memory import require_plain
+from tensorstore_ck.state.rank_shares import source_of
+from tensorstore_ck.state.rebuild_tree import build, require_buildable
+from tensorstore_ck.state.registered_types import decode_torch
+from tensorstore_ck.state.wrapper_subclasses import ABOUT
 
 _CPU: Final = torch.device("cpu")
 

@@ -20,14 +20,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from tensorstore_ck.ids import block_id
-from tensorstore_ck.integrations.dcp.items import decode_item
+from tensorstore_ck.common.ids import block_id
+from tensorstore_ck.engine.write.part_writer import places_of
+from tensorstore_ck.integrations.dcp.byte_items import decode_item
 from tensorstore_ck.integrations.dcp.plans import Tiny
 from tensorstore_ck.integrations.dcp.target import CheckpointId
 from tensorstore_ck.integrations.dcp.writer import Begun, Writer
-from tensorstore_ck.partwriter import places_of
-from tensorstore_ck.snapshot import Snapshot
-from tensorstore_ck.state.shares import chain_of
+from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.state.rank_shares import chain_of
 
 _logger: Final = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -18,27 +18,27 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from tensorstore_ck.codec import Coding
-from tensorstore_ck.engine import Engine
+from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.write.compare_parent import Examiner
+from tensorstore_ck.engine.write.dedup import KnownBlocks
+from tensorstore_ck.engine.write.pack_writer import PackWriter
+from tensorstore_ck.engine.write.part_writer import TensorBlocks, WrittenPart, inline_of, open_packs, store_part, write_blobs, write_tensors
+from tensorstore_ck.engine.write.put import MAX_TRIES, PutRequest, check_expected
+from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, Sampling, turn_of
+from tensorstore_ck.engine.write.suspicious_save import Claim, Findings, SuspiciousSaveWarning, Unchanged, merged, require_checks
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotExpiredError
-from tensorstore_ck.examining import Examiner
-from tensorstore_ck.ids import Digest
-from tensorstore_ck.integrations.dcp.copies import Copies, differences, explain, local_items, look_at
+from tensorstore_ck.format.codec import Coding
+from tensorstore_ck.format.layout import Captured, layout_id
+from tensorstore_ck.integrations.dcp.duplicate_items import Copies, differences, explain, local_items, look_at
+from tensorstore_ck.integrations.dcp.flat_layout import build_skeleton, items_of_plans
 from tensorstore_ck.integrations.dcp.plans import Role, Tiny, assign_roles, held_of, skeleton_of, with_tiny
-from tensorstore_ck.integrations.dcp.skeleton import build_skeleton, items_of_plans
 from tensorstore_ck.integrations.dcp.target import CheckpointId, Target
-from tensorstore_ck.knownblocks import KnownBlocks
-from tensorstore_ck.layout import Captured, layout_id
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.packwriter import PackWriter
-from tensorstore_ck.partwriter import TensorBlocks, WrittenPart, inline_of, open_packs, store_part, write_blobs, write_tensors
-from tensorstore_ck.ranks.publish import RankParts, checked_parts, publish, record_of
-from tensorstore_ck.sampling import SAMPLE_SHARE, Sampling, turn_of
-from tensorstore_ck.snapshot import Snapshot
-from tensorstore_ck.state.subtree import Subtree
+from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.session.group.publish import RankParts, checked_parts, publish, record_of
+from tensorstore_ck.state.opaque_item import Subtree
 from tensorstore_ck.store import Store
-from tensorstore_ck.suspicion import Claim, Findings, SuspiciousSaveWarning, Unchanged, merged, require_checks
-from tensorstore_ck.writer import MAX_TRIES, PutRequest, check_expected
 
 
 class _Told(NamedTuple):

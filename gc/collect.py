@@ -1,0 +1,236 @@
+"""One run of gc: mark, plan, end what has run out, compact, condemn, sweep, delete, settle. PROTOCOL.md says why that is safe.
+
+Any number of hosts may run it at once, beside writers and readers, and it may be killed anywhere: the lists belong to the log,
+so that the next run, of anybody, goes on with them. Clocks decide only when something is begun. A run that refuses has changed
+nothing: marks and plan are made as if what has run out had ended, and only an accepted plan is carried out.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Final
+
+from tensorstore_ck.common.ids import ulid_text
+from tensorstore_ck.common.threads import for_each
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.errors import GcRefusedError, StoreError, UnsafeBackendError
+from tensorstore_ck.gc.compact import Compacted, Move, SparsePack, compact, live_bytes, put_in_force
+from tensorstore_ck.gc.listing import Listed
+from tensorstore_ck.gc.plan import Plan, Planner, written_bytes
+from tensorstore_ck.gc.report import GcOptions, GcReport, GoneSnapshot, Progress, RewrittenPack, Summed
+from tensorstore_ck.log import FOLDERS, ObjectKey, Objects, Op, RefTable, pieces
+
+OBJECTS_AN_ENTRY: Final = 40_000
+"""16 bytes each: well below the megabyte that an entry may have."""
+DELETE_BATCH: Final = 1000
+ENDINGS_AN_ENTRY: Final = 2000
+THREADS: Final = 8
+MAX_CLOCK_SECONDS: Final = 300
+
+
+def run_gc(
+    engine: Engine, options: GcOptions | None = None, *, dry_run: bool = False, progress: Progress = lambda what, done, total: None
+) -> GcReport:
+    """Frees what nothing holds; with `dry_run` only says what it would do.
+
+    Raises:
+        UnreadableError: something that is held cannot be read, so that nobody knows what it needs.
+        GcRefusedError: more would go than `options.max_delete`, or the backend's clock is too far from ours.
+        UnsafeBackendError: the backend does not keep what gc's safety rests on.
+        InvalidOptionError: `options.max_bytes_per_second` is no rate.
+    """
+    options = options or GcOptions()
+    return _Gc(engine.limited_to(options.max_bytes_per_second), options, dry_run, progress).run()
+
+
+class _Gc:
+    def __init__(self, engine: Engine, options: GcOptions, dry_run: bool, progress: Progress) -> None:
+        self._engine = engine
+        self._options = options
+        self._dry_run = dry_run
+        self._progress = progress
+        self._planner = Planner(engine, options, progress)
+        self._notes = self._planner.notes
+
+    def run(self) -> GcReport:
+        if not self._dry_run:
+            self._engine.require_writable()
+            self._engine.log.verify()
+        planner = self._planner
+        plan = planner.make()
+        refusal = self._refusal(plan)
+        if self._dry_run:
+            return self._report(plan, plan.doomed, plan.sparse, written_bytes(plan.sparse), refusal)
+        if refusal is not None:
+            raise refusal
+        self._engine.placed.require_own()
+        self._end(plan.ending)
+        copied = Summed(self._progress, "rewriting packs", sum(map(live_bytes, plan.sparse)))
+        compacted = self._compact(plan.sparse, copied)
+        self._condemn(plan.garbage, compacted.moves)
+        self._sweep()
+        deleted = self._delete(plan.listed)
+        self._settle(plan.listed, deleted)
+        self._engine.backend.delete(plan.useless_records)
+        planner.reach.forget_lost_summaries()
+        moved = {move.pack for move in compacted.moves}
+        return self._report(plan, deleted, [sparse for sparse in plan.sparse if sparse.pack in moved], compacted.written_bytes)
+
+    # --- what to do ---------------------------------------------------------------------------------------------------
+
+    def _refusal(self, plan: Plan) -> StoreError | None:
+        """Why the plan must not be carried out."""
+        url = self._engine.backend.url
+        if not self._engine.config.exclusive_create:
+            return UnsafeBackendError(f"{url} does not create objects exclusively: gc needs a total order of commits", object_id=url)
+        if self._engine.log.is_changed:
+            return GcRefusedError(
+                f"the log of {url} is not what this user has seen of it, so what it does not name may be needed all the same: look at what "
+                "is there, and accept it with `tsck accept-log`"
+            )
+        if (head := plan.view.head()) is None or head.n == 0:
+            records = sum(key.kind == "snapshot" for key in plan.garbage)
+            if records:
+                return GcRefusedError(
+                    f"the log of {url} is empty, and {records} snapshot records are there: if the log was lost, `tsck salvage` makes a new "
+                    "one of them; if their puts were cut off before the first one was published, publish one, and gc frees the rest"
+                )
+        # That writes a probe, so who only looks does without: gc itself will say so.
+        apart = self._clock_gap_seconds() if self._relies_on_clock(plan) and not self._engine.read_only else 0
+        if apart > MAX_CLOCK_SECONDS:
+            return GcRefusedError(
+                f"the clocks of this host and of {url} are {apart} s apart, so the ages of objects, undo windows and pins are not known: "
+                "set this host's clock"
+            )
+        going = sum(plan.listed[key].size_bytes for key in plan.doomed) - written_bytes(plan.sparse)
+        total = sum(listed.size_bytes for listed in plan.listed.values())
+        if going > self._options.max_delete * total:
+            return GcRefusedError(
+                f"{going} of {total} bytes ({going / total:.0%}) would go, more than {self._options.max_delete:.0%}: "
+                f"see what with a dry run, and allow it with max_delete (`{plan.freeable.command}`)"
+            )
+        return None
+
+    def _relies_on_clock(self, plan: Plan) -> bool:
+        """Whether anything goes because of its age or date; undo windows of no length end at any time."""
+        dated = any(op.name != "purge" or self._options.undo_window_seconds > 0 for op in plan.ending)
+        return dated or self._options.min_age_seconds > 0 or self._options.grace_seconds > 0
+
+    def _clock_gap_seconds(self) -> int:
+        """How far the backend's clock is from this host's, by an object written for that."""
+        backend, name = self._engine.backend, f"probe/{ulid_text(self._engine.new_id())}"
+        try:
+            backend.put(name, b"")
+            try:
+                modified = [info.modified_ns for info in backend.list("probe/") if info.name == name]
+            finally:
+                backend.delete([name])
+        except StoreError as exc:
+            if not self._dry_run:
+                raise
+            self._notes.append(f"the clocks of this host and of {backend.url} were not compared: {exc}")
+            return 0
+        return abs(self._engine.clock() - modified[0]) // 1_000_000_000 if modified else 0
+
+    # --- do it --------------------------------------------------------------------------------------------------------
+
+    def _end(self, planned: Sequence[Op]) -> None:
+        """Ends what the plan has without a hold; of that, what was undone or pinned for longer meanwhile stays."""
+        accepted = {tuple(op.fields.values()) for op in planned}
+
+        def build(view: RefTable) -> list[Op]:
+            return [op for op in self._planner.ending(view) if tuple(op.fields.values()) in accepted][:ENDINGS_AN_ENTRY]
+
+        while accepted and self._engine.log.append(build).ops:
+            pass
+
+    def _compact(self, packs: Sequence[SparsePack], copied: Summed) -> Compacted:
+        """Copies what is live of packs, to where each lies."""
+        places = self._engine.placed.places()
+        done = Compacted([], 0, self._notes)
+        for place in sorted({places.get(pack.pack) for pack in packs}, key=str):
+            here = [pack for pack in packs if places.get(pack.pack) == place]
+            found = compact(self._engine, here, copied.add, place=place)
+            done.moves.extend(found.moves)
+            done.problems.extend(found.problems)
+            done = done._replace(written_bytes=done.written_bytes + found.written_bytes)
+        return done
+
+    def _condemn(self, garbage: list[ObjectKey], moves: list[Move]) -> None:
+        """Lists the garbage and puts moves in force, as of the very head that the entry follows."""
+
+        def build(view: RefTable, batch: Iterable[ObjectKey]) -> list[Op]:
+            self._planner.reach.update(view)
+            chosen = Objects(key for key in batch if view.object_state(key) is None and not self._planner.reach.needs(key))
+            return [Op.condemn(chosen)] if chosen else []
+
+        for batch in pieces(garbage, OBJECTS_AN_ENTRY):
+            self._engine.log.append(partial(build, batch=batch))
+        put_in_force(self._engine, moves, self._planner.reach, self._planner.anchor)
+
+    def _sweep(self) -> None:
+        def build(view: RefTable) -> list[Op]:
+            due = [key for key, state in view.objects() if not state.swept and self._planner.is_due(state.n)]
+            return [Op.sweep(Objects(due[:OBJECTS_AN_ENTRY]))] if due else []
+
+        while self._engine.log.append(build).ops:
+            pass
+
+    def _delete(self, listed: Mapping[ObjectKey, Listed]) -> list[ObjectKey]:
+        """Deletes what was swept, whoever swept it."""
+        view = self._engine.log.view()
+        dead = sorted(key for key in listed if (state := view.object_state(key)) is not None and state.swept)
+        deleted = Summed(self._progress, "deleting objects", len(dead))
+
+        def delete(keys: list[ObjectKey]) -> None:
+            self._engine.backend.delete([key.name for key in keys])
+            deleted.add(len(keys))
+
+        for_each((dead[at : at + DELETE_BATCH] for at in range(0, len(dead), DELETE_BATCH)), delete, THREADS)
+        return dead
+
+    def _settle(self, listed: Mapping[ObjectKey, Listed], deleted: Sequence[ObjectKey]) -> None:
+        """Forgets tombstones of long ago, so that their number stays bounded."""
+        view = self._engine.log.view()
+        left = set(listed) - set(deleted)
+        entries = sorted({state.n for key, state in view.objects() if state.swept and key not in left})
+        old = [n for n in entries if self._is_older_entry(n, self._options.settle_seconds)]
+        if old and old[-1] > view.horizon():
+            self._engine.log.append(lambda view: [Op.settle(old[-1])] if old[-1] > view.horizon() else [])
+
+    def _is_older_entry(self, n: int, seconds: float) -> bool:
+        entry = self._engine.log.chain.read(n)
+        return entry is not None and self._planner.age_seconds(entry.time_ns) >= seconds
+
+    # --- say it -------------------------------------------------------------------------------------------------------
+
+    def _report(
+        self,
+        plan: Plan,
+        deleted: Collection[ObjectKey],
+        rewritten: Sequence[SparsePack],
+        written_bytes: int,
+        refusal: StoreError | None = None,
+    ) -> GcReport:
+        going = set(deleted)
+        gone = [info for info in plan.expired if ObjectKey("snapshot", info.ulid) in going]
+        view = plan.view if self._dry_run else self._engine.log.view()
+        waiting = len(plan.garbage) + len(plan.sparse) if self._options.grace_seconds and self._dry_run else 0
+        waiting += sum(not state.swept and key not in going for key, state in view.objects())
+        batch = 1 if self._engine.backend.is_local else DELETE_BATCH
+        writes = sum(2 + live_bytes(pack) // (8 << 20) for pack in rewritten)
+        return GcReport(
+            self._dry_run,
+            tuple(GoneSnapshot(ulid_text(info.ulid), info.root.hex(), info.ref, info.step) for info in gone),
+            {kind: sum(key.kind == kind for key in deleted) for kind in FOLDERS},
+            sum(plan.listed[key].size_bytes for key in deleted),
+            tuple(RewrittenPack(ObjectKey("pack", pack.pack).name, pack.size_bytes, live_bytes(pack)) for pack in rewritten),
+            written_bytes,
+            waiting,
+            len(plan.young),
+            sum(listed.size_bytes for listed in plan.listed.values()),
+            self._planner.requests + -(-len(deleted) // batch) + writes,
+            tuple(self._notes),
+            None if refusal is None else str(refusal),
+            plan.freeable.command,
+            plan.freeable.later,
+        )

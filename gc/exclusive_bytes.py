@@ -1,0 +1,41 @@
+"""What snapshots take beyond others: blocks are counted once, with whichever snapshot comes first."""
+
+import numpy as np
+
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.reachability import resolve
+from tensorstore_ck.gc.byte_sums import distinct_blocks
+from tensorstore_ck.gc.mark import PackArray, read_parts
+from tensorstore_ck.log import SnapshotInfo
+
+
+class Increments:
+    """Asked for one snapshot after the other, it says what each adds to those before it. One part at a time is in memory."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._view = engine.log.view()
+        self._seen = PackArray(np.bool_)
+        self._counted: set[Ulid] = set()
+
+    def __call__(self, info: SnapshotInfo) -> int:
+        """Stored bytes of its blocks, and those of its parts, that no snapshot before it has; 0 for one that was asked for before.
+
+        Raises:
+            DamageError: its record or a part cannot be read.
+        """
+        if info.ulid in self._counted:
+            return 0
+        self._counted.add(info.ulid)
+        added = 0
+        for ulid, part, size_bytes in read_parts(self._engine, info):
+            if ulid not in self._counted:
+                self._counted.add(ulid)
+                added += size_bytes
+                places = resolve(self._engine, self._view, part)
+                blocks = distinct_blocks(places.packs, places.extents)
+                at = blocks.positions(self._seen)
+                added += int(blocks.stored[~self._seen.values[at]].sum(dtype=np.int64))
+                self._seen.values[at] = True
+        return added

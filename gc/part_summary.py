@@ -1,0 +1,185 @@
+"""What gc needs of a part, and no more: which entries of which packs it refers to, as bits; kept in this host's cache.
+
+A part is immutable and its name is never used twice, so its summary stays true for as long as the part is there. It is a cache:
+used only for a part that a listing shows with the size that it had, and checked against the record like the part itself;
+one that is damaged is none. Knows nothing of relocations: a summary says what the part says.
+"""
+
+import contextlib
+import threading
+from collections.abc import Container, Mapping
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, derived_hash
+from tensorstore_ck.engine.reachability import Entries
+from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
+from tensorstore_ck.format.part import Extents, Part
+from tensorstore_ck.format.sealed import pack_body, take, take_count, take_digest, unpack_body
+from tensorstore_ck.log.cache import Table, TableError
+
+PREFIX: Final = b"s/"
+WORD_BITS: Final = 64
+MAX_PENDING_BYTES: Final = 4 << 20
+"""Summaries wait for each other up to so many bytes: every batch of the table is made durable."""
+
+Array = npt.NDArray[Any]
+
+
+class PartSummary(NamedTuple):
+    """The entries that a part refers to, delta bases included: words of 64 entries each, less those that are empty."""
+
+    part_id: Digest
+    rank: int
+    packs: list[Ulid]
+    """Those that the part does refer to."""
+    counts: Array
+    """How many words each pack has."""
+    words: Array
+    """The number of each word in its pack, in order."""
+    bits: Array
+    """Bit i of word w: entry 64 w + i."""
+
+    def entries(self, packs: Container[Ulid]) -> dict[Ulid, Entries]:
+        """The entries of those of the `packs` that it refers to, in order."""
+        ends = np.cumsum(self.counts).tolist()
+        chosen = ((pack, slice(start, end)) for pack, start, end in zip(self.packs, [0, *ends], ends, strict=False) if pack in packs)
+        return {pack: entries_of(self.words[words], self.bits[words]) for pack, words in chosen}
+
+    def without(self, packs: Container[Ulid]) -> "PartSummary":
+        """The same, less some packs."""
+        kept = np.array([pack not in packs for pack in self.packs], bool)
+        chosen = np.repeat(kept, self.counts)
+        names = [pack for pack, keep in zip(self.packs, kept.tolist(), strict=True) if keep]
+        return self._replace(packs=names, counts=self.counts[kept], words=self.words[chosen], bits=self.bits[chosen])
+
+
+def summarize(part: Part, part_id: Digest) -> PartSummary:
+    """The summary of a part, whose id the caller has computed."""
+    _, keys = in_order(part.extents)
+    words, bits = words_of(keys)
+    owners = words >> 26  # 32 bits less the 6 that a word takes
+    firsts = np.flatnonzero(np.diff(owners, prepend=-1))
+    packs = [part.packs[number] for number in owners[firsts].tolist()]
+    counts = np.diff(firsts, append=len(words)).astype("<u4")
+    return PartSummary(part_id, part.rank, packs, counts, (words & (1 << 26) - 1).astype("<u4"), bits)
+
+
+def in_order(extents: Extents) -> tuple[Array, Array]:
+    """Rows by pack and entry, and (pack << 32 | entry) of each."""
+    packs = extents["pack"]
+    # Writers fill several packs at once, each in order, and a small key is sorted by counting: little is left to do after it.
+    rows = np.argsort(packs.astype(np.uint16) if len(packs) and int(packs.max()) < 1 << 16 else packs, kind="stable")
+    keys = (packs.astype(np.int64) << 32 | extents["entry"])[rows]
+    if np.any(keys[1:] < keys[:-1]):
+        finer = np.argsort(keys, kind="stable")
+        rows, keys = rows[finer], keys[finer]
+    return rows, keys
+
+
+def words_of(keys: Array) -> tuple[Array, Array]:
+    """(word numbers, bits) of sorted numbers, which may be there more than once."""
+    words = keys >> 6
+    firsts = np.flatnonzero(np.diff(words, prepend=-1))
+    if not len(firsts):
+        return words, np.empty(0, "<u8")
+    bits = np.left_shift(np.uint64(1), (keys & WORD_BITS - 1).astype(np.uint64))
+    return words[firsts], np.bitwise_or.reduceat(bits, firsts).astype("<u8", copy=False)
+
+
+def entries_of(words: Array, bits: Array) -> Entries:
+    """The numbers of the bits that are set, in order; `words_of` backwards."""
+    found = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+    return words[found // WORD_BITS].astype(np.int64) * WORD_BITS + found % WORD_BITS
+
+
+class SummaryCache:
+    """Summaries in the host's table. May be used from several threads.
+
+    Args:
+        table: The table.
+        listed: The parts that the backend has, with their sizes: of others no summary is given.
+    """
+
+    def __init__(self, table: Table, listed: Mapping[Ulid, int]) -> None:
+        self._table = table
+        self._listed = listed
+        self._lock = threading.Lock()
+        self._pending: dict[bytes, bytes] = {}
+        self._pending_bytes = 0
+
+    def get(self, part: Ulid) -> PartSummary | None:
+        """The summary of a part that is there."""
+        size_bytes = self._listed.get(part)
+        if size_bytes is None:
+            return None
+        value = self._table.get(PREFIX + part)
+        return None if value is None else decode_summary(value, part, size_bytes)
+
+    def put(self, part: Ulid, size_bytes: int, summary: PartSummary) -> None:
+        """Keeps a summary; in the table after `flush`, or when enough have come together."""
+        with contextlib.suppress(UnsupportedValueError), self._lock:  # one that is too large is not kept
+            value = self._pending[PREFIX + part] = encode_summary(summary, part, size_bytes)
+            self._pending_bytes += len(value)
+            if self._pending_bytes >= MAX_PENDING_BYTES:
+                self._write()
+
+    def flush(self) -> None:
+        """Writes what waits."""
+        with self._lock:
+            self._write()
+
+    def prune(self) -> int:
+        """Drops the summaries of parts that are not listed; how many."""
+        gone = [key for key, _ in self._table.scan(PREFIX) if key[len(PREFIX) :] not in self._listed]
+        with contextlib.suppress(TableError), self._table.batch() as batch:
+            for key in gone:
+                batch.delete(key)
+        return len(gone)
+
+    def _write(self) -> None:
+        with contextlib.suppress(TableError):
+            if self._pending:
+                with self._table.batch() as batch:
+                    for key, value in self._pending.items():
+                        batch.put(key, value)
+        self._pending, self._pending_bytes = {}, 0
+
+
+def encode_summary(summary: PartSummary, part: Ulid, size_bytes: int) -> bytes:
+    """The row of a summary: a hash that covers the part's name, and the body. A change of it needs another kind of hash."""
+    body = pack_body(
+        {
+            "size": size_bytes,
+            "part_id": summary.part_id,
+            "rank": summary.rank,
+            "packs": b"".join(summary.packs),
+            "counts": summary.counts.tobytes(),
+            "words": summary.words.tobytes(),
+            "bits": summary.bits.tobytes(),
+        }
+    )
+    return derived_hash("part summary", part, body) + body
+
+
+def decode_summary(value: bytes, part: Ulid, size_bytes: int) -> PartSummary | None:
+    """The summary in a row; None when it is not that of a part of this name and size."""
+    body = memoryview(value)[DIGEST_BYTES:]
+    if derived_hash("part summary", part, body) != value[:DIGEST_BYTES]:
+        return None
+    try:
+        fields = unpack_body(body, "a summary")
+        packs = take(fields, "packs", bytes)
+        found = PartSummary(
+            take_digest(fields, "part_id"),
+            take_count(fields, "rank"),
+            [Ulid(packs[at : at + ULID_BYTES]) for at in range(0, len(packs), ULID_BYTES)],
+            np.frombuffer(take(fields, "counts", bytes), "<u4"),
+            np.frombuffer(take(fields, "words", bytes), "<u4"),
+            np.frombuffer(take(fields, "bits", bytes), "<u8"),
+        )
+        return found if take_count(fields, "size") == size_bytes else None
+    except (CorruptObjectError, TypeError, ValueError):
+        return None  # of another build

@@ -1,0 +1,230 @@
+"""Any other fsspec filesystem: ``memory://``, Google Cloud Storage, Azure.
+
+Knows fsspec's interface, no format. fsspec has no atomic create of its own (its default is exists-then-write), so a backend gets
+a `CreateCall` that is known to be atomic for its protocol; without one, `create` refuses.
+"""
+# ruff: noqa: D102 - protocol.py documents the methods
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final
+
+from fsspec.implementations.memory import MemoryFile
+
+from tensorstore_ck.backend.local_io import byte_views
+from tensorstore_ck.backend.object_names import check_name, check_prefix
+from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.backend.remote_errors import ProcessLocal, remote_errors
+from tensorstore_ck.common.free_space import Space
+from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, UnsafeBackendError
+
+CreateCall = Callable[[Any, str, bytes], None]
+"""Given a filesystem, a path and bytes: makes the object, or raises FileExistsError, atomically."""
+
+
+def create_in_memory(filesystem: Any, path: str, data: bytes) -> None:
+    """For fsspec's memory filesystem, which is a dict: `setdefault` is atomic."""
+    path = filesystem._strip_protocol(path)
+    file = MemoryFile(filesystem, path, data)
+    if filesystem.store.setdefault(path, file) is not file:
+        raise FileExistsError(path)
+
+
+def create_on_server(filesystem: Any, path: str, data: bytes) -> None:
+    """For gcsfs (generation 0) and adlfs (If-None-Match), whose servers check the condition."""
+    filesystem.pipe_file(path, data, mode="create")
+
+
+CREATE_CALLS: Final[Mapping[str, CreateCall]] = {
+    "memory": create_in_memory,
+    "gs": create_on_server,
+    "gcs": create_on_server,
+    "az": create_on_server,
+    "abfs": create_on_server,
+    "abfss": create_on_server,
+}
+
+
+class FsspecBackend:
+    """Objects below the path `root` of a filesystem that `connect` makes, once per process."""
+
+    is_local = False
+
+    def __init__(
+        self, connect: Callable[[], Any], root: str, url: str, create_call: CreateCall | None, secrets: Sequence[str] = ()
+    ) -> None:
+        """`secrets`: what messages must not show."""
+        self.url = url
+        self.secrets = secrets
+        self._filesystem = ProcessLocal(connect)
+        self._root = root.rstrip("/")
+        self._create_call = create_call
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        path = self._path(name)
+        try:
+            data = self._cat(name, path, 0, max_bytes + 1)
+        except CorruptObjectError:
+            return b""  # no byte at 0: the object is empty
+        if len(data) > max_bytes:
+            raise CorruptObjectError(f"{name} has more than the {max_bytes} bytes it may have", object_id=name)
+        return data
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        end = offset + len(target)
+        path = self._path(name)
+        data = self._cat(name, path, offset, end) if len(target) else b""
+        if len(data) != len(target):
+            raise CorruptObjectError(f"{name} ends at {offset + len(data)}, before byte {end}", object_id=name)
+        target[:] = data
+
+    def size(self, name: str) -> int:
+        with remote_errors("look at", name, self.url, self.secrets):
+            info = self._filesystem.get().info(self._path(name))
+            if info["type"] != "file":
+                raise FileNotFoundError(f"{name} is a folder")
+        return int(info["size"])
+
+    def put(self, name: str, data: Buffer) -> None:
+        if self._create_call is None:
+            self.replace(name, data)
+            return
+        try:
+            with remote_errors("create", name, self.url, self.secrets):
+                self._create_call(self._filesystem.get(), self._path(name), bytes(data))
+        except BackendUnavailableError as exc:
+            # The libraries send a request again whose reply was lost, and then find the object that they made. It is small: no pack.
+            if (
+                not isinstance(exc.__cause__, FileExistsError)
+                or self.size(name) != len(data)
+                or self.get(name, max_bytes=len(data)) != data
+            ):
+                raise
+
+    def replace(self, name: str, data: Buffer) -> None:
+        with remote_errors("write", name, self.url, self.secrets):
+            self._filesystem.get().pipe_file(self._path(name), bytes(data))
+
+    def create(self, name: str, data: Buffer) -> Created:
+        path = self._path(name)
+        if self._create_call is None:
+            raise UnsafeBackendError(
+                f"no atomic create-if-absent is known for {self.url}, so commits cannot be exclusive on it; "
+                "keep the store on a local filesystem, S3, Google Cloud Storage or Azure",
+                object_id=name,
+            )
+        try:
+            with remote_errors("create", name, self.url, self.secrets):
+                self._create_call(self._filesystem.get(), path, bytes(data))
+        except BackendUnavailableError as exc:
+            return Created.EXISTS if isinstance(exc.__cause__, FileExistsError) else Created.UNKNOWN
+        return Created.CREATED
+
+    def sync_folders(self, name: str) -> None:
+        check_name(name)
+
+    def open_writer(self, name: str) -> ObjectWriter:
+        with remote_errors("write", name, self.url, self.secrets):
+            return _FileWriter(self, name, self._filesystem.get().open(self._path(name), "wb"))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        folder = f"{self._root}/{check_prefix(prefix)}"
+        with remote_errors("list", prefix, self.url, self.secrets):
+            filesystem = self._filesystem.get()
+            try:
+                found = filesystem.find(folder.rstrip("/"), detail=True)
+            except FileNotFoundError:
+                return
+        if not isinstance(found, dict):
+            return  # adlfs, where an object has the folder's name
+        start = filesystem._strip_protocol(self._root) + "/"
+        for path, info in found.items():
+            name = path.removeprefix(start)
+            if path.startswith(start + prefix):
+                yield ObjectInfo(name, int(info["size"]), _modified_ns(info))
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            with remote_errors("delete", name, self.url, self.secrets), contextlib.suppress(FileNotFoundError):
+                self._filesystem.get().rm_file(self._path(name))
+
+    def space(self) -> Space | None:
+        return None
+
+    def list_uploads(self) -> Iterator[ObjectInfo]:
+        """None: these servers free what was never completed by themselves, or show it as an object."""
+        return iter(())
+
+    def abort_upload(self, name: str) -> None:
+        raise CorruptObjectError(f"{name} is not an upload of this store", object_id=name)
+
+    def close(self) -> None:
+        self._filesystem.close()
+
+    def _cat(self, name: str, path: str, start: int, end: int) -> bytes:
+        with remote_errors("read", name, self.url, self.secrets):
+            data: bytes = self._filesystem.get().cat_file(path, start=start, end=end)
+        return data
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{check_name(name)}"
+
+
+class _FileWriter:
+    """An fsspec file behind a lock."""
+
+    def __init__(self, backend: FsspecBackend, name: str, file: Any) -> None:
+        self._backend = backend
+        self._name = name
+        self._file = file
+        self._lock = threading.Lock()
+        self._end = 0
+        self._failed = False
+        self._closed = False
+
+    def append(self, data: Sequence[Buffer]) -> int:
+        with self._lock:
+            if self._failed:
+                raise BackendUnavailableError(f"{self._name} was given up while it was written", object_id=self._name)
+            self._failed = True  # until all of it is written
+            offset = self._end
+            with remote_errors("write", self._name, self._backend.url, self._backend.secrets):
+                for view in byte_views(data):
+                    self._file.write(view)
+                    self._end += len(view)
+            self._failed = False
+        return offset
+
+    def close(self) -> None:
+        with self._lock:
+            if self._failed:
+                raise BackendUnavailableError(f"{self._name} could not be written whole; write it anew", object_id=self._name)
+            self._failed = True
+            with remote_errors("write", self._name, self._backend.url, self._backend.secrets):
+                self._file.close()
+            self._closed = True
+
+    def abort(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._failed = True
+            with contextlib.suppress(Exception):
+                self._file.discard()
+            with contextlib.suppress(Exception):
+                self._backend.delete([self._name])
+
+
+def _modified_ns(info: Mapping[str, Any]) -> int:
+    """When the object was written, in whichever of the usual forms its filesystem tells it; 0 when it does not."""
+    for field in ("LastModified", "last_modified", "mtime", "updated", "created"):
+        value = info.get(field)
+        if isinstance(value, str):
+            value = datetime.fromisoformat(value)
+        if isinstance(value, datetime):
+            value = value.timestamp()
+        if isinstance(value, int | float):
+            return int(value * 1_000_000) * 1000
+    return 0

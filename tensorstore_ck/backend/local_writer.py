@@ -1,0 +1,101 @@
+"""One large local file written by several threads at once, under a name that nobody else uses.
+
+A lock hands out offsets; the copying to the page cache runs outside it. A failed write is final: `close` then refuses, since the
+file has a hole. The descriptor is closed only when no write is under way, so that its number cannot become another file's.
+What a crash leaves is a torn file of a name that nothing refers to.
+"""
+# ruff: noqa: D102 - protocol.py documents the methods
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from tensorstore_ck.backend.local_io import byte_views, start_write_back, write_at
+from tensorstore_ck.backend.os_errors import os_errors
+from tensorstore_ck.backend.protocol import Buffer
+from tensorstore_ck.errors import BackendUnavailableError
+
+WRITE_BACK_BYTES: Final = 64 << 20
+"""How much is written between two requests for early write-back; 1.67 -> 2.44 GB/s for 1 GiB with fsync."""
+
+
+class LocalWriter:
+    """See `ObjectWriter`. `seal` makes the file durable under its name and closes the descriptor; `unlink` removes it."""
+
+    def __init__(self, fd: int, unlink: Callable[[], object], name: str, seal: Callable[[int], None]) -> None:
+        self._fd = fd
+        self._unlink = unlink
+        self._name = name
+        self._seal = seal
+        self._state = threading.Condition()
+        self._open = True
+        self._failed = False
+        self._sealed = False
+        self._writes_under_way = 0
+        self._end = 0
+        self._written_back = 0
+
+    def append(self, data: Sequence[Buffer]) -> int:
+        views = byte_views(data)
+        with self._state:
+            if not self._open:
+                raise BackendUnavailableError(f"{self._name} was closed or given up while it was written", object_id=self._name)
+            offset = self._end
+            self._end += sum(map(len, views))
+            self._writes_under_way += 1
+        try:
+            with os_errors("write", self._name):
+                self._write(views, offset)
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            with self._state:
+                self._writes_under_way -= 1
+                self._state.notify_all()
+        return offset
+
+    def close(self) -> None:
+        self._wait_for_writes()
+        if self._failed:
+            self.abort()
+            raise BackendUnavailableError(f"{self._name} has a hole where a write failed; write it anew", object_id=self._name)
+        with os_errors("write", self._name):
+            self._finish()
+        fd, self._fd = self._fd, -1
+        self._seal(fd)
+        self._sealed = True
+
+    def abort(self) -> None:
+        if self._sealed:
+            return
+        self._wait_for_writes()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._unlink()
+
+    def _wait_for_writes(self) -> None:
+        with self._state:
+            self._open = False
+            self._state.wait_for(lambda: self._writes_under_way == 0)
+
+    def _write(self, views: list[memoryview], offset: int) -> None:
+        """Writes at an offset that is this call's alone; from several threads at once."""
+        write_at(self._fd, views, offset)
+        self._start_write_back()
+
+    def _finish(self) -> None:
+        """Writes what `_write` kept back."""
+
+    def _start_write_back(self) -> None:
+        # Other threads may still be writing below `_end`: their pages are then left to the fsync.
+        with self._state:
+            start, end = self._written_back, self._end
+            if end - start < WRITE_BACK_BYTES:
+                return
+            self._written_back = end
+        start_write_back(self._fd, start, end - start)

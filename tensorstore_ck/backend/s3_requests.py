@@ -1,0 +1,306 @@
+"""S3 requests: which failures are tried again and for how long, and what is said while there is no success.
+
+Every request goes through here, so a failure is treated alike wherever it comes up: in the connection, in the status, in the reply's
+body, in botocore's parser. botocore itself repeats nothing (`without_retries`). aiohttp still resends a request once when a kept
+connection turns out to be closed, so even a single try may arrive twice.
+
+Waiting is done in the caller's thread; the request runs on the event loop of the filesystem.
+"""
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
+from typing import Any, BinaryIO, Final, Generic, NamedTuple, TypeVar
+
+from tensorstore_ck.backend.remote_errors import error_code, http_status, remote_errors
+from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, MissingObjectError, StoreError
+from tensorstore_ck.events import Callback, Event
+
+RETRY_SECONDS: Final = 45.0
+"""No further try begins that long after the trouble began."""
+FIRST_PAUSE_SECONDS: Final = 0.1
+LONGEST_PAUSE_SECONDS: Final = 5.0
+NOTICE_SECONDS: Final = 5.0
+"""After that long without a byte or a success an event says so, and again after twice, four times, ... as long."""
+LONGEST_REPLY_SECONDS: Final = 300.0
+"""S3 may take minutes to complete an upload; it sends blanks meanwhile, which only aiohttp sees."""
+POLL_SECONDS: Final = 1.0
+"""How often is looked whether the body of a request moves."""
+CANCEL_SECONDS: Final = 1.0
+
+_PASSING_STATUSES: Final = {408, 409, 425, 429}
+_FINAL_STATUSES: Final = {501, 505}
+_PASSING_CODES: Final = {
+    "BadDigest",
+    "IncompleteBody",
+    "InternalError",
+    "RequestTimeout",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "XAmzContentSHA256Mismatch",
+}
+"""Of replies with other statuses, mostly 400."""
+_PASSING_BOTOCORE_ERRORS: Final = {"HTTPClientError", "ConnectionError", "IncompleteReadError", "ChecksumError", "FlexibleChecksumError"}
+"""The others are of options, credentials and arguments."""
+_NOT_THE_SERVER: Final = (ValueError, TypeError, AttributeError, LookupError, AssertionError, RuntimeError)
+"""Also what an interpreter that is shutting down raises."""
+
+T = TypeVar("T")
+Moved = Callable[[], None]
+"""Is called when bytes of a reply have come."""
+
+
+def without_retries(storage_options: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+    """s3fs's options with botocore's own retries off, and the number of tries that they allowed; None: no number was given.
+
+    Raises:
+        InvalidOptionError: what they say of retries cannot be meant.
+    """
+    config = storage_options.get("config_kwargs") or {}
+    retries = (config.get("retries") or {}) if isinstance(config, Mapping) else None
+    if not isinstance(retries, Mapping):
+        raise InvalidOptionError("config_kwargs in storage_options is a dict, and so is its retries", object_id="config_kwargs")
+    tries = retries.get("total_max_attempts")
+    if tries is None and isinstance(tries := retries.get("max_attempts"), int):
+        tries += 1
+    if tries is not None and (not isinstance(tries, int) or tries < 1):
+        raise InvalidOptionError(f"retries in storage_options: {dict(retries)!r} gives no number of tries", object_id="retries")
+    kept = {name: value for name, value in retries.items() if name != "max_attempts"}
+    return {**storage_options, "config_kwargs": {**config, "retries": {**kept, "total_max_attempts": 1}}}, tries
+
+
+def is_passing(error: StoreError) -> bool:
+    """Whether the same request may succeed a moment later: there was no answer, a broken one, or one that says so."""
+    cause = error.__cause__
+    if not isinstance(error, BackendUnavailableError) or cause is None:
+        return False
+    if isinstance(cause, _NOT_THE_SERVER):
+        return False
+    kinds = {kind.__name__ for kind in type(cause).__mro__}
+    if "BotoCoreError" in kinds:
+        wrapped = getattr(cause, "kwargs", {}).get("error")  # what aiohttp raised
+        return not kinds.isdisjoint(_PASSING_BOTOCORE_ERRORS) and not isinstance(wrapped, RuntimeError)
+    status = http_status(cause)
+    if status in _PASSING_STATUSES or not status or error_code(cause) in _PASSING_CODES:
+        return True
+    return status >= 500 and status not in _FINAL_STATUSES
+
+
+def wait(future: "Future[Any]", seconds: float) -> bool:
+    """Whether `future` is done, within so many seconds."""
+    return bool(wait_for_futures([future], seconds).done)
+
+
+class Timing(NamedTuple):
+    """How long is waited, and by which clock."""
+
+    max_tries: int | None = None
+    retry_seconds: float = RETRY_SECONDS
+    notice_seconds: float = NOTICE_SECONDS
+    clock: Callable[[], float] = time.monotonic
+    wait: Callable[["Future[Any]", float], bool] = wait
+    sleep: Callable[[float], object] = time.sleep
+    jitter: Callable[[], float] = random.random
+    """Between 0 and 1."""
+
+
+class Request(NamedTuple, Generic[T]):
+    """One request, which can be sent several times."""
+
+    send: Callable[[Any, Moved], Awaitable[T]]
+    """Sends it through a filesystem."""
+    body: BinaryIO | None = None
+    """Its reply is waited for no longer than the connection's timeouts, counted from the last byte of this that was taken."""
+
+
+class S3Requests:
+    """Sends the requests of one backend. Thread-safe."""
+
+    def __init__(
+        self,
+        url: str,
+        bucket: str,
+        filesystem: Callable[[], Any],
+        timing: Timing,
+        on_wait: Callback,
+        *,
+        secrets: Sequence[str] = (),
+    ) -> None:
+        """`filesystem` gives this process's; `on_wait` is called with events of the kind ``waiting``, on the thread that waits.
+
+        `secrets` are what messages must not show.
+        """
+        self.url = url
+        self.secrets = secrets
+        self.filesystem = filesystem
+        self.timing = timing
+        self.bucket = bucket
+        self._on_wait = on_wait
+        self._lock = threading.Lock()
+        self._noticed_at = float("-inf")
+
+    def call(self, action: str, name: str, method: str, *, max_tries: int | None = None, **arguments: Any) -> dict[str, Any]:
+        """One request that may be sent again; `action` and `name` are for messages.
+
+        Raises:
+            BackendUnavailableError: no try succeeded.
+            StoreError: the store refused.
+        """
+        return self.begin(action, name, max_tries).repeat(self.request(method, **arguments))
+
+    def begin(self, action: str, name: str, max_tries: int | None = None) -> "Operation":
+        """An operation of which nothing was sent yet."""
+        return Operation(self, action, name, max_tries or self.timing.max_tries)
+
+    def request(self, method: str, **arguments: Any) -> Request[dict[str, Any]]:
+        """A request on the bucket. Its ``Body``, if it has one, is sent from where it stands now."""
+        body: BinaryIO | None = arguments.get("Body")
+        start = 0 if body is None else body.tell()
+
+        async def send(filesystem: Any, _: Moved) -> dict[str, Any]:
+            if body is not None:
+                body.seek(start)
+            reply: dict[str, Any] = await filesystem._call_s3(method, Bucket=self.bucket, **arguments)
+            return reply
+
+        return Request(send, body)
+
+    def is_there(self, key: str) -> Request[bool]:
+        """Asks whether there is an object; a missing one is a `MissingObjectError`."""
+
+        async def send(filesystem: Any, _: Moved) -> bool:
+            await filesystem._call_s3("head_object", Bucket=self.bucket, Key=key)
+            return True
+
+        return Request(send)
+
+    def notice(self, event: Event) -> None:
+        """Reports that something is waited for; once where many threads wait for the same server."""
+        with self._lock:
+            now = self.timing.clock()
+            if now - self._noticed_at < self.timing.notice_seconds:
+                return
+            self._noticed_at = now
+        self._on_wait(event)
+
+
+class Operation:
+    """What is done until it succeeds, with one budget of time. For one thread."""
+
+    def __init__(self, requests: S3Requests, action: str, name: str, max_tries: int | None) -> None:
+        self.attempt = 1
+        self._requests = requests
+        self._timing = requests.timing
+        self._action = action
+        self._name = name
+        self._max_tries = max_tries
+        self._moved_at = self._timing.clock()
+        self._trouble_since: float | None = None
+        self._trouble = ""
+        self._notice_after = self._timing.notice_seconds
+
+    def repeat(self, request: Request[T]) -> T:
+        """The reply; the request is sent again after each passing fault, as long as the budget lasts."""
+        while True:
+            try:
+                return self.once(request)
+            except StoreError as exc:
+                if not is_passing(exc) or not self.pause(exc):
+                    raise
+
+    def once(self, request: Request[T]) -> T:
+        """The reply to a request that is sent once."""
+        with remote_errors(self._action, self._name, self._requests.url, self._requests.secrets):
+            filesystem = self._requests.filesystem()
+            return self._send(request, filesystem)
+
+    def pause(self, error: StoreError) -> bool:
+        """Waits before the next try; false when there is to be none."""
+        timing = self._timing
+        if self._trouble_since is None:
+            self._trouble_since = self._moved_at
+        if self.attempt == self._max_tries or timing.clock() - self._trouble_since >= timing.retry_seconds:
+            return False
+        self._trouble = f"{error.__cause__ or error}"
+        timing.sleep(timing.jitter() * min(FIRST_PAUSE_SECONDS * 2 ** min(self.attempt - 1, 16), LONGEST_PAUSE_SECONDS))
+        self.attempt += 1
+        return True
+
+    def look(self, error: StoreError, request: Request[bool]) -> bool | None:
+        """What a request finds out about one whose outcome is unknown since `error`; None where that cannot be found out."""
+        while self.pause(error):
+            try:
+                return self.once(request)
+            except MissingObjectError:
+                return False
+            except StoreError as exc:
+                if not is_passing(exc):
+                    return None
+                error = exc
+        return None
+
+    def _send(self, request: Request[T], filesystem: Any) -> T:
+        ended = threading.Event()
+
+        async def run() -> T:
+            try:
+                return await request.send(filesystem, self._note_moved)
+            finally:
+                ended.set()
+
+        self._note_moved()
+        future = asyncio.run_coroutine_threadsafe(run(), filesystem.loop)
+        try:
+            self._watch(future, request.body, LONGEST_REPLY_SECONDS if request.body is None else _timeout_seconds(filesystem))
+            return future.result()
+        finally:
+            if future.cancel():
+                ended.wait(CANCEL_SECONDS)  # the caller may use its buffers again
+
+    def _watch(self, future: "Future[Any]", body: BinaryIO | None, longest_seconds: float) -> None:
+        """Returns when `future` is done.
+
+        aiohttp has no timeout while it waits for leave to send a body, nor while nobody takes the body.
+        """
+        position = -1
+        while True:
+            now, longest_wait = self._timing.clock(), float("inf")
+            if body is not None:
+                longest_wait, before, position = POLL_SECONDS, position, body.tell()
+                if position != before:
+                    self._moved_at = now
+            idle = now - self._moved_at
+            if idle >= longest_seconds:
+                raise TimeoutError(f"nothing moved for {idle:.0f} s")
+            if self._timing.wait(future, max(0.0, min(longest_wait, longest_seconds - idle, self._seconds_to_notice(now)))):
+                return
+
+    def _seconds_to_notice(self, now: float) -> float:
+        """How long until the next notice; reports one that is due."""
+        waited = now - (self._moved_at if self._trouble_since is None else self._trouble_since)
+        if waited < self._timing.notice_seconds:
+            self._notice_after = self._timing.notice_seconds
+        if waited >= self._notice_after:
+            self._notice_after = 2 * waited
+            fields: dict[str, int | float | str] = {
+                "what": f"{self._action} {self._name or 'objects'} in {self._requests.url}",
+                "try_number": self.attempt,
+                "wait_seconds": waited,
+                "error": self._trouble,
+            }
+            self._requests.notice(Event("waiting", "", "", None, 0, time.time_ns(), fields))
+        return self._notice_after - waited
+
+    def _note_moved(self) -> None:
+        self._moved_at = self._timing.clock()
+
+
+def _timeout_seconds(filesystem: Any) -> float:
+    """How long a server may take to answer; s3fs's own default for each part of it."""
+    given = [filesystem.config_kwargs.get(name, getattr(filesystem, name)) for name in ("connect_timeout", "read_timeout")]
+    return float("inf") if None in given else float(sum(given))

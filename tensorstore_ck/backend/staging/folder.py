@@ -1,0 +1,256 @@
+"""One host's staging folder of one store: what lies where, how large it may be, and what goes when it is full.
+
+```
+unsent/<name>   objects that are not published yet: durable, never evicted
+copies/<name>   what the store has as well: a cache, evicted oldest first
+uploads/<ulid>  the journal of uploads
+staged/<key>    manifests: bytes that whoever stages snapshots puts there
+users           a file that everybody who stages here has locked
+```
+
+All of it is one user's alone (see `PrivateFolder`), whoever may write to the folder above, and shared by that user's ranks and jobs on the
+host, without a lock: names are never reused, a move is a rename, and what several do at once they do twice. An object is in the store,
+durable, before it is published here; nothing here knows the store.
+"""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Final
+
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.backend.local_io import read_at
+from tensorstore_ck.backend.object_names import check_name
+from tensorstore_ck.backend.os_errors import os_errors
+from tensorstore_ck.backend.staging.folder_lock import Lease
+from tensorstore_ck.backend.staging.sparse_files import Copies, FileUse, files_below
+from tensorstore_ck.backend.staging.upload_journal import JournalEntry, UploadJournal
+from tensorstore_ck.common.free_space import Space, writing_to
+from tensorstore_ck.common.private_folder import PrivateFolder
+from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MissingObjectError, NoSpaceError
+from tensorstore_ck.log.cache.open_cache import NETWORK_FILESYSTEM, filesystem_of
+
+MAX_MANIFEST_BYTES: Final = 256 << 20
+USERS: Final = "users"
+_ADVICE: Final = ". What a job of another user staged, and does no longer publish, root can: `tsck staging resume --accept-owner UID`"
+_NOTE_BYTES: Final = 1 << 20
+
+
+class StagingFolder:
+    """The folder of the store `store_uuid` below `path`. Nothing is made before something is written, or `check` is called."""
+
+    def __init__(self, path: str | os.PathLike[str], store_uuid: str, capacity_bytes: int) -> None:
+        """`capacity_bytes`: what objects and copies together may take of the disk.
+
+        Raises:
+            InvalidOptionError: not a capacity.
+        """
+        if capacity_bytes <= 0:
+            raise InvalidOptionError(f"a staging folder's capacity must be more than 0 bytes, not {capacity_bytes}", object_id="staging")
+        self.path = f"{os.path.abspath(os.path.expanduser(path))}/{check_name(store_uuid)}"
+        self.capacity_bytes = capacity_bytes
+        self._private = PrivateFolder(self.path, _ADVICE)
+        self.unsent = LocalBackend("unsent", within=self._private)
+        self.copies = Copies(self._private)
+        self._root = LocalBackend(".", within=self._private)
+        self.journal = UploadJournal(self._root)
+        self._lease: Lease | None = None
+
+    def check(self) -> None:
+        """Makes the folder, and makes sure that it can serve.
+
+        Raises:
+            InvalidOptionError: it is on a network filesystem, or cannot be a folder.
+            PermissionDeniedError: this user may not write there, or something there is not this user's alone.
+            NoSpaceError: the disk cannot give it its capacity.
+        """
+        kind = filesystem_of(Path(self.path))
+        if NETWORK_FILESYSTEM.fullmatch(kind):
+            raise InvalidOptionError(
+                f"the staging folder {self.path} is on a {kind} filesystem, and must be on a disk of this host: name another one",
+                object_id=self.path,
+            )
+        with writing_to(self.path, "the staging folder"):
+            os.close(self._private.open_nameless())
+        space, used = self._root.space(), self.used_bytes()
+        if space is not None and space.free_bytes + used < self.capacity_bytes:
+            raise NoSpaceError(
+                f"the staging folder {self.path} may take {human_bytes(self.capacity_bytes)}, and has {human_bytes(used)}, but only "
+                f"{human_bytes(space.free_bytes)} of its disk's {human_bytes(space.total_bytes)} are free: free space there, or lower "
+                "its capacity",
+                object_id=self.path,
+            )
+
+    # --- users ---
+
+    def enter(self, sweep: Callable[[], object]) -> None:
+        """From now on, until `leave`, others know that this folder is in use; who finds that it is not calls `sweep` before."""
+        if self._lease is None:
+            self._lease = Lease(self._private, USERS, sweep)
+
+    def leave(self) -> None:
+        """It is no longer used here; idempotent."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.end()
+        self._private.close()
+
+    def unnamed(self, named: Collection[str]) -> list[str]:
+        """The objects that are not published, and those whose upload was begun, other than `named`."""
+        found = {info.name for info in self.unsent.list("")} | set(self.journal.names())
+        return sorted(found - set(named))
+
+    def drop_temporaries(self) -> None:
+        """Deletes what interrupted writes left. Nobody else may use the folder."""
+        for info in self._root.list_uploads():
+            self._root.abort_upload(info.name)
+
+    # --- room ---
+
+    def space(self) -> Space | None:
+        """What its disk has."""
+        return self._root.space()
+
+    def used_bytes(self) -> int:
+        """What objects and copies take of the disk now."""
+        with os_errors("look at", self.path):
+            return _sum(self.copies.files()) + self.unsent_bytes()
+
+    def unsent_bytes(self) -> int:
+        """What the objects that are not published take."""
+        return _sum(files_below(self._private, "unsent"))
+
+    def evict(self, needed_bytes: int) -> int:
+        """Deletes copies, those published first, until so much more fits; returns how much that freed.
+
+        Raises:
+            NoSpaceError: it cannot fit, whatever is evicted; nothing is.
+        """
+        with os_errors("make room in", self.path):
+            copies, unsent = sorted(self.copies.files()), self.unsent_bytes()
+        kept = _sum(copies)
+        space = self._root.space()
+        free = self.capacity_bytes if space is None else space.free_bytes
+        shortfall = max(unsent + kept + needed_bytes - self.capacity_bytes, needed_bytes - free)
+        if shortfall > kept:
+            raise NoSpaceError(
+                f"{human_bytes(needed_bytes)} more do not fit into the staging folder {self.path}: {human_bytes(unsent)} of its "
+                f"{human_bytes(self.capacity_bytes)} wait to be published, and its disk has {human_bytes(free)} free beside "
+                f"{human_bytes(kept)} of copies; wait for the uploads, free space on the disk, or raise the capacity",
+                object_id=self.path,
+            )
+        freed = 0
+        for copy in copies:
+            if freed >= shortfall:
+                break
+            with os_errors("evict", copy.path), contextlib.suppress(FileNotFoundError):
+                os.unlink(copy.path, dir_fd=self._private.fd())
+            freed += copy.used_bytes
+        return freed
+
+    # --- objects ---
+
+    def publish(self, names: Iterable[str]) -> None:
+        """Makes copies of objects that the store has, durably, and that are named there. Those that are copies already are fine."""
+        names = list(names)
+        for name in names:
+            source, target = f"unsent/{check_name(name)}", self.copies.path(name)
+            try:
+                with os_errors("publish", name), contextlib.suppress(FileNotFoundError):
+                    os.utime(source, dir_fd=self._private.fd(), follow_symlinks=False)
+                    self._private.make_folders(os.path.dirname(target))
+                    os.rename(source, target, src_dir_fd=self._private.fd(), dst_dir_fd=self._private.fd())
+            except NoSpaceError:  # a copy is only a cache
+                self.unsent.delete([name])
+        # A journal that is gone says that the upload was never begun: so first it must be certain that no object is left to upload.
+        for name in {os.path.dirname(name): name for name in names}.values():
+            with contextlib.suppress(MissingObjectError):
+                self.unsent.sync_folders(name)
+        self.journal.delete(names)
+
+    # --- manifests ---
+
+    def write_manifest(self, key: str, data: bytes) -> None:
+        """Makes or replaces a manifest, atomically and durably."""
+        self._root.replace(f"staged/{key}", data)
+
+    def read_manifest(self, key: str) -> bytes:
+        """A manifest, as it was written.
+
+        Raises:
+            MissingObjectError: there is none.
+        """
+        return self._root.get(f"staged/{key}", max_bytes=MAX_MANIFEST_BYTES)
+
+    def list_manifests(self) -> list[str]:
+        """The keys of all manifests, sorted: those of ULIDs by time."""
+        return sorted(info.name.removeprefix("staged/") for info in self._root.list("staged/"))
+
+    def delete_manifest(self, key: str) -> None:
+        """Deletes a manifest; one that is gone is fine."""
+        self._root.delete([f"staged/{key}"])
+
+    # --- uploads ---
+
+    def note(self, entry: JournalEntry) -> None:
+        """Writes an entry of the journal, for which copies make room: a full disk would otherwise never get empty."""
+        try:
+            self.journal.write(entry)
+        except NoSpaceError:
+            if not self.evict(_NOTE_BYTES):
+                raise
+            self.journal.write(entry)
+
+    def open_unsent(self, name: str) -> "UnsentFile":
+        """An object, to be uploaded.
+
+        Raises:
+            MissingObjectError: it is not here, or no longer.
+        """
+        with os_errors("read", name):
+            path, flags = f"unsent/{check_name(name)}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+            return UnsentFile(os.open(path, flags, dir_fd=self._private.fd()), name)
+
+
+class UnsentFile:
+    """An open object that is not published yet."""
+
+    def __init__(self, fd: int, name: str) -> None:
+        self.name = name
+        self._fd = fd
+        self.size_bytes = os.fstat(fd).st_size
+
+    def lock(self) -> bool:
+        """Whether it is this process that uploads it, until it is closed; a process that dies lets go."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fills `target` from `offset`.
+
+        Raises:
+            CorruptObjectError: the file is shorter.
+        """
+        with os_errors("read", self.name):
+            count = read_at(self._fd, target, offset)
+        if count < len(target):
+            raise CorruptObjectError(
+                f"the staged {self.name} ends at {offset + count}, before byte {offset + len(target)}: it was damaged on the disk; drop it",
+                object_id=self.name,
+            )
+
+    def close(self) -> None:
+        """Lets go; idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _sum(files: Iterable[FileUse]) -> int:
+    return sum(file.used_bytes for file in files)

@@ -1,0 +1,40 @@
+"""What a user says about a staging disk."""
+
+import os
+from dataclasses import dataclass
+
+from tensorstore_ck.backend.staging.folder import StagingFolder
+from tensorstore_ck.common.free_space import MinFree
+from tensorstore_ck.errors import InvalidOptionError
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """A disk of this host where snapshots are durable before they are uploaded. A path alone means the defaults."""
+
+    path: str | os.PathLike[str]
+    """A folder that the host's ranks and jobs share; never on a network filesystem."""
+    capacity: int | str = "80%"
+    """What it may take: bytes, ``"500GB"``, or a part of what is free at `tensorstore_ck.open`."""
+    max_parallel_requests: int = 4
+    """Uploads at a time of this process; each takes up to 16 MiB of memory."""
+    stagger_seconds: float = 0.0
+    """Over how long the beginnings of the ranks' and jobs' uploads are spread."""
+    replicate_to_peers: int = 0
+    """On how many other hosts' staging disks each rank's staged files are kept as well, until they are published. For memory, name a
+    tmpfs as `path` on all hosts."""
+
+    def open(self, store_uuid: str) -> StagingFolder:
+        """The folder of one store, made and checked.
+
+        Raises:
+            InvalidOptionError, PermissionDeniedError, NoSpaceError: it cannot serve.
+        """
+        if self.stagger_seconds < 0:
+            raise InvalidOptionError(f"stagger_seconds must not be negative, and is {self.stagger_seconds}", object_id="staging")
+        folder = StagingFolder(self.path, store_uuid, 1)
+        space = folder.space()
+        available = folder.used_bytes() + (space.free_bytes if space is not None else 0)
+        folder.capacity_bytes = MinFree.parse(self.capacity).of(available) or 1
+        folder.check()
+        return folder

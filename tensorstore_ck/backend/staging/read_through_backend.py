@@ -1,0 +1,234 @@
+"""A store's backend whose objects are read from the staging folder where it has them; what is not there comes from the store, and stays.
+
+Everything else goes to the store. Only immutable objects are kept: never log entries, checkpoints or store.json. Whoever reads verifies
+what comes, and calls `distrust` on what is wrong, since a disk may lie. The folder is never why a read fails: what cannot be read there
+comes from the store, what cannot be kept there is not kept. `size` asks the store: it is how writers learn that the store still has
+what they rely on.
+"""
+# ruff: noqa: D102 - protocol.py documents the methods
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from tensorstore_ck.backend.protocol import Backend, Buffer, Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.backend.staging.folder import StagingFolder
+from tensorstore_ck.backend.staging.sparse_files import GRAIN_BYTES
+from tensorstore_ck.common.free_space import Space
+from tensorstore_ck.errors import MissingObjectError, StoreError
+
+KEPT_FOLDERS: Final = ("packs/", "parts/", "snapshots/", "moved/")
+LOT_BYTES: Final = 64 << 20
+"""For so much at a time a process asks for room: that is as far as each may exceed the folder's capacity."""
+FETCH_BYTES: Final = 16 << 20
+"""What is fetched and kept at a time."""
+
+
+class TieredBackend(Backend):
+    """The backend `store`, read through `folder`."""
+
+    def __init__(self, folder: StagingFolder, store: Backend) -> None:
+        self.url = store.url
+        self.is_local = store.is_local
+        self.folder = folder
+        self.store = store
+        self._room = _Room(folder)
+        self._buffers = threading.local()
+        self._distrusted: set[str] = set()
+
+    # --- read ---
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        if not self._reads_locally(name):
+            return self.store.get(name, max_bytes=max_bytes)
+        fault = None
+        try:
+            return self.folder.unsent.get(name, max_bytes=max_bytes)
+        except MissingObjectError:
+            pass
+        except StoreError as exc:
+            fault = exc
+        with contextlib.suppress(OSError):
+            copy = self.folder.copies.get(name)
+            if copy is not None and len(copy) <= max_bytes:
+                return copy
+        with _instead_of(fault):
+            data = self.store.get(name, max_bytes=max_bytes)
+        if self._room.take(len(data)):
+            with contextlib.suppress(OSError, StoreError):
+                self.folder.copies.keep(name, data)
+        return data
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        if not self._reads_locally(name):
+            self.store.read_into(name, offset, target)
+            return
+        fault = None
+        try:
+            self.folder.unsent.read_into(name, offset, target)
+        except MissingObjectError:
+            pass
+        except StoreError as exc:
+            fault = exc
+        else:
+            return
+        with contextlib.suppress(OSError):
+            if self.folder.copies.read_into(name, offset, target):
+                return
+        with _instead_of(fault):
+            size_bytes = self._size_to_keep(name, len(target))
+            for start in range(0, len(target), FETCH_BYTES):
+                self._fetch(name, size_bytes, offset + start, target[start : start + FETCH_BYTES])
+
+    def size(self, name: str) -> int:
+        if self._reads_locally(name):
+            with contextlib.suppress(StoreError):
+                return self.folder.unsent.size(name)
+        return self.store.size(name)
+
+    def distrust(self, name: str) -> bool:
+        """Told that the bytes read for `name` were wrong: whether to read them again, once, since they come from the store now.
+
+        False when it is nobody's but this folder's, or never kept here: then the bytes are what there is. A copy that was wrong is deleted,
+        and this process keeps none of that object any more.
+
+        Raises:
+            BackendUnavailableError: the store does not say whether it has it.
+        """
+        if not self._reads_locally(name):
+            return False
+        try:
+            unsent_bytes = self.folder.unsent.size(name)
+        except StoreError:
+            with contextlib.suppress(OSError):
+                self.folder.copies.drop(name)
+        else:
+            entry = self.folder.journal.read(name)
+            if entry is None or not entry.is_complete or not self._store_has(name, unsent_bytes):
+                return False
+            self.folder.unsent.delete([name])
+        self._distrusted.add(name)
+        return True
+
+    # --- write ---
+
+    def put(self, name: str, data: Buffer) -> None:
+        self.store.put(name, data)
+
+    def replace(self, name: str, data: Buffer) -> None:
+        self.store.replace(name, data)
+        self._forget(name)
+
+    def create(self, name: str, data: Buffer) -> Created:
+        return self.store.create(name, data)
+
+    def sync_folders(self, name: str) -> None:
+        self.store.sync_folders(name)
+
+    def open_writer(self, name: str) -> ObjectWriter:
+        return self.store.open_writer(name)
+
+    def delete(self, names: Iterable[str]) -> None:
+        self.store.delete(map(self._forget, names))
+
+    # --- the store's own ---
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return self.store.list(prefix)
+
+    def space(self) -> Space | None:
+        return self.store.space()
+
+    def list_uploads(self) -> Iterator[ObjectInfo]:
+        return self.store.list_uploads()
+
+    def abort_upload(self, name: str) -> None:
+        self.store.abort_upload(name)
+
+    def close(self) -> None:
+        self.folder.leave()
+        self.store.close()
+
+    # --- copies ---
+
+    def _reads_locally(self, name: str) -> bool:
+        return name.startswith(KEPT_FOLDERS) and name not in self._distrusted
+
+    def _forget(self, name: str) -> str:
+        if name.startswith(KEPT_FOLDERS):
+            with contextlib.suppress(OSError):
+                self.folder.copies.drop(name)
+        return name
+
+    def _store_has(self, name: str, size_bytes: int) -> bool:
+        try:
+            return self.store.size(name) == size_bytes
+        except MissingObjectError:
+            return False
+
+    def _size_to_keep(self, name: str, range_bytes: int) -> int:
+        """The object's size, which its sparse copy needs; 0 if a range of so many bytes is not to be kept."""
+        with contextlib.suppress(OSError):
+            copies = self.folder.copies
+            if copies.keeps_ranges and self._room.take(range_bytes + 2 * GRAIN_BYTES):
+                return copies.size(name) or self.store.size(name)
+        return 0
+
+    def _fetch(self, name: str, size_bytes: int, offset: int, target: memoryview) -> None:
+        """Reads a range, in whole grains if the size of its object is given, and then keeps it."""
+        end = offset + len(target)
+        first, last = offset - offset % GRAIN_BYTES, min(-(-end // GRAIN_BYTES) * GRAIN_BYTES, size_bytes)
+        if last < end:
+            self.store.read_into(name, offset, target)
+            return
+        grains = self._buffer(last - first)
+        self.store.read_into(name, first, grains)
+        target[:] = grains[offset - first : end - first]
+        with contextlib.suppress(OSError, StoreError):
+            self.folder.copies.keep_range(name, size_bytes, first, grains)
+
+    def _buffer(self, size_bytes: int) -> memoryview:
+        """Memory of this thread's own."""
+        buffer: bytearray | None = getattr(self._buffers, "buffer", None)
+        if buffer is None or len(buffer) < size_bytes:
+            buffer = self._buffers.buffer = bytearray(size_bytes)
+        return memoryview(buffer)[:size_bytes]
+
+
+class _Room:
+    """What may still be kept: asked of the folder a lot at a time, granted or refused for so many bytes."""
+
+    def __init__(self, folder: StagingFolder) -> None:
+        self._folder = folder
+        self._lot_bytes = min(LOT_BYTES, folder.capacity_bytes // 16)
+        self._lock = threading.Lock()
+        self._left_bytes = 0
+        self._is_granted = False
+
+    def take(self, size_bytes: int) -> bool:
+        """Whether so many bytes may be kept."""
+        with self._lock:
+            if self._left_bytes < size_bytes:
+                self._left_bytes = max(size_bytes, self._lot_bytes)
+                self._is_granted = self._ask(self._left_bytes)
+            self._left_bytes -= size_bytes
+            return self._is_granted
+
+    def _ask(self, size_bytes: int) -> bool:
+        try:
+            self._folder.evict(size_bytes)
+        except StoreError:
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def _instead_of(fault: StoreError | None) -> Iterator[None]:
+    """For a read from the store instead of a staged object that is there and cannot be read: if the store has none, that is the error."""
+    try:
+        yield
+    except MissingObjectError:
+        if fault is not None:
+            raise fault from None
+        raise

@@ -1,0 +1,225 @@
+"""One pass over unsent objects: pieces of several go out side by side, and what cannot be finished now is left for the next pass.
+
+Left are objects that another process uploads, and those whose upload the store has let go of. Memory: one buffer of a piece
+per thread, which the pieces are read into, straight from the file.
+"""
+
+import io
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.resumable_upload import Piece, ResumableBackend, Upload, UploadGoneError, resumable
+from tensorstore_ck.backend.staging.folder import StagingFolder, UnsentFile
+from tensorstore_ck.backend.staging.upload_journal import JournalEntry
+from tensorstore_ck.common.rate_limit import RateLimit
+from tensorstore_ck.common.retry import Patience
+from tensorstore_ck.common.threads import for_each
+from tensorstore_ck.errors import MissingObjectError
+
+WRITE_BYTES: Final = 4 << 20
+"""What is handed at a time to a store that takes no pieces."""
+
+Task = Callable[[], None]
+
+
+@dataclass
+class _Transfer:
+    """An object on its way in pieces."""
+
+    file: UnsentFile
+    upload: Upload
+    pieces_left: int
+    told_bytes: int
+    is_gone: bool = False
+
+
+class UploadRound:
+    """One pass."""
+
+    def __init__(
+        self, folder: StagingFolder, store: Backend, patience: Patience, limit: RateLimit | None, on_bytes: Callable[[int], object]
+    ) -> None:
+        self._folder = folder
+        self._store = store
+        self._patience = patience
+        self._limit = limit
+        self._on_bytes = on_bytes
+        self._lock = threading.Lock()
+        self._buffers = threading.local()
+        self._open: list[UnsentFile] = []
+        self._left: list[str] = []
+
+    def run(self, names: Sequence[str], threads: int) -> list[str]:
+        """Uploads what can be; returns what is left."""
+        try:
+            for_each(self._tasks(names), lambda task: task(), threads, failed=self._patience.failed)
+        finally:
+            for file in self._open:
+                file.close()
+        return self._left
+
+    def _tasks(self, names: Sequence[str]) -> Iterator[Task]:
+        """What is to be done, drawn by one thread at a time: objects are begun in order, each when the one before has all pieces drawn."""
+        pieces = resumable(self._store)
+        for name in names:
+            file = self._locked(name)
+            if file is None:
+                continue
+            entry = self._folder.journal.read(name)
+            if entry is not None and entry.is_complete:
+                if self._stored_bytes(name) == file.size_bytes:
+                    self._tell(file.size_bytes)
+                    file.close()
+                    continue
+                entry = JournalEntry(name)
+            if pieces is None:
+                yield partial(self._send_whole, file, entry)
+            else:
+                yield from self._send_in_pieces(file, self._begin(pieces, file, entry))
+
+    def _locked(self, name: str) -> UnsentFile | None:
+        """The object, if there is something to do and this process is to do it."""
+        self._patience.check()
+        try:
+            file = self._folder.open_unsent(name)
+        except MissingObjectError as exc:
+            size = self._stored_bytes(name)
+            if size is None:
+                raise MissingObjectError(
+                    f"the staged {name} is neither on the staging disk nor in the store: it was deleted, or the disk was exchanged",
+                    object_id=name,
+                ) from exc
+            self._tell(size)  # it was published meanwhile
+            return None
+        self._open.append(file)
+        if file.lock():
+            return file
+        file.close()
+        self._left.append(name)
+        return None
+
+    # --- in pieces ---
+
+    def _begin(self, store: ResumableBackend, file: UnsentFile, entry: JournalEntry | None) -> Upload:
+        name, size, answered = file.name, file.size_bytes, self._patience.until_answered
+        if entry is not None:
+            token = entry.token
+            try:
+                return answered(lambda: store.resume_upload(name, size, token))
+            except UploadGoneError:
+                self._folder.journal.delete([name])
+        upload = answered(lambda: store.begin_upload(name, size))
+        self._folder.note(JournalEntry(name, upload.token))
+        return upload
+
+    def _send_in_pieces(self, file: UnsentFile, upload: Upload) -> Iterator[Task]:
+        missing = upload.missing
+        transfer = _Transfer(file, upload, len(missing), told_bytes=0)
+        self._tell(file.size_bytes - sum(piece.size_bytes for piece in missing), transfer)
+        if not missing:
+            yield partial(self._finish, transfer)
+        for piece in missing:
+            yield partial(self._send_piece, transfer, piece)
+
+    def _send_piece(self, transfer: _Transfer, piece: Piece) -> None:
+        def send() -> None:
+            self._take_turn(piece.size_bytes)
+            transfer.upload.send(piece, self._body(transfer.file, piece))
+
+        if not transfer.is_gone:
+            try:
+                self._patience.until_answered(send)
+                self._tell(piece.size_bytes, transfer)
+            except UploadGoneError:
+                transfer.is_gone = True
+        with self._lock:
+            transfer.pieces_left -= 1
+            is_last = not transfer.pieces_left
+        if is_last:
+            self._finish(transfer)
+
+    def _finish(self, transfer: _Transfer) -> None:
+        name = transfer.file.name
+        try:
+            if transfer.is_gone:
+                raise UploadGoneError
+            self._patience.until_answered(transfer.upload.complete)
+        except UploadGoneError:
+            self._tell(-transfer.told_bytes)
+            self._folder.journal.delete([name])
+            self._left.append(name)
+        else:
+            self._folder.note(JournalEntry(name, transfer.upload.token, is_complete=True))
+        transfer.file.close()
+
+    def _body(self, file: UnsentFile, piece: Piece) -> io.BytesIO:
+        """The piece, in this thread's buffer."""
+        body: io.BytesIO | None = getattr(self._buffers, "body", None)
+        if body is None:
+            body = self._buffers.body = io.BytesIO()
+        if body.seek(0, io.SEEK_END) < piece.size_bytes:
+            body.seek(piece.size_bytes - 1)
+            body.write(b"\0")
+        body.truncate(piece.size_bytes)
+        with body.getbuffer() as view:
+            file.read_into(piece.offset, view)
+        body.seek(0)
+        return body
+
+    # --- whole ---
+
+    def _send_whole(self, file: UnsentFile, entry: JournalEntry | None) -> None:
+        is_begun = entry is not None
+        if not is_begun:
+            self._folder.note(JournalEntry(file.name))
+
+        def send() -> None:
+            nonlocal is_begun
+            if is_begun:
+                self._store.delete([file.name])
+            is_begun = True
+            self._write(file)
+
+        self._patience.until_answered(send)
+        self._folder.note(JournalEntry(file.name, is_complete=True))
+        file.close()
+
+    def _write(self, file: UnsentFile) -> None:
+        buffer = memoryview(bytearray(min(WRITE_BYTES, file.size_bytes)))
+        writer = self._store.open_writer(file.name)
+        told = 0
+        try:
+            for offset in range(0, file.size_bytes, WRITE_BYTES):
+                view = buffer[: file.size_bytes - offset]
+                self._take_turn(len(view))
+                file.read_into(offset, view)
+                writer.append([view])
+                self._tell(len(view))
+                told += len(view)
+            writer.close()
+        except BaseException:
+            writer.abort()
+            self._tell(-told)
+            raise
+
+    # --- both ---
+
+    def _take_turn(self, size_bytes: int) -> None:
+        self._patience.pause(0 if self._limit is None else self._limit.take(size_bytes))
+
+    def _stored_bytes(self, name: str) -> int | None:
+        try:
+            return self._patience.until_answered(lambda: self._store.size(name))
+        except MissingObjectError:
+            return None
+
+    def _tell(self, count: int, transfer: _Transfer | None = None) -> None:
+        with self._lock:
+            if transfer is not None:
+                transfer.told_bytes += count
+            if count:
+                self._on_bytes(count)

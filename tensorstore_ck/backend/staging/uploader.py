@@ -1,0 +1,99 @@
+"""Brings unsent objects to the store: what was complete, in whole or in pieces, is not sent again after a crash.
+
+The journal is written before the first byte of an object travels, and when it is there. A store that takes pieces says itself
+which it has; in any other one, what an earlier try left is deleted and the object written anew, which is safe since
+nothing is published that is still unsent. One process at a time uploads an object.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.resumable_upload import resumable
+from tensorstore_ck.backend.staging.folder import StagingFolder
+from tensorstore_ck.backend.staging.upload_pass import UploadRound
+from tensorstore_ck.common.rate_limit import RateLimit
+from tensorstore_ck.common.retry import OnRetry, Patience, Stop
+from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, StoreError
+
+MAX_PARALLEL_REQUESTS: Final = 4
+
+
+class Uploader:
+    """From a staging folder to a store."""
+
+    def __init__(
+        self,
+        folder: StagingFolder,
+        store: Backend,
+        *,
+        max_parallel_requests: int = MAX_PARALLEL_REQUESTS,
+        limit: RateLimit | None = None,
+        sleep: Callable[[float], object] = time.sleep,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        """`limit` is shared by all uploads of this process.
+
+        Raises:
+            InvalidOptionError: not a number of requests.
+        """
+        if max_parallel_requests < 1:
+            raise InvalidOptionError(
+                f"max_parallel_requests must be 1 or more, not {max_parallel_requests}", object_id="max_parallel_requests"
+            )
+        self._folder = folder
+        self._store = store
+        self._threads = max_parallel_requests
+        self._limit = limit
+        self._sleep = sleep
+        self._jitter = jitter
+
+    def upload(
+        self,
+        names: Iterable[str],
+        *,
+        stop: Stop = lambda: None,
+        on_bytes: Callable[[int], object] = lambda count: None,
+        on_retry: OnRetry = lambda error, seconds: None,
+    ) -> None:
+        """Returns when every object lies in the store, durably. Passing faults are retried without end.
+
+        Args:
+            names: Unsent objects, in the order in which they are begun. Those that are unsent no longer must be in the store.
+            stop: Raises to cancel; asked often, by any thread. A request under way is waited for.
+            on_bytes: Told, by one thread at a time, of bytes that lie in the store now, or did before; a negative number takes bytes back
+                that have to be sent anew. The sum is the objects' size at the end.
+            on_retry: Told of passing faults, by any thread.
+
+        Raises:
+            MissingObjectError: an object is neither here nor in the store.
+            StoreError: the store refused, or the staged file cannot be read.
+        """
+        left = list(dict.fromkeys(names))
+        patience = Patience(stop, on_retry, sleep=self._sleep, jitter=self._jitter)
+        attempt = 0
+        while left:
+            left = UploadRound(self._folder, self._store, patience, self._limit, on_bytes).run(left, self._threads)
+            if left:
+                patience.pause(patience.back_off(attempt))
+                attempt += 1
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Deletes unsent objects, and frees what was sent of them as far as the store answers; a complete one is left to gc.
+
+        Nobody may be uploading them.
+        """
+        store = resumable(self._store)
+        for name in names:
+            entry = self._folder.journal.read(name)
+            if store is not None and entry is not None and entry.token and not entry.is_complete:
+                try:
+                    store.give_up_upload(name, entry.token)
+                except BackendUnavailableError:
+                    store = None  # the uploads that stay behind are freed with those of other interrupted writes
+                except StoreError:
+                    pass
+            self._folder.unsent.delete([name])
+            self._folder.journal.delete([name])

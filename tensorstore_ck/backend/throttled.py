@@ -1,0 +1,145 @@
+"""A backend that lets its bytes pass no faster than told, and stops writing before its place is full.
+
+For what reads or writes in bulk beside training. It paces whole objects, ranges and appends, whatever their names are; so a log, which
+nobody should wait for, is given the backend itself. `create`, `replace`, listings and deletions are never delayed. Ranges and appends of
+more than a second's worth pass in slices of that. Free space is asked for once for each `CHECK_BYTES` written, of all objects together.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, cast
+
+from tensorstore_ck.backend.local_io import byte_views
+from tensorstore_ck.backend.protocol import Backend, Buffer, ObjectWriter
+from tensorstore_ck.common.free_space import MinFree, require_room
+from tensorstore_ck.common.rate_limit import RateLimit
+
+CHECK_BYTES: Final = 64 << 20
+
+Sleep = Callable[[float], object]
+
+
+def limited(
+    backend: Backend,
+    *,
+    writes: RateLimit | None = None,
+    reads: RateLimit | None = None,
+    min_free: MinFree | None = None,
+    sleep: Sleep = time.sleep,
+) -> Backend:
+    """`backend` with these limits; itself where there is none. One `RateLimit` may be shared by several backends."""
+    if writes is None and reads is None and min_free is None:
+        return backend
+    return cast(Backend, LimitedBackend(backend, writes=writes, reads=reads, min_free=min_free, sleep=sleep))
+
+
+def limited_to(backend: Backend, bytes_per_second: float | None) -> Backend:
+    """`backend`, that reads no more than so much and writes no more than so much; None: no limit.
+
+    Raises:
+        InvalidOptionError: not a rate.
+    """
+    if bytes_per_second is None:
+        return backend
+    return limited(backend, writes=RateLimit(bytes_per_second), reads=RateLimit(bytes_per_second))
+
+
+class LimitedBackend:
+    """See `limited`. What is not here is the backend's own."""
+
+    def __init__(
+        self, inner: Backend, *, writes: RateLimit | None, reads: RateLimit | None, min_free: MinFree | None, sleep: Sleep
+    ) -> None:
+        self._inner = inner
+        self._writes = writes
+        self._reads = reads
+        self._min_free = min_free
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._unchecked_bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        """Reads, then waits as long as that should have taken: the size is not known before."""
+        data = self._inner.get(name, max_bytes=max_bytes)
+        self._wait(self._reads, len(data))
+        return data
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        """Reads, in slices where that takes long."""
+        done = 0
+        for size in _slices(self._reads, len(target)):
+            self._wait(self._reads, size)
+            self._inner.read_into(name, offset + done, target[done : done + size])
+            done += size
+
+    def put(self, name: str, data: Buffer) -> None:
+        """Waits, then writes."""
+        self._before_writing(name, len(data))
+        self._wait(self._writes, len(data))
+        self._inner.put(name, data)
+
+    def open_writer(self, name: str) -> ObjectWriter:
+        """A writer that waits."""
+        return _LimitedWriter(self, name, self._inner.open_writer(name))
+
+    def _wait(self, limit: RateLimit | None, size: int) -> None:
+        if limit is not None and (seconds := limit.take(size)) > 0:
+            self._sleep(seconds)
+
+    def _before_writing(self, name: str, size: int) -> None:
+        if self._min_free is None:
+            return
+        with self._lock:
+            self._unchecked_bytes += size
+            if self._unchecked_bytes < CHECK_BYTES:
+                return
+            self._unchecked_bytes = 0
+        require_room(self._inner, self._min_free, size, name)
+
+
+class _LimitedWriter:
+    """Appends of several threads stay whole: one at a time where they are paced, as the filesystem would have it anyway."""
+
+    def __init__(self, backend: LimitedBackend, name: str, inner: ObjectWriter) -> None:
+        self._backend = backend
+        self._name = name
+        self._inner = inner
+        self._lock = threading.Lock()
+
+    def append(self, data: Sequence[Buffer]) -> int:
+        views = byte_views(data)
+        size = sum(map(len, views))
+        backend, limit = self._backend, self._backend._writes
+        backend._before_writing(self._name, size)
+        if limit is None:
+            return self._inner.append(views)
+        with self._lock:
+            if size <= limit.burst_bytes:
+                backend._wait(limit, size)
+                return self._inner.append(views)
+            offsets = []
+            for view in views:
+                done = 0
+                for count in _slices(limit, len(view)):
+                    backend._wait(limit, count)
+                    offsets.append(self._inner.append([view[done : done + count]]))
+                    done += count
+            return offsets[0]
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+
+def _slices(limit: RateLimit | None, size: int) -> list[int]:
+    """The sizes in which so many bytes pass."""
+    if limit is None or size <= limit.burst_bytes:
+        return [size]
+    whole, rest = divmod(size, limit.burst_bytes)
+    return [limit.burst_bytes] * whole + ([rest] if rest else [])

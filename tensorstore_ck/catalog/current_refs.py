@@ -1,0 +1,78 @@
+"""What is read from the fold as it stands: refs, tags, pins, policies, and what holds each snapshot.
+
+The fold may be ahead of the entries that a catalog has: what those hit is then read once more with the next batch.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+from tensorstore_ck.catalog.read_entries import Row, clean
+from tensorstore_ck.common.ids import Ulid, ulid_text
+from tensorstore_ck.log import RefTable
+
+LIVE: Final = "live"
+FORGOTTEN: Final = "forgotten"
+GONE: Final = "gone"
+STATES: Final = (LIVE, FORGOTTEN, GONE)
+
+
+def states(view: RefTable, ulids: Iterable[Ulid]) -> dict[str, str]:
+    """What each snapshot is: held by a history, tag or pin; by undo windows alone; or by nothing."""
+    in_windows = Counter(move.ulid for window in view.windows() for move in window.moves)
+    found = {}
+    for ulid in ulids:
+        holds = view.holds(ulid)
+        found[ulid_text(ulid)] = LIVE if holds > in_windows[ulid] else FORGOTTEN if holds else GONE
+    return found
+
+
+def refs(view: RefTable) -> list[Row]:
+    """Every branch."""
+    heads = [head for name in view.branches() if (head := view.branch(name)) is not None]
+    return [
+        {
+            "name": head.name,
+            "ulid": ulid_text(head.ulid),
+            "root": head.root.hex(),
+            "step": head.step,
+            "n": head.n,
+            "time_ns": head.time_ns,
+            "moves": head.length,
+        }
+        for head in heads
+    ]
+
+
+def tags(view: RefTable) -> list[Row]:
+    """Every tag."""
+    found = [(name, row) for name in view.tags() if (row := view.tag_row(name)) is not None]
+    return [{"name": name, "ulid": ulid_text(row.ulid), "root": row.root.hex(), "n": row.n, "time_ns": row.time_ns} for name, row in found]
+
+
+def pins(view: RefTable) -> list[Row]:
+    """Every pin."""
+    return [
+        {
+            "ulid": ulid_text(pin.ulid),
+            "owner": clean(pin.owner),
+            "reason": clean(pin.reason),
+            "expires_ns": pin.expires_ns,
+            "n": pin.n,
+            "time_ns": pin.time_ns,
+        }
+        for pin in view.pins()
+    ]
+
+
+def policies(view: RefTable) -> list[Row]:
+    """Every policy."""
+    return [
+        {"glob": glob, "rules": json.dumps(row.rules, ensure_ascii=False, sort_keys=True), "n": row.n, "time_ns": row.time_ns}
+        for glob, row in view.policies().items()
+    ]
+
+
+TABLES: Final[Mapping[str, Callable[[RefTable], list[dict[str, Any]]]]] = {"refs": refs, "tags": tags, "pins": pins, "policies": policies}
+"""Table -> its rows."""

@@ -1,0 +1,210 @@
+"""What entries of a log say, operation by operation, as far as a catalog wants to know. Pure: entries in, plain values out.
+
+A put counts unless it was aborted or came before; what an operation does to refs and holds is not worked out here, only which
+snapshots it may hit: their state is then read from the fold.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from tensorstore_ck.catalog.schema import snapshot_id
+from tensorstore_ck.common.ids import ULID_BYTES, Ulid, ulid_text
+from tensorstore_ck.log import FOLDERS, Entry, Op
+from tensorstore_ck.log.object_set import split_ulids
+
+Row = dict[str, Any]
+REFS: Final[Mapping[str, tuple[str, ...]]] = {
+    "put": ("refs",),
+    "branch": ("refs",),
+    "reset": ("refs",),
+    "expire": ("refs",),
+    "undo": ("refs", "tags"),
+    "tag": ("tags",),
+    "untag": ("tags",),
+    "pin": ("pins",),
+    "unpin": ("pins",),
+    "policy": ("policies",),
+    "purge": (),
+    "sweep": (),
+    "annotate": (),
+    "mark": (),
+    "staged": (),
+    "abort": (),
+    "condemn": (),
+    "rescue": (),
+    "relocate": (),
+    "place": (),
+    "settle": (),
+}
+"""Operation -> the tables that it may change, of those that are read from the fold. One that is not here changes nothing."""
+_GC: Final = ("condemn", "sweep", "relocate", "purge", "settle")
+_TEXTS: Final = ("mark", "reason", "owner", "glob", "url")
+_NUMBERS: Final = ("step", "logical_bytes", "new_bytes", "expires_ns")
+_LISTS: Final = (*FOLDERS.values(), "targets")
+
+
+class Put(NamedTuple):
+    """A snapshot was published."""
+
+    row: Row
+    metrics: Mapping[str, float]
+
+
+class Noted(NamedTuple):
+    """Something was said about a root."""
+
+    root: str
+    metrics: Mapping[str, float]
+    mark: tuple[str, str] | None
+    """With its reason; None: nothing was said of that."""
+
+
+class Freed(NamedTuple):
+    """A snapshot's record was swept, and the fold has forgotten it."""
+
+    ulid: str
+    n: int
+
+
+@dataclass(slots=True)
+class Replay:
+    """What a batch of entries says."""
+
+    store_id: int
+    counts: Callable[[int, bytes], bool]
+    """Whether the put of entry n under a transaction is its outcome."""
+    is_known: Callable[[Ulid], bool]
+    """Whether the fold has a snapshot, as of its head."""
+    events: list[Row] = field(default_factory=list)
+    gc_runs: list[Row] = field(default_factory=list)
+    changes: list[Put | Noted | Freed] = field(default_factory=list)
+    hit_ulids: set[str] = field(default_factory=set)
+    """These may have another state now."""
+    hit_roots: set[str] = field(default_factory=set)
+    all_hit: bool = False
+    """Any snapshot may."""
+    tables: set[str] = field(default_factory=set)
+    """Those that are read from the fold, and may be different now."""
+
+    def add(self, entry: Entry) -> None:
+        """One more entry."""
+        put_before: set[bytes] = set()
+        for position, op in enumerate(entry.ops):
+            counted = op.name == "put" and op.fields["txn"] not in put_before and self.counts(entry.n, op.fields["txn"])
+            if counted:
+                self._put(entry, len(put_before), op.fields)
+                put_before.add(op.fields["txn"])
+            self.events.append(_event(entry, position, op, counted=counted))
+            self._say(entry, op)
+            if counted or op.name != "put":
+                self._hit(op)
+        if any(op.name in _GC for op in entry.ops):
+            self.gc_runs.append(_gc_run(entry))
+
+    def _put(self, entry: Entry, place: int, fields: Mapping[str, Any]) -> None:
+        row = {
+            "id": snapshot_id(self.store_id, entry.n, place),
+            "store_id": self.store_id,
+            "ulid": ulid_text(fields["snapshot"]),
+            "root": fields["root"].hex(),
+            "parent": fields["parent"].hex() if fields["parent"] else None,
+            "ref": fields["ref"],
+            "job": job_of(fields["ref"]),
+            "step": fields["step"],
+            "n": entry.n,
+            "time_ns": entry.time_ns,
+            "actor": clean(entry.actor),
+            "logical_bytes": fields["logical_bytes"],
+            "new_bytes": fields["new_bytes"],
+        }
+        self.changes.append(Put(row, cleaned(fields["metrics"])))
+
+    def _say(self, entry: Entry, op: Op) -> None:
+        fields = op.fields
+        if op.name == "annotate":
+            self.changes.append(Noted(fields["root"].hex(), cleaned(fields["metrics"]), None))
+        elif op.name == "mark":
+            self.changes.append(Noted(fields["root"].hex(), {}, (fields["mark"], clean(fields["reason"]))))
+        elif op.name == "sweep":
+            self.changes += [Freed(ulid_text(ulid), entry.n) for ulid in split_ulids(fields["snapshots"]) if not self.is_known(ulid)]
+
+    def _hit(self, op: Op) -> None:
+        """Notes which snapshots, and which tables, an operation may change."""
+        self.tables.update(REFS.get(op.name, ()))
+        if op.name in ("untag", "purge") or (op.name == "expire" and op.fields["snapshots"] is None):
+            self.all_hit = True
+        elif op.name in ("put", "unpin"):
+            self.hit_ulids.add(ulid_text(op.fields["snapshot"]))
+        elif op.name in ("expire", "undo", "sweep"):
+            self.hit_ulids.update(map(ulid_text, split_ulids(op.fields["snapshots"])))
+        elif op.name in ("branch", "reset", "tag", "pin"):
+            self.hit_roots.add(op.fields["root"].hex())
+
+
+def job_of(ref: str) -> str:
+    """``gpt-7b`` of ``runs/gpt-7b``: a branch's name without its first folder."""
+    return ref.partition("/")[2] or ref
+
+
+def clean(text: str) -> str:
+    """Without zero bytes, which PostgreSQL cannot hold."""
+    return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
+
+
+def cleaned(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics whose names are `clean`."""
+    return {clean(name): value for name, value in metrics.items()}
+
+
+def _event(entry: Entry, position: int, op: Op, *, counted: bool) -> Row:
+    fields = op.fields
+    ref, root, snapshot = fields.get("ref", fields.get("name")), fields.get("root"), fields.get("snapshot")
+    return {
+        "n": entry.n,
+        "position": position,
+        "time_ns": entry.time_ns,
+        "actor": clean(entry.actor),
+        "op": clean(op.name),
+        "ref": clean(ref) if isinstance(ref, str) else None,
+        "root": root.hex() if isinstance(root, bytes) else None,
+        "ulid": ulid_text(Ulid(snapshot)) if isinstance(snapshot, bytes) and len(snapshot) == ULID_BYTES else None,
+        "detail": json.dumps(dict(_detail(op, counted=counted)), ensure_ascii=False),
+    }
+
+
+def _detail(op: Op, *, counted: bool) -> Iterator[tuple[str, object]]:
+    """What is worth telling, in few words."""
+    fields = op.fields
+    if op.name == "put" and not counted:
+        yield "counted", False
+    for name in _TEXTS:
+        if isinstance(fields.get(name), str):
+            yield name, clean(fields[name])
+    for name in _NUMBERS:
+        if isinstance(fields.get(name), int):
+            yield name, fields[name]
+    for name in _LISTS:
+        if isinstance(fields.get(name), bytes) and fields[name]:
+            yield name, len(fields[name]) // ULID_BYTES
+    if op.name in ("undo", "purge", "settle"):
+        yield "entry", fields["n"]
+    if op.name == "annotate":
+        yield "metrics", len(fields["metrics"])
+
+
+def _gc_run(entry: Entry) -> Row:
+    row: Row = {f"{what}_{folder}": 0 for what in ("condemned", "swept", "rescued") for folder in FOLDERS.values()}
+    row |= {"n": entry.n, "time_ns": entry.time_ns, "actor": clean(entry.actor), "settled_n": None}
+    row |= {"relocated_packs": 0, "purged_windows": 0}
+    for op in entry.ops:
+        what = {"condemn": "condemned", "sweep": "swept", "rescue": "rescued"}.get(op.name)
+        if what is not None:
+            for folder in FOLDERS.values():
+                row[f"{what}_{folder}"] += len(op.fields[folder]) // ULID_BYTES
+        row["relocated_packs"] += op.name == "relocate"
+        row["purged_windows"] += op.name == "purge"
+        if op.name == "settle":
+            row["settled_n"] = op.fields["n"]
+    return row

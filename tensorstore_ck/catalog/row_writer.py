@@ -1,0 +1,269 @@
+"""Writes what a batch of entries says into the tables, inside the caller's transaction, with a bounded number of statements.
+
+As in the fold, what is said about a root holds for all its snapshots that are not freed, and for those that are put later, as long as
+one of them is left.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+from sqlalchemy import ColumnElement, Connection, Table, and_, bindparam, delete, func, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from tensorstore_ck.catalog import current_refs
+from tensorstore_ck.catalog.read_entries import Freed, Noted, Put, Replay, Row
+from tensorstore_ck.catalog.schema import events, gc_runs, jobs, metadata, metrics, snapshots
+from tensorstore_ck.common.ids import Ulid, parse_ulid
+from tensorstore_ck.log import RefTable
+from tensorstore_ck.log.operations import MAX_METRICS
+
+T = TypeVar("T")
+
+VALUES_A_STATEMENT: Final = 10_000
+"""In one ``IN (...)``, of up to two parts each: SQLite takes 32,766 in all."""
+MAX_BIGINT: Final = (1 << 63) - 1
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    """A row of `snapshots`, as it is to be."""
+
+    id: int
+    ulid: str
+    root: str
+    mark: str
+    reason: str
+    freed_n: int | None
+    new: Row | None = None
+    """All of it, if it is not in the table yet."""
+    metrics: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Those to be written: value and whether it was noted."""
+    changed: bool = False
+
+
+@dataclass(slots=True)
+class _Root:
+    """The snapshots of a root that are not freed, and what was said about it."""
+
+    members: list[_Snapshot] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    mark: str = ""
+    reason: str = ""
+
+
+class Feed:
+    """One store's rows, in one transaction that holds the store's lock."""
+
+    def __init__(self, connection: Connection, store_id: int) -> None:
+        self._connection = connection
+        self._store_id = store_id
+        self._by_ulid: dict[str, _Snapshot] = {}
+        self._by_root: dict[str, _Root] = {}
+        self._replaced: list[int] = []
+
+    def write(self, replay: Replay, view: RefTable) -> int:
+        """Writes a batch; returns the number of its snapshots."""
+        self._load(replay.changes)
+        for change in replay.changes:
+            self._apply(change)
+        new = [snapshot for snapshot in self._by_ulid.values() if snapshot.new is not None]
+        self._write_snapshots(new, replay, view)
+        self._write_metrics()
+        self._insert(events, replay.events)
+        self._insert(gc_runs, replay.gc_runs)
+        self._write_jobs({str(snapshot.new["ref"]) for snapshot in new if snapshot.new is not None})
+        for name in sorted(replay.tables):
+            self._replace(metadata.tables[name], current_refs.TABLES[name](view))
+        return len(new)
+
+    # --- what was said, in memory -------------------------------------------------------------------------------------
+
+    def _load(self, changes: Iterable[Put | Noted | Freed]) -> None:
+        """Reads the snapshots that the changes are about, and all others of the same roots."""
+        ulids = {change.row["ulid"] if isinstance(change, Put) else change.ulid for change in changes if not isinstance(change, Noted)}
+        roots = {change.row["root"] if isinstance(change, Put) else change.root for change in changes if not isinstance(change, Freed)}
+        columns = (snapshots.c.id, snapshots.c.ulid, snapshots.c.root, snapshots.c.mark, snapshots.c.reason, snapshots.c.freed_n)
+        rows = self._select(columns, snapshots.c.ulid, ulids)
+        rows += self._select(columns, snapshots.c.root, roots | {row.root for row in rows})
+        for row in sorted(set(rows), key=lambda row: int(row.id)):
+            snapshot = _Snapshot(*row)
+            self._by_ulid[snapshot.ulid] = snapshot
+            if snapshot.freed_n is None:
+                root = self._by_root.setdefault(snapshot.root, _Root())
+                root.members.append(snapshot)
+                root.mark, root.reason = snapshot.mark, snapshot.reason
+        first = {root.members[0].id: root for root in self._by_root.values()}
+        for ids in _pieces(sorted(first)):
+            said = select(metrics.c.snapshot, metrics.c.name, metrics.c.value).where(metrics.c.snapshot.in_(ids), metrics.c.noted == 1)
+            for at, name, value in self._connection.execute(said):
+                first[at].metrics[name] = math.nan if value is None else value
+
+    def _select(self, columns: Sequence[Any], column: Any, values: Iterable[object]) -> list[Any]:
+        found: list[Any] = []
+        for piece in _pieces(sorted(values, key=str)):
+            found += self._connection.execute(select(*columns).where(snapshots.c.store_id == self._store_id, column.in_(piece)))
+        return found
+
+    def _apply(self, change: Put | Noted | Freed) -> None:
+        match change:
+            case Put():
+                self._put(change)
+            case Noted():
+                self._note(change)
+            case Freed():
+                self._free(change)
+
+    def _put(self, put: Put) -> None:
+        row = put.row
+        before = self._by_ulid.get(row["ulid"])
+        if before is not None:  # no writer draws a ULID twice; but what the fold does with such a log is done here
+            self._leave(before)
+            if before.new is None:
+                self._replaced.append(before.id)
+        root = self._by_root.setdefault(row["root"], _Root())
+        snapshot = _Snapshot(row["id"], row["ulid"], row["root"], root.mark, root.reason, None, row)
+        snapshot.metrics = {name: (value, 0) for name, value in put.metrics.items()}
+        snapshot.metrics |= {name: (value, 1) for name, value in root.metrics.items()}
+        root.members.append(snapshot)
+        self._by_ulid[snapshot.ulid] = snapshot
+
+    def _note(self, noted: Noted) -> None:
+        root = self._by_root.get(noted.root)
+        if root is None or not root.members:
+            return
+        merged = {**root.metrics, **noted.metrics}
+        if len(merged) <= MAX_METRICS:
+            root.metrics = merged
+            for snapshot in root.members:
+                snapshot.metrics |= {name: (value, 1) for name, value in noted.metrics.items()}
+        if noted.mark is not None:
+            root.mark, root.reason = noted.mark
+            for snapshot in root.members:
+                snapshot.mark, snapshot.reason, snapshot.changed = root.mark, root.reason, True
+
+    def _free(self, freed: Freed) -> None:
+        snapshot = self._by_ulid.get(freed.ulid)
+        if snapshot is not None and snapshot.freed_n is None:
+            snapshot.freed_n, snapshot.changed = freed.n, True
+            self._leave(snapshot)
+
+    def _leave(self, snapshot: _Snapshot) -> None:
+        """It is none of its root's any more; with the last one goes what was said."""
+        root = self._by_root.get(snapshot.root)
+        if root is not None and snapshot in root.members:
+            root.members.remove(snapshot)
+            if not root.members:
+                del self._by_root[snapshot.root]
+
+    # --- into the tables ----------------------------------------------------------------------------------------------
+
+    def _write_snapshots(self, new: Sequence[_Snapshot], replay: Replay, view: RefTable) -> None:
+        mine = snapshots.c.store_id == self._store_id
+        for ids in _pieces(self._replaced):
+            self._connection.execute(delete(metrics).where(metrics.c.snapshot.in_(ids)))
+            self._connection.execute(delete(snapshots).where(snapshots.c.id.in_(ids)))
+        columns = (snapshots.c.ulid, snapshots.c.state)
+        if replay.all_hit:
+            old = {row.ulid: row.state for row in self._connection.execute(select(*columns).where(mine))}
+        else:
+            rows = self._select(columns, snapshots.c.ulid, replay.hit_ulids)
+            old = {row.ulid: row.state for row in rows + self._select(columns, snapshots.c.root, replay.hit_roots)}
+        states = current_refs.states(view, _ulids({*old, *(snapshot.ulid for snapshot in new)}))
+        self._insert(
+            snapshots,
+            [
+                {**row, "mark": it.mark, "reason": it.reason, "freed_n": it.freed_n, "state": states[it.ulid]}
+                for it in new
+                if (row := it.new) is not None
+            ],
+        )
+        changed = [snapshot for snapshot in self._by_ulid.values() if snapshot.changed and snapshot.new is None]
+        self._update(("mark", "reason", "freed_n"), [(it.ulid, it.mark, it.reason, it.freed_n) for it in changed])
+        self._update(("state",), [(ulid, states[ulid]) for ulid, state in old.items() if states[ulid] != state])
+
+    def _update(self, names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> None:
+        """Sets columns of snapshots; each row is led by its ULID."""
+        if rows:
+            which = and_(snapshots.c.store_id == self._store_id, snapshots.c.ulid == bindparam("of_ulid"))
+            statement = update(snapshots).where(which).values({name: bindparam(f"to_{name}") for name in names})
+            keys = ["of_ulid", *(f"to_{name}" for name in names)]
+            self._connection.execute(statement, [dict(zip(keys, row, strict=True)) for row in rows])
+
+    def _write_metrics(self) -> None:
+        rows = [
+            {
+                "snapshot": it.id,
+                "name": name,
+                "value": None if math.isnan(value) else value,
+                "noted": noted,
+            }
+            for it in self._by_ulid.values()
+            for name, (value, noted) in it.metrics.items()
+        ]
+        self._upsert(metrics, rows)
+
+    def _write_jobs(self, refs: set[str]) -> None:
+        """Counts jobs anew that had puts. Sums are made as floats: those of a log that lies must not overflow."""
+        rows: list[Row] = []
+        for piece in _pieces(sorted(refs)):
+            its = and_(snapshots.c.store_id == self._store_id, snapshots.c.ref.in_(piece))
+            summed = select(
+                snapshots.c.ref,
+                snapshots.c.job,
+                func.count().label("puts"),
+                func.count(snapshots.c.actor.distinct()).label("processes"),
+                func.min(snapshots.c.step).label("first_step"),
+                func.max(snapshots.c.step).label("last_step"),
+                func.min(snapshots.c.time_ns).label("first_time_ns"),
+                func.max(snapshots.c.time_ns).label("last_time_ns"),
+                func.sum(snapshots.c.new_bytes * 1.0).label("new_bytes"),
+                func.max(snapshots.c.id).label("newest"),
+            )
+            found = [row._asdict() for row in self._connection.execute(summed.where(its).group_by(snapshots.c.ref, snapshots.c.job))]
+            newest = select(snapshots.c.id, snapshots.c.logical_bytes).where(snapshots.c.id.in_([row["newest"] for row in found]))
+            logical = {row.id: row.logical_bytes for row in self._connection.execute(newest)}
+            for row in found:
+                row |= {"logical_bytes": logical[row.pop("newest")], "new_bytes": min(int(row["new_bytes"]), MAX_BIGINT)}
+            rows += found
+        self._upsert(jobs, [{"store_id": self._store_id, **row} for row in rows])
+
+    def _replace(self, table: Table, rows: Iterable[Row]) -> None:
+        """Makes a table's rows of this store those; what is there already is left alone."""
+        key = [column.name for column in table.primary_key if column.name != "store_id"]
+        old = {}
+        for row in self._connection.execute(select(table).where(table.c.store_id == self._store_id)):
+            found = row._asdict()
+            found.pop("store_id")
+            old[tuple(found[name] for name in key)] = found
+        wanted = {tuple(row[name] for name in key): row for row in rows}
+        gone = [at for at in old if at not in wanted]
+        if gone:
+            match: ColumnElement[bool] = and_(
+                table.c.store_id == self._store_id, *(table.c[name] == bindparam(f"of_{name}") for name in key)
+            )
+            self._connection.execute(
+                delete(table).where(match), [{f"of_{name}": part for name, part in zip(key, at, strict=True)} for at in gone]
+            )
+        self._upsert(table, [{"store_id": self._store_id, **row} for at, row in wanted.items() if old.get(at) != row])
+
+    def _insert(self, table: Table, rows: Sequence[Row]) -> None:
+        if rows:
+            self._connection.execute(insert(table), [{"store_id": self._store_id, **row} for row in rows])
+
+    def _upsert(self, table: Table, rows: Sequence[Row]) -> None:
+        if rows:
+            make: Callable[..., Any] = sqlite.insert if self._connection.dialect.name == "sqlite" else postgresql.insert
+            statement = make(table)
+            key = [column.name for column in table.primary_key]
+            others = {column.name: statement.excluded[column.name] for column in table.columns if not column.primary_key}
+            self._connection.execute(statement.on_conflict_do_update(index_elements=key, set_=others), list(rows))
+
+
+def _ulids(texts: Iterable[str]) -> Iterable[Ulid]:
+    return (ulid for text in texts if (ulid := parse_ulid(text)) is not None)
+
+
+def _pieces(values: Sequence[T]) -> Iterable[Sequence[T]]:
+    return (values[at : at + VALUES_A_STATEMENT] for at in range(0, len(values), VALUES_A_STATEMENT))

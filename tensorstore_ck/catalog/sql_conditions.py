@@ -1,0 +1,271 @@
+"""Tests -> SQL. Values are bound, never written into the statement.
+
+Every test is true or false: what a snapshot does not have, or is NaN, satisfies no comparison, and so every ``not`` of one.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from sqlalchemy import BigInteger, ColumnElement, Double, Select, Table, Text, and_, exists, false, literal, not_, or_, select
+
+from tensorstore_ck.catalog.condition_grammar import Name, Node, Test, Value
+from tensorstore_ck.catalog.current_refs import STATES
+from tensorstore_ck.catalog.schema import metrics, pins, snapshots, stores, tags
+from tensorstore_ck.common.units import parse_bytes, parse_seconds
+from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.log.operations import MARKS
+
+Condition = ColumnElement[bool]
+IsRare = Callable[[Select[Any]], bool]
+ORDERED: Final = ("=", "!=", "<", "<=", ">", ">=", "in", "between")
+_BEFORE: Final = ("<", "<=", ">", ">=", "between")
+_TURNED: Final = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+_MAX_INT: Final = (1 << 63) - 1
+_ROOT: Final = re.compile(r"[0-9a-f]{1,64}")
+_CHOICES: Final = {"state": STATES, "mark": MARKS}
+
+
+def to_sql(node: Node, now_ns: int, is_rare: IsRare) -> Condition:
+    """What holds for a row of `snapshots` where `node` does.
+
+    Args:
+        node: The tests.
+        now_ns: What ages count from.
+        is_rare: Whether a statement finds few snapshots, so that it is better to look these up than to look at each snapshot in turn.
+
+    Raises:
+        InvalidOptionError: a comparison that makes no sense.
+    """
+    if isinstance(node, Test):
+        return _metric(node, is_rare) if is_metric(node.name) else FIELDS[node.name.text](node, now_ns)
+    parts = [to_sql(part, now_ns, is_rare) for part in node.parts]
+    return not_(parts[0]) if node.how == "not" else and_(*parts) if node.how == "and" else or_(*parts)
+
+
+def names_of(node: Node) -> list[Name]:
+    """What is tested, in order, each once."""
+    found = [node.name] if isinstance(node, Test) else [name for part in node.parts for name in names_of(part)]
+    return list(dict.fromkeys(found))
+
+
+def is_metric(name: Name) -> bool:
+    """Whether it is the name of a metric, and of no field."""
+    return name.is_metric or name.text not in FIELDS
+
+
+def of_metric(is_rare: IsRare, name: str, *conditions: Condition) -> Condition:
+    """A snapshot has the metric, with a value for which that holds."""
+    those = select(metrics.c.snapshot).where(metrics.c.name == name, *conditions)
+    return snapshots.c.id.in_(those) if is_rare(those) else exists(those.where(metrics.c.snapshot == snapshots.c.id).correlate(snapshots))
+
+
+def of_table(table: Table, *conditions: Condition) -> Condition:
+    """A snapshot is in a table, with a row for which that holds."""
+    other = snapshots.alias()
+    its = and_(other.c.store_id == table.c.store_id, other.c.ulid == table.c.ulid)
+    return snapshots.c.id.in_(select(other.c.id).join(table, its).where(*conditions))
+
+
+# --- the kinds of fields ----------------------------------------------------------------------------------------------
+
+
+def _metric(test: Test, is_rare: IsRare) -> Condition:
+    name = test.name.text
+    if test.op in ("null", "nan"):
+        found = of_metric(is_rare, name, *(() if test.op == "null" else (metrics.c.value.is_(None),)))
+        return found if (test.op == "nan") != test.negated else not_(found)
+    _require(test, (*ORDERED, "null", "nan"), "a metric, so a number")
+    return of_metric(is_rare, name, _compared(metrics.c.value, test, [literal(_number(test, value), Double) for value in test.values]))
+
+
+def _step(test: Test, _: int) -> Condition:
+    if test.op == "null":
+        return snapshots.c.step.is_not(None) if test.negated else snapshots.c.step.is_(None)
+    _require(test, (*ORDERED, "null"), "a number")
+    return and_(snapshots.c.step.is_not(None), _compared(snapshots.c.step, test, [_whole(_number(test, value)) for value in test.values]))
+
+
+def _bytes(column: Any) -> "_Kind":
+    def make(test: Test, _: int) -> Condition:
+        _require(test, ORDERED, "a number of bytes")
+        return _compared(column, test, [_whole(_size(test, value)) for value in test.values])
+
+    return make
+
+
+def _time(test: Test, _: int) -> Condition:
+    _require(test, _BEFORE, "a time")
+    return _compared(snapshots.c.time_ns, test, [_whole(_date_ns(test, value)) for value in test.values])
+
+
+def _age(test: Test, now_ns: int) -> Condition:
+    _require(test, _BEFORE, "an age")
+    born = [now_ns - int(_seconds(test, value) * 1e9) for value in test.values]
+    turned = Test(test.name, _TURNED.get(test.op, test.op), test.values, test.negated)
+    return _compared(snapshots.c.time_ns, turned, [_whole(ns) for ns in reversed(born)])
+
+
+def _text(column: Any) -> "_Kind":
+    def make(test: Test, _: int) -> Condition:
+        is_mark = test.name.text == "mark"
+        if test.op == "null" and is_mark:
+            is_said: Condition = column != ""
+            return is_said if test.negated else not_(is_said)
+        _require(test, ("=", "!=", "in", "like", *(("null",) if is_mark else ())), "a text")
+        choices = _CHOICES.get(test.name.text)
+        for value in test.values:
+            if choices and test.op != "like" and value.text not in choices:
+                known = ", ".join(repr(choice) for choice in choices)
+                raise InvalidOptionError(f"there is no {test.name.text} {value.text!r}: there are {known}", object_id=value.text)
+        return _compared(column, test, _texts(test))
+
+    return make
+
+
+def _store(test: Test, now_ns: int) -> Condition:
+    return snapshots.c.store_id.in_(select(stores.c.store_id).where(_text(stores.c.url)(test, now_ns)))
+
+
+def _root(test: Test, _: int) -> Condition:
+    _require(test, ("=", "!=", "in"), "a root")
+    begins = []
+    for value in test.values:
+        digits = value.text.lower()
+        if not _ROOT.fullmatch(digits):
+            raise InvalidOptionError(
+                f"root must be compared with the first digits of one, such as '9f86d081', not {value.text!r}", object_id="root"
+            )
+        begins.append(and_(snapshots.c.root >= digits, snapshots.c.root < digits + "g"))  # g comes after all hex digits
+    return not_(or_(*begins)) if test.negated or test.op == "!=" else or_(*begins)
+
+
+def _tag(test: Test, _: int) -> Condition:
+    """Of several tags, one that fits is enough; ``!=`` and ``not`` say that none does."""
+    _require(test, ("=", "!=", "in", "like", "null"), "the name of a tag")
+    positive = Test(test.name, "=" if test.op == "!=" else test.op, test.values)
+    found = of_table(tags, *(() if test.op == "null" else (_compared(tags.c.name, positive, _texts(test)),)))
+    return not_(found) if (test.op == "!=") or (test.op == "null") != test.negated else found
+
+
+def _pinned(test: Test, _: int) -> Condition:
+    found = of_table(pins)
+    if test.op == "flag":
+        return found
+    _require(test, ("=", "!="), "true or false")
+    if test.values[0].kind != "flag":
+        raise InvalidOptionError(f"pinned is true or false, not {test.values[0].text!r}", object_id="pinned")
+    return found if (test.values[0].text.lower() == "true") == (test.op == "=") else not_(found)
+
+
+_Kind = Callable[[Test, int], Condition]
+FIELDS: Final[dict[str, _Kind]] = {
+    "step": _step,
+    "job": _text(snapshots.c.job),
+    "ref": _text(snapshots.c.ref),
+    "store": _store,
+    "root": _root,
+    "time": _time,
+    "age": _age,
+    "size": _bytes(snapshots.c.logical_bytes),
+    "logical_bytes": _bytes(snapshots.c.logical_bytes),
+    "new_bytes": _bytes(snapshots.c.new_bytes),
+    "mark": _text(snapshots.c.mark),
+    "state": _text(snapshots.c.state),
+    "tag": _tag,
+    "pinned": _pinned,
+    "actor": _text(snapshots.c.actor),
+}
+"""What is no metric."""
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def _compared(column: Any, test: Test, values: Sequence[Any]) -> Condition:
+    match test.op:
+        case "=":
+            found: Condition = column == values[0]
+        case "!=":
+            found = column != values[0]
+        case "<":
+            found = column < values[0]
+        case "<=":
+            found = column <= values[0]
+        case ">":
+            found = column > values[0]
+        case ">=":
+            found = column >= values[0]
+        case "in":
+            found = column.in_(values)
+        case "between":
+            found = and_(column >= values[0], column <= values[1])
+        case "like":
+            # as an expression: SQLite would else go through an index in another order than that of time, and sort all that fits
+            found = (column + "").like(values[0], escape="\\")
+        case _:
+            return false()
+    return not_(found) if test.negated else found
+
+
+def _require(test: Test, ops: Sequence[str], what: str) -> None:
+    if test.op not in ops:
+        named = {"null": "is null", "nan": "is nan"}
+        known = ", ".join(named.get(op, op) for op in ops)
+        said = "nothing" if test.op == "flag" else repr(named.get(test.op, test.op))
+        raise InvalidOptionError(f"{test.name.text} is {what}: test it with {known}, not with {said}", object_id=test.name.text)
+
+
+def _wrong(test: Test, value: Value, wanted: str) -> InvalidOptionError:
+    return InvalidOptionError(f"{test.name.text} must be compared with {wanted}, not with {value.text!r}", object_id=test.name.text)
+
+
+def _number(test: Test, value: Value) -> float:
+    if value.kind != "number":
+        raise _wrong(test, value, "a number")
+    return int(value.text) if value.text.lstrip("+-").isdecimal() and len(value.text) < 20 else float(value.text)
+
+
+def _size(test: Test, value: Value) -> float:
+    if value.kind == "number":
+        return _number(test, value)
+    try:
+        return parse_bytes(value.text if value.kind != "flag" else "", "size")
+    except (InvalidOptionError, OverflowError):
+        raise _wrong(test, value, "a size like 500MB, 10GB or 1.5GiB") from None
+
+
+def _seconds(test: Test, value: Value) -> float:
+    try:
+        return parse_seconds(value.text if value.kind in ("quantity", "text") else None, "age")
+    except InvalidOptionError:
+        raise _wrong(test, value, "a length of time like 90s, 10m, 12h or 7d") from None
+
+
+def _date_ns(test: Test, value: Value) -> int:
+    """Without a time zone it is UTC."""
+    try:
+        found = datetime.fromisoformat(value.text if value.kind == "text" else "")
+        aware = found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+        return int(aware.timestamp()) * 1_000_000_000 + aware.microsecond * 1000
+    except (ValueError, OverflowError, OSError):
+        raise _wrong(test, value, "a date like '2026-01-31' or '2026-01-31T12:00:00Z'") from None
+
+
+def _texts(test: Test) -> list[Any]:
+    for value in test.values:
+        if value.kind != "text":
+            raise _wrong(test, value, "a text in single quotes")
+        if test.op == "like" and len(value.text) - len(value.text.rstrip("\\")) & 1:
+            raise InvalidOptionError(
+                rf"{value.text!r} ends with a backslash, which takes the meaning of what follows: write \\", object_id="like"
+            )
+    return [literal(value.text, Text) for value in test.values]
+
+
+def _whole(number: float) -> Any:
+    """Bound as the integer that it is; else as a float, which no database takes for one."""
+    if isinstance(number, int) and abs(number) <= _MAX_INT:
+        return literal(number, BigInteger)
+    return literal(float(number), Double)

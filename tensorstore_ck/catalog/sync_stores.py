@@ -1,0 +1,48 @@
+"""Syncs several stores at a time: one that cannot be read holds up none of the others, and is reported with its error."""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from tensorstore_ck.catalog.results import SyncOutcome, SyncReport
+from tensorstore_ck.common.threads import for_each
+from tensorstore_ck.errors import InvalidOptionError, StoreError
+from tensorstore_ck.read_only_store import ReadOnlyStore
+from tensorstore_ck.redaction import display_url
+
+PARALLEL: Final = 8
+"""Stores that are read at a time: most of a sync is waiting for a store."""
+
+OpenStore = Callable[[str], ReadOnlyStore]
+
+
+def sync_several(
+    urls: Sequence[str],
+    open_store: OpenStore,
+    sync: Callable[[ReadOnlyStore], SyncReport],
+    *,
+    parallel: int,
+    synced: Callable[[SyncOutcome], object],
+) -> tuple[SyncOutcome, ...]:
+    """What became of each store, in the order of `urls`.
+
+    Args:
+        urls: The stores.
+        open_store: Opens one.
+        sync: Feeds an open one.
+        parallel: How many at a time.
+        synced: Called with each outcome as soon as it is known, from any thread.
+    """
+    if parallel < 1:
+        raise InvalidOptionError(f"parallel must be a whole number from 1 on, not {parallel}", object_id="parallel")
+    outcomes: dict[int, SyncOutcome] = {}
+
+    def sync_one(number: int) -> None:
+        try:
+            with open_store(urls[number]) as store:
+                outcomes[number] = SyncOutcome(display_url(urls[number]), sync(store), None)
+        except StoreError as exc:
+            outcomes[number] = SyncOutcome(display_url(urls[number]), None, exc)
+        synced(outcomes[number])
+
+    for_each(range(len(urls)), sync_one, min(parallel, max(1, len(urls))))
+    return tuple(outcomes[number] for number in range(len(urls)))

@@ -1,0 +1,83 @@
+"""The command advise: how often a job should save."""
+
+from collections.abc import Iterator
+
+import click
+
+from tensorstore_ck.cli.options import StoreChoice, byte_count, byte_rate, command, seconds, store_options
+from tensorstore_ck.cli.output import emit, facts, indented, printable, table
+from tensorstore_ck.cli.plot import new_figure, save_png
+from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.maintenance.advise import Advice
+
+FORMULA = "ETTR = t / (M e^((r + l t/(t+s)) / M) (e^((t+s)/M) - 1)); t: interval, s: stall, l: lag, r: restart, M: MTBF (Daly 2006, eq. 20)"
+
+
+@command(
+    "How often should a job save?",
+    "tsck advise runs/gpt",
+    "tsck advise runs/gpt --stall 2s --lag 90s --restart 5m --mtbf 6h",
+    "tsck advise runs/gpt --stall 2s --bandwidth 500MB --plot advice.png",
+)
+@click.argument("ref")
+@click.option("--stall", type=seconds, metavar="TIME", help="What a save holds the training up for; default: as Checkpointer noted.")
+@click.option("--lag", type=seconds, metavar="TIME", help="From then until the snapshot is published; default: as noted, or 0s.")
+@click.option("--restart", type=seconds, metavar="TIME", help="From a failure until training goes on; default: the restore, or 5m.")
+@click.option("--mtbf", type=seconds, metavar="TIME", help="Mean time between failures; default: as the run was resumed, or 4h.")
+@click.option("--bandwidth", type=byte_rate, metavar="RATE", help="What the store can take per second, e.g. 500MB.")
+@click.option("--daily", type=byte_count, metavar="SIZE", help="What the store may grow by in a day, e.g. 2TB.")
+@click.option("--plot", type=click.Path(), metavar="FILE", help="Draw the curve into a PNG.")
+@store_options()
+def advise(
+    ref: str,
+    choice: StoreChoice,
+    *,
+    stall: float | None,
+    lag: float | None,
+    restart: float | None,
+    mtbf: float | None,
+    bandwidth: float | None,
+    daily: float | None,
+    plot: str | None,
+    as_json: bool,
+) -> None:
+    """Tell how often the job of the branch REF should save, so that it loses least time to saves, failures and restarts."""
+    with choice.look() as store:
+        found = store.advise(ref, stall=stall, lag=lag, restart=restart, mtbf=mtbf, bytes_per_second=bandwidth, bytes_per_day=daily)
+    if plot is not None:
+        draw(found, plot)
+    emit(found, _lines(found), as_json=as_json)
+
+
+def _lines(found: Advice) -> Iterator[str]:
+    yield f"{printable(found.ref)}, by {found.snapshots} snapshots"
+    costs = [(name, f"{value:g} s ({found.sources[name]})") for name, value in found.costs._asdict().items()]
+    yield from indented(facts([*costs, ("a snapshot adds", human_bytes(found.bytes_per_snapshot))]))
+    yield ""
+    rows = [
+        ["now", "-" if found.interval is None else f"{found.interval:.0f} s", "-" if found.ettr_now is None else f"{found.ettr_now:.2%}"],
+        ["best", f"{found.best_interval:.0f} s", f"{found.best_ettr:.2%}"],
+        ["Young", f"{found.young_interval:.0f} s", ""],
+        ["Daly", f"{found.daly_interval:.0f} s", ""],
+    ]
+    rows += [["", f"{interval:.0f} s", f"{share:.2%}"] for interval, share in found.curve[::5]]
+    yield from table(["", "INTERVAL", "ETTR"], rows, right={"INTERVAL", "ETTR"})
+    yield ""
+    bandwidth = "" if found.bandwidth_share is None else f", {found.bandwidth_share:.0%} of the bandwidth"
+    yield f"at the best interval the store grows by {human_bytes(found.bytes_per_day)} a day before gc{bandwidth}"
+    yield from (f"{number}. {each}" for number, each in enumerate(found.advice, start=1))
+    yield FORMULA
+
+
+def draw(found: Advice, path: str) -> None:
+    """The curve as a PNG."""
+    figure, axes = new_figure()
+    axes.plot([interval for interval, _ in found.curve], [100 * share for _, share in found.curve])
+    marks = {"best": found.best_interval, "Young": found.young_interval, "now": found.interval}
+    for (name, at), style in zip(marks.items(), ("-", ":", "--"), strict=True):
+        if at is not None:
+            axes.axvline(at, linestyle=style, color="grey", label=f"{name}: {at:.0f} s")
+    axes.set_xscale("log")
+    axes.set(xlabel="training between two saves, seconds", ylabel="effective training time, % of wall time", title=found.ref)
+    axes.legend()
+    save_png(figure, path)

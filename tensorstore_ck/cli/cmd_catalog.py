@@ -1,0 +1,216 @@
+"""The commands catalog and find: a database of all snapshots of all jobs, and questions to it. SQLAlchemy is loaded only when they run."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, nullcontext, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+import click
+import platformdirs
+from click.core import ParameterSource
+
+from tensorstore_ck.cli.options import StoreChoice, command, json_option, store_options
+from tensorstore_ck.cli.output import counted, emit, indented, iso_time, printable, red, say, short_number, short_root, table
+from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.errors import FormatVersionError, StoreError
+
+if TYPE_CHECKING:
+    from tensorstore_ck.catalog import Catalog, CatalogJob, CatalogStore, Found, SyncOutcome, SyncReport
+    from tensorstore_ck.read_only_store import ReadOnlyStore
+
+CATALOG_VARIABLE: Final = "TSCK_CATALOG"
+MAX_FOUND: Final = 50
+PARALLEL: Final = 8
+
+_db_option = click.option(
+    "--db",
+    metavar="URL",
+    envvar=CATALOG_VARIABLE,
+    help=f"postgresql://..., or an SQLite file (or ${CATALOG_VARIABLE}). Default: one in this user's data directory.",
+)
+
+
+@command(
+    "A database of all snapshots of all jobs.",
+    "tsck catalog sync s3://bucket/ckpt /data/ckpt --db postgresql://tsck@db/tsck",
+    "tsck catalog sync --db postgresql://tsck@db/tsck",
+    "tsck catalog show",
+)
+@click.argument("action", type=click.Choice(["show", "sync", "rebuild"]), default="show", metavar="[show|sync|rebuild]")
+@click.argument("urls", nargs=-1, metavar="[STORE]...")
+@click.option("--parallel", type=click.IntRange(1, 64), default=PARALLEL, show_default=True, metavar="N", help="So many stores at a time.")
+@_db_option
+@store_options()
+def catalog(action: str, urls: tuple[str, ...], choice: StoreChoice, *, parallel: int, db: str | None, as_json: bool) -> None:
+    """Fill a database with what the logs of stores say, for `tsck find`, for SQL and for dashboards; show what is in it.
+
+    `sync` reads what came since the last time: from cron, from several hosts at once, killed and run again. Without STORE or -s it syncs
+    all stores that the catalog knows, and the one of $TSCK_STORE or the current folder. A store that cannot be read stops none of the
+    others; the exit code is then that of its error, and of several different ones the highest. `rebuild` reads all from the start. Stores
+    are only followed, as by any reader, and need the database for nothing: it can be deleted at any time.
+    """
+    if action == "show" and urls:
+        raise click.UsageError("`show` is for the whole catalog; STORE is for sync and rebuild.")
+    with _open(db) as opened:
+        if action == "show":
+            stores = opened.stores()
+            emit({"catalog": opened.url, "stores": stores}, _show_lines(opened.url, stores), as_json=as_json)
+            return
+        code = _sync(opened, urls, choice, parallel=parallel, rebuild=action == "rebuild", as_json=as_json)
+    raise click.exceptions.Exit(code)
+
+
+def _sync(opened: "Catalog", urls: Sequence[str], choice: StoreChoice, *, parallel: int, rebuild: bool, as_json: bool) -> int:
+    """Syncs the stores that were asked for, and says what became of each; the exit code."""
+    wanted = list(dict.fromkeys(urls)) or _wanted(opened, choice, rebuild=rebuild)
+
+    def open_store(url: str) -> "ReadOnlyStore":
+        is_local = "://" not in url or url.startswith("file://")  # where options for a storage service mean nothing
+        return replace(choice, url=url, storage_options={} if is_local and len(wanted) > 1 else choice.storage_options).look()
+
+    def tell(outcome: "SyncOutcome") -> None:
+        if outcome.report is not None and not as_json:
+            say(_report_line(outcome.report))
+        elif outcome.error is not None and not as_json and len(wanted) > 1:
+            say(f"tsck: {printable(outcome.url)}: {printable(outcome.error)}", err=True)
+
+    outcomes = opened.sync_all(wanted, open_store=open_store, parallel=parallel, rebuild=rebuild, synced=tell)
+    if len(outcomes) == 1 and outcomes[0].error is not None:
+        raise outcomes[0].error
+    failed = {outcome.url: outcome.error for outcome in outcomes if outcome.error is not None}
+    document = {
+        "catalog": opened.url,
+        "stores": [outcome.report for outcome in outcomes if outcome.report is not None],
+        "failed": [{"store": url, "kind": error.kind, "message": str(error), "object": error.object_id} for url, error in failed.items()],
+    }
+    code = max((error.exit_code for error in failed.values()), default=0)
+    emit(document, _summary_lines(opened.url, len(outcomes), failed, code), as_json=as_json)
+    return code
+
+
+def _wanted(opened: "Catalog", choice: StoreChoice, *, rebuild: bool) -> list[str]:
+    """The store that -s names; else all that the catalog knows, and the one that the environment or the current folder says."""
+    if click.get_current_context().get_parameter_source("store") is ParameterSource.COMMANDLINE:
+        return [choice.require_url()]
+    known: list[str] = []
+    with suppress(FormatVersionError) if rebuild else nullcontext():  # one of another version is dropped
+        known = opened.known()
+    if known and not choice.url and not choice.is_here():
+        return known
+    with closing(choice.open_backend()) as backend:
+        return list(dict.fromkeys([*known, backend.url]))
+
+
+@command(
+    "Find snapshots of all jobs by their metrics.",
+    "tsck find \"val_loss < 2.1 and step > 5000 and job like 'gpt%'\"",
+    "tsck find 'acc >= 0.7 and not tag is null' --sort acc --desc -n 10",
+    "tsck find \"age < 7d and size > 10GB and mark = 'bad'\" --all",
+)
+@click.argument("condition", default="")
+@_db_option
+@click.option("--sort", metavar="NAME", help="By a metric or field, lowest first; default: newest first.")
+@click.option("--desc", is_flag=True, help="With --sort: highest first.")
+@click.option("-n", "--limit", type=click.IntRange(min=1), default=MAX_FOUND, show_default=True, metavar="N", help="So many at most.")
+@click.option("--all", "everything", is_flag=True, help="Also those that were let go, or are freed already.")
+@json_option
+def find(condition: str, *, db: str | None, sort: str | None, desc: bool, limit: int, everything: bool, as_json: bool) -> None:
+    """Find the snapshots for which CONDITION holds, in all stores of the catalog, as of when they were synced.
+
+    Metrics by name ("val/acc" in double quotes if it is no word) against numbers; step, job (a branch's name without its first folder),
+    ref, store, root, actor, mark, state, tag, pinned; time < '2026-01-31', age < 7d, size > 10GB, new_bytes. With = != < <= > >=, in (...),
+    between ... and ..., like 'a%', is null, is nan; and, or, not, parentheses. What a snapshot lacks, or is NaN, satisfies no comparison.
+    """
+    if desc and sort is None:
+        raise click.UsageError("--desc is for --sort.")
+    with _open(db) as opened:
+        found = opened.find(condition, order_by=sort, descending=desc, limit=limit + 1, state=None if everything else "live")
+        synced = opened.synced()
+        names = opened.metrics_in(condition, sort)
+    shown = found[:limit]
+    document = {
+        "catalog": opened.url,
+        "synced": {url: iso_time(at) for url, at in synced.items()},
+        "found": shown,
+        "more": len(found) > limit,
+    }
+    emit(document, _found_lines(shown, names, synced, more=len(found) > limit), as_json=as_json)
+
+
+def _open(db: str | None) -> "Catalog":
+    from tensorstore_ck.catalog import Catalog  # noqa: PLC0415 - may not be installed
+
+    return Catalog(db or os.path.join(platformdirs.user_data_dir("tensorstore_ck"), "catalog.sqlite"))
+
+
+def _report_line(report: "SyncReport") -> str:
+    why = f"; read from the start: {report.anew}" if report.anew else ""
+    read = f"{counted(report.entries, 'entry')} read, {counted(report.snapshots, 'snapshot')}"
+    return f"{printable(report.url)}: {read}, up to entry {report.head_n}{why}"
+
+
+def _summary_lines(url: str, count: int, failed: Mapping[str, StoreError], code: int) -> Iterable[str]:
+    if failed:
+        kinds = sorted({error.kind for error in failed.values() if error.exit_code == code})
+        yield f"{count - len(failed)} of {counted(count, 'store')} synced; failed: {', '.join(map(printable, failed))}"
+        yield f"exit code {code}: {', '.join(kinds)}"
+    elif count > 1:
+        yield f"{counted(count, 'store')} synced"
+    yield f"in {printable(url)}; `tsck find` asks it"
+
+
+def _show_lines(url: str, stores: Sequence["CatalogStore"]) -> Iterable[str]:
+    yield f"catalog {printable(url)}: {counted(len(stores), 'store')}"
+    for store in stores:
+        yield ""
+        at = f"synced {iso_time(store.synced_ns)} up to entry {store.head_n}"
+        yield f"{printable(store.url)}: {counted(store.snapshots, 'snapshot')} in {counted(len(store.jobs), 'job')}, {at}"
+        if store.jobs:
+            header = ["REF", "PUTS", "LIVE", "STEPS", "PROCESSES", "LAST PUT (UTC)", "SIZE", "PUT IN ALL"]
+            yield from indented(table(header, [_job_cells(job) for job in store.jobs], right={*header} - {"REF"}))
+
+
+def _job_cells(job: "CatalogJob") -> list[str]:
+    return [
+        printable(job.ref),
+        f"{job.puts:,}",
+        f"{job.live:,}",
+        "" if job.first_step is None else f"{job.first_step} to {job.last_step}",
+        str(job.processes),
+        iso_time(job.last_time_ns),
+        human_bytes(job.logical_bytes),
+        human_bytes(job.new_bytes),
+    ]
+
+
+def _found_lines(found: Sequence["Found"], names: Sequence[str], synced: Mapping[str, int], *, more: bool) -> Iterable[str]:
+    if found:
+        header = ["REF", "STEP", "TIME (UTC)", "SIZE", "NEW", *map(printable, names), "ROOT", "TAGS", "PINNED", "STATE", "MARK"]
+        rows = [_cells(each, names) for each in found]
+        if len(synced) > 1:
+            header, rows = ["STORE", *header], [[printable(each.store), *row] for each, row in zip(found, rows, strict=True)]
+        styles = [red if each.mark else str for each in found]
+        yield from table(header, rows, right={"STEP", "SIZE", "NEW", *map(printable, names)}, styles=styles)
+        yield f"... and more: -n {2 * len(found)} shows them" if more else counted(len(found), "snapshot")
+    else:
+        yield "no snapshot fits"
+    oldest = min(synced.values(), default=None)
+    as_of = "no store is in it yet" if oldest is None else f"as of {iso_time(oldest)}"
+    yield f"{as_of}; `tsck catalog sync` brings in what came since"
+
+
+def _cells(each: "Found", names: Sequence[str]) -> list[str]:
+    return [
+        printable(each.ref),
+        "-" if each.step is None else str(each.step),
+        iso_time(each.time_ns),
+        human_bytes(each.logical_bytes),
+        human_bytes(each.new_bytes),
+        *(short_number(each.metrics[name]) if name in each.metrics else "-" for name in names),
+        short_root(each.root),
+        printable(", ".join(each.tags)),
+        "yes" if each.pinned else "",
+        "" if each.state == "live" else each.state,
+        ": ".join(printable(text) for text in (each.mark, each.reason) if text) if each.mark else "",
+    ]

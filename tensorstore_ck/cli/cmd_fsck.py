@@ -1,0 +1,174 @@
+"""The command fsck: check, and repair. It needs no torch."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+
+import click
+
+from tensorstore_ck.cli.options import StoreChoice, command, fraction, named_value, rate_option, seconds, store_options
+from tensorstore_ck.cli.output import counted, emit, green, iso_time, printable, red
+from tensorstore_ck.cli.progress import Bar
+from tensorstore_ck.cli.space import space_lines
+from tensorstore_ck.common.executor import DaskCluster
+from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.errors import CorruptObjectError, DamageError, FormatVersionError
+from tensorstore_ck.format.store_config import CONFIG_NAME
+from tensorstore_ck.maintenance.fsck import FsckOptions, RepairReport, abort_stale_uploads, run_fsck, run_repair
+from tensorstore_ck.maintenance.fsck.check_config import find_config, is_of_log
+from tensorstore_ck.maintenance.fsck.findings import Finding, FsckReport
+
+
+@command(
+    "Check that everything is there and unaltered, and repair it.",
+    "tsck fsck",
+    "tsck fsck --read-data",
+    "tsck fsck --max-time 10m",
+    "tsck fsck --read-data --repair --from s3://bucket/copy",
+)
+@click.option("--read-data", is_flag=True, help="Also read and hash every stored byte.")
+@click.option("--sample", type=fraction, metavar="PART", help="Read so much of it, e.g. 5%: what was verified longest ago first.")
+@click.option("--max-time", type=seconds, metavar="TIME", help="Read for so long, in that order; the next run goes on.")
+@click.option("--repair", is_flag=True, help="Repair what is damaged, and mark what cannot be repaired; deletes nothing.")
+@click.option("--from", "other", metavar="URL", help="With --repair: another store to take lost data from.")
+@click.option("--from-storage-option", metavar="KEY=VALUE", type=named_value, multiple=True, help="For its storage service (repeatable).")
+@click.option("--abort-uploads", is_flag=True, help="Also free what unfinished uploads of more than a day ago left behind.")
+@rate_option
+@click.option("--dask", metavar="ADDRESS", help="Read the data on the workers of a Dask cluster.")
+@store_options(writes=True)
+@click.pass_context
+def fsck(
+    context: click.Context,
+    choice: StoreChoice,
+    *,
+    read_data: bool,
+    sample: float | None,
+    max_time: float | None,
+    repair: bool,
+    other: str | None,
+    from_storage_option: tuple[tuple[str, object], ...],
+    abort_uploads: bool,
+    rate_limit: float | None,
+    dask: str | None,
+    as_json: bool,
+) -> None:
+    """Check the store: is everything that branches, tags and pins hold there, whole and unaltered? Ends with 40 where not.
+
+    Runs beside jobs and gc. Without options it reads log, records, parts and the packs' tables, and of the data only packs in which this
+    host found damage before; --repair also reads the data of snapshots that are marked as damaged. Damage in other data is found by
+    --read-data, with and without --repair.
+    """
+    if other is not None and not repair:
+        raise click.UsageError("--from is for --repair.")
+    if dask is not None and repair:
+        raise click.UsageError("--dask checks; --repair runs here.")
+    with ExitStack() as stack:
+        source: Engine | None = None
+        if other is not None:  # a copy of this store's files has its uuid, and must not share what this host keeps for it
+            folder = stack.enter_context(TemporaryDirectory(prefix="tsck-"))
+            from_choice = StoreChoice(other, dict(from_storage_option), folder, places=choice.places, state_dir=folder)
+            source = stack.enter_context(closing(from_choice.open_engine(read_only=True)))
+        engine, is_sure = _open(choice, stack, source, read_only=not (repair or abort_uploads))
+        aborted = abort_stale_uploads(engine) if abort_uploads else []
+        executor: DaskCluster | None = None
+        if dask is not None:
+            choice.make_portable(engine)
+            executor = stack.enter_context(DaskCluster(dask))
+        bar = stack.enter_context(Bar("checking"))
+        options = FsckOptions(read_data, sample, max_time, max_bytes_per_second=rate_limit)
+        if options.reads_data:
+            options = replace(options, progress=bar)
+        repaired: RepairReport | None = None
+        if repair:
+            if is_sure:
+                repaired = run_repair(engine, options, other=source)
+            else:  # nothing may be written to what may be another store's log
+                found = run_fsck(engine, options)
+                repaired = RepairReport(found, (), (), (), found)
+            repaired = replace(repaired, before=_completed(repaired.before, choice), after=_completed(repaired.after, choice))
+            report = repaired.after
+        else:
+            report = _completed(run_fsck(engine, options, executor=executor), choice)
+    lines = [f"freed {printable(name)}" for name in aborted] + (_repair_lines(repaired) if repaired else [])
+    lines += _fsck_lines(report, repaired.before if repaired else report, options)
+    lines += space_lines(choice, report.freeable.said() if report.freeable is not None else ())
+    document = {"ok": report.ok, "report": report, "aborted_uploads": aborted, **({"repair": repaired} if repaired else {})}
+    emit(document, lines, as_json=as_json)
+    if not report.ok:
+        context.exit(DamageError.exit_code)
+
+
+def _open(choice: StoreChoice, stack: ExitStack, other: Engine | None, *, read_only: bool) -> tuple[Engine, bool]:
+    """The store, also where its store.json is damaged; and whether it is certain that it is this store's log that is checked."""
+    try:
+        engine = choice.open_engine(read_only=read_only)
+        if is_of_log(engine.backend, engine.config) is not False:
+            return stack.enter_context(closing(engine)), True
+        engine.close()
+    except (CorruptObjectError, FormatVersionError) as exc:
+        if exc.object_id != CONFIG_NAME:
+            raise
+    with closing(choice.open_backend()) as backend:
+        found = find_config(backend, other.config if other is not None else None, is_writable=not read_only)
+    if not found.is_sure:  # nothing of this host's cache is about it
+        choice = replace(choice, cache_dir=stack.enter_context(TemporaryDirectory(prefix="tsck-")))
+    return stack.enter_context(closing(choice.open_engine(read_only=read_only, config=found.config))), found.is_sure
+
+
+def _completed(report: FsckReport, choice: StoreChoice) -> FsckReport:
+    return replace(report, findings=tuple(replace(finding, message=choice.complete(finding.message)) for finding in report.findings))
+
+
+def _repair_lines(report: RepairReport) -> list[str]:
+    lines = [f"{green('repaired')}  {printable(mended.object)}: {printable(mended.how)}" for mended in report.mended]
+    lines += [f"{red('marked damaged')}  {root}" for root in report.marked]
+    lines += [f"{green('whole again')}  {root}" for root in report.unmarked]
+    if lines:
+        return [*lines, ""]
+    return ["nothing was repaired" if not report.ok else "nothing to repair in what was checked", ""]
+
+
+def _fsck_lines(report: FsckReport, looked_at: FsckReport, options: FsckOptions) -> list[str]:
+    """`report` says what is damaged now, `looked_at` what was read to find that out."""
+    lines = [line for finding in report.findings for line in _finding_lines(finding)]
+    errors = sum(finding.severity == "error" for finding in report.findings)
+    looked = ", ".join(
+        (
+            counted(report.log_entries, "log entry"),
+            counted(report.snapshots, "snapshot"),
+            counted(report.packs, "pack"),
+            counted(report.blocks, "block"),
+        )
+    )
+    data = _data_parts(looked_at) if options.reads_data else _suspects_part(looked_at)
+    lines += [f"checked {looked}; {'; '.join(data)}"]
+    if not report.ok:
+        return [*lines, red(counted(errors, "error"))]
+    is_all_read = options.read_data and not looked_at.out_of_time
+    return [*lines, green("no errors" if is_all_read else "no errors in what was checked")]
+
+
+def _suspects_part(report: FsckReport) -> Iterator[str]:
+    if not report.read_packs:
+        yield "data not read (--read-data does)"
+    else:
+        yield f"data read only of {counted(report.read_packs, 'pack')} known or suspected to be damaged (--read-data reads all)"
+
+
+def _data_parts(report: FsckReport) -> Iterator[str]:
+    yield f"{human_bytes(report.data_bytes)} read and verified"
+    if report.out_of_time:
+        yield f"out of time after {counted(report.read_packs, 'pack')}: the next run goes on"
+    if report.never_verified:
+        yield f"{counted(report.never_verified, 'pack')} never verified by this host"
+    elif report.oldest_verified_ns is not None:
+        yield f"all verified since {iso_time(report.oldest_verified_ns)}"
+
+
+def _finding_lines(finding: Finding) -> list[str]:
+    colour = red if finding.severity == "error" else str
+    lines = [f"{colour(finding.severity)}  {printable(finding.object)}  ({finding.kind}{', repairable' if finding.repairable else ''})"]
+    lines += [f"  {printable(finding.message)}", *(f"  hits {printable(hit)}" for hit in finding.hits), ""]
+    return lines

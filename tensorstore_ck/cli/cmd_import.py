@@ -1,0 +1,132 @@
+"""The command that brings checkpoints of other libraries into the store: import. Loads torch when it runs."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from tensorstore_ck.cli import import_history
+from tensorstore_ck.cli.options import StoreChoice, codec_option, command, named_number, named_value, store_options
+from tensorstore_ck.cli.output import counted, emit, printable, put_sizes, snapshot_line
+from tensorstore_ck.cli.progress import Bar
+from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.format.codec import CodecName
+
+if TYPE_CHECKING:
+    from tensorstore_ck.integrations.importing import Contents
+
+KEY = "key:"
+
+
+def named_metric(text: str) -> tuple[str, float | str]:
+    """``NAME=NUMBER``, or ``NAME=key:PATH``: the number at a path inside a checkpoint."""
+    name, _, value = text.partition("=")
+    return (name, value) if name and value.startswith(KEY) and value != KEY else named_number(text)
+
+
+@command(
+    "Bring checkpoints of other libraries into the store.",
+    "tsck import checkpoint.ckpt --ref runs/old",
+    "tsck import ./llama/ --ref models/llama --metadata license=llama3",
+    "tsck import ./dcp-step-5000/ --ref runs/old --step 5000",
+    "tsck import --history 'old/*.pt' --step-from name --metric val_loss=key:val_loss --ref runs/old",
+    "tsck import --history 'lightning/*.ckpt' --step-from key:global_step --ref runs/old",
+    "tsck import checkpoint.ckpt --ref runs/old --leave-out 'hyper_parameters.*' --dry-run",
+)
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path())
+@click.option("--ref", required=True, metavar="NAME", help="The branch to put it on; made if it does not exist.")
+@click.option("--history", is_flag=True, help="Each file (or folder) that fits PATH is a step: one snapshot each. Goes on when run again.")
+@click.option("--step-from", metavar="name|key:PATH", help="With --history: the step is in the file's name, or at PATH inside the file.")
+@click.option("--as-one", is_flag=True, help="One snapshot of a folder, even if its files are of several steps.")
+@click.option("--step", type=int, metavar="N", help="The training step, instead of the one that the checkpoint says it has.")
+@click.option(
+    "--metric",
+    "metrics",
+    metavar="NAME=NUMBER",
+    type=named_metric,
+    multiple=True,
+    help="A number to rank by, e.g. val_loss=2.3; with --history also val_loss=key:PATH, read from each file (repeatable).",
+)
+@click.option("--metadata", metavar="NAME=VALUE", type=named_value, multiple=True, help="What the run knows, JSON or text (repeatable).")
+@click.option("--leave-out", metavar="GLOB", multiple=True, help="What not to import, e.g. 'hyper_parameters.*' (repeatable).")
+@click.option("--dry-run", is_flag=True, help="Say what would be imported, and write nothing.")
+@codec_option
+@store_options(writes=True)
+def import_(
+    paths: tuple[str, ...],
+    choice: StoreChoice,
+    *,
+    ref: str,
+    history: bool,
+    step_from: str | None,
+    as_one: bool,
+    step: int | None,
+    metrics: tuple[tuple[str, float | str], ...],
+    metadata: tuple[tuple[str, object], ...],
+    leave_out: tuple[str, ...],
+    dry_run: bool,
+    codec: CodecName,
+    as_json: bool,
+) -> None:
+    """Import the checkpoint at PATH as the next snapshot on a branch, all of it or nothing; with --history, many as one snapshot each.
+
+    PATH is a file of torch.save, Lightning or safetensors; an index or folder of such files, as on Hugging Face; or a folder of
+    torch.distributed.checkpoint, also as FSDP1, accelerate and Lightning write it. Nothing in it is ever run.
+
+    With --history, PATH is a glob in quotes, or several paths. Checkpoints are put in the order of their steps. Killed and run again,
+    it skips what is on the branch already, if the file still holds exactly that.
+    """
+    if history:
+        if step is not None or as_one:
+            raise click.UsageError(f"{'--as-one' if as_one else '--step'} is for a single snapshot, and --history makes several.")
+        if step_from is None:
+            raise click.UsageError("--history needs --step-from name, or --step-from key:PATH such as key:global_step.")
+        asked = import_history.AskedHistory(paths, ref, step_from, dict(metrics), dict(metadata), leave_out)
+        import_history.run(asked, choice, codec, dry_run=dry_run, as_json=as_json)
+        return
+    if step_from is not None:
+        raise click.UsageError("--step-from is for --history; --step gives the step of a single checkpoint.")
+    if len(paths) > 1:
+        raise click.UsageError(f"{len(paths)} PATHs are given: --history imports each as a snapshot of its own.")
+    numbers = {name: value for name, value in metrics if not isinstance(value, str)}
+    if len(numbers) < len(dict(metrics)):
+        raise click.UsageError("--metric NAME=key:PATH is for --history; for a single checkpoint give the number.")
+    from tensorstore_ck.integrations.importing import import_checkpoint, inspect_checkpoint  # noqa: PLC0415 - loads torch
+
+    (path,) = paths
+    with import_history.hinting(choice, path, ref, leave_out):
+        if dry_run:
+            contents = inspect_checkpoint(path, leave_out=leave_out, as_one=as_one)
+            emit({"snapshot": None, "contents": contents}, [*_lines(contents), "nothing was written (--dry-run)"], as_json=as_json)
+            return
+        with Bar("importing") as bar, choice.open(bar, codec) as store:
+            head = store.branches().get(ref)
+            snapshot, contents = import_checkpoint(
+                store,
+                path,
+                ref=ref,
+                step=step,
+                metrics=numbers,
+                metadata=dict(metadata),
+                leave_out=leave_out,
+                as_one=as_one,
+                expect=head,
+                started=lambda contents: bar.expect(contents.tensor_bytes),
+            )
+    lines = [*_lines(contents), snapshot_line(f"{printable(ref)} is now at", snapshot) + put_sizes(snapshot)]
+    emit({"snapshot": snapshot, "contents": contents}, lines, as_json=as_json)
+
+
+import_.name = "import"
+
+
+def _lines(contents: "Contents") -> Iterator[str]:
+    tensors = f"{counted(contents.tensors, 'tensor')} ({human_bytes(contents.tensor_bytes)})"
+    yield f"found a {contents.format}: {tensors}, {counted(contents.values, 'other value')}"
+    for what, count in contents.converted.items():
+        yield f"converted: {printable(what)}" + (f" ({count} times)" if count > 1 else "")
+    if contents.left_out:
+        some = ", ".join(map(printable, contents.left_out[:5])) + (", ..." if len(contents.left_out) > 5 else "")
+        yield f"left out: {some}"
+    for name, why in contents.skipped.items():
+        yield f"skipped: {printable(name)} ({why})"

@@ -1,0 +1,180 @@
+"""Commands about the store itself: init, probe, salvage. They need no torch."""
+
+import warnings
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import replace
+
+import click
+
+from tensorstore_ck.backend import ProbeResult
+from tensorstore_ck.backend import probe as run_probe
+from tensorstore_ck.backend.save_estimate import Forecast, forecast
+from tensorstore_ck.cli.options import StoreChoice, byte_count, command, store_options
+from tensorstore_ck.cli.output import counted, emit, facts, green, indented, printable, red, short_root, table
+from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.engine.opening import init_store
+from tensorstore_ck.errors import NoSpaceError, StoreError, UnsafeBackendError
+from tensorstore_ck.log import Head, LogChangedWarning
+from tensorstore_ck.maintenance.salvage import Salvaged, SalvageReport
+from tensorstore_ck.maintenance.salvage import salvage as run_salvage
+
+
+@command("Make an empty store.", "tsck init ./ckpt", "tsck init s3://bucket/ckpt --storage-option endpoint_url=https://...")
+@store_options(writes=True, url_argument=True)
+def init(choice: StoreChoice, *, as_json: bool) -> None:
+    """Make an empty store at URL: a folder, or s3://bucket/prefix."""
+    with closing(choice.open_backend()) as backend:
+        config = init_store(backend, single_writer_unsafe=choice.single_writer_unsafe, exist_ok=False)
+    emit({"url": backend.url, "config": config}, [f"made a store at {printable(backend.url)}"], as_json=as_json)
+
+
+@command("Try out a place: is it safe, how fast is it?", "tsck probe s3://bucket/ckpt", "tsck probe s3://bucket/ckpt --size 10GB --ranks 8")
+@click.option("--size", type=byte_count, metavar="SIZE", help="Foretell how long a snapshot of that size takes, and whether it fits.")
+@click.option("--ranks", type=click.IntRange(1), metavar="COUNT", help="With --size: how many processes write it; default: 1.")
+@store_options(url_argument=True)
+@click.pass_context
+def probe(context: click.Context, choice: StoreChoice, *, size: int | None, ranks: int | None, as_json: bool) -> None:
+    """Try out whether the place at URL can hold a store that several processes write to, and how fast it is.
+
+    Writes 64 MiB under probe/ and removes them again; the store that may be there is not touched. With --size also a tenth of that, up to
+    1 GiB, and ends with 34 where the snapshot does not fit.
+    """
+    if ranks is not None and size is None:
+        raise click.UsageError("--ranks is for --size.")
+    found: Forecast | None = None
+    with closing(choice.open_backend()) as backend:
+        result = run_probe(backend)
+        if size is not None and result.exclusive_create:
+            found = forecast(backend, size, ranks or 1)
+    lines = _probe_lines(result) + (["", *_forecast_lines(found)] if found is not None else [])
+    emit({"url": backend.url, "result": result, **({} if size is None else {"forecast": found})}, lines, as_json=as_json)
+    if not result.exclusive_create:
+        context.exit(UnsafeBackendError.exit_code)
+    if found is not None and found.fits is False:
+        context.exit(NoSpaceError.exit_code)
+
+
+def _probe_lines(result: ProbeResult) -> list[str]:
+    def holds(guarantee: bool) -> str:
+        return green("yes") if guarantee else red("NO")
+
+    create_seconds = "" if result.create_seconds != result.create_seconds else f"{result.create_seconds * 1000:.1f} ms"
+    lines = facts(
+        [
+            ("creates exclusively", holds(result.exclusive_create)),
+            ("reads what was written", holds(result.read_after_write)),
+            ("lists what was written", holds(result.list_after_write)),
+            ("refuses to overwrite", holds(result.refuses_second_put)),
+            ("... sent in pieces", holds(result.refuses_second_upload)),
+            ("write", f"{human_bytes(int(result.write_bytes_per_second))}/s"),
+            ("read", f"{human_bytes(int(result.read_bytes_per_second))}/s"),
+            ("one commit waits", create_seconds),
+        ]
+    )
+    lines += [red(printable(problem)) for problem in result.problems]
+    if result.exclusive_create and not (result.refuses_second_put and result.refuses_second_upload):
+        which = "any object" if not result.refuses_second_put else "packs of more than 15 MiB"
+        lines.append(f"another writer of this place can write over {which}: give credentials only to those whom you trust with all of it")
+    if not result.exclusive_create:
+        lines.append("several processes would lose each other's commits here: use another place, or --single-writer-unsafe with one writer")
+    return lines
+
+
+def _forecast_lines(found: Forecast) -> list[str]:
+    def speed(count: float) -> str:
+        return f"{human_bytes(int(count))}/s"
+
+    def bandwidth(together: float, alone: float) -> str:
+        of_several = f" by {found.measured_ranks} ranks on this host, {speed(alone)} by one alone"
+        return speed(together) + (of_several if found.measured_ranks > 1 else "")
+
+    def lasts(here: float, elsewhere: float) -> str:
+        at_best = f" with all ranks on this host; {_seconds(elsewhere)} at best, on hosts of their own" if found.ranks > 1 else ""
+        return f"{_seconds(here)}{at_best}"
+
+    space = "this place cannot tell what is free"
+    if found.free_bytes is not None:
+        space = f"{human_bytes(found.free_bytes)} are free: it {green('fits') if found.fits else red('does NOT fit')}"
+    return [
+        f"A snapshot of {human_bytes(found.size_bytes)} by {counted(found.ranks, 'rank')}, nothing of which is in the store yet:",
+        *facts(
+            [
+                ("save", lasts(found.save_seconds, found.save_seconds_elsewhere)),
+                ("of that, commit", _seconds(found.commit_seconds)),
+                ("restore", lasts(found.restore_seconds, found.restore_seconds_elsewhere)),
+                ("space", space),
+                ("writes", bandwidth(found.write_bytes_per_second, found.rank_write_bytes_per_second)),
+                ("reads", bandwidth(found.read_bytes_per_second, found.rank_read_bytes_per_second)),
+            ]
+        ),
+        f"Measured from this host alone, with {human_bytes(found.sample_bytes)} that were hashed, too, and read back at once, so perhaps",
+        "out of a cache. Ranks on other hosts get no more than the place itself can take, which one host cannot tell.",
+    ]
+
+
+def _seconds(count: float) -> str:
+    """``1.3 ms``, ``4.2 s``, ``12.5 min``."""
+    if count < 1:
+        return f"{count * 1000:.1f} ms"
+    return f"{count:.1f} s" if count < 120 else f"{count / 60:.1f} min"
+
+
+@command("Say that you have looked at a log that went back or forked.", "tsck accept-log -s ./ckpt")
+@store_options()
+def accept_log(choice: StoreChoice, *, as_json: bool) -> None:
+    """Accept the log as it is, though you have seen entries in it that are gone, or others now (every command warns of that).
+
+    Look at what is there first: after a restore from a copy, or when somebody ran `tsck salvage`, it is what it should be. Nothing in the
+    store is changed.
+    """
+    url, head, gone = _accept(choice)
+    line = f"the log of {url} ends at entry {head.n}, and holds what you have seen of it: there is nothing to accept"
+    if gone is not None:
+        line = f"accepted the log of {url}, which ends at entry {head.n}; entry {gone.n}, which you had seen, is no longer looked for"
+    emit({"accepted": gone is not None, "head": head.n, "gone": gone and gone.n}, [line], as_json=as_json)
+
+
+def _accept(choice: StoreChoice) -> tuple[str, Head, Head | None]:
+    """(where, head, the entry that is no longer looked for)."""
+    with closing(replace(choice, rollback="warn").open_engine(read_only=True)) as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore", LogChangedWarning)  # this is the answer to it
+        return printable(engine.backend.url), *engine.log.accept()
+
+
+@command("Make a new log when the old one was destroyed.", "tsck salvage --dry-run -s ./ckpt", "tsck salvage -s ./ckpt")
+@click.option("--dry-run", is_flag=True, help="Only tell what would be done.")
+@store_options()
+def salvage(choice: StoreChoice, *, dry_run: bool, as_json: bool) -> None:
+    """Make a new log of every intact snapshot, when log entries or store.json were destroyed (`tsck fsck` tells).
+
+    No other process may write to the store meanwhile. Nothing is deleted; where all is well, nothing is done.
+    """
+    with closing(choice.open_backend()) as backend:
+        report = run_salvage(backend, dry_run=dry_run, open_place=choice.place_opener(backend.url))
+    if report.log and not dry_run:
+        with suppress(StoreError):  # else the next command tells of the new log
+            _accept(choice)
+    emit(report, map(choice.complete, _salvage_lines(report, dry_run=dry_run)), as_json=as_json)
+
+
+def _salvage_lines(report: SalvageReport, *, dry_run: bool) -> list[str]:
+    lines = [f"problem: {printable(problem)}" for problem in report.problems]
+    lines += _salvaged_lines("recovered: no log entry that is left names them", report.recovered, str)
+    lines += _salvaged_lines("lost: damaged", report.lost, red)
+    lines += _salvaged_lines("left out: never published", report.left_out, str)
+    if not report.log:
+        return [*lines, f"nothing to do: the log is intact, with {counted(report.kept, 'snapshot')}"]
+    refs = f"{counted(len(report.branches), 'branch')} and {counted(len(report.tags), 'tag')}"
+    would = "would make" if dry_run else "made"
+    return [*lines, f"{would} a new log, {printable(report.log)}, of {counted(report.kept, 'snapshot')}, {refs}"]
+
+
+def _salvaged_lines(title: str, snapshots: tuple[Salvaged, ...], style: Callable[[str], str]) -> list[str]:
+    if not snapshots:
+        return []
+    rows = [
+        [short_root(found.root), printable(found.ref), "" if found.step is None else str(found.step), found.id, printable(found.note)]
+        for found in snapshots
+    ]
+    return [style(title), *indented(table(["ROOT", "REF", "STEP", "ID", "WHY"], rows, right={"STEP"})), ""]

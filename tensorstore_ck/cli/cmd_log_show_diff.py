@@ -1,0 +1,167 @@
+"""Commands that look: log, show, diff. They change nothing, read no tensor data and need no torch."""
+
+from typing import Final
+
+import click
+
+from tensorstore_ck.cli.options import StoreChoice, command, store_options
+from tensorstore_ck.cli.output import (
+    counted,
+    emit,
+    facts,
+    indented,
+    iso_time,
+    mark_text,
+    metrics_text,
+    printable,
+    red,
+    snapshot_table,
+    table,
+)
+from tensorstore_ck.cli.plot import draw_png, draw_text, metric_points
+from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.log.snapshot import GroupCost, SnapshotDetails
+from tensorstore_ck.maintenance.describe import SnapshotDiff
+
+MAX_SHOWN: Final = 40
+NO_SNAPSHOTS: Final = "no snapshots yet: `tsck put FILE --ref NAME` makes one"
+"""Tensors and values that `show` prints without ``--all``."""
+_CHANGES: Final = ("NAME", "CHANGE", "OLD", "NEW")
+
+
+@command("Show the history of a branch or tag.", "tsck log runs/gpt -n 10", "tsck log runs/gpt --plot val_loss")
+@click.argument("ref", required=False)
+@click.option("-n", "--limit", type=click.IntRange(min=1), metavar="N", help="Only the newest N.")
+@click.option("--plot", "metric", metavar="METRIC", help="Draw a metric over the snapshots instead.")
+@click.option("--output", metavar="FILE", type=click.Path(), help="With --plot: into a PNG.")
+@store_options()
+def log(ref: str | None, limit: int | None, choice: StoreChoice, *, metric: str | None, output: str | None, as_json: bool) -> None:
+    """Show the history of a branch or tag, newest first; of all branches together without REF.
+
+    KEPT BY tells which tags, pins and rules of policies keep a snapshot, where there are any (`tsck policy`).
+    """
+    if output is not None and metric is None:
+        raise click.UsageError("--output is for --plot.")
+    with choice.look() as store:
+        snapshots = store.log(ref, limit=limit)
+        kept_by = store.kept_by(ref) if ref else {}
+    if metric is not None:
+        points = metric_points(snapshots, metric)
+        if output is not None:
+            draw_png(points, metric, output)
+        emit(points, draw_text(points, metric), as_json=as_json)
+        return
+    names = None if ref else [snapshot.ref for snapshot in snapshots]
+    lines = snapshot_table(snapshots, names, kept_by=kept_by) if snapshots else [choice.complete(NO_SNAPSHOTS)]
+    emit(snapshots, lines, as_json=as_json)
+
+
+@command("Show what is in a snapshot.", "tsck show runs/gpt@1000")
+@click.argument("address")
+@click.option("--all", "everything", is_flag=True, help=f"All tensors and values, not only the first {MAX_SHOWN}.")
+@store_options()
+def show(address: str, choice: StoreChoice, *, everything: bool, as_json: bool) -> None:
+    """Show what is in the snapshot at ADDRESS: its metrics and metadata, tensors and values."""
+    with choice.look() as store:
+        details = store.show(address)
+    emit(details, _details_lines(details, None if everything else MAX_SHOWN), as_json=as_json)
+
+
+def _details_lines(details: SnapshotDetails, limit: int | None) -> list[str]:
+    snapshot = details.snapshot
+    logical, stored, new = map(human_bytes, (snapshot.logical_bytes, details.stored_bytes, snapshot.new_bytes))
+    lines = facts(
+        [
+            ("root", snapshot.root),
+            ("ref", printable(snapshot.ref)),
+            ("step", "" if snapshot.step is None else str(snapshot.step)),
+            ("time", iso_time(snapshot.time_ns)),
+            ("parent", snapshot.parent or "none"),
+            ("metrics", metrics_text(snapshot.metrics)),
+            ("mark", red(mark_text(snapshot)) if snapshot.mark else ""),
+            ("size", f"{logical}, stored as {stored}; the put made the store grow by {new}"),
+            ("ranks", str(details.ranks) if details.ranks > 1 else ""),
+            ("id", snapshot.id),
+        ]
+    )
+    if details.metadata:
+        lines += ["", "metadata", *indented(facts((printable(key), printable(value)) for key, value in details.metadata.items()))]
+    if details.values:
+        shown = list(details.values.items())[:limit]
+        lines += ["", counted(len(details.values), "value"), *indented(facts((printable(path), printable(value)) for path, value in shown))]
+        lines += _rest(len(details.values) - len(shown))
+    if details.groups:
+        costs = [[printable(it.name), *_cost(it)] for it in details.groups[:limit]]
+        lines += [
+            "",
+            "what it takes",
+            *indented(table(["GROUP", "SIZE", "STORED", "RATIO", "CODECS"], costs, right={"SIZE", "STORED", "RATIO"})),
+        ]
+        lines += _rest(len(details.groups) - len(costs))
+    if details.tensors:
+        rows = [[printable(name), dtype, _shape(shape), human_bytes(size)] for name, dtype, shape, size in details.tensors[:limit]]
+        head = ["NAME", "DTYPE", "SHAPE", "SIZE"]
+        if details.placements:
+            head.append("PLACEMENT")
+            rows = [[*row, details.placements.get(name, "")] for row, (name, *_) in zip(rows, details.tensors, strict=False)]
+        lines += ["", counted(len(details.tensors), "tensor"), *indented(table(head, rows, right={"SIZE"}))]
+        lines += _rest(len(details.tensors) - len(rows))
+    return lines
+
+
+def _cost(group: GroupCost) -> list[str]:
+    total = sum(group.codecs.values())
+    codecs = ", ".join(f"{name} {size / total:.0%}" for name, size in sorted(group.codecs.items(), key=lambda each: -each[1]))
+    ratio = f"{group.stored_bytes / group.raw_bytes:.0%}" if group.raw_bytes else "-"
+    return [human_bytes(group.raw_bytes), human_bytes(group.stored_bytes), ratio, codecs]
+
+
+def _rest(count: int) -> list[str]:
+    return [f"  ... and {count:,} more (--all shows them)"] if count > 0 else []
+
+
+@command("Show what differs between two snapshots.", "tsck diff runs/gpt~1 runs/gpt", "tsck diff runs/gpt exp/lr2")
+@click.argument("old")
+@click.argument("new")
+@store_options()
+def diff(old: str, new: str, choice: StoreChoice, *, as_json: bool) -> None:
+    """Show which tensors and values differ between two snapshots, and by how many bytes."""
+    with choice.look() as store:
+        found = store.diff(old, new)
+    emit(found, _diff_lines(found), as_json=as_json)
+
+
+def _diff_lines(found: SnapshotDiff) -> list[str]:
+    lines = snapshot_table([found.old, found.new], ["old", "new"], "")
+    lines += ["", _summary(found)]
+    if found.tensors:
+        rows = [[printable(it.name), it.change, _form(it.old), _form(it.new), human_bytes(it.changed_bytes)] for it in found.tensors]
+        lines += [
+            "",
+            counted(len(found.tensors), "tensor"),
+            *indented(table(["NAME", "CHANGE", "OLD", "NEW", "BYTES"], rows, right={"BYTES"})),
+        ]
+    if found.values:
+        values = [[printable(change.path), change.change, _value(change.old), _value(change.new)] for change in found.values]
+        lines += ["", counted(len(found.values), "value"), *indented(table(_CHANGES, values))]
+    return lines
+
+
+def _summary(found: SnapshotDiff) -> str:
+    if not found.tensors and not found.values and not found.layout_changed:
+        return "the same tensors and values"
+    alike = f"{counted(found.unchanged_tensors, 'tensor')} and {counted(found.unchanged_values, 'value')} are the same"
+    layout = "; the layout differs" if found.layout_changed else ""
+    return f"{human_bytes(found.changed_bytes)} of {human_bytes(found.tensor_bytes)} differ; {alike}{layout}"
+
+
+def _form(form: tuple[str, tuple[int, ...], int] | None) -> str:
+    return "-" if form is None else f"{form[0]} {_shape(form[1])}"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _value(value: object) -> str:
+    return "-" if value is None else printable(value)

@@ -1,0 +1,202 @@
+"""Commands that say what stays and what goes: pin, unpin, forget, undo, gc."""
+
+import sys
+
+import click
+
+from tensorstore_ck.cli.cmd_policy import verdict_lines
+from tensorstore_ck.cli.options import StoreChoice, command, fraction, rate_option, seconds, store_options
+from tensorstore_ck.cli.output import counted, emit, indented, iso_time, printable, short_root, snapshot_line, table
+from tensorstore_ck.cli.progress import Phases
+from tensorstore_ck.cli.space import space_lines
+from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.gc import GcOptions, GcReport
+from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot
+from tensorstore_ck.maintenance.forget import Forgotten
+
+MAX_SHOWN = 40
+
+
+@command("Hold a snapshot, or list what is held.", "tsck pin", 'tsck pin runs/gpt@1000 --reason "mmlu running" --expires 7d')
+@click.argument("address", required=False)
+@click.option("--reason", default="", metavar="TEXT", help="Why; shown by `tsck pin`.")
+@click.option("--owner", metavar="NAME", help="Who holds it; default: this user.")
+@click.option("--expires", type=seconds, metavar="TIME", help="For how long, e.g. 12h or 30d; default: until unpinned.")
+@store_options(writes=True)
+def pin(address: str | None, reason: str, owner: str | None, expires: float | None, choice: StoreChoice, *, as_json: bool) -> None:
+    """Hold the snapshot ADDRESS, whatever is forgotten, until it is unpinned; without ADDRESS list all pins."""
+    with choice.open(read_only=address is None) as store:
+        if address is None:
+            pins = store.pins()
+            emit(pins, map(choice.complete, _pin_lines(pins)), as_json=as_json)
+            return
+        snapshot = store.pin(address, reason=reason, owner=owner, expires=expires)
+    emit(snapshot, [snapshot_line("pinned", snapshot)], as_json=as_json)
+
+
+def _pin_lines(pins: tuple[PinnedSnapshot, ...]) -> list[str]:
+    if not pins:
+        return ["no pins: `tsck pin ADDRESS` makes one"]
+    rows = [
+        [
+            *_snapshot_cells(pinned.snapshot),
+            printable(pinned.owner),
+            iso_time(pinned.time_ns),
+            "-" if pinned.expires_ns is None else iso_time(pinned.expires_ns),
+            printable(pinned.reason),
+        ]
+        for pinned in pins
+    ]
+    return table(["ROOT", "REF", "STEP", "OWNER", "SINCE", "EXPIRES", "REASON"], rows, right={"STEP"})
+
+
+def _snapshot_cells(snapshot: Snapshot) -> list[str]:
+    return [short_root(snapshot.root), printable(snapshot.ref), "-" if snapshot.step is None else str(snapshot.step)]
+
+
+@command("Let a pinned snapshot go.", "tsck unpin runs/gpt@1000")
+@click.argument("address")
+@click.option("--owner", metavar="NAME", help="Whose pin; default: this user's.")
+@store_options(writes=True)
+def unpin(address: str, owner: str | None, choice: StoreChoice, *, as_json: bool) -> None:
+    """Take a pin from the snapshot ADDRESS."""
+    with choice.open() as store:
+        store.unpin(address, owner=owner)
+    emit({"unpinned": address}, [f"unpinned {printable(address)}"], as_json=as_json)
+
+
+@command(
+    "Take snapshots out of the history.",
+    "tsck forget runs/gpt@900 runs/gpt@1000",
+    "tsck forget --dry-run",
+    "tsck forget --by-policy",
+    "tsck forget",
+)
+@click.argument("addresses", metavar="[ADDRESS]...", nargs=-1)
+@click.option("--by-policy", is_flag=True, help="What the policies let go, of all branches or the given ones.")
+@click.option("--dry-run", is_flag=True, help="Only tell what the policies would let go, and why each snapshot stays or goes.")
+@store_options(writes=True)
+def forget(addresses: tuple[str, ...], choice: StoreChoice, *, by_policy: bool, dry_run: bool, as_json: bool) -> None:
+    """Take snapshots (REF@STEP, REF~N, a root) out of their branches' histories, or whole branches and tags; or what policies let go.
+
+    `tsck undo` brings them back for a day; then `tsck gc` frees what nothing else holds. Without ADDRESS list what can be undone.
+    """
+    with choice.open(read_only=dry_run or not (addresses or by_policy)) as store:
+        if by_policy or dry_run:
+            report = store.retain(*addresses, dry_run=dry_run)
+            emit(report, map(choice.complete, verdict_lines(report)), as_json=as_json)
+            return
+        found = store.forget(*addresses) if addresses else store.forgotten()
+    nothing = "nothing was forgotten that can be undone"
+    emit(found, _forgotten_lines(found, "forgot" if addresses else "") or [nothing], as_json=as_json)
+
+
+@command("Bring back what was forgotten.", "tsck undo", "tsck undo runs/gpt@900")
+@click.argument("address", required=False)
+@store_options(writes=True)
+def undo(address: str | None, choice: StoreChoice, *, as_json: bool) -> None:
+    """Bring back what was forgotten last; or last of a ref, or the snapshot REF@STEP."""
+    with choice.open() as store:
+        found = store.undo(address)
+    emit(found, _forgotten_lines(found, "brought back"), as_json=as_json)
+
+
+def _forgotten_lines(found: tuple[Forgotten, ...], verb: str) -> list[str]:
+    lines = []
+    for one in found:
+        what = {"branch": "branch", "tag": "tag", "snapshots": "of branch"}[one.kind]
+        lead = f"{verb} " if verb else f"{iso_time(one.time_ns)}  "
+        lines.append(f"{lead}{what} {printable(one.ref)}: {counted(len(one.snapshots), 'snapshot')}")
+        rows = [
+            [
+                short_root(it.root),
+                "-" if it.step is None else str(it.step),
+                human_bytes(it.logical_bytes),
+                ", ".join(map(printable, one.held_by[it.id])),
+            ]
+            for it in one.snapshots
+        ]
+        lines += indented(table(["ROOT", "STEP", "SIZE", "STILL HELD BY"], rows[:MAX_SHOWN], right={"STEP", "SIZE"}))
+        lines += [f"  ... and {len(rows) - MAX_SHOWN:,} more"] if len(rows) > MAX_SHOWN else []
+    return lines
+
+
+@command("Free what nothing holds any more.", "tsck gc --dry-run", "tsck gc", "tsck gc --undo-window 0s --max-delete 100%")
+@click.option("--dry-run", is_flag=True, help="Only tell what would go.")
+@click.option("--grace", type=seconds, default="0s", show_default=True, metavar="TIME", help="Free only what was condemned that long ago.")
+@click.option(
+    "--max-delete", type=fraction, default="50%", show_default=True, metavar="PART", help="Refuse when more of all bytes would go."
+)
+@click.option(
+    "--min-age",
+    type=seconds,
+    default="1d",
+    show_default=True,
+    metavar="TIME",
+    help="Leave younger leftovers of saves alone, unless their process is known to have ended.",
+)
+@click.option("--undo-window", type=seconds, default="1d", show_default=True, metavar="TIME", help="Let go what was forgotten longer ago.")
+@click.option(
+    "--compact-below", type=fraction, default="50%", show_default=True, metavar="PART", help="Rewrite packs with less live bytes."
+)
+@rate_option
+@store_options(writes=True)
+def gc(
+    choice: StoreChoice,
+    *,
+    dry_run: bool,
+    grace: float,
+    max_delete: float,
+    min_age: float,
+    undo_window: float,
+    compact_below: float,
+    rate_limit: float | None,
+    as_json: bool,
+) -> None:
+    """Free what no branch, tag, pin or undo window holds; from any number of hosts, while jobs save and restore.
+
+    May be killed at any time and run again. --max-delete, --compact-below: a percentage, or a fraction.
+    """
+    options = GcOptions(
+        min_age_seconds=min_age,
+        grace_seconds=grace,
+        undo_window_seconds=undo_window,
+        max_delete=max_delete,
+        compact_below=compact_below,
+        max_bytes_per_second=rate_limit,
+    )
+    with choice.open(read_only=dry_run) as store, Phases(sys.stderr) as phases:
+        report = store.gc(options, dry_run=dry_run, progress=phases)
+    document = {"report": report, "freed_bytes": report.freed_bytes}
+    emit(document, [*map(choice.complete, _gc_lines(report)), *space_lines(choice, _space_said(report))], as_json=as_json)
+
+
+def _gc_lines(report: GcReport) -> list[str]:
+    lines = []
+    if report.snapshots:
+        rows = [[short_root(gone.root), printable(gone.ref), "-" if gone.step is None else str(gone.step)] for gone in report.snapshots]
+        lines += [f"{counted(len(rows), 'snapshot')} that nothing holds"]
+        lines += indented(table(["ROOT", "REF", "STEP"], rows[:MAX_SHOWN], right={"STEP"}))
+        lines += [f"  ... and {len(rows) - MAX_SHOWN:,} more"] if len(rows) > MAX_SHOWN else []
+    if report.rewritten:
+        rows = [[pack.name, human_bytes(pack.bytes), f"{pack.live_bytes / pack.bytes:.0%}"] for pack in report.rewritten]
+        lines += [f"{counted(len(rows), 'pack')} rewritten: {human_bytes(report.written_bytes)}"]
+        lines += indented(table(["PACK", "SIZE", "LIVE"], rows[:MAX_SHOWN], right={"SIZE", "LIVE"}))
+        lines += [f"  ... and {len(rows) - MAX_SHOWN:,} more"] if len(rows) > MAX_SHOWN else []
+    lines += [f"note: {printable(note)}" for note in report.notes]
+    deleted = ", ".join(
+        counted(count, {"moved": "moved object", "snapshot": "record"}.get(kind, kind)) for kind, count in report.deleted.items() if count
+    )
+    would = "would be " if report.dry_run else ""
+    size = f"{human_bytes(report.freed_bytes)} of {human_bytes(report.total_bytes)}"
+    lines.append(
+        f"{would}freed: {size}" + (f" ({deleted} deleted)" if deleted else "") + f", in about {counted(report.requests, 'request')}"
+    )
+    if report.refused is not None:
+        lines.append(f"would be refused: {printable(report.refused)}")
+    return lines
+
+
+def _space_said(report: GcReport) -> list[str]:
+    now = [f"`{report.command}` frees it"] if report.dry_run and report.freed_bytes > 0 and report.command else []
+    return [*now, *(later.said() for later in report.later)]

@@ -1,0 +1,133 @@
+"""The command policy: rules of what stays, set, shown and tried out; and what they say of snapshots, as `tsck forget` shows it too."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Final
+
+import click
+
+from tensorstore_ck.backend.cold.allowed_locations import can_allow, is_allowed
+from tensorstore_ck.cli.allowed_locations import note_places, read_places
+from tensorstore_ck.cli.options import StoreChoice, command, store_options
+from tensorstore_ck.cli.output import counted, emit, indented, printable, short_root, table
+from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.log.retention import Policy
+from tensorstore_ck.maintenance.apply_policies import RetentionReport
+
+RULES: Final = "keep_last=5 keep_best=3:val_loss:min keep_every=1000 keep_every_seconds=6h keep_steps=1000,5000 keep_first=yes"
+MAX_SHOWN: Final = 60
+
+
+@command(
+    "What stays of branches, by rule.",
+    "tsck policy set 'runs/*' keep_last=5 keep_best=3:val_loss:min expire_after=30d",
+    "tsck policy show",
+    "tsck policy set 'runs/*' recode_after=7d move_after=30d:s3://cold/ckpt?storage_class=GLACIER_IR",
+    "tsck policy test runs/gpt keep_last=2 keep_every=1000",
+    "tsck policy remove 'runs/*'",
+)
+@click.argument("action", type=click.Choice(["show", "set", "test", "remove"]), default="show", metavar="[show|set|test|remove]")
+@click.argument("target", required=False, metavar="[GLOB|REF]")
+@click.argument("rules", nargs=-1, metavar="[RULE=VALUE]...")
+@store_options(writes=True)
+def policy(action: str, target: str | None, rules: tuple[str, ...], choice: StoreChoice, *, as_json: bool) -> None:
+    """Say what stays of the histories of branches; with each put, and with `tsck forget --by-policy`, the rest is let go.
+
+    Rules: keep_last=5, keep_best=3:val_loss:min (more metrics, joined by ','), keep_every=1000 (steps), keep_every_seconds=6h,
+    keep_steps=1000,5000, keep_first=yes, keep_younger=7d: what any of them keeps stays. Limits on that: expire_after=30d, max_bytes=2TB.
+    The newest, a fallback beside it, and what is tagged or pinned stay always. `test REF` says what the policies, or RULEs, would do.
+    What stays ages, by `tsck tier`: recode_after=7d, move_after=30d:s3://cold/ckpt (more stages, joined by ','). This user's commands on
+    this host are then allowed to use that place; others may need --allow-place.
+    """
+    if (target is None) != (action == "show"):
+        raise click.UsageError("`show` is for all policies; `set`, `test` and `remove` need to be told which GLOB or REF.")
+    if bool(rules) != (action == "set") and action != "test":
+        raise click.UsageError("RULE=VALUE is for set, which needs one at least, and for test.")
+    said = _rules(rules)
+    named = [url for url in _urls(said) if can_allow(url)] if action == "set" else []
+    choice = replace(choice, places=(*choice.places, *named))  # who names a place here allows it
+    with choice.open(read_only=action in ("show", "test")) as store:
+        if action == "set":
+            made = store.set_policy(str(target), **said)
+            note_places([url for url in named if not is_allowed(url, store.engine.backend.url, read_places())])
+            emit({"glob": target, "policy": made.encode()}, [f"{printable(str(target))}: {made}"], as_json=as_json)
+        elif action == "remove":
+            store.remove_policy(str(target))
+            emit({"removed": target}, [f"nothing is said of {printable(str(target))} any more"], as_json=as_json)
+        elif action == "test":
+            report = store.retain(str(target), dry_run=True, rules=said or None)
+            emit(report, map(choice.complete, verdict_lines(report)), as_json=as_json)
+        else:
+            found = store.policies()
+            emit({glob: each.encode() for glob, each in found.items()}, map(choice.complete, _policy_lines(found)), as_json=as_json)
+
+
+def _rules(words: tuple[str, ...]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not value:
+            raise click.UsageError(f"{word!r} is not RULE=VALUE, such as: {RULES}")
+        if name in found:
+            raise click.UsageError(f"{name} is said twice")
+        found[name] = _value(name, value)
+    return found
+
+
+def _value(name: str, text: str) -> object:
+    """As `Store.set_policy` takes it; what cannot be one stays text, which is then refused."""
+    if name in ("keep_last", "keep_every"):
+        return int(text) if text.isdecimal() else text
+    if name == "keep_steps":
+        return [int(step) if step.strip().lstrip("-").isdecimal() else step for step in text.split(",")]
+    if name == "keep_best":
+        return [_best(each) for each in text.split(",")]
+    if name == "move_after":
+        return [tuple(each.split(":", 1)) for each in text.split(",")]
+    if name == "keep_first":
+        return {"yes": True, "true": True, "no": None, "false": None}.get(text.lower(), text)
+    return text
+
+
+def _urls(said: Mapping[str, object]) -> list[str]:
+    stages = said.get("move_after")
+    return [stage[1] for stage in stages if len(stage) == 2] if isinstance(stages, list) else []
+
+
+def _best(text: str) -> tuple[object, ...]:
+    count, _, rest = text.partition(":")
+    metric, _, direction = rest.rpartition(":")
+    return (int(count) if count.isdecimal() else count, metric, direction)
+
+
+def _policy_lines(found: Mapping[str, Policy]) -> Iterator[str]:
+    if not found:
+        yield f"no policies, so all stays: `tsck policy set 'runs/*' {RULES.partition(' keep_every')[0]}` makes one"
+    yield from table(["REFS", "WHAT STAYS"], [[printable(glob), printable(str(each))] for glob, each in found.items()]) if found else ()
+
+
+def verdict_lines(report: RetentionReport) -> Iterator[str]:
+    """What stays and what goes, and why."""
+    if not report.branches:
+        yield "no policy is for any of these branches: all stays (see `tsck policy`)"
+        return
+    for branch in report.branches:
+        yield f"{printable(branch.ref)}: {counted(len(branch.snapshots), 'snapshot')}, by {', '.join(map(printable, branch.policies))}"
+        rows = [
+            [
+                short_root(each.snapshot.root),
+                "-" if each.snapshot.step is None else str(each.snapshot.step),
+                "stays" if each.stays else "goes",
+                printable(", ".join(each.why)),
+                "" if each.frees_bytes is None else human_bytes(each.frees_bytes),
+            ]
+            for each in reversed(branch.snapshots)
+        ]
+        yield from indented(table(["ROOT", "STEP", "", "WHY", "FREES"], rows[:MAX_SHOWN], right={"STEP", "FREES"}))
+        if len(rows) > MAX_SHOWN:
+            yield f"  ... and {len(rows) - MAX_SHOWN:,} older ones"
+    going = counted(report.going, "snapshot")
+    if report.frees_bytes is None:
+        yield f"{going} went; `tsck undo` brings them back for a day, then `tsck gc` frees what nothing else holds"
+    else:
+        yield f"{going} would go; `tsck gc` then frees {human_bytes(report.frees_bytes)}"

@@ -1,0 +1,85 @@
+"""Commands that carry a model file into the store and out of it: put, get. The only ones that load torch, and only when they run."""
+
+import click
+
+from tensorstore_ck.cli.options import StoreChoice, codec_option, command, named_number, named_value, store_options
+from tensorstore_ck.cli.output import counted, emit, printable, put_sizes, snapshot_line
+from tensorstore_ck.cli.progress import Bar
+from tensorstore_ck.format.codec import CodecName
+from tensorstore_ck.format.record import NOTE
+from tensorstore_ck.log.snapshot import refuse_marked
+
+
+@command(
+    "Store a model file as the next snapshot on a branch.",
+    "tsck put model.safetensors --ref models/base",
+    "tsck put model.pt --ref models/base --step 3 --metric val_loss=2.3 --metadata lr=3e-4",
+)
+@click.argument("file", type=click.Path())
+@click.option("--ref", required=True, metavar="NAME", help="The branch to put it on; made if it does not exist.")
+@click.option("--step", type=int, metavar="N", help="The training step, so that NAME@N finds it.")
+@click.option(
+    "--metric",
+    "metrics",
+    metavar="NAME=NUMBER",
+    type=named_number,
+    multiple=True,
+    help="A number to rank by, e.g. val_loss=2.3 (repeatable).",
+)
+@click.option("--metadata", metavar="NAME=VALUE", type=named_value, multiple=True, help="What the run knows, JSON or text (repeatable).")
+@codec_option
+@store_options(writes=True)
+def put(
+    file: str,
+    choice: StoreChoice,
+    *,
+    ref: str,
+    step: int | None,
+    metrics: tuple[tuple[str, float], ...],
+    metadata: tuple[tuple[str, object], ...],
+    codec: CodecName,
+    as_json: bool,
+) -> None:
+    """Store a model FILE (.safetensors, .pt, .pth, .bin, .ckpt) as the next snapshot on a branch.
+
+    Bytes that the store holds already cost nothing. A torch file is loaded with weights_only=True, never otherwise.
+    """
+    from tensorstore_ck.cli.model_files import load_file  # noqa: PLC0415 - only put and get need torch
+
+    with Bar("putting") as bar, choice.open(bar, codec) as store:
+        head = store.branches().get(ref)
+        loaded = load_file(file)
+        bar.expect(loaded.tensor_bytes)
+        said = {key: value for key, value in loaded.metadata.items() if key != NOTE}
+        snapshot = store.put_snapshot(
+            loaded.state, ref=ref, step=step, metrics=dict(metrics), metadata={**said, **dict(metadata)}, expect=head, unchanged="ok"
+        )
+    emit(snapshot, [snapshot_line(f"{printable(ref)} is now at", snapshot) + put_sizes(snapshot)], as_json=as_json)
+
+
+@command("Write a snapshot to a model file.", "tsck get runs/gpt out.safetensors --select 'model.*'", "tsck get runs/gpt@1000 step-1000.pt")
+@click.argument("address")
+@click.argument("file", type=click.Path())
+@click.option("--select", metavar="GLOB", multiple=True, help="Only tensors whose names fit, e.g. 'model.*' (repeatable).")
+@click.option("--force", is_flag=True, help="Overwrite FILE.")
+@click.option("--allow-bad", is_flag=True, help="Also a snapshot that is marked bad or damaged.")
+@store_options()
+def get(address: str, file: str, select: tuple[str, ...], choice: StoreChoice, *, force: bool, allow_bad: bool, as_json: bool) -> None:
+    """Write the snapshot at ADDRESS to FILE, every byte verified: .safetensors holds its tensors, .pt or .pth all of it."""
+    from tensorstore_ck.cli.model_files import check_target, save_file  # noqa: PLC0415 - only put and get need torch
+
+    check_target(file, overwrite=force)
+    with Bar("getting") as bar, choice.look(bar) as store:
+        snapshot = store.resolve(address)
+        if not allow_bad:
+            refuse_marked(snapshot, address, "give --allow-bad")
+        metadata = store.show(snapshot.root).metadata
+        bar.expect(snapshot.logical_bytes)
+        # By its root, since a branch may have moved meanwhile.
+        state = store.checkout(snapshot.root, select=list(select) or None, allow_bad=allow_bad)
+    left_out = save_file(state, file, metadata, overwrite=force)
+    lines = [snapshot_line(f"wrote {printable(file)} from", snapshot)]
+    if left_out:
+        some = ", ".join(printable(name) for name in left_out[:5]) + (", ..." if len(left_out) > 5 else "")
+        lines.append(f"left out {counted(len(left_out), 'value')} that .safetensors cannot hold: {some} (a .pt file holds them)")
+    emit({"file": file, "snapshot": snapshot, "left_out": left_out}, lines, as_json=as_json)

@@ -1,0 +1,100 @@
+"""Commands that name, move and judge snapshots: branch, reset, tag, untag, annotate, mark. Each is one entry in the log."""
+
+from collections.abc import Mapping
+
+import click
+
+from tensorstore_ck.cli.options import StoreChoice, command, named_number, store_options
+from tensorstore_ck.cli.output import emit, printable, snapshot_line, snapshot_table
+from tensorstore_ck.log.snapshot import Snapshot
+
+
+@command("List the branches, or make one.", "tsck branch", "tsck branch exp/lr2 runs/gpt@1000")
+@click.argument("name", required=False)
+@click.argument("address", required=False)
+@store_options(writes=True)
+def branch(name: str | None, address: str | None, choice: StoreChoice, *, as_json: bool) -> None:
+    """List the branches, or make branch NAME at the snapshot ADDRESS."""
+    with choice.open(read_only=name is None) as store:
+        if name is None:
+            _list_refs(
+                store.branches(), "BRANCH", choice.complete("no branches yet: `tsck put FILE --ref NAME` makes one"), as_json=as_json
+            )
+            return
+        at = _require_address(name, address, "branch")
+        _done(f"branch {printable(name)} is at", store.branch(name, at), as_json=as_json)
+
+
+@command("Move a branch to any snapshot.", "tsck reset runs/gpt runs/gpt~3")
+@click.argument("name")
+@click.argument("address")
+@store_options(writes=True)
+def reset(name: str, address: str, choice: StoreChoice, *, as_json: bool) -> None:
+    """Move branch NAME to the snapshot ADDRESS, for example back to before a bad step; its history keeps where it was."""
+    with choice.open() as store:
+        _done(f"branch {printable(name)} is now at", store.reset(name, address), as_json=as_json)
+
+
+@command("List the tags, or make one.", "tsck tag", "tsck tag paper-v1 runs/gpt@9000")
+@click.argument("name", required=False)
+@click.argument("address", required=False)
+@store_options(writes=True)
+def tag(name: str | None, address: str | None, choice: StoreChoice, *, as_json: bool) -> None:
+    """List the tags, or give the snapshot ADDRESS the tag NAME, a name that never moves."""
+    with choice.open(read_only=name is None) as store:
+        if name is None:
+            _list_refs(store.tags(), "TAG", choice.complete("no tags yet: `tsck tag NAME ADDRESS` makes one"), as_json=as_json)
+            return
+        at = _require_address(name, address, "tag")
+        _done(f"tag {printable(name)} is at", store.tag(name, at), as_json=as_json)
+
+
+@command("Remove a tag.", "tsck untag paper-v1")
+@click.argument("name")
+@store_options(writes=True)
+def untag(name: str, choice: StoreChoice, *, as_json: bool) -> None:
+    """Remove the tag NAME; `tsck undo` brings it back. The snapshot stays as long as anything else holds it."""
+    with choice.open() as store:
+        store.untag(name)
+    emit({"untagged": name}, [f"removed tag {printable(name)}"], as_json=as_json)
+
+
+@command("Add metrics to a snapshot.", "tsck annotate runs/gpt@9000 mmlu=0.61 val_loss=2.21")
+@click.argument("address")
+@click.argument("metrics", metavar="NAME=NUMBER...", type=named_number, nargs=-1, required=True)
+@store_options(writes=True)
+def annotate(address: str, metrics: tuple[tuple[str, float], ...], choice: StoreChoice, *, as_json: bool) -> None:
+    """Add metrics to the snapshot ADDRESS that were measured after it was put."""
+    with choice.open() as store:
+        _done("annotated", store.annotate(address, dict(metrics)), as_json=as_json)
+
+
+@command("Mark a snapshot as bad.", 'tsck mark runs/gpt@900 bad --reason "loss spike"', "tsck mark runs/gpt@900 --clear")
+@click.argument("address")
+@click.argument("mark", metavar="[bad]", type=click.Choice(["bad"]), default="bad")
+@click.option("--reason", default="", metavar="TEXT", help="Why; shown by `tsck log`.")
+@click.option("--clear", is_flag=True, help="Take the mark back.")
+@store_options(writes=True)
+def mark(address: str, mark: str, reason: str, choice: StoreChoice, *, clear: bool, as_json: bool) -> None:
+    """Mark the snapshot ADDRESS as bad, so that nobody resumes from it unless told to."""
+    if clear and reason:
+        raise click.UsageError("--clear takes no --reason.")
+    with choice.open() as store:
+        snapshot = store.mark(address, "" if clear else mark, reason=reason)
+        _done("cleared the mark of" if clear else "marked", snapshot, as_json=as_json)
+
+
+def _require_address(name: str, address: str | None, command: str) -> str:
+    if address is None:
+        raise click.UsageError(f"Where shall {command} {name!r} be? Give an ADDRESS, as in `tsck {command} {name} runs/gpt~1`.")
+    return address
+
+
+def _list_refs(refs: Mapping[str, Snapshot], title: str, none_yet: str, *, as_json: bool) -> None:
+    names = sorted(refs)
+    lines = snapshot_table([refs[name] for name in names], names, title) if names else [none_yet]
+    emit({name: refs[name] for name in names}, lines, as_json=as_json)
+
+
+def _done(what: str, snapshot: Snapshot, *, as_json: bool) -> None:
+    emit(snapshot, [snapshot_line(what, snapshot)], as_json=as_json)

@@ -1,0 +1,245 @@
+"""The command about what is durable on a host's disk, and not published yet: look, resume, drop."""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+
+import click
+
+from tensorstore_ck.backend.staging import Staging, StagingFolder
+from tensorstore_ck.backend.staging.take_over import taken_over
+from tensorstore_ck.cli.options import StoreChoice, command, store_options
+from tensorstore_ck.cli.output import counted, emit, green, indented, printable, red, say, short_root, snapshot_line, table
+from tensorstore_ck.common.ids import Ulid, parse_ulid
+from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.opening import open_engine
+from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
+from tensorstore_ck.events import LEVELS, Event, event_text
+from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.session.group.process_groups import Groups
+from tensorstore_ck.session.ref_fence import Seen
+from tensorstore_ck.session.save.context import Handle
+from tensorstore_ck.session.save.put_status import Course
+from tensorstore_ck.session.save.resume_staged import resume_here, sweep
+from tensorstore_ck.session.staging.listing import StagedPut, list_staged
+from tensorstore_ck.session.staging.manifest import Manifest
+from tensorstore_ck.session.staging.publish import drop
+from tensorstore_ck.session.staging.verify import verify_staged
+
+
+@command(
+    "What is staged on this host and not published.",
+    "tsck staging --staging /nvme/stage -s s3://bucket/ckpt",
+    "tsck staging resume --staging /nvme/stage",
+    "tsck staging drop 01K6AZ8Q9S3M6V7J0T2N5R8W1X --staging /nvme/stage",
+)
+@click.argument("action", type=click.Choice(["list", "resume", "drop"]), default="list", metavar="[list|resume|drop]")
+@click.argument("txns", metavar="[TXN]...", nargs=-1)
+@click.option(
+    "--staging", "path", metavar="FOLDER", help="The staging disk, as in tsck.open(..., staging=FOLDER). Without it: what the log says."
+)
+@click.option("--all", "everything", is_flag=True, help="With drop: all of which something is on that disk.")
+@click.option("--yes", is_flag=True, help="With drop: do not ask.")
+@click.option(
+    "--accept-owner",
+    type=click.IntRange(min=0),
+    metavar="UID",
+    help="For root: the folder is that user's. What is resumed is read and verified before it is published.",
+)
+@store_options(writes=True)
+@click.pass_context
+def staging(
+    context: click.Context,
+    action: str,
+    txns: tuple[str, ...],
+    path: str | None,
+    choice: StoreChoice,
+    *,
+    accept_owner: int | None,
+    everything: bool,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """List what is staged and not published, on the disk FOLDER of this host and by the log.
+
+    `resume` uploads and publishes what lies there in full, whoever left it; it waits as long as the store does not answer. `drop` gives up
+    the staged snapshots TXN, or --all: they will never be published, and their files are deleted. A job that opens the store with that
+    disk resumes by itself.
+
+    A staging folder is one user's alone, and refused to others. Root ends what the dead jobs of another user left with --accept-owner UID.
+    """
+    if action != "drop" and (everything or yes or txns):
+        raise click.UsageError("TXN, --all and --yes are for drop.")
+    if action == "drop" and bool(txns) == everything:
+        raise click.UsageError("Drop what? Give TXN, as `tsck staging` lists it, or --all.")
+    if path is None and (action == "resume" or everything or accept_owner is not None):
+        raise click.UsageError("Which disk? Give --staging FOLDER.")
+    with _taken_over(choice, path, accept_owner), closing(_open(choice, path, writes=action != "list")) as engine:
+        folder = engine.tier.folder if engine.tier is not None else None
+        if folder is None and path is not None:
+            folder = StagingFolder(path, engine.config.uuid, 1)
+        if action == "list":
+            found = list_staged(engine, folder)
+            emit(found, _lines(found, path), as_json=as_json)
+        elif action == "resume":
+            _resume(context, engine, as_json=as_json, verify=accept_owner is not None)
+        else:
+            _drop(engine, folder, txns, yes=yes, as_json=as_json)
+
+
+def _open(choice: StoreChoice, path: str | None, *, writes: bool) -> Engine:
+    if path is not None and not os.path.isdir(path):
+        raise InvalidOptionError(f"there is no folder {path}: name the staging disk that the job was given", object_id="staging")
+    return open_engine(
+        choice.require_url(),
+        storage_options=choice.storage_options,
+        single_writer_unsafe=choice.single_writer_unsafe,
+        no_sync=choice.no_sync,
+        cache_dir=choice.cache_dir,
+        staging=Staging(path) if path is not None and writes else None,
+        read_only=not writes,
+        places=choice.allowed_places(),
+        rollback=choice.rollback,
+        state_dir=choice.state_dir,
+    )
+
+
+@contextmanager
+def _taken_over(choice: StoreChoice, path: str | None, owner: int | None) -> Iterator[None]:
+    if path is None or owner is None:
+        yield
+        return
+    with closing(_open(choice, None, writes=False)) as engine:
+        folder = StagingFolder(path, engine.config.uuid, 1)
+    with taken_over(folder.path, owner):
+        yield
+
+
+def _resume(context: click.Context, engine: Engine, *, as_json: bool, verify: bool) -> None:
+    tier = engine.tier
+    assert tier is not None
+    engine.observers.subscribe(_echo)
+    handle = Handle(engine, Seen(), Groups(engine), wait_for_upload=lambda: False)
+    published: list[SnapshotInfo] = []
+    failed: list[tuple[str, StoreError]] = []
+
+    def is_verified(manifests: Sequence[Manifest]) -> bool:
+        course = Course(manifests[0].ref, manifests[0].step)
+        try:
+            verify_staged(engine, tier, manifests)
+        except StoreError as exc:
+            failed.append((str(course), exc))
+            return False
+        return True
+
+    engine.log.sync()
+    for job in resume_here(handle, tier, is_verified if verify else lambda _: True):
+        course = Course(job.ref, job.step)
+        try:
+            published.append(job.publish(course))
+        except StoreError as exc:
+            failed.append((str(course), exc))
+    left = list_staged(engine, tier.folder)
+    snapshots = [Snapshot.from_info(info) for info in published]
+    lines = [snapshot_line(f"published {printable(each.ref)} at", each) for each in snapshots]
+    lines += [red(f"{printable(what)}: {printable(error)}") for what, error in failed]
+    lines += _lines(left, tier.folder.path) if left else [] if lines else ["nothing is staged"]
+    failures = [{"put": what, "kind": error.kind, "message": str(error)} for what, error in failed]
+    emit({"published": snapshots, "failed": failures, "left": left}, lines, as_json=as_json)
+    if failed:
+        context.exit(failed[0][1].exit_code)
+
+
+def _echo(event: Event) -> None:
+    """Prints what is no warning: those are printed for every command."""
+    if LEVELS[event.kind] < logging.WARNING:
+        say(f"tsck: {event_text(event)}", err=True)
+
+
+def _drop(engine: Engine, folder: StagingFolder | None, txns: Sequence[str], *, yes: bool, as_json: bool) -> None:
+    known = {put.txn: put for put in list_staged(engine, folder)}
+    unknown = next((txn for txn in txns if txn not in known), None)
+    if unknown is not None:
+        raise NotFoundError(f"nothing is staged as {unknown}: see `tsck staging`", object_id=unknown)
+    chosen = [known[txn] for txn in dict.fromkeys(txns)] if txns else [put for put in known.values() if put.is_here]
+    if chosen and not yes:
+        _confirm(chosen)
+    dropped: list[StagedPut] = []
+    kept: list[StagedPut] = []
+    for put in chosen:
+        (dropped if drop(engine, engine.tier, _txn(put)) is None else kept).append(put)
+    if engine.tier is not None:
+        tier = engine.tier
+        tier.folder.enter(lambda: sweep(tier))  # what nothing names any more, if no job uses the disk
+    lines = [f"dropped {_name(put)} ({put.txn})" for put in dropped]
+    lines += [f"{_name(put)} ({put.txn}) was published already: freed what the disk had of it" for put in kept]
+    emit({"dropped": dropped, "published": kept}, lines or ["nothing is staged"], as_json=as_json)
+
+
+def _confirm(puts: Sequence[StagedPut]) -> None:
+    if not sys.stdin.isatty():
+        raise click.UsageError("This cannot be undone: add --yes to drop without being asked.")
+    for put in puts:
+        say(f"{_name(put)} ({put.txn}): {human_bytes(put.size_bytes)}, {put.state}", err=True)
+    click.confirm(f"Give up {counted(len(puts), 'staged snapshot')} for good?", abort=True, err=True)
+
+
+def _txn(put: StagedPut) -> Ulid:
+    found = parse_ulid(put.txn)
+    assert found is not None
+    return found
+
+
+def _name(put: StagedPut) -> str:
+    if put.ref is None:
+        return "a snapshot whose manifest is damaged"
+    return printable(put.ref if put.step is None else f"{put.ref}@{put.step}")
+
+
+def _lines(found: Sequence[StagedPut], path: str | None) -> list[str]:
+    if not found:
+        return [
+            "nothing is staged" + ("" if path is not None else ", as far as the log says; --staging FOLDER looks at this host's disk, too")
+        ]
+    return [*_table(found), *_why(found)]
+
+
+def _table(found: Sequence[StagedPut]) -> list[str]:
+    now_ns = time.time_ns()
+    rows = [
+        [
+            put.txn,
+            "?" if put.ref is None else printable(put.ref),
+            "-" if put.step is None else str(put.step),
+            short_root(put.root),
+            "-" if put.ranks is None else f"{len(put.here)}/{put.ranks}",
+            human_bytes(put.size_bytes),
+            f"{put.sent_bytes / put.size_bytes:.0%}" if put.size_bytes else "-",
+            _age((now_ns - put.time_ns) / 1e9) if put.time_ns else "-",
+            put.state,
+        ]
+        for put in found
+    ]
+    styles = [red if put.problems else green for put in found]
+    header = ["TXN", "REF", "STEP", "ROOT", "RANKS HERE", "SIZE", "SENT", "AGE", "LOG SAYS"]
+    return table(header, rows, right={"STEP", "RANKS HERE", "SIZE", "SENT", "AGE"}, styles=styles)
+
+
+def _why(found: Sequence[StagedPut]) -> Iterator[str]:
+    """What is wrong, below the table."""
+    for put in found:
+        if put.problems:
+            yield f"{_name(put)} ({put.txn}) cannot be published from here:"
+            yield from indented(printable(problem) for problem in put.problems)
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

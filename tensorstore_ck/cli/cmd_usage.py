@@ -1,0 +1,102 @@
+"""The command usage: who takes how many bytes."""
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import click
+
+from tensorstore_ck.cli.options import StoreChoice, command, store_options
+from tensorstore_ck.cli.output import emit, printable, short_root, table
+from tensorstore_ck.cli.space import space_lines
+from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.gc.usage import CodecUsage, PackUsage, SnapshotUsage, Usage
+
+SIZES: Final = ("LOGICAL", "UNIQUE", "STORED", "SHARED", "EXCLUSIVE")
+MAX_PACKS: Final = 40
+
+
+@command("Show who takes how many bytes.", "tsck usage", "tsck usage --snapshots", "tsck usage --jobs", "tsck usage --codecs")
+@click.option("--snapshots", is_flag=True, help="Each snapshot, and what forgetting it would free.")
+@click.option("--jobs", is_flag=True, help="Each job: the refs whose names are alike up to the last '/'.")
+@click.option("--packs", is_flag=True, help=f"The {MAX_PACKS} packs of which least is live.")
+@click.option("--codecs", is_flag=True, help="How the blocks are encoded.")
+@store_options()
+def usage(choice: StoreChoice, *, snapshots: bool, jobs: bool, packs: bool, codecs: bool, as_json: bool) -> None:
+    """Show how many bytes each branch and tag takes.
+
+    LOGICAL is what was put, UNIQUE what is left of it without repetitions, STORED what that takes on disk, SHARED how much of it
+    another one holds as well, and EXCLUSIVE what would go with it: what forgetting it frees, when the undo window has ended.
+    """
+    with choice.look() as store:
+        found = store.usage(per_snapshot=snapshots)
+    if snapshots:
+        lines = _snapshot_lines(found.by_snapshot or ())
+    elif packs:
+        lines = _pack_lines(found.packs)
+    elif codecs:
+        lines = _codec_lines(found.codecs)
+    elif jobs:
+        header = ["JOB", "REFS", "SNAPSHOTS", *SIZES]
+        lines = _table(
+            header,
+            ([printable(job.job), str(job.refs), str(job.snapshots), *_sizes(job), human_bytes(job.exclusive_bytes)] for job in found.jobs),
+        )
+    else:
+        header = ["REF", "SNAPSHOTS", *SIZES]
+        rows = [[printable(ref.ref), str(ref.snapshots), *_sizes(ref), human_bytes(ref.exclusive_bytes)] for ref in found.refs]
+        lines = _table(header, [*rows, ["all refs", str(found.snapshots), *_sizes(found), ""]])
+    emit(found, [*lines, "", *map(choice.complete, _store_lines(found)), *space_lines(choice, found.freeable.said())], as_json=as_json)
+
+
+def _sizes(held: object) -> list[str]:
+    return [human_bytes(getattr(held, f"{name}_bytes")) for name in ("logical", "unique", "stored", "shared")]
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return table(header, list(rows), right=frozenset(header[1:]))
+
+
+def _snapshot_lines(snapshots: Sequence[SnapshotUsage]) -> list[str]:
+    rows = [
+        [
+            short_root(it.root),
+            printable(it.ref),
+            "-" if it.step is None else str(it.step),
+            *map(human_bytes, (it.logical_bytes, it.stored_bytes, it.shared_bytes, it.exclusive_bytes)),
+            ", ".join(map(printable, it.held_by)),
+        ]
+        for it in snapshots
+    ]
+    numbers = {"STEP", "LOGICAL", "STORED", "SHARED", "EXCLUSIVE"}
+    return table(["ROOT", "REF", "STEP", "LOGICAL", "STORED", "SHARED", "EXCLUSIVE", "HELD BY"], rows, right=numbers)
+
+
+def _pack_lines(packs: Sequence[PackUsage]) -> list[str]:
+    rows = [[pack.name, human_bytes(pack.bytes), human_bytes(pack.live_bytes), f"{pack.live_ratio:.0%}"] for pack in packs[:MAX_PACKS]]
+    return _table(["PACK", "SIZE", "LIVE", "RATIO"], rows)
+
+
+def _codec_lines(codecs: Sequence[CodecUsage]) -> list[str]:
+    rows = [
+        [
+            it.codec,
+            f"{it.blocks:,}",
+            human_bytes(it.raw_bytes),
+            human_bytes(it.stored_bytes),
+            f"{it.stored_bytes / max(1, it.raw_bytes):.0%}",
+        ]
+        for it in codecs
+    ]
+    return _table(["CODEC", "BLOCKS", "UNIQUE", "STORED", "RATIO"], rows)
+
+
+def _store_lines(found: Usage) -> list[str]:
+    parts = [f"in the store: {human_bytes(found.objects_bytes)}"]
+    for size, what in (
+        (found.pinned_bytes, "held by pins alone"),
+        (found.undo_bytes, "by undo windows alone (`tsck forget` lists them)"),
+        (found.unreferenced_bytes, "held by nothing"),
+    ):
+        parts += [f"{human_bytes(size)} {what}"] if size else []
+    parts += [f"{human_bytes(place.bytes)} at {printable(place.url)}" for place in found.places]
+    return [", ".join(parts)]

@@ -1,0 +1,84 @@
+"""The command watch: something is done with each snapshot as it is published."""
+
+import os
+import shlex
+import subprocess
+from contextlib import closing
+
+import click
+
+from tensorstore_ck.cli.options import StoreChoice, command, seconds, store_options
+from tensorstore_ck.cli.output import json_line, printable, say, snapshot_line
+from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.maintenance.watch import PIN_SECONDS
+
+
+@command(
+    "Act on snapshots as they are published.",
+    "tsck watch runs/gpt",
+    "tsck watch runs/gpt --exec 'python eval.py --root {root} --step {step}' --newest-only",
+)
+@click.argument("ref")
+@click.option("--exec", "program", metavar="CMD", help="Run CMD for each, with {root}, {step}, {ref} and {store} filled in; no shell.")
+@click.option("--since-step", type=int, metavar="N", help="Also those that are there already, from step N on.")
+@click.option("--newest-only", is_flag=True, help="Of several that came while CMD ran only the newest.")
+@click.option("--count", type=click.IntRange(1), metavar="N", help="End after N snapshots.")
+@click.option("--pin-for", type=seconds, metavar="TIME", help="How long a pin holds at most. Default: 1d with --exec; else no pins.")
+@click.option("--poll", type=seconds, default="2s", show_default=True, metavar="TIME", help="How often to look.")
+@store_options(writes=True)
+def watch(
+    ref: str,
+    choice: StoreChoice,
+    *,
+    program: str | None,
+    since_step: int | None,
+    newest_only: bool,
+    count: int | None,
+    pin_for: float | None,
+    poll: float,
+    as_json: bool,
+) -> None:
+    """Wait for snapshots of the branch REF and say each; or run CMD, while a pin holds it whatever policies say; until interrupted.
+
+    A CMD that fails is told, and does not end the watch. With --json one line for each. Without --exec the store is not changed.
+    """
+    words = _words(program) if program is not None else None
+    held = PIN_SECONDS if pin_for is None and words is not None else pin_for
+    options = {"since_step": since_step, "newest_only": newest_only, "pin_for": held, "poll_seconds": poll}
+    with choice.open(read_only=held is None) as store, closing(store.watch(ref, **options)) as watched:
+        for number, snapshot in enumerate(watched, start=1):
+            click.echo(json_line(snapshot)) if as_json else say(snapshot_line("published", snapshot))
+            if words is not None:
+                _run(words, snapshot, choice.require_url())
+            if number == count:
+                break
+
+
+def _words(program: str) -> list[str]:
+    try:
+        words = shlex.split(program)
+        _filled(words, {"root": "", "step": "", "ref": "", "store": ""})
+    except (ValueError, KeyError, IndexError) as exc:
+        raise InvalidOptionError(
+            f"--exec {program!r} cannot be run: {exc}; {{root}}, {{step}}, {{ref}} and {{store}} are filled in"
+        ) from exc
+    if not words:
+        raise InvalidOptionError("--exec is empty", object_id="exec")
+    return words
+
+
+def _filled(words: list[str], said: dict[str, str]) -> list[str]:
+    return [word.format(**said) for word in words]
+
+
+def _run(words: list[str], snapshot: Snapshot, url: str) -> None:
+    step = "" if snapshot.step is None else str(snapshot.step)
+    said = {"root": snapshot.root, "step": step, "ref": snapshot.ref, "store": url}
+    try:
+        code = subprocess.run(_filled(words, said), check=False, env={**os.environ, "TSCK_STORE": url}).returncode
+        problem = f"ended with {code}" if code else ""
+    except OSError as exc:
+        problem = f"could not be run: {exc}"
+    if problem:
+        say(f"tsck: {printable(words[0])} for step {step} {problem}", err=True)

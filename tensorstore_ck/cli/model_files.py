@@ -1,0 +1,248 @@
+"""Model files as states, and states as model files: .safetensors, and what torch.save writes.
+
+A file is untrusted: torch files are only ever loaded with ``weights_only=True``. A file is written under a temporary name
+beside its target, made durable and then renamed, so a target is whole or untouched. Loads torch; knows nothing of stores.
+"""
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from tensorstore_ck.backend.os_errors import os_errors
+from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.errors import (
+    AlreadyExistsError,
+    CorruptObjectError,
+    InvalidOptionError,
+    NotFoundError,
+    UnsupportedValueError,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
+SAFETENSORS_SUFFIX: Final = ".safetensors"
+
+
+class LoadedFile(NamedTuple):
+    """A model file as a state."""
+
+    state: Any
+    metadata: dict[str, str]
+    """What a .safetensors file says about itself."""
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of its tensors; of those that share memory, counted twice."""
+        import torch  # noqa: PLC0415 - loads torch only where tensors are handled
+
+        return sum(value.nbytes for _, value in _leaves(self.state, "") if isinstance(value, torch.Tensor))
+
+
+def load_file(path: str) -> LoadedFile:
+    """The state in a model file, its tensors mapped from the file rather than read.
+
+    Raises:
+        NotFoundError: no such file.
+        InvalidOptionError: neither a .safetensors nor a torch file, by its name.
+        CorruptObjectError: not what its name says.
+        UnsupportedValueError: it holds more than torch loads with ``weights_only=True``.
+    """
+    load = _load_safetensors if _is_safetensors(path) else _load_torch
+    if not os.path.isfile(path):
+        raise NotFoundError(f"there is no file {path}", object_id=path)
+    with os_errors("read", path):
+        return load(path)
+
+
+def save_file(state: Any, path: str, metadata: Mapping[str, object], *, overwrite: bool) -> list[str]:
+    """Writes a state, whole and durable, and returns the names of what the format could not hold.
+
+    Raises:
+        AlreadyExistsError: there is such a file, and `overwrite` is false.
+        UnsupportedValueError: a tensor's dtype does not exist in the format.
+    """
+    safetensors = _is_safetensors(path)
+    check_target(path, overwrite=overwrite)
+    if safetensors:
+        tensors, left_out = split_state(state)
+        with _replacing(path) as temporary:
+            _save_safetensors(tensors, temporary, path, metadata)
+        return left_out
+    import torch  # noqa: PLC0415 - loads torch only where tensors are handled
+
+    with _replacing(path) as temporary:
+        torch.save(state, temporary)
+    return []
+
+
+def check_target(path: str, *, overwrite: bool) -> None:
+    """Refuses a target that cannot be written, before any work is done.
+
+    Raises:
+        AlreadyExistsError: there is such a file, and `overwrite` is false.
+        NotFoundError: its folder is not there.
+        InvalidOptionError: its name says no format.
+    """
+    _is_safetensors(path)
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise NotFoundError(f"there is no folder {folder} to write {os.path.basename(path)} into", object_id=path)
+    if os.path.isdir(path) or (os.path.lexists(path) and not overwrite):
+        raise AlreadyExistsError(f"{path} is there already: give --force to overwrite it, or another name", object_id=path)
+
+
+def split_state(state: Any) -> tuple["dict[str, torch.Tensor]", list[str]]:
+    """The tensors of a state by name (keys and positions joined by ``.``), and the names of everything else in it."""
+    import numpy as np  # noqa: PLC0415
+    import torch  # noqa: PLC0415
+
+    tensors: dict[str, torch.Tensor] = {}
+    left_out: list[str] = []
+    for name, value in _leaves(state, ""):
+        tensor = value
+        if isinstance(value, np.ndarray):
+            try:
+                tensor = torch.from_numpy(value)
+            except (TypeError, ValueError):  # a dtype that torch lacks, or negative strides
+                tensor = None
+        if isinstance(tensor, torch.Tensor) and name not in tensors:
+            tensors[name] = tensor
+        else:
+            left_out.append(name)
+    return tensors, left_out
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        items: Iterator[tuple[object, Any]] = iter(value.items())
+    elif isinstance(value, list | tuple):
+        items = iter(enumerate(value))
+    else:
+        yield name, value
+        return
+    for key, item in items:
+        yield from _leaves(item, f"{name}.{key}" if name else str(key))
+
+
+def _is_safetensors(path: str) -> bool:
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix == SAFETENSORS_SUFFIX:
+        return True
+    if suffix in TORCH_SUFFIXES:
+        return False
+    known = ", ".join((SAFETENSORS_SUFFIX, *TORCH_SUFFIXES))
+    raise InvalidOptionError(f"{path}: the name does not say which format it has; use one that ends in {known}", object_id=path)
+
+
+# --- safetensors --------------------------------------------------------------------------------------------------
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch  # noqa: PLC0415 - an extra
+    except ImportError as exc:
+        raise missing_extra("safetensors", "reading and writing .safetensors") from exc
+    return safetensors
+
+
+def _load_safetensors(path: str) -> LoadedFile:
+    library = _safetensors()
+    try:
+        with library.safe_open(path, framework="pt", device="cpu") as file:
+            return LoadedFile({name: file.get_tensor(name) for name in file.keys()}, dict(sorted((file.metadata() or {}).items())))  # noqa: SIM118 - no mapping
+    except library.SafetensorError as exc:
+        raise CorruptObjectError(f"{path} is not a whole .safetensors file ({exc}): get it again", object_id=path) from exc
+
+
+def _save_safetensors(tensors: "dict[str, torch.Tensor]", temporary: str, path: str, metadata: Mapping[str, object]) -> None:
+    library = _safetensors()
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
+    try:
+        library.torch.save_file(_apart(tensors), temporary, metadata={"format": "pt", **texts})
+    except (KeyError, ValueError, TypeError, library.SafetensorError) as exc:
+        if (failed := re.search(r"os error (\d+)", str(exc))) is not None:
+            raise OSError(int(failed[1]), str(exc)) from exc
+        raise UnsupportedValueError(f"{path} cannot hold these tensors ({exc}): write a .pt file instead", object_id=path) from exc
+
+
+def _apart(tensors: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    """The tensors contiguous and with memory of their own each, since the format knows no aliases."""
+    taken: set[int] = set()
+    apart = {}
+    for name, tensor in tensors.items():
+        own = tensor.detach().contiguous()
+        if own.untyped_storage().data_ptr() in taken and own.numel():
+            own = own.clone()
+        taken.add(own.untyped_storage().data_ptr())
+        apart[name] = own
+    return apart
+
+
+# --- torch ----------------------------------------------------------------------------------------------------------
+
+
+def _load_torch(path: str) -> LoadedFile:
+    import pickle  # noqa: PLC0415 - for the name of the exception alone
+    import zipfile  # noqa: PLC0415
+
+    import torch  # noqa: PLC0415 - loads torch only where tensors are handled
+
+    with open(path, "rb"):
+        pass  # what cannot be read is told as that, and not as damage
+    try:
+        mapped = zipfile.is_zipfile(path)  # files of torch before 1.6 are none, and cannot be mapped
+        return LoadedFile(torch.load(path, map_location="cpu", weights_only=True, mmap=mapped), {})
+    except pickle.UnpicklingError as exc:
+        raise UnsupportedValueError(_refused(path, str(exc)), object_id=path) from exc
+    except Exception as exc:  # BLE: torch parses untrusted bytes in Python, and raises whatever they lead to
+        raise CorruptObjectError(f"{path} is not a whole torch file ({_first_line(exc)}): save or get it again", object_id=path) from exc
+
+
+def _refused(path: str, reason: str) -> str:
+    found = re.search(r"GLOBAL (\S+)", reason) or re.search(r"WeightsUnpickler error: ([^\n]*)", reason)
+    what = f" ({found[1]})" if found else ""
+    return (
+        f"{path} holds objects that could run code when they are loaded{what}, so only its author can vouch for it: "
+        "load it where you trust it, and save state_dict()s and plain values alone; or put them from Python with put_snapshot"
+    )
+
+
+def _first_line(exc: Exception) -> str:
+    return (str(exc) or type(exc).__name__).splitlines()[0]
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _replacing(path: str) -> Iterator[str]:
+    """A temporary name; what is written there takes the place of `path`, durably, when the block ends well."""
+    folder = os.path.dirname(path) or "."
+    temporary = os.path.join(folder, f".{os.path.basename(path)}.{secrets.token_hex(6)}")
+    try:
+        with os_errors("write", path):
+            descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+            mode = os.fstat(descriptor).st_mode & 0o777
+            os.close(descriptor)
+            yield temporary
+            os.chmod(temporary, mode)  # safetensors puts a file of its own there, closed to everybody else
+            _sync(temporary)
+            os.replace(temporary, path)
+            _sync(folder)
+    finally:
+        with suppress(OSError):
+            os.unlink(temporary)
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,83 @@
+"""Curves, in the terminal and as PNGs."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tensorstore_ck.cli.output import printable, table
+from tensorstore_ck.common.extras import missing_extra
+from tensorstore_ck.errors import NotFoundError
+from tensorstore_ck.log.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BAR_CHARS = 50
+
+
+class Point(NamedTuple):
+    """A metric of a snapshot."""
+
+    ref: str
+    step: int | None
+    value: float
+
+
+def new_figure() -> "tuple[Figure, Any]":
+    """A figure and its axes.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
+    except ImportError as exc:
+        raise missing_extra("plot", "drawing") from exc
+    figure = Figure(figsize=(7, 4.5))
+    return figure, figure.subplots()
+
+
+def save_png(figure: "Figure", path: str) -> None:
+    """Writes it."""
+    figure.tight_layout()
+    figure.savefig(path, dpi=120, format="png")
+
+
+def metric_points(snapshots: Sequence[Snapshot], metric: str) -> list[Point]:
+    """Oldest first; without those that do not have it as a number.
+
+    Raises:
+        NotFoundError: none has.
+    """
+    found = [
+        Point(snapshot.ref, snapshot.step, snapshot.metrics[metric])
+        for snapshot in reversed(snapshots)
+        if math.isfinite(snapshot.metrics.get(metric, math.nan))
+    ]
+    if not found:
+        known = sorted({name for snapshot in snapshots for name in snapshot.metrics})
+        raise NotFoundError(f"no snapshot has {metric!r} as a number; there are: {', '.join(known) or 'no metrics'}", object_id=metric)
+    return found
+
+
+def draw_text(points: Sequence[Point], metric: str) -> Iterator[str]:
+    """A bar for each, from the lowest value to the highest."""
+    low, high = min(point.value for point in points), max(point.value for point in points)
+    scale = BAR_CHARS / (high - low) if high > low else 0.0
+    bars = ["#" * (1 + round(scale * (point.value - low))) for point in points]
+    rows = [
+        [printable(point.ref), "-" if point.step is None else str(point.step), f"{point.value:.6g}", bar]
+        for point, bar in zip(points, bars, strict=True)
+    ]
+    yield from table(["REF", "STEP", printable(metric), ""], rows, right={"STEP", printable(metric)})
+
+
+def draw_png(points: Sequence[Point], metric: str, path: str) -> None:
+    """A line for each ref, over steps."""
+    figure, axes = new_figure()
+    for ref in dict.fromkeys(point.ref for point in points):
+        own = [(number if point.step is None else point.step, point.value) for number, point in enumerate(points) if point.ref == ref]
+        axes.plot([step for step, _ in own], [value for _, value in own], marker=".", label=ref)
+    axes.set(xlabel="step", ylabel=metric)
+    axes.legend()
+    save_png(figure, path)

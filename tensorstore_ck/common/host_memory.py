@@ -1,0 +1,84 @@
+"""How much host memory there is: what captures may take where nobody says, and whether what is to be restored fits at all."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.errors import NoSpaceError
+
+SHARE: Final = 0.75
+"""Of what is free: the rest is left to what the training still allocates."""
+
+UNASKED_BYTES: Final = 256 << 20
+"""Less than this is allocated without a look at what is free."""
+MARGIN: Final = 1.1
+"""What is needed must be this much more than what is free to be refused: what is free is an estimate."""
+
+_CGROUP: Final = Path("/sys/fs/cgroup")
+_MEMINFO: Final = Path("/proc/meminfo")
+_MEMBERSHIP: Final = Path("/proc/self/cgroup")
+
+
+def default_limit_bytes(local_ranks: int, *, cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:
+    """The budget of one of `local_ranks` processes of this host, in bytes."""
+    return int(free_bytes(cgroup=cgroup, meminfo=meminfo) * SHARE) // max(local_ranks, 1)
+
+
+def require_memory(needed_bytes: int, what: str, advice: str) -> None:
+    """Refuses to allocate clearly more than there is: the kernel would end the process, or a neighbour.
+
+    Raises:
+        NoSpaceError: with both sizes.
+    """
+    if needed_bytes >= UNASKED_BYTES and needed_bytes > MARGIN * (free := free_bytes()):
+        raise NoSpaceError(
+            f"{what} needs {human_bytes(needed_bytes)} ({needed_bytes:,} bytes) of memory, and this host has {human_bytes(free)} "
+            f"({free:,} bytes) free: {advice}",
+            object_id="memory",
+        )
+
+
+def free_bytes(*, cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO, membership: Path = _MEMBERSHIP) -> int:
+    """Bytes that can be allocated before the host swaps or the container is killed; what the page cache holds counts as free."""
+    found = [_available(meminfo)]
+    for folder, limit, used, stat, cache in _groups(cgroup, membership):
+        with contextlib.suppress(OSError, ValueError):  # another version of cgroups, or no limit ("max")
+            found.append(_number(folder / limit) - _number(folder / used) + _field(folder / stat, cache))
+    return max(0, min(found))
+
+
+def _groups(cgroup: Path, membership: Path) -> Iterator[tuple[Path, str, str, str, str]]:
+    """The folders of the process' own group and of all above it, each of which may have a limit."""
+    v2 = ("memory.max", "memory.current", "memory.stat", "file")
+    v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_cache")
+    yield cgroup, *v2
+    yield cgroup / "memory", *v1
+    with contextlib.suppress(OSError):
+        for line in membership.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            top, names = (cgroup, v2) if not controllers else (cgroup / "memory", v1)
+            if not controllers or "memory" in controllers.split(","):
+                own = top / path.strip("/")
+                yield from ((folder, *names) for folder in (own, *own.parents) if top in folder.parents)
+
+
+def _available(meminfo: Path) -> int:
+    try:
+        return _field(meminfo, "MemAvailable:") * 1024
+    except OSError:  # not Linux
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _number(path: Path) -> int:
+    return int(path.read_text())
+
+
+def _field(path: Path, name: str) -> int:
+    for line in path.read_text().splitlines():
+        key, *rest = line.split()
+        if key == name:
+            return int(rest[0])
+    raise ValueError(f"{path} has no {name}")

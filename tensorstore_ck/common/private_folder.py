@@ -1,0 +1,119 @@
+"""A folder of this user alone, below one where other users of the host may write.
+
+It is opened and checked once; everything below it is then reached from that handle, so that what becomes of its path changes nothing.
+"""
+
+import contextlib
+import os
+import stat
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+from tensorstore_ck.common.ids import new_ulid, ulid_text
+from tensorstore_ck.common.owned_files import FILE_MODE, FOLDER_MODE, open_own_folder, require_safe_parent, scan, secure
+from tensorstore_ck.errors import PermissionDeniedError
+
+
+class PrivateFolder:
+    """The folder at `path`, opened when it is first used; thread-safe. Paths below it are relative to it."""
+
+    def __init__(self, path: str, advice: str = "") -> None:
+        """`advice` ends the message that the folder cannot be used because of whose it is."""
+        self.path = path
+        self._advice = advice
+        self._lock = threading.Lock()
+        self._fd = -1
+        self._close: Callable[[], object] = lambda: None
+
+    def fd(self) -> int:
+        """The handle, to reach what lies below.
+
+        Raises:
+            FileNotFoundError: the folder is not there.
+            PermissionDeniedError: it, or something in it, is not this user's alone.
+        """
+        with self._lock:
+            if self._fd < 0:
+                self._open()
+            return self._fd
+
+    def make(self) -> int:
+        """As `fd`, but the folder is made if it is not there, or was deleted since."""
+        with self._lock:
+            if self._fd < 0 or not os.fstat(self._fd).st_nlink:
+                parent = os.path.dirname(self.path)
+                os.makedirs(parent, FOLDER_MODE, exist_ok=True)
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(self.path, FOLDER_MODE)
+                self._open()
+                with contextlib.suppress(PermissionError):  # the folder above is somebody else's, and need not be readable
+                    _fsync(parent)
+            return self._fd
+
+    def close(self) -> None:
+        """Gives the handle back; what is done afterwards opens and checks the folder anew."""
+        with self._lock:
+            self._fd = -1
+            self._close()
+
+    def make_folders(self, folder: str) -> None:
+        """Makes a folder below this one, and those on the way."""
+        fd = self.make()
+        try:
+            os.mkdir(folder, FOLDER_MODE, dir_fd=fd)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            self.make_folders(os.path.dirname(folder) or ".")
+            with contextlib.suppress(FileExistsError):  # another thread or rank made it meanwhile
+                os.mkdir(folder, FOLDER_MODE, dir_fd=fd)
+
+    def open_nameless(self, folder: str = ".") -> int:
+        """A new file that nobody finds, and that is gone when it is closed."""
+        self.make_folders(folder)
+        name = f"{folder}/.tmp-{ulid_text(new_ulid())}"
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE, dir_fd=self.fd())
+        os.unlink(name, dir_fd=self.fd())
+        return fd
+
+    def files(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
+        """Every regular file below a folder; what vanishes meanwhile is left out."""
+        folders = [folder]
+        while folders:
+            folder = folders.pop()
+            try:
+                found = scan(folder, self.fd())
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            for name, status in found:
+                if stat.S_ISDIR(status.st_mode):
+                    folders.append(f"{folder}/{name}")
+                elif stat.S_ISREG(status.st_mode):
+                    yield f"{folder}/{name}", status
+
+    def _open(self) -> None:
+        require_safe_parent(os.path.dirname(self.path))
+        user = os.geteuid()
+        try:
+            fd = open_own_folder(self.path, user)
+        except PermissionDeniedError as exc:
+            raise PermissionDeniedError(f"{exc}{self._advice}", object_id=self.path) from None
+        try:
+            secure(fd, self.path, user)
+        except BaseException:
+            os.close(fd)
+            raise
+        if self._fd < 0:
+            self._fd, self._close = fd, weakref.finalize(self, os.close, fd)
+        else:  # what was open is deleted: other threads that use its number go on with this one
+            os.dup2(fd, self._fd, inheritable=False)
+            os.close(fd)
+
+
+def _fsync(folder: str) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,74 @@
+"""Names for what one process puts to a store, of a series that a writer record gives to this process.
+
+The record is written while the first pack is, by a thread of its own: no put waits for it, and one that cannot be written costs nothing
+but time: what this process leaves behind when it is killed is then freed later.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.common.fork_lock import ProcessLock
+from tensorstore_ck.common.ids import Clock, IdSource, Ulid
+from tensorstore_ck.common.processes import Process
+from tensorstore_ck.errors import StoreError
+from tensorstore_ck.format.writer_record import SERIES_SECONDS, WriterRecord, in_series, series_of
+
+CLOSE_SECONDS: Final = 5.0
+
+
+class PutIds:
+    """An `IdSource` for one open store. A forked child, and a process that runs for long, begins a series of its own."""
+
+    def __init__(self, backend: Backend, new_id: IdSource, clock: Clock, find_process: Callable[[], Process | None]) -> None:
+        """`find_process` says which process this is; where it does not know, names are of no series."""
+        self._backend = backend
+        self._new_id = new_id
+        self._clock = clock
+        self._find_process = find_process
+        self._lock = ProcessLock()
+        self._pid = 0
+        self._begun_ns = 0
+        self._record: WriterRecord | None = None
+        self._thread: threading.Thread | None = None
+        self._leaves_objects = False
+
+    def __call__(self) -> Ulid:
+        """A new name."""
+        with self._lock:
+            if self._pid != os.getpid() or abs(self._clock() - self._begun_ns) >= SERIES_SECONDS * 1e9:
+                self._begin()
+            record = self._record
+            self._leaves_objects = True
+        return self._new_id() if record is None else in_series(self._new_id(), record.series)
+
+    def published(self) -> None:
+        """Everything that was named up to now is in a snapshot: if the process ends now, it leaves nothing behind."""
+        self._leaves_objects = False
+
+    def close(self) -> None:
+        """Removes the record where it is of no use any more; never raises."""
+        if self._thread is None or self._record is None or self._pid != os.getpid():
+            return
+        self._thread.join(CLOSE_SECONDS)
+        if not self._leaves_objects and not self._thread.is_alive():
+            with suppress(StoreError):  # a writer need not have the right to delete: gc does it
+                self._backend.delete([self._record.name])
+        self._thread = None
+
+    def _begin(self) -> None:
+        self._pid, self._begun_ns = os.getpid(), self._clock()
+        process = self._find_process()
+        self._record = None if process is None else WriterRecord(series_of(self._new_id()), process, self._begun_ns)
+        if self._record is not None:
+            thread = threading.Thread(target=self._write, args=(self._record,), name="tsck writer record", daemon=True)
+            with suppress(RuntimeError):  # no more threads are to be had: then what this process leaves behind waits for its age
+                thread.start()
+                self._thread = thread
+
+    def _write(self, record: WriterRecord) -> None:
+        with suppress(StoreError):
+            self._backend.put(record.name, record.encode())

@@ -1,0 +1,204 @@
+"""Opens or makes a store: from a URL to an `Engine`."""
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import platformdirs
+
+from tensorstore_ck.backend import open_backend, probe_create
+from tensorstore_ck.backend.cold.allowed_locations import as_places
+from tensorstore_ck.backend.cold.cold_backend import PlacedBackend
+from tensorstore_ck.backend.cold.locations import PlaceOpener
+from tensorstore_ck.backend.protocol import Backend, Created
+from tensorstore_ck.backend.read_only import ReadOnlyBackend
+from tensorstore_ck.backend.staging import Staging, Tier, TieredBackend, Uploader
+from tensorstore_ck.backend.throttled import limited
+from tensorstore_ck.common.free_space import MinFree, require_room
+from tensorstore_ck.common.ids import Clock, IdSource, new_ulid
+from tensorstore_ck.common.processes import Process, this_process
+from tensorstore_ck.common.rate_limit import RateLimit
+from tensorstore_ck.engine.engine import Engine, current_actor
+from tensorstore_ck.engine.object_ids import PutIds
+from tensorstore_ck.errors import (
+    AlreadyExistsError,
+    BackendUnavailableError,
+    CorruptObjectError,
+    InvalidOptionError,
+    MissingObjectError,
+    NotAStoreError,
+    UnsafeBackendError,
+)
+from tensorstore_ck.events import logged_observers
+from tensorstore_ck.format.codec import CodecChoice, CodecOption, DeltaOption
+from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
+from tensorstore_ck.log import HeadFile, Log, RefTable, Rollback, Watermark
+from tensorstore_ck.log.block_index import BlockIndex, forget_packs
+from tensorstore_ck.log.cache import MemoryTable, Table, open_table
+
+
+def open_engine(
+    url: str | os.PathLike[str],
+    *,
+    create: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    single_writer_unsafe: bool = False,
+    no_sync: bool = False,
+    cache_dir: str | os.PathLike[str] | None = None,
+    staging: str | os.PathLike[str] | Staging | None = None,
+    min_free: str | int = 0,
+    max_bytes_per_second: float | None = None,
+    codec: CodecOption = "auto",
+    delta: DeltaOption = None,
+    read_only: bool = False,
+    places: Sequence[str | os.PathLike[str]] = (),
+    rollback: Rollback = "warn",
+    state_dir: str | os.PathLike[str] | None = None,
+    config: StoreConfig | None = None,
+) -> Engine:
+    """The engine of the store at `url`; with `create`, makes the store if there is none; with `read_only`, changes nothing in it.
+
+    `config`: what store.json should say, for whoever repairs that.
+    """
+    if read_only and (create or staging is not None):
+        name = "create" if create else "staging"
+        raise InvalidOptionError(f"{name}= is for what puts to the store: leave it out with read_only=True", object_id=name)
+    kept, codecs, allowed = MinFree.parse(min_free), CodecChoice(codec, delta), as_places(places)
+    limit = None if max_bytes_per_second is None else RateLimit(max_bytes_per_second)
+    observers = logged_observers()
+    backend = open_backend(url, storage_options, no_sync=no_sync, on_wait=observers.emit)
+    if read_only:
+        backend = cast(Backend, ReadOnlyBackend(backend))
+    try:
+        config = config or read_config(backend)
+        if config is None and create:
+            unsynced = open_backend(url, no_sync=True) if backend.is_local else None  # eight fsyncs would prove nothing about exclusion
+            config = init_store(backend, single_writer_unsafe=single_writer_unsafe, unsynced=unsynced)
+        if config is None:
+            raise NotAStoreError(
+                f"there is no store at {backend.url}: make one with `tsck init`, or open(..., create=True)", object_id=backend.url
+            )
+        if not read_only:
+            require_room(backend, kept, 0, "the store")
+        options = staging if staging is None or isinstance(staging, Staging) else Staging(staging)
+        folder = options.open(config.uuid) if options is not None else None
+        watermark = Watermark(_head_file(backend, state_dir, config), log=config.log, rollback=rollback, url=backend.url)
+        table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
+        opener = PlaceOpener(backend.url, dict(storage_options or {}), no_sync, read_only, observers.emit, allowed)
+        engine = make_engine(
+            backend,
+            config,
+            table,
+            watermark=watermark,
+            single_writer=single_writer_unsafe,
+            open_place=opener,
+            read_only=read_only,
+            find_process=this_process,
+        )
+        backend, engine.observers = engine.backend, observers
+        engine.limit, engine.min_free, engine.codecs = limit, kept, codecs
+        guard = kept if kept != MinFree() else None
+        if folder is None or options is None:
+            engine.backend = limited(backend, writes=limit, min_free=guard)
+        else:
+            tiered = TieredBackend(folder, limited(backend, min_free=guard))
+            uploader = Uploader(folder, tiered.store, max_parallel_requests=options.max_parallel_requests, limit=limit)
+            engine.backend, engine.tier = tiered, Tier(folder, uploader, tiered, options)
+        return engine
+    except BaseException:
+        backend.close()
+        raise
+
+
+def make_engine(
+    backend: Backend,
+    config: StoreConfig,
+    table: Table,
+    *,
+    watermark: Watermark | None = None,
+    single_writer: bool = False,
+    clock: Clock = time.time_ns,
+    new_id: IdSource = new_ulid,
+    sleep: Callable[[float], object] = time.sleep,
+    open_place: Callable[[str], Backend] | None = None,
+    read_only: bool = False,
+    find_process: Callable[[], Process | None] | None = None,
+) -> Engine:
+    """An engine from its pieces; tests pass a clock, ids and delays of their own. `open_place` opens what packs were moved to.
+
+    `find_process`: by whom the store is opened, for the writer records; without it no put leaves one.
+    """
+    options: dict[str, Any] = {"uuid": uuid.UUID(config.uuid).bytes, "prefix": config.log, "clock": clock, "new_id": new_id, "sleep": sleep}
+    options |= {"actor": current_actor(), "read_only": read_only}
+    log = Log(backend, table, **options, watermark=watermark, on_swept=forget_packs, shared=not single_writer)
+    apart = Log(backend, MemoryTable(), **options)
+
+    def look(anew: bool) -> RefTable:
+        if not anew:
+            return log.view()
+        if log.view().head() is not None:
+            log.sync()
+            return log.view()
+        apart.sync()  # what keeps its own notes in the cache, and folds no log there, is to find them again
+        return apart.view()
+
+    placed = PlacedBackend(backend, open_place or PlaceOpener(backend.url), look, store=config.uuid)
+    engine = Engine(cast(Backend, placed), config, log.table, log, BlockIndex(log.table), clock, new_id, placed, single_writer, read_only)
+    if find_process is not None:
+        engine.find_process = find_process
+        engine.put_ids = None if read_only else PutIds(backend, new_id, clock, find_process)
+    return engine
+
+
+def _head_file(backend: Backend, state_dir: str | os.PathLike[str] | None, config: StoreConfig) -> HeadFile | None:
+    """Where the user keeps what was seen of the log; nowhere for a store that ends with this process."""
+    if backend.url.startswith("memory://"):
+        return None
+    folder = platformdirs.user_state_path("tensorstore_ck", appauthor=False) if state_dir is None else Path(state_dir)
+    return HeadFile(folder, config.uuid)
+
+
+def read_config(backend: Backend) -> StoreConfig | None:
+    """The store's configuration, or None where there is no store.
+
+    Raises:
+        CorruptObjectError: store.json is damaged, or gone while the rest of a store is there.
+    """
+    try:
+        data = backend.get(CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)
+    except MissingObjectError:
+        if any(next(iter(backend.list(folder)), None) for folder in ("log/", "snapshots/")):
+            raise CorruptObjectError(
+                f"{backend.url} holds snapshots but no {CONFIG_NAME}; run `tsck fsck`", object_id=CONFIG_NAME
+            ) from None
+        return None
+    return decode_config(data, backend.url)
+
+
+def init_store(
+    backend: Backend, *, single_writer_unsafe: bool = False, exist_ok: bool = True, unsynced: Backend | None = None
+) -> StoreConfig:
+    """Probes the backend and writes store.json; of several processes at once one wins and all agree. `unsynced`: see `probe_create`.
+
+    Raises:
+        AlreadyExistsError: there is a store, and `exist_ok` is false.
+        UnsafeBackendError: the backend does not create exclusively, and the caller did not vouch to be the only writer.
+    """
+    exclusive = probe_create(backend, unsynced=unsynced)
+    if not exclusive and not single_writer_unsafe:
+        raise UnsafeBackendError(
+            f"{backend.url} lets two writers create the same object, so commits could be lost (see `tsck probe`): "
+            "use another backend, or single_writer_unsafe=True if one process alone will ever write, without gc",
+            object_id=backend.url,
+        )
+    mine = new_config(exclusive_create=exclusive)
+    outcome = backend.create(CONFIG_NAME, mine.encode())
+    config = read_config(backend)
+    if config is None:
+        raise BackendUnavailableError(f"{CONFIG_NAME} could not be written to {backend.url}: try again", object_id=CONFIG_NAME)
+    if config.uuid != mine.uuid and outcome is not Created.CREATED and not exist_ok:
+        raise AlreadyExistsError(f"there is a store at {backend.url} already", object_id=backend.url)
+    return config

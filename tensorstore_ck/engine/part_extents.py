@@ -1,0 +1,82 @@
+"""A part's extents: where its blocks lie, and behind them those of the bases that they are encoded against, and of theirs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.common.ids import Digest, Ulid
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.codec import base_count
+from tensorstore_ck.format.pack import MAX_BASES, pack_name
+from tensorstore_ck.format.part import EXTENT_DTYPE, Extents, Part
+from tensorstore_ck.log.block_index import Base, Location
+
+MAX_DEPTH: Final = 200
+"""Of bases below each other. Only a block that is no base has several."""
+
+
+class PartExtents(NamedTuple):
+    """The physical section of a part."""
+
+    packs: list[Ulid]
+    rows: Extents
+    base_ids: bytes
+
+
+def extents_of(ids: Sequence[Digest], places: Mapping[Digest, Location]) -> PartExtents:
+    """Of blocks that lie at `places`; so do those of their bases that say no place of their own.
+
+    The bases of a row lie side by side, behind it and behind all blocks, so that chains end.
+    """
+    numbers: dict[Ulid, int] = {}
+    wanted = [(block, places[block]) for block in ids]
+    first_base: dict[int, int] = {}
+    """Row -> row of its first base, as far as they can be shared: those of blocks."""
+    shared: dict[tuple[Digest, ...], int] = {}
+    row = 0
+    while row < len(wanted):  # grows
+        bases = wanted[row][1].bases
+        if bases:
+            key = tuple(base.block for base in bases)
+            if row < len(ids) and key in shared:
+                first_base[row] = shared[key]
+            else:
+                first_base[row] = shared[key] = len(wanted)
+                wanted += [(base.block, base.place if base.place is not None else places[base.block]) for base in bases]
+        row += 1
+    rows: list[tuple[Any, ...]] = []
+    for row, (_, place) in enumerate(wanted):
+        number = numbers.setdefault(place.pack, len(numbers))
+        rows.append((number, place.entry, place.offset, place.stored, place.raw, first_base.get(row, -1), place.codec, place.flags))
+    return PartExtents(list(numbers), np.array(rows, EXTENT_DTYPE), b"".join(block for block, _ in wanted[len(ids) :]))
+
+
+def with_bases(place: Location, places: Mapping[Digest, Location]) -> Location:
+    """A place whose bases all say where they lie, so that it can be told of elsewhere."""
+    bases = tuple(base if base.place is not None else Base(base.block, with_bases(places[base.block], places)) for base in place.bases)
+    return place._replace(bases=bases)
+
+
+def location_of(part: Part, packs: Sequence[Ulid], extents: Extents, row: int, depth: int = 0) -> Location:
+    """Where the block in a row lies, by places that were resolved; with its bases, and theirs.
+
+    Raises:
+        CorruptObjectError: it is said to have more of them than there can be.
+    """
+    pack, entry, offset, stored, raw, first, codec, flags = extents[row].item()
+    count = base_count(codec, flags)
+    if count and not (row < first <= len(extents) - count and count <= MAX_BASES and depth < MAX_DEPTH and (count == 1 or not depth)):
+        raise CorruptObjectError(
+            f"{pack_name(packs[pack])}: a part names a block there with bases that cannot be", object_id=pack_name(packs[pack])
+        )
+    bases = tuple(Base(part.block_id(base), location_of(part, packs, extents, base, depth + 1)) for base in range(first, first + count))
+    return Location(packs[pack], entry, offset, stored, raw, codec, bases, flags if count else 0)
+
+
+def chain_of(place: Location) -> Iterator[Location]:
+    """A place, and those of all that is needed to decode what lies there."""
+    yield place
+    for base in place.bases:
+        if base.place is not None:
+            yield from chain_of(base.place)

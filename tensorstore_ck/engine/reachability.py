@@ -1,0 +1,250 @@
+"""What a snapshot needs at one entry of the log: record, parts, moved objects on the way, and the packs where its blocks are now.
+
+Readers, writers, marking and checks all find the places of blocks here, so that they cannot disagree. Relocations change
+where a block is, never what it is; a place is good for the view that it was resolved at.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, SnapshotExpiredError
+from tensorstore_ck.format.part import Extents, Part
+from tensorstore_ck.format.relocation import Moved, Rows
+from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, Relocation, SnapshotInfo
+
+Entries = npt.NDArray[Any]
+Positions = npt.NDArray[np.int64]
+
+
+class Places(NamedTuple):
+    """Where the blocks of a part are."""
+
+    packs: list[Ulid]
+    """The part's pack table, and after it the targets of relocations."""
+    extents: Extents
+    """As the part's, with ``pack`` counting in `packs`."""
+    moved: frozenset[Ulid]
+    """The moved objects that led there."""
+
+    def objects(self) -> Iterator[ObjectKey]:
+        """The packs in use, and the moved objects."""
+        numbers = self.extents["pack"]
+        for number in np.flatnonzero(np.bincount(numbers)).tolist() if len(numbers) else ():
+            yield ObjectKey("pack", self.packs[number])
+        for moved in self.moved:
+            yield ObjectKey("moved", moved)
+
+
+def resolve(engine: Engine, view: RefTable, part: Part) -> Places:
+    """The places of a part's blocks.
+
+    Raises:
+        DamageError: a moved object cannot be read, or relocations lead in a circle.
+    """
+    relocated, packs = relocations_in_order(view, part.packs), list(part.packs)
+    if not relocated:
+        return Places(packs, part.extents, frozenset())
+    extents, moved = part.extents.copy(), set[Ulid]()
+    numbers = {pack: number for number, pack in enumerate(packs)}
+    pending: dict[Ulid, list[Positions]] = {}
+    for number, rows in grouped(extents["pack"]):
+        pending.setdefault(packs[number], []).append(rows)
+    for pack, relocations in relocated.items():
+        left = _joined(pending.pop(pack, ()))
+        for relocation in relocations:
+            if not len(left):
+                break
+            found, to, hit = _look_up(engine, relocation, extents["entry"][left])
+            if not len(to):
+                continue
+            moved.add(relocation.moved)
+            rows = left[hit]
+            for field in ("entry", "stored", "offset", "codec"):
+                extents[field][rows] = to[field]
+            for number, at in grouped(to["target"]):
+                target = found.targets[number]
+                if target not in numbers:
+                    numbers[target] = len(packs)
+                    packs.append(target)
+                extents["pack"][rows[at]] = numbers[target]
+                pending.setdefault(target, []).append(rows[at])
+            left = left[~hit]
+    return Places(packs, extents, frozenset(moved))
+
+
+def follow(engine: Engine, view: RefTable, entries: Mapping[Ulid, Entries]) -> Iterator[tuple[Ulid, Entries, Ulid | None]]:
+    """(pack, entries, moved object on the way) for each place where sorted `entries` of packs are now, step by step.
+
+    A moved object on the way is yielded with no entries.
+
+    Raises:
+        DamageError: a moved object cannot be read, or relocations lead in a circle.
+    """
+    pending = {pack: [found] for pack, found in entries.items()}
+    for pack, relocations in relocations_in_order(view, entries).items():
+        left = np.unique(_joined(pending.pop(pack, ())))
+        for relocation in relocations:
+            if not len(left):
+                break
+            found, to, hit = _look_up(engine, relocation, left)
+            if not len(to):
+                continue
+            yield pack, left[:0], relocation.moved
+            for number, at in grouped(to["target"]):
+                pending.setdefault(found.targets[number], []).append(to["entry"][at])
+            left = left[~hit]
+        if len(left):
+            yield pack, left, None
+    for pack, rest in pending.items():
+        yield pack, np.unique(_joined(rest)), None
+
+
+def relocations_in_order(view: RefTable, packs: Collection[Ulid]) -> dict[Ulid, list[Relocation]]:
+    """The relocations of `packs` and of all packs that they lead to, each pack before those that its blocks went to.
+
+    So what goes different ways to one pack goes on from there at once, and the work grows with the number of relocations alone. Every
+    relocation leads to packs that were made for it, or from one that never was there: none leads back.
+
+    Raises:
+        CorruptObjectError: relocations lead in a circle.
+    """
+    ends_first: dict[Ulid, list[Relocation]] = {}
+    way: dict[Ulid, list[Relocation]] = {}
+    pending = [pack for pack in packs if view.relocations(pack)]
+    while pending:
+        pack = pending[-1]
+        if pack in way:
+            ends_first[pack] = way.pop(pack)
+        if pack in ends_first:
+            pending.pop()
+            continue
+        way[pack] = view.relocations(pack)
+        for relocation in way[pack]:
+            for target in relocation.targets:
+                if target in way:
+                    raise _circle(way, target)
+                if target not in ends_first:
+                    pending.append(target)
+    return {pack: relocations for pack, relocations in reversed(ends_first.items()) if relocations}
+
+
+def _circle(way: Mapping[Ulid, Sequence[Relocation]], back_to: Ulid) -> CorruptObjectError:
+    """The last pack on the `way` leads back to an earlier one. The newest relocation of the circle is the one that cannot be true."""
+    packs = [*way][[*way].index(back_to) :]
+    steps = zip(packs, [*packs[1:], back_to], strict=True)
+    circle = [max((found for found in way[pack] if to in found.targets), key=lambda found: (found.n, found.moved)) for pack, to in steps]
+    newest = max(circle, key=lambda found: (found.n, found.moved))
+    name = ObjectKey("moved", newest.moved).name
+    return CorruptObjectError(
+        f"{name} says that blocks of {ObjectKey('pack', newest.pack).name} are where they came from: {len(packs)} relocations lead in a "
+        f"circle, so log entry {newest.n}, or one before it, was forged; run `tsck fsck`",
+        object_id=name,
+    )
+
+
+def _look_up(engine: Engine, relocation: Relocation, entries: Entries) -> tuple[Moved, Rows, npt.NDArray[np.bool_]]:
+    """(the moved object, its rows for those of the `entries` that it lists, which of them these are)."""
+    found = engine.read_moved(relocation)
+    at = np.minimum(np.searchsorted(found.rows["from"], entries), len(found.rows) - 1)
+    hit = found.rows["from"][at] == entries
+    return found, found.rows.take(at[hit]), hit  # `take` copies rows many times faster than an index does
+
+
+def grouped(numbers: npt.NDArray[Any]) -> Iterator[tuple[int, Positions]]:
+    """(number, positions) for each number that occurs."""
+    order = np.argsort(numbers, kind="stable")
+    starts = np.flatnonzero(np.diff(numbers[order], prepend=-1))
+    for at in np.split(order, starts[1:]) if len(order) else ():
+        yield int(numbers[at[0]]), at
+
+
+def _joined(pieces: Sequence[Positions]) -> Positions:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces) if pieces else np.empty(0, np.int64)
+
+
+def snapshot_closure(engine: Engine, view: RefTable, info: SnapshotInfo) -> Objects:
+    """Everything that reading a snapshot needs.
+
+    Raises:
+        DamageError: its record, a part or a moved object cannot be read.
+    """
+    record = engine.read_record(info)
+    needed: list[ObjectKey] = []
+    for rank in range(len(record.parts)):
+        needed += resolve(engine, view, engine.read_part(record, rank)).objects()
+    return Objects([ObjectKey("snapshot", info.ulid), *(ObjectKey("part", part) for part in record.parts), *needed])
+
+
+def condemned_among(view: RefTable, needed: Iterable[ObjectKey], anchor: int, what: str) -> Objects:
+    """What must be rescued in the entry that makes something reachable.
+
+    Args:
+        view: The fold at the head that the entry follows.
+        needed: The closure at that head.
+        anchor: The entry under which it was known that all of it is there.
+        what: For the message.
+
+    Raises:
+        SnapshotExpiredError: some of it was swept, or so much was settled since `anchor` that nobody knows.
+    """
+    if anchor < view.horizon():
+        raise SnapshotExpiredError(
+            f"{what} relies on what was there at log entry {anchor}, before the horizon {view.horizon()}: it may be gone"
+        )
+    states = {key: view.object_state(key) for key in needed}
+    for key, state in states.items():
+        if state is not None and state.swept:
+            raise SnapshotExpiredError(f"{what} needs {key.name}, which gc freed", object_id=key.name)
+    return Objects(key for key, state in states.items() if state is not None)
+
+
+def rescue(view: RefTable, needed: Iterable[ObjectKey], anchor: int, what: str) -> list[Op]:
+    """The operation that rescues what `condemned_among` finds, if it finds anything."""
+    condemned = condemned_among(view, needed, anchor, what)
+    return [Op.rescue(condemned)] if condemned else []
+
+
+def revive(engine: Engine, view: RefTable, info: SnapshotInfo) -> list[Op]:
+    """What must be in the entry that holds a snapshot; nothing while it is held anyhow.
+
+    Raises:
+        SnapshotExpiredError: gc freed some of it.
+    """
+    expired_at = view.expired_at(info.ulid)
+    if expired_at is None:
+        return []
+    what = f"snapshot {info.root.hex()[:16]} (step {info.step})"
+    try:
+        return rescue(view, snapshot_closure(engine, view, info), expired_at, what)
+    except MissingObjectError as exc:
+        raise SnapshotExpiredError(f"{what} was forgotten, and gc freed {exc.object_id}", object_id=info.root.hex()) from exc
+
+
+def require_live(engine: Engine, info: SnapshotInfo, trouble: Exception) -> RefTable:
+    """The newest view, if the snapshot is still held: then what is missing was moved, or is damaged.
+
+    Raises:
+        SnapshotExpiredError: nothing holds the snapshot any more.
+    """
+    engine.log.sync()
+    view = engine.log.view()
+    if view.staged(info.ulid) is not None:
+        if not isinstance(trouble, MissingObjectError):
+            return view
+        raise MissingObjectError(
+            f"snapshot {info.root.hex()[:16]} (step {info.step}) is staged, and something of it is not on this host: {trouble}. Restore on "
+            "the hosts that staged it, or wait until it is published",
+            object_id=info.root.hex(),
+        ) from trouble
+    if not view.is_live(info.ulid):
+        raise SnapshotExpiredError(
+            f"snapshot {info.root.hex()[:16]} (step {info.step}) was forgotten, "
+            "and gc freed some of it while it was read: take another one",
+            object_id=info.root.hex(),
+        ) from trouble
+    return view

@@ -1,0 +1,59 @@
+"""Carries the bytes of a stored region into a wanted box of the same tensor: any shape into any other, row-major both. Pure."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from tensorstore_ck.format.block_assignment import Region, overlap
+from tensorstore_ck.format.layout import ByteTarget, TensorSpec
+from tensorstore_ck.format.sharding import Box
+
+
+class Scatter:
+    """`ByteTarget` over the bytes of a region, of which it passes on what lies in a wanted box."""
+
+    def __init__(self, region: Region, spec: TensorSpec, box: Box, target: ByteTarget) -> None:
+        self._region = region
+        self._spec = spec
+        self._box = box
+        self._target = target
+
+    def memory(self) -> None:
+        """None: bytes come through `write`."""
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Takes whole elements."""
+        item_bytes, box = self._spec.item_bytes, self._box
+        memory = self._target.memory()
+        first, last = start // item_bytes, (start + len(data)) // item_bytes
+        for piece, at in self._region.pieces(self._spec, first, last):
+            common = overlap(piece, box)
+            if common is None:
+                continue
+            source = np.ndarray((*piece.sizes, item_bytes), np.uint8, data, at * item_bytes - start)[_index(common, piece)]
+            if memory is not None:
+                np.ndarray((*box.sizes, item_bytes), np.uint8, memory)[_index(common, box)] = source
+                continue
+            for within, begin in _runs(common, box):
+                run = np.ascontiguousarray(source[_index(within, common)])
+                self._target.write(begin * item_bytes, run.reshape(-1).data)
+
+
+def _index(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Where a box lies in one that holds it."""
+    starts = (a - b for a, b in zip(inner.offsets, outer.offsets, strict=True))
+    return tuple(slice(start, start + size) for start, size in zip(starts, inner.sizes, strict=True))
+
+
+def _runs(inner: Box, outer: Box) -> Iterator[tuple[Box, int]]:
+    """Cuts a box into boxes that are contiguous in one that holds it; with the element at which each begins there."""
+    whole = len(inner.sizes)
+    while whole > 0 and inner.sizes[whole - 1] == outer.sizes[whole - 1]:
+        whole -= 1
+    free = max(whole - 1, 0)  # dims before this one are taken one by one
+    for at in np.ndindex(*inner.sizes[:free]):
+        offsets = tuple(a + b for a, b in zip(inner.offsets[:free], at, strict=True)) + inner.offsets[free:]
+        first = 0
+        for offset, start, size in zip(offsets, outer.offsets, outer.sizes, strict=True):
+            first = first * size + offset - start
+        yield Box(offsets, (1,) * free + inner.sizes[free:]), first

@@ -1,0 +1,252 @@
+"""Reads one snapshot: record -> parts -> ranges of packs, every block verified before its bytes count.
+
+No global index, and no list of what lies where: which parts hold a box of a tensor follows from the layout (see `split`), and
+a part is opened only when something of it is wanted.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+
+from tensorstore_ck.common.host_memory import require_memory
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.reachability import require_live, resolve
+from tensorstore_ck.engine.read.block_reader import MemoryTarget, OpenPart, ReadBlocks, WantedBlock, deliver, read_blocks, wanted_blocks
+from tensorstore_ck.engine.read.box_copy import Scatter
+from tensorstore_ck.errors import CorruptObjectError, DamageError
+from tensorstore_ck.format.block_assignment import alike, decode_regions, every_region, row_boxes
+from tensorstore_ck.format.layout import ByteTarget, Layout, WantedBox, decode_layout
+from tensorstore_ck.format.part import Part, decode_values, part_name
+from tensorstore_ck.format.part_index import Held, PartPlan
+from tensorstore_ck.format.record import Record
+from tensorstore_ck.format.sealed import ParseBudget, check_msgpack
+from tensorstore_ck.format.sharding import Box, whole_box
+from tensorstore_ck.format.tree import expand
+from tensorstore_ck.format.values import parsed_blobs
+from tensorstore_ck.log import SnapshotInfo
+
+
+class SnapshotReader:
+    """What the ranks with one layout put, opened: `layout.Content` over an engine. Thread-safe."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        info: SnapshotInfo,
+        rank: int = 0,
+        read: ReadBlocks = read_blocks,
+        *,
+        place: float = 0.0,
+        record: Record | None = None,
+        budget: ParseBudget | None = None,
+    ) -> None:
+        """Opens it.
+
+        Args:
+            engine: The store.
+            info: The snapshot.
+            rank: Of the part to begin with, the first one with its layout; that of a rank state stands alone.
+            read: Reads tensors.
+            place: Where among those who read this one is, from 0 to 1: what it wants was most likely put by ranks in the same place.
+            record: The snapshot's, if it was read already.
+            budget: Of another reader of the snapshot, whose results are kept beside this one's.
+        """
+        self.info = info
+        self._engine = engine
+        self._read_blocks = read
+        self._parts: dict[int, OpenPart] = {}
+        self._plans: dict[int, PartPlan] = {}
+        self._regions: dict[int, dict[int, tuple[Box, ...]]] = {}
+        try:
+            self.record: Record = record if record is not None else engine.read_record(info)
+        except DamageError as exc:
+            require_live(engine, info, exc)
+            raise
+        self._first = rank
+        first = self._open(rank)
+        self.part: Part = first.part
+        self.budget = ParseBudget() if budget is None else budget
+        """What may be parsed of the snapshot."""
+        self.budget.add_stored(self.part.stored_bytes + (self.record.stored_bytes if budget is None else 0))
+        self.name = first.name
+        self.world_size = self.part.world_size
+        if len(self.record.parts) not in (self.world_size, 2 * self.world_size):
+            raise CorruptObjectError(
+                f"{self.name} is one of {self.world_size}, but there are {len(self.record.parts)}", object_id=self.name
+            )
+        self._alike = (rank,) if self.part.layout_of is None else alike(self.part.layout_of, rank, self.world_size)
+        nearest = sorted(self._alike, key=lambda other: abs(other + 0.5 - place * self.world_size))
+        self._nearest = [*dict.fromkeys([nearest[0], rank, *nearest])]  # this one is open already
+        self._blob_first = np.concatenate(([0], np.cumsum(self.part.blobs["blocks"], dtype=np.int64)))
+        encoded = self._blob(0)
+        if encoded[-32:] != self.part.layout_id:
+            raise CorruptObjectError(f"{self.name}: its layout is not the one it names", object_id=self.name)
+        layout = decode_layout(encoded, f"the layout of {self.name}", self.budget)
+        tree, self.values, self.subtrees = expand(layout.tree, decode_values(self.part, self.name), f"the layout of {self.name}")
+        self._parsed_blobs = parsed_blobs(self.values, self.name)
+        self.layout: Layout = replace(layout, tree=tree)
+        self._plan(rank)
+
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    def _open(self, rank: int) -> OpenPart:
+        if rank not in self._parts:
+            try:
+                part = self._engine.read_part(self.record, rank)
+                places = resolve(self._engine, self._engine.log.view(), part)
+            except DamageError as exc:
+                require_live(self._engine, self.info, exc)
+                raise
+            self._parts[rank] = OpenPart(part, part_name(self.record.parts[rank]), places, lambda row: self.tensor_at(row, rank))
+        return self._parts[rank]
+
+    def _plan(self, rank: int) -> PartPlan:
+        if rank not in self._plans:
+            opened = self._open(rank)
+            self._plans[rank] = self.plan_of(opened.part, opened.name)
+        return self._plans[rank]
+
+    def plan_of(self, part: Part, name: str) -> PartPlan:
+        """Where the blocks of each tensor lie in one of the ranks' parts.
+
+        Raises:
+            CorruptObjectError: the part does not fit the layout.
+        """
+        if part.layout_id != self.part.layout_id or part.world_size != self.world_size or part.layout_of != self.part.layout_of:
+            raise CorruptObjectError(f"{name} does not belong to the parts beside it", object_id=name)
+        return PartPlan(self.layout, part, self._alike, self._engine.config.block_bytes, name)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks with this layout, whose parts these are."""
+        return self._alike
+
+    def stored(self, tensor: int) -> Iterator[tuple[Part, Held]]:
+        """What each part has of a tensor."""
+        for rank in self._alike:
+            yield from ((self._open(rank).part, held) for held in self._plan(rank).of(tensor))
+
+    def tensor_at(self, row: int, rank: int) -> str:
+        """What the block in an extent row of a part belongs to, for messages."""
+        tensor = self._plans[rank].tensor_at(row) if rank in self._plans else None
+        if tensor is not None:
+            return f"tensor {self.layout.tensors[tensor].name!r}"
+        return "a large value" if row >= int(self._parts[rank].part.blobs["blocks"][0]) else "the layout"
+
+    # --- values -------------------------------------------------------------------------------------------------------
+
+    def blob(self, index: int) -> bytes:
+        """The verified bytes of a large value."""
+        data = self._blob(index + 1)  # the layout comes first
+        if index in self._parsed_blobs:
+            check_msgpack(memoryview(data), f"large value {index} of {self.name}", self.budget)
+        return data
+
+    def _blob(self, index: int) -> bytes:
+        if not 0 <= index < len(self.part.blobs):
+            raise CorruptObjectError(f"{self.name}: it has no large value {index}", object_id=self.name)
+        rows = range(int(self._blob_first[index]), int(self._blob_first[index + 1]))
+        size = int(self.part.blobs["size"][index])
+        if int(self.part.extents["raw"][rows.start : rows.stop].sum(dtype=np.int64)) != size:
+            raise CorruptObjectError(f"{self.name}: large value {index} does not have its size", object_id=self.name)
+        require_memory(size, f"{self.name}: large value {index}", "leave it out with select=, or restore it where there is more memory")
+        memory = bytearray(size)
+        wanted = wanted_blocks(self._parts[self._first], rows, 0, MemoryTarget(memoryview(memory)))
+        self.budget.add_stored(sum(stored for _, stored in {((block.pack, block.offset), block.stored) for block in wanted}))
+        read_blocks(self._engine, self.info, wanted)
+        return bytes(memory)
+
+    # --- tensors ------------------------------------------------------------------------------------------------------
+
+    def read(self, targets: dict[int, ByteTarget]) -> None:
+        """Reads and verifies whole tensors, by their numbers in the layout."""
+        tensors = self.layout.tensors
+        self.read_boxes(WantedBox(tensor, whole_box(tensors[tensor].shape), target) for tensor, target in targets.items())
+
+    def read_boxes(self, wanted: Iterable[WantedBox]) -> None:
+        """Reads and verifies boxes of tensors, each into its target; a block is fetched once."""
+        self.fetch(self.blocks_of(wanted))
+
+    def blocks_of(self, wanted: Iterable[WantedBox]) -> list[WantedBlock]:
+        """The blocks that hold boxes of tensors; what lies in parts is delivered at once."""
+        blocks: list[WantedBlock] = []
+        for each in wanted:
+            for rank, held in self._holding(each.tensor, each.box):
+                blocks += self._wanted(rank, held, each)
+        return blocks
+
+    def fetch(self, blocks: Sequence[WantedBlock]) -> None:
+        """Reads and verifies what `blocks_of` found."""
+        self._read_blocks(self._engine, self.info, blocks)
+
+    def read_range(self, tensor: int, start: int, stop: int) -> bytearray:
+        """Verified bytes [start, stop) of a tensor; reads only the blocks that hold them."""
+        spec = self.layout.tensors[tensor]
+        first, last = start // spec.item_bytes, -(-stop // spec.item_bytes)
+        memory = bytearray(max(last - first, 0) * spec.item_bytes)
+        wanted, at = [], 0
+        for offsets, sizes in row_boxes(spec.shape, first, last):
+            size_bytes = prod(sizes) * spec.item_bytes
+            wanted.append(WantedBox(tensor, Box(offsets, sizes), MemoryTarget(memoryview(memory)[at : at + size_bytes])))
+            at += size_bytes
+        self.read_boxes(wanted)
+        return memory[start - first * spec.item_bytes : stop - first * spec.item_bytes]
+
+    def _holding(self, tensor: int, box: Box) -> Iterator[tuple[int, Held]]:
+        """(rank, what its part has) of every region that has something of the box."""
+        if len(self._alike) == 1 and not self.layout.meshes:
+            yield from ((self._first, held) for held in self._plan(self._first).of(tensor))
+            return
+        spec = self.layout.tensors[tensor]
+        left = prod(box.sizes)
+        for region in every_region(self.layout, tensor, self._alike, self._told, near=box, order=self._nearest):
+            common = region.common(spec, box)
+            if not common:
+                continue
+            left -= common
+            missing = region.size_bytes(spec)
+            for rank in region.replicas:
+                held = self._plan(rank).of_region(region)
+                if held is not None:
+                    yield rank, held
+                    missing -= held.stop - held.start
+                if not missing:
+                    break
+            if missing:
+                raise CorruptObjectError(f"{self.name}: no part has all of {spec.name!r}; run `tsck fsck`", object_id=spec.name)
+            if not left:
+                return  # so that of thousands of ranks hardly more parts are opened than needed
+        if left:
+            raise CorruptObjectError(f"{self.name}: no rank has put all of {spec.name!r}; run `tsck fsck`", object_id=spec.name)
+
+    def _told(self, rank: int, tensor: int) -> Sequence[Box]:
+        if rank not in self._regions:
+            opened = self._open(rank)
+            self._regions[rank] = {each.tensor: each.boxes for each in decode_regions(self.layout, opened.part.regions, opened.name)}
+        return self._regions[rank].get(tensor, ())
+
+    def _wanted(self, rank: int, held: Held, wanted: WantedBox) -> Iterator[WantedBlock]:
+        opened, region, spec = self._open(rank), held.region, self.layout.tensors[wanted.tensor]
+        if not region.is_flat and (region.offsets, region.sizes) == wanted.box:
+            if held.is_inline:
+                deliver(wanted.target, held.start, memoryview(opened.part.inline)[held.first : held.first + held.lengths[0]])
+            yield from wanted_blocks(opened, held.rows, held.start, wanted.target)
+            return
+        target = Scatter(region, spec, wanted.box, wanted.target)
+        if held.is_inline:
+            target.write(held.start, memoryview(opened.part.inline)[held.first : held.first + held.lengths[0]])
+        ahead, size_bytes = region.ahead_of(wanted.box), prod(wanted.box.sizes) * spec.item_bytes
+        start = held.start
+        for row, length in zip(held.rows, held.lengths, strict=not held.is_inline):
+            at = None if ahead is None else start - ahead * spec.item_bytes
+            if at is not None and 0 <= at <= size_bytes - length:  # all of it lies there in one piece: no copy is needed
+                yield from wanted_blocks(opened, range(row, row + 1), at, wanted.target)
+            elif (
+                -length < at < size_bytes
+                if at is not None
+                else region.overlaps(spec, wanted.box, start // spec.item_bytes, (start + length) // spec.item_bytes)
+            ):
+                yield from wanted_blocks(opened, range(row, row + 1), start, target)
+            start += length

@@ -1,0 +1,195 @@
+"""Compares what one rank has written with the snapshots before: which tensors moved, and how the step counters of optimizers did.
+
+What is compared are block ids, and the bytes of small tensors in the parts: no tensor is read. Where something moved, which is the common
+case, no snapshot but the last one is looked at.
+"""
+
+import struct
+from collections.abc import Iterator, Sequence, Set
+from typing import Any, Final, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorstore_ck.common.ids import DIGEST_BYTES
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.write.part_writer import WrittenPart
+from tensorstore_ck.engine.write.sampled_checks import is_floating
+from tensorstore_ck.engine.write.suspicious_save import Claim, Counts, Findings, find_snapshot, snapshot_before, steps_between
+from tensorstore_ck.errors import StoreError
+from tensorstore_ck.format.layout import Captured
+from tensorstore_ck.format.part import Part, decode_values
+from tensorstore_ck.format.record import Record
+from tensorstore_ck.format.step_counters import find_counters
+from tensorstore_ck.log import SnapshotInfo
+
+LOOK_BACK: Final = 4
+"""How many of a ref's last snapshots a put is compared with, if it looks suspicious beside the last one."""
+_NUMBERS: Final = {
+    dtype: struct.Struct(f"<{form}")
+    for dtype, form in (("float64", "d"), ("float32", "f"), ("float16", "e"), ("int64", "q"), ("int32", "i"))
+}
+"""As step counters have them."""
+
+
+class _Before(NamedTuple):
+    """A snapshot of the ref, and the part of it that is like the one to be published."""
+
+    info: SnapshotInfo
+    part: Part
+
+
+class Examiner:
+    """Compares a part that one rank has written with its predecessors."""
+
+    def __init__(self, engine: Engine, written: WrittenPart, captured: Captured, claim: Claim) -> None:
+        self._part = written.part
+        self._tensors = written.tensors
+        self._captured = captured
+        self._step = claim.step
+        self._past = _snapshots_before(engine, written.part, claim)
+        self._known: list[_Before] = []
+        specs = captured.layout.tensors
+        self._counters = find_counters(captured.layout)
+        counting = {each.number for each in self._counters.found if each.kind == "tensor"}
+        kinds = {spec.dtype: spec.item_bytes for spec in specs}
+        floats = {dtype for dtype, item_bytes in kinds.items() if is_floating(dtype, item_bytes)}
+        self._is_float = [spec.dtype in floats and number not in counting for number, spec in enumerate(specs)]
+        self._places = self._find_places(counting)
+
+    def examine(self) -> Findings:
+        """Looks back no further than it must."""
+        sample, finiteness = self._tensors.sample, self._tensors.sample.finiteness
+        found = Findings(elements=finiteness.elements, non_finite=finiteness.non_finite)
+        before = self._before(0)
+        if before is not None and finiteness.non_finite:
+            rows = set(self._moved_rows(before.part))
+            small = {self._tensors.inlined[number].tensor for number in self._moved_inline(before.part)}
+            found.non_finite_moved = sum(count for row, count in sample.non_finite_rows.items() if row in rows)
+            found.non_finite_moved += sum(count for tensor, count in sample.non_finite_inline.items() if tensor in small)
+        if before is not None:
+            found.has_moved = self._has_moved(before.part)
+            is_later = self._step is not None and before.info.step is not None and self._step > before.info.step
+            if not found.has_moved and is_later:
+                found.had_moved = any(self._has_moved(each.part) for each in self._all_before())
+        self._count(found)
+        return found
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def _has_moved(self, before: Part) -> bool:
+        rows, inlined, is_float = self._tensors.rows, self._tensors.inlined, self._is_float
+        if any(is_float[rows[row].tensor] for row in self._moved_rows(before)):
+            return True
+        return any(is_float[inlined[number].tensor] for number in self._moved_inline(before))
+
+    def _moved_rows(self, before: Part) -> list[int]:
+        """The blocks of tensors that differ."""
+        own, other = _tensor_ids(self._part), _tensor_ids(before)
+        return np.flatnonzero((own != other).any(axis=1)).tolist()
+
+    def _moved_inline(self, before: Part) -> Iterator[int]:
+        """The small tensors that differ."""
+        if self._part.inline != before.inline:
+            for number, (_, _, at, size) in enumerate(self._tensors.inlined):
+                if self._part.inline[at : at + size] != before.inline[at : at + size]:
+                    yield number
+
+    # --- counters -----------------------------------------------------------------------------------------------------
+
+    def _count(self, found: Findings) -> None:
+        if not self._counters.found:
+            return
+        now, before = self._read_counters(self._part), self._before(0)
+        then = {} if before is None else self._read_counters(before.part)
+        for name, values in now.items():
+            counts = found.counts[name] = Counts(min(values), max(values), self._counters.may_skip)
+            if before is None or name not in then:
+                continue
+            counts.least_before, counts.most_before = min(then[name]), max(then[name])
+            steps = steps_between(before.info.step, self._step)
+            if steps and counts.most - counts.most_before != steps:
+                self._look_back(name, before, counts)
+
+    def _look_back(self, name: str, before: _Before, counts: Counts) -> None:
+        """How the counters moved before. Over one step alone, those of steps with several micro-batches may move on by one, too."""
+        for earlier in self._all_before():
+            between = steps_between(earlier.info.step, before.info.step) or 0
+            if between > 1 and (seen := self._read_counters(earlier.part).get(name)):
+                counts.most_earlier, counts.steps_earlier = max(seen), between
+                return
+
+    def _find_places(self, counting: Set[int]) -> dict[int, tuple[struct.Struct, int]]:
+        """How the counters among the small tensors lie inside the part, and where."""
+        specs, found = self._captured.layout.tensors, {}
+        for tensor, _, offset, _ in self._tensors.inlined if counting else ():
+            if tensor in counting and (number := _NUMBERS.get(specs[tensor].dtype)) is not None:
+                found[tensor] = (number, offset)
+        return found
+
+    def _read_counters(self, part: Part) -> dict[str, list[float]]:
+        """The counters in this part or one that is like it, by optimizer."""
+        values: Sequence[Any] = ()
+        if any(each.kind == "value" for each in self._counters.found):
+            values = decode_values(part, "a part")
+        found: dict[str, list[float]] = {}
+        for counter in self._counters.found:
+            number: object = None
+            if counter.kind == "value":
+                number = values[counter.number] if counter.number < len(values) else None
+            elif counter.number in self._places:
+                form, offset = self._places[counter.number]
+                (number,) = form.unpack_from(part.inline, offset)
+            if type(number) in (int, float) and abs(cast(float, number)) < 2**53:
+                found.setdefault(counter.optimizer, []).append(cast(float, number))
+        return found
+
+    # --- the snapshots before -----------------------------------------------------------------------------------------
+
+    def _before(self, number: int) -> _Before | None:
+        """The snapshot before, or the one before that ...; None where there is none that can be compared."""
+        while len(self._known) <= number:
+            following = next(self._past, None)
+            if following is None:
+                return None
+            self._known.append(following)
+        return self._known[number]
+
+    def _all_before(self) -> Iterator[_Before]:
+        for number in range(1, LOOK_BACK + 1):
+            before = self._before(number)
+            if before is None:
+                return
+            yield before
+
+
+def _snapshots_before(engine: Engine, own: Part, claim: Claim) -> Iterator[_Before]:
+    """Newest first, as far as they can be compared."""
+    view = engine.log.view()
+    info = snapshot_before(view, claim)
+    while info is not None:
+        try:
+            part = _read_alike(engine, engine.recent_record(info), own)
+        except StoreError:  # to look back is no reason to fail: what cannot be read is not compared with
+            return
+        if part is None:
+            return
+        yield _Before(info, part)
+        info = find_snapshot(view, info.parent) if info.parent is not None else None
+
+
+def _read_alike(engine: Engine, record: Record, own: Part) -> Part | None:
+    """The part in the same place, if it has the same tensors in the same places."""
+    places = range(len(record.parts)) if own.rank < own.world_size else range(own.world_size, len(record.parts))
+    if own.rank not in places:
+        return None
+    part = engine.read_part(record, own.rank)
+    is_alike = part.layout_id == own.layout_id and part.world_size == own.world_size
+    is_alike = is_alike and part.layout_of == own.layout_of and part.regions == own.regions
+    return part if is_alike and len(_tensor_ids(part)) == len(_tensor_ids(own)) and len(part.inline) == len(own.inline) else None
+
+
+def _tensor_ids(part: Part) -> npt.NDArray[np.uint64]:
+    """The ids of the tensors' blocks, a row each."""
+    first = int(part.blobs["blocks"].sum(dtype=np.int64))
+    return np.frombuffer(part.ids, "<u8").reshape(-1, DIGEST_BYTES // 8)[first:]

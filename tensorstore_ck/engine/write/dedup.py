@@ -1,0 +1,104 @@
+"""Where blocks lie already, so that they need not be written again."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+from tensorstore_ck.common.ids import Digest, Ulid
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.part_extents import chain_of, location_of
+from tensorstore_ck.engine.reachability import Places, resolve
+from tensorstore_ck.errors import DamageError
+from tensorstore_ck.format.pack import pack_name
+from tensorstore_ck.format.part import Part
+from tensorstore_ck.log import ObjectKey, RefTable
+from tensorstore_ck.log.block_index import Location
+
+
+class KnownBlocks:
+    """Where blocks lie already: in the parent's parts, else in this host's index; only in packs that are there in full and stay."""
+
+    def __init__(self, engine: Engine, parent: Digest | None, rank: int = 0, ranks: int = 1, *, elsewhere: bool = True) -> None:
+        """`rank` of how many `ranks`: which of the parent's parts to look at; `ranks` and more are those of the ranks' own states.
+
+        With `elsewhere` false the index is not asked: then whoever holds the parent holds all that is relied on.
+        """
+        self._engine = engine
+        self._elsewhere = elsewhere
+        self._view = engine.log.view()
+        self._parts: list[tuple[Part, Places]] = []
+        self._rows: dict[bytes, tuple[int, int]] = {}
+        self._usable_bytes: dict[Ulid, int] = dict.fromkeys(packs_of_damaged(engine, self._view, rank), 0)
+        info = self._view.by_root(parent) if parent else None
+        if info is None or not self._view.is_live(info.ulid):
+            return
+        try:
+            record = engine.recent_record(info)
+            for number in alike_parts(len(record.parts), engine.read_part(record, 0).world_size, rank, ranks):
+                part = engine.read_part(record, number)
+                self._parts.append((part, resolve(engine, self._view, part)))
+        except DamageError as exc:
+            warnings.warn(f"cannot reuse the blocks of the parent snapshot, all are written again: {exc}", stacklevel=2)
+        for number, (part, _) in enumerate(self._parts):
+            self._rows |= {part.block_id(row): (number, row) for row in range(part.block_count)}
+
+    def __call__(self, block: Digest) -> Location | None:
+        """Where a block lies, if it may be relied on."""
+        found = self._rows.get(block)
+        if found is not None:
+            part, places = self._parts[found[0]]
+            with contextlib.suppress(DamageError):  # what a part says of bases may be impossible
+                location = location_of(part, places.packs, places.extents, found[1])
+                if self._is_usable(location):
+                    return location
+        elsewhere = self._engine.index.get(block) if self._elsewhere else None
+        return elsewhere if elsewhere is not None and self._is_usable(elsewhere) else None
+
+    @property
+    def parts(self) -> "list[tuple[Part, Places]]":
+        """The parent's that were looked at, and where their blocks are."""
+        return self._parts
+
+    def _is_usable(self, location: Location) -> bool:
+        for place in chain_of(location):
+            if place.pack not in self._usable_bytes:
+                self._usable_bytes[place.pack] = self._bytes_of(place.pack)
+            if place.offset + place.stored > self._usable_bytes[place.pack]:
+                return False
+        return True
+
+    def _bytes_of(self, pack: Ulid) -> int:
+        """The pack's size; 0 if it goes, is gone (a lost pack must not be relied on by every later snapshot), or was moved from.
+
+        So it is where it lies at a colder place: what is put is to be at hand, and no save is to need that place.
+        """
+        state = self._view.object_state(ObjectKey("pack", pack))
+        if state is not None or any(self._view.relocations(pack)) or self._view.place_of(pack) is not None:
+            return 0
+        try:
+            return self._engine.backend.size(pack_name(pack))
+        except DamageError:
+            return 0
+
+
+def alike_parts(parts: int, world_size: int, rank: int, ranks: int) -> range:
+    """The parts of a snapshot that a rank of another number of ranks most likely shares blocks with: those in the same place.
+
+    So all ranks together read each part about once, however many there were.
+    """
+    first = world_size if rank >= ranks else 0
+    place = rank % ranks
+    return range(min(parts, first + place * world_size // ranks), min(parts, first - (-(place + 1) * world_size // ranks)))
+
+
+def packs_of_damaged(engine: Engine, view: RefTable, rank: int) -> Iterator[Ulid]:
+    """The packs of snapshots that are marked as damaged: their blocks are written again by whoever has them.
+
+    Of a snapshot of many ranks, what `rank` is likely to hold again: no rank of a thousand reads the parts of all.
+    """
+    for info in view.marked("damaged"):
+        with contextlib.suppress(DamageError):
+            record = engine.read_record(info)
+            for number in range(len(record.parts)) if rank == 0 else [min(rank, len(record.parts) - 1)]:
+                with contextlib.suppress(DamageError):
+                    yield from resolve(engine, view, engine.read_part(record, number)).packs

@@ -1,0 +1,155 @@
+"""Which blocks of this put may be encoded against others: weights against their masters, and any against the snapshot before.
+
+Nothing here is taken on trust: a base was read and compared with its id, and the weights with what their masters round to, before a block
+is encoded. A base that cannot be read is none.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from tensorstore_ck.common.ids import Digest, block_id
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.part_extents import chain_of, location_of
+from tensorstore_ck.engine.reachability import Places
+from tensorstore_ck.engine.read.block_reader import decode_at
+from tensorstore_ck.errors import DamageError
+from tensorstore_ck.format.codec import KINDS, Codec, cast_sample
+from tensorstore_ck.format.layout import Captured
+from tensorstore_ck.format.pack import MAX_BASES
+from tensorstore_ck.format.part import Part
+from tensorstore_ck.log.block_index import Base, Location
+
+SPARSE_SHARE: Final = 0.1
+"""A difference of at most so much of the raw size is one of few elements: then the next one is taken to it, and not to its base."""
+CHAIN_SHARE: Final = 0.5
+"""What all differences of such a chain may take together."""
+MAX_CHAIN: Final = 128
+SAMPLE_BYTES: Final = 1024
+"""Of the masters, to find the weights that they belong to."""
+
+
+class Candidate(NamedTuple):
+    """A block of an earlier snapshot, to take the difference to."""
+
+    base: Base
+    age: int
+    raw: memoryview
+
+
+class Likeness(NamedTuple):
+    """What two parts must have in common for their tensors' blocks to be the same ones, row by row."""
+
+    layout_id: Digest
+    rank: int
+    world_size: int
+    layout_of: bytes | None
+    regions: bytes
+
+
+class TensorBlock(NamedTuple):
+    """A block that a rank stores."""
+
+    row: int
+    """Among the tensors' blocks."""
+    tensor: int
+    start: int
+    """Where it begins in the tensor's source."""
+    stop: int
+
+
+class Earlier:
+    """The tensors' blocks of the same part of the snapshot before."""
+
+    def __init__(self, engine: Engine, part: Part, places: Places, anchor_every: int) -> None:
+        self._backend = engine.backend
+        self._view = engine.log.view()
+        self._part = part
+        self._places = places
+        self._first = int(part.blobs["blocks"].sum(dtype=int))
+        self._anchor_every = anchor_every
+
+    def candidate(self, row: int, raw_bytes: int) -> Candidate | None:
+        """What to encode the block in a row of the tensors against, if it is worth a try."""
+        row += self._first
+        try:
+            place = location_of(self._part, self._places.packs, self._places.extents, row)
+        except DamageError:
+            return None
+        if place.raw != raw_bytes or place.codec == Codec.CAST or any(self._view.place_of(link.pack) for link in chain_of(place)):
+            return None
+        base, age = Base(self._part.block_id(row), place), 1
+        if place.codec == Codec.DELTA:
+            links = [link for link in chain_of(place) if link.codec == Codec.DELTA]
+            if place.stored <= SPARSE_SHARE * raw_bytes:
+                if len(links) >= MAX_CHAIN or sum(link.stored for link in links) + place.stored > CHAIN_SHARE * raw_bytes:
+                    return None
+            elif place.flags >= self._anchor_every - 1:
+                return None
+            else:
+                base, age = place.bases[0], place.flags + 1
+        assert base.place is not None
+        raw = self._read(base.block, base.place)
+        return None if raw is None else Candidate(base, age, raw)
+
+    def _read(self, block: Digest, place: Location) -> memoryview | None:
+        try:
+            raw = decode_at(self._backend, place)
+        except DamageError:
+            return None
+        return raw if block_id(raw) == block else None
+
+
+def earlier_part(engine: Engine, before: Sequence[tuple[Part, Places]], likeness: Likeness, anchor_every: int) -> Earlier | None:
+    """The part among these that has the same tensors in the same places; None also where no difference is wanted."""
+    for part, places in before if anchor_every else ():
+        if Likeness(part.layout_id, part.rank, part.world_size, part.layout_of, part.regions) == likeness:
+            return Earlier(engine, part, places, anchor_every)
+    return None
+
+
+class Masters:
+    """The fp32 tensors that 16-bit weights of the same state are most likely the roundings of."""
+
+    def __init__(self, captured: Captured, blocks: Sequence[TensorBlock]) -> None:
+        """`blocks`: what this rank stores, tensor by tensor."""
+        self._captured = captured
+        self._blocks: dict[int, list[TensorBlock]] = {}
+        for block in blocks:
+            if block.tensor not in captured.frozen:
+                self._blocks.setdefault(block.tensor, []).append(block)
+        self.of = self._find()
+        """Weights -> masters."""
+
+    def _find(self) -> dict[int, int]:
+        tensors = self._captured.layout.tensors
+        weights = [number for number in self._blocks if tensors[number].dtype in KINDS]
+        wanted = {(tensors[number].dtype, tensors[number].shape) for number in weights}
+        known: dict[tuple[object, ...], int] = {}
+        for number, blocks in self._blocks.items():
+            spec, start = tensors[number], blocks[0].start
+            for dtype in KINDS:
+                if spec.dtype == "float32" and (dtype, spec.shape) in wanted:
+                    sample = self._captured.sources[number].read(start, min(start + SAMPLE_BYTES, blocks[0].stop))
+                    known.setdefault((dtype, spec.shape, start, cast_sample(sample, dtype)), number)
+        found = {}
+        for number in weights:
+            spec, first = tensors[number], self._blocks[number][0]
+            sample = self._captured.sources[number].read(first.start, min(first.start + SAMPLE_BYTES // 2, first.stop))
+            master = known.get((spec.dtype, spec.shape, 2 * first.start, bytes(sample)))
+            if master is not None:
+                found[number] = master
+        return found
+
+    def blocks(self, block: TensorBlock) -> list[TensorBlock]:
+        """The blocks of the masters that have just the elements of a block of weights; none if they are cut elsewhere."""
+        masters, start, stop = self._blocks[self.of[block.tensor]], 2 * block.start, 2 * block.stop
+        first = bisect_left(masters, start, key=lambda each: each.start)
+        found = masters[first : bisect_left(masters, stop, first, key=lambda each: each.start)]
+        fits = 0 < len(found) <= MAX_BASES and found[0].start == start and found[-1].stop == stop
+        return found if fits and all(one.stop == other.start for one, other in pairwise(found)) else []
+
+    def read(self, block: TensorBlock) -> memoryview:
+        """The bytes of a block."""
+        return memoryview(self._captured.sources[block.tensor].read(block.start, block.stop))

@@ -1,0 +1,227 @@
+"""Writes blocks into packs, each once: hash, look up, encode, append. Used by several threads at once.
+
+Order matters in one place only: a location is handed out for good when its pack is sealed, that is durable. Until `close`
+returns, nothing that names these packs may be written.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.backend.protocol import Backend, Buffer, ObjectWriter
+from tensorstore_ck.common.ids import Digest, IdSource, Ulid, block_id
+from tensorstore_ck.common.put_progress import Meter
+from tensorstore_ck.common.threads import for_each
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.codec import Codec, Encoded
+from tensorstore_ck.format.pack import (
+    BASE_DTYPE,
+    ENTRY_DTYPE,
+    HEADER,
+    PACK_LIMIT_BYTES,
+    decode_footer,
+    encode_footer,
+    encode_header,
+    pack_name,
+    stored_check,
+)
+from tensorstore_ck.log.block_index import Base, Location
+
+SHARED_PACK_BYTES: Final = 64 << 20
+"""A second pack is begun beside one of this size, not beside a smaller one."""
+
+
+class Encoding(NamedTuple):
+    """What becomes of a block."""
+
+    encoded: Encoded
+    bases: tuple[Base, ...] = ()
+    """The blocks that it is encoded against."""
+    flags: int = 0
+    """See `Location`."""
+
+
+class EncodedBlock(NamedTuple):
+    """A block on its way into a pack."""
+
+    id: Digest
+    codec: Codec
+    pieces: tuple[Buffer, ...]
+    """Of the stored bytes."""
+    raw_bytes: int
+    bases: tuple[Base, ...] = ()
+    flags: int = 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """What it takes in a pack."""
+        return sum(memoryview(piece).nbytes for piece in self.pieces)
+
+
+class _OpenPack:
+    """One pack that is being written."""
+
+    def __init__(self, ulid: Ulid, writer: ObjectWriter) -> None:
+        self.ulid = ulid
+        self.writer = writer
+        self.reserved_bytes = HEADER.size
+        self.appending = 0
+        self.full = False
+        self.rows: list[tuple[bytes, int, int, int, int, int, int, int]] = []
+        """Rows of `ENTRY_DTYPE`, in any order until the pack is sealed."""
+        self.based: dict[bytes, EncodedBlock] = {}
+        """Those that have bases, without their bytes."""
+
+
+class PackWriter:
+    """Takes runs of blocks from any thread; packs of up to `limit_bytes` come out."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        new_id: IdSource,
+        known: Callable[[Digest], Location | None],
+        *,
+        open_packs: int = 1,
+        limit_bytes: int = PACK_LIMIT_BYTES,
+        meter: Meter | None = None,
+    ) -> None:
+        """`known` says where a block lies already; it is called under a lock. Up to `open_packs` are written side by side.
+
+        `meter` is told of every run; what it raises gives the work up.
+        """
+        self._backend = backend
+        self._new_id = new_id
+        self._known = known
+        self._open_packs = open_packs
+        self._limit_bytes = limit_bytes
+        self._meter = meter if meter is not None else Meter()
+        self._lock = threading.Lock()
+        self._open: list[_OpenPack] = []
+        self._unsealed: list[_OpenPack] = []
+        self._claimed: set[Digest] = set()
+        self.found: dict[Digest, Location] = {}
+        """Blocks that lay in the store already."""
+        self.added: dict[Digest, Location] = {}
+        """Blocks of sealed packs."""
+        self.new_bytes = 0
+
+    def add(self, run: Sequence[Buffer], encode: Callable[[int], Encoding] | None = None) -> list[Digest]:
+        """Stores the blocks of `run` that are not there yet; returns all their ids. The buffers may be reused afterwards.
+
+        `encode` is asked for the stored bytes of those, by their number in the run; without it they are stored as they are.
+        """
+        with self._meter.timed("hash", sum(map(len, run))):
+            ids = [block_id(raw) for raw in run]
+        with self._lock:
+            fresh = [number for number, block in enumerate(ids) if self._claim(block)]
+        if fresh:
+            with self._meter.timed("encode", sum(len(run[number]) for number in fresh)):
+                encoded = [encode(number) if encode else Encoding(Encoded(Codec.RAW, (run[number],))) for number in fresh]
+            made = zip(fresh, encoded, strict=True)
+            self._append([EncodedBlock(ids[number], *each.encoded, len(run[number]), each.bases, each.flags) for number, each in made])
+        return ids
+
+    def rely_on(self, ids: Sequence[Digest]) -> bool:
+        """Whether all these blocks lie in the store already; then they count as added, unread."""
+        with self._lock:
+            places = {block: self.found.get(block) or self._known(block) for block in ids}
+            there = {block: place for block, place in places.items() if place is not None}
+            if len(there) < len(places):
+                return False
+            self.found |= there
+            self._claimed |= there.keys()
+        return True
+
+    def add_encoded(self, blocks: Sequence[EncodedBlock]) -> None:
+        """Stores those blocks that are not there yet as they are; the caller has verified them. Their buffers may be reused afterwards."""
+        with self._lock:
+            fresh = [block for block in blocks if self._claim(block.id)]
+        if fresh:
+            self._append(fresh)
+
+    def location(self, block: Digest) -> Location:
+        """Where a block that was added lies; only after `close`."""
+        return self.added.get(block) or self.found[block]
+
+    def close(self) -> None:
+        """Seals what is still open: everything added is durable afterwards."""
+        packs, self._open = self._open, []
+        with self._meter.timed("write"):
+            for_each(packs, self._seal, len(packs))
+
+    def abort(self) -> None:
+        """Gives up packs that are not sealed yet; sealed ones stay behind as orphans."""
+        for pack in self._unsealed:
+            pack.writer.abort()
+
+    def _claim(self, block: Digest) -> bool:
+        if block in self._claimed:
+            return False
+        self._claimed.add(block)
+        location = self._known(block)
+        if location is not None:
+            self.found[block] = location
+        return location is None
+
+    def _append(self, blocks: list[EncodedBlock]) -> None:
+        sizes = [block.stored_bytes for block in blocks]
+        size = sum(sizes)
+        checks = [0 if block.codec == Codec.RAW else stored_check(*block.pieces) for block in blocks]
+        with self._lock:
+            pack = self._pack_to_append_to()
+            pack.reserved_bytes += size
+            pack.appending += 1
+            if pack.reserved_bytes >= self._limit_bytes:
+                pack.full = True
+                self._open.remove(pack)
+        with self._meter.timed("write", size):
+            offset = pack.writer.append([piece for block in blocks for piece in block.pieces])
+        with self._lock:
+            for block, check, stored in zip(blocks, checks, sizes, strict=True):
+                pack.rows.append((block.id, offset, check, stored, block.raw_bytes, block.codec, 0, 0))
+                offset += stored
+                if block.bases:
+                    pack.based[block.id] = block._replace(pieces=())
+            pack.appending -= 1
+            last = pack.full and not pack.appending
+        if last:
+            self._seal(pack)
+
+    def _pack_to_append_to(self) -> _OpenPack:
+        """An open pack that no thread appends to, if possible: filesystems let one writer at a time into a file."""
+        pack = min(self._open, key=lambda pack: pack.appending, default=None)
+        if pack is None or (pack.appending and len(self._open) < self._open_packs and pack.reserved_bytes >= SHARED_PACK_BYTES):
+            pack = self._begin()
+            self._open.append(pack)
+        return pack
+
+    def _begin(self) -> _OpenPack:
+        ulid = self._new_id()
+        pack = _OpenPack(ulid, self._backend.open_writer(pack_name(ulid)))
+        self._unsealed.append(pack)
+        pack.writer.append([encode_header()])
+        return pack
+
+    def _seal(self, pack: _OpenPack) -> None:
+        """Writes the footer and makes the pack durable."""
+        pack.rows.sort(key=lambda row: row[1])
+        entries = np.array(pack.rows, ENTRY_DTYPE)
+        header, data_bytes = encode_header(), HEADER.size + int(entries["stored"].sum(dtype=np.int64))
+        bases = [
+            (number, 0, base.block) for number, row in enumerate(pack.rows) if row[0] in pack.based for base in pack.based[row[0]].bases
+        ]
+        footer = encode_footer(header, entries, np.array(bases, BASE_DTYPE))
+        decode_footer(header, footer, data_bytes + len(footer), pack_name(pack.ulid))
+        if pack.writer.append([footer]) != data_bytes:
+            raise CorruptObjectError(f"{pack_name(pack.ulid)}: its footer does not follow its blocks", object_id=pack_name(pack.ulid))
+        pack.writer.close()
+        with self._lock:
+            self._unsealed.remove(pack)
+            self.new_bytes += data_bytes + len(footer)
+            for number, (block, offset, _, stored, raw, codec, _, _) in enumerate(pack.rows):
+                based = pack.based.get(block)
+                more = (based.bases, based.flags) if based is not None else ()
+                self.added[Digest(block)] = Location(pack.ulid, number, offset, stored, raw, codec, *more)

@@ -1,0 +1,396 @@
+"""Writes what one rank contributes to a snapshot: its blocks, and the part that says where they lie. Both are durable then.
+
+Knows neither refs nor the log, and no torch: it takes a state that was taken apart.
+"""
+
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+
+from tensorstore_ck.backend.protocol import Buffer
+from tensorstore_ck.chunker import cut_opaque
+from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, ZERO_DIGEST, Digest, Ulid
+from tensorstore_ck.common.put_progress import Meter
+from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.part_extents import extents_of, with_bases
+from tensorstore_ck.engine.reachability import Places
+from tensorstore_ck.engine.write.delta_bases import Earlier, Likeness, Masters, TensorBlock, earlier_part
+from tensorstore_ck.engine.write.pack_writer import Encoding, PackWriter
+from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Inline, Sampling
+from tensorstore_ck.errors import CorruptObjectError, FrozenChangedError, UnsupportedValueError
+from tensorstore_ck.format.block_assignment import Region, Share, encode_regions, regions, shares
+from tensorstore_ck.format.codec import Coding, Encoder, elements_of
+from tensorstore_ck.format.layout import Captured, layout_id
+from tensorstore_ck.format.part import BLOB_DTYPE, Extents, Part, encode_values, part_name
+from tensorstore_ck.format.sealed import FREE_BYTES, HEADER_BYTES, ParseBudget, check_msgpack
+from tensorstore_ck.log.block_index import Base, Location
+
+RUN_BYTES: Final = 4 << 20
+RUN_BLOCKS: Final = 512
+"""Small blocks are hashed and appended together, up to this many."""
+MAX_OPEN_PACKS: Final = 4
+"""On local files, packs written side by side: one thread at a time gets into a file."""
+
+
+class Known(Protocol):
+    """What is in the store already."""
+
+    @property
+    def parts(self) -> Sequence[tuple[Part, Places]]:
+        """Of the snapshot before, those that are most like the one to write, and where their blocks are."""
+
+    def __call__(self, block: Digest, /) -> Location | None:
+        """Where a block lies already, if it may be relied on."""
+
+
+class Seat(NamedTuple):
+    """Which of a snapshot's parts it is."""
+
+    rank: int
+    world_size: int
+    alike: tuple[int, ...]
+    """The ranks that have the same layout, in order. The first of them stores the layout, and the values and large values of the state."""
+    layout_of: bytes | None
+    """See `Part.layout_of`."""
+
+
+ALONE: Final = Seat(0, 1, (0,), None)
+
+
+class WrittenPart(NamedTuple):
+    """A part that a snapshot may name."""
+
+    ulid: Ulid
+    part: Part
+    added: Mapping[Digest, Location]
+    """Where the blocks lie that were not in the store before."""
+    new_bytes: int
+    """Of its packs and of itself."""
+    tensors: "TensorBlocks"
+    """What it has of the tensors."""
+
+
+class BlobBlocks(NamedTuple):
+    """What a rank has stored of the layout and the large values."""
+
+    rows: Extents
+    """The part's `blobs`."""
+    ids: list[Digest]
+    """Of their blocks, in order."""
+
+
+class TensorBlocks(NamedTuple):
+    """What a rank has stored of the tensors."""
+
+    ids: list[Digest]
+    """Of its blocks, in order."""
+    inline: bytes
+    """What lies inside the part."""
+    rows: Sequence[TensorBlock]
+    """What each block is of."""
+    inlined: Sequence[Inline]
+    """What `inline` consists of."""
+    sample: CaptureSample
+    """What was looked at while it was read."""
+
+
+def write_part(
+    engine: Engine,
+    captured: Captured,
+    known: Known,
+    *,
+    anchor: int,
+    seat: Seat = ALONE,
+    coding: Coding,
+    meter: Meter | None = None,
+    apart: bool = False,
+    sampling: Sampling = NOT_VERIFIED,
+) -> WrittenPart:
+    """Hashes and stores everything that this rank has to store.
+
+    Args:
+        engine: The store.
+        captured: The state.
+        known: Which blocks need not be written.
+        anchor: The log entry that `known` goes by.
+        seat: Which part it is.
+        coding: How blocks are encoded.
+        meter: Is told how it goes; what it raises gives the work up.
+        apart: Whether the layout and large values get packs of their own, which are small.
+        sampling: What of the tensors is read a second time in the end.
+
+    Raises:
+        FrozenChangedError: a tensor that was said to be frozen has other bytes than when it was last read.
+        CaptureChangedError: a tensor has other bytes than when it was read first.
+    """
+    tensors_id = layout_id(captured.layout.encode())
+    likeness = Likeness(tensors_id, seat.rank, seat.world_size, seat.layout_of, encode_regions(captured.explicit))
+    earlier = earlier_part(engine, known.parts, likeness, coding.anchor_every)
+    block_bytes = engine.config.block_bytes
+    write = partial(write_tensors, captured, seat=seat, block_bytes=block_bytes, coding=coding, earlier=earlier, sampling=sampling)
+    with open_packs(engine, known, meter) as first:
+        blobs = write_blobs(captured, first, seat, coding)
+        if not apart:
+            tensors = write(first)
+    packs = [first]
+    if apart:
+        with open_packs(engine, known, meter) as second:
+            tensors = write(second)
+        packs.append(second)
+    tensors.sample.verify(tensors.inlined, tensors.inline)
+    return store_part(engine, captured, blobs, tensors, packs, anchor=anchor, seat=seat)
+
+
+@contextmanager
+def open_packs(engine: Engine, known: Known, meter: Meter | None = None) -> Iterator[PackWriter]:
+    """A writer of blocks that are not `known`; every pack is durable when the block ends."""
+    side_by_side = min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
+    packs = PackWriter(engine.backend, engine.put_id, known, open_packs=side_by_side, meter=meter)
+    try:
+        yield packs
+        packs.close()
+    except BaseException:
+        packs.abort()
+        raise
+
+
+def write_blobs(captured: Captured, packs: PackWriter, seat: Seat, coding: Coding) -> BlobBlocks:
+    """Stores the layout and the large values, if this rank is the one that does."""
+    encoder = Encoder(coding.mode)
+    encoded_layout = captured.layout.encode()
+    is_first = seat.rank == seat.alike[0]
+    ids: list[Digest] = []
+    blobs = np.zeros(1 + len(captured.blobs) if is_first else 1, BLOB_DTYPE)
+    blobs["size"][0] = len(encoded_layout)
+    for number, blob in enumerate((encoded_layout, *captured.blobs) if is_first else ()):
+        lengths = cut_opaque(blob)
+        ends = np.cumsum(lengths).tolist()
+        view = memoryview(blob)
+        run = [view[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+        ids += packs.add(run, lambda number, run=run: Encoding(encoder.opaque(run[number])))  # type: ignore[misc]
+        blobs[number] = (len(lengths), 0, len(blob))
+    return BlobBlocks(blobs, ids)
+
+
+def write_tensors(
+    captured: Captured,
+    packs: PackWriter,
+    *,
+    seat: Seat,
+    block_bytes: int,
+    coding: Coding,
+    earlier: Earlier | None = None,
+    sampling: Sampling = NOT_VERIFIED,
+) -> TensorBlocks:
+    """Stores this rank's share of the tensors; `earlier` has their blocks in the snapshot before. Takes a sample meanwhile.
+
+    Raises:
+        FrozenChangedError: a tensor that was said to be frozen has other bytes than when it was last read.
+    """
+    sample = CaptureSample(captured, sampling)
+    inline: list[memoryview] = []
+    inlined: list[Inline] = []
+    inline_size = 0
+    blocks: list[TensorBlock] = []
+    for tensor, start, share in places_of(captured, seat, block_bytes):
+        if share.is_inline:
+            size = share.lengths[0]
+            inline.append(captured.sources[tensor].read(start, start + size))
+            inlined.append(Inline(tensor, start, inline_size, size))
+            inline_size += size
+            continue
+        for length in share.lengths:
+            blocks.append(TensorBlock(len(blocks), tensor, start, start + length))
+            start += length
+    small = b"".join(inline)
+    ids = [ZERO_DIGEST] * len(blocks)
+    frozen = _rows_of_frozen(captured, blocks)
+    cuts = _cuts_of_frozen(captured, seat, block_bytes)
+    for tensor in [*frozen]:
+        said = captured.frozen[tensor]
+        if not said.is_due and said.cut == cuts[tensor] and len(said.ids) == len(frozen[tensor]) and packs.rely_on(said.ids):
+            said.unread += 1
+            for row, block in zip(frozen.pop(tensor), said.ids, strict=True):
+                ids[row] = block
+
+    def store(run: list[TensorBlock]) -> None:
+        buffers: list[Buffer] = []
+        for block in run:
+            data = captured.sources[block.tensor].read(block.start, block.stop)
+            # A frozen tensor lies in its owner's memory: should it change all the same, no block may have other bytes than its id says.
+            buffers.append(bytes(data) if block.tensor in captured.frozen else data)
+            sample.note(block.row, block.tensor, block.start, data)
+        encoder = Encoder(coding.mode)
+
+        def encode(number: int) -> Encoding:
+            block, raw = run[number], buffers[number]
+            spec = captured.layout.tensors[block.tensor]
+            elements = elements_of(spec.dtype, spec.item_bytes)
+            bases = masters.blocks(block) if block.tensor in masters.of else []
+            if bases and (cast := encoder.cast(raw, [masters.read(base) for base in bases], spec.dtype)) is not None:
+                return Encoding(cast, tuple(Base(ids[base.row], None) for base in bases), len(bases))
+            candidate = earlier.candidate(block.row, len(raw)) if earlier is not None else None
+            if candidate is not None and (delta := encoder.delta(raw, candidate.raw, elements)) is not None:
+                return Encoding(delta, (candidate.base,), candidate.age)
+            return Encoding(encoder.numbers(raw, elements))
+
+        for block, found in zip(run, packs.add(buffers, encode), strict=True):
+            ids[block.row] = found
+
+    masters = Masters(captured, blocks if coding.mode != "raw" else ())
+    for later in (False, True):  # weights after their masters
+        unread = (block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in masters.of) == later)
+        for_each(_runs(unread), store, cpu_threads() + 1)
+    for tensor, rows in frozen.items():
+        _note_frozen(captured, tensor, [ids[row] for row in rows], cuts[tensor])
+    sample.note_inline(inlined, inline, small)
+    return TensorBlocks(ids, small, blocks, inlined, sample)
+
+
+def inline_of(captured: Captured, seat: Seat, block_bytes: int) -> tuple[list[Inline], bytes]:
+    """What of the tensors lies inside the part."""
+    inlined: list[Inline] = []
+    data = bytearray()
+    for tensor, start, share in places_of(captured, seat, block_bytes):
+        if share.is_inline:
+            inlined.append(Inline(tensor, start, len(data), share.lengths[0]))
+            data += captured.sources[tensor].read(start, start + share.lengths[0])
+    return inlined, bytes(data)
+
+
+def places_of(captured: Captured, seat: Seat, block_bytes: int) -> Iterator[tuple[int, int, Share]]:
+    """What this rank stores: the tensor, where in its source it begins, and how it is cut."""
+    held = regions(captured.layout, seat.rank, seat.alike, captured.explicit)
+    bases = source_offsets(captured, held)
+    for share in shares(captured.layout, held, seat.rank, block_bytes):
+        yield held[share.region].tensor, bases[share.region] + share.start, share
+
+
+def store_part(
+    engine: Engine,
+    captured: Captured,
+    blobs: BlobBlocks,
+    tensors: TensorBlocks,
+    packs: Sequence[PackWriter],
+    *,
+    anchor: int,
+    seat: Seat,
+) -> WrittenPart:
+    """Writes the part that names these blocks, which lie where the closed `packs` say.
+
+    Raises:
+        UnsupportedValueError: there is very much of what takes nothing in the store.
+    """
+    ids = [*blobs.ids, *tensors.ids]
+    places = ChainMap(*(known for writer in packs for known in (writer.added, writer.found)))
+    extents = extents_of(ids, places)
+    layout = captured.layout.encode()
+    part = Part(
+        layout_id(layout),
+        seat.rank,
+        seat.world_size,
+        blobs.rows,
+        b"".join(ids),
+        encode_values(captured.values if seat.rank == seat.alike[0] else ()),
+        tensors.inline,
+        extents.packs,
+        extents.rows,
+        extents.base_ids,
+        anchor,
+        seat.layout_of,
+        encode_regions(captured.explicit),
+    )
+    if seat.rank == seat.alike[0]:
+        _require_readable(captured, layout, part, seat)
+    ulid, encoded = engine.put_id(), part.encode()
+    engine.backend.put(part_name(ulid), encoded)
+    added = {block: with_bases(place, places) for writer in packs for block, place in writer.added.items()}
+    return WrittenPart(ulid, part, added, sum(writer.new_bytes for writer in packs) + len(encoded), tensors)
+
+
+def _require_readable(captured: Captured, layout: bytes, part: Part, seat: Seat) -> None:
+    """Refuses what a reader would take for a bomb; the ranks' parts together stay below what it accepts.
+
+    Raises:
+        UnsupportedValueError: there is very much of what takes nothing in the store.
+    """
+    parsed = (value[2] for value in captured.values if type(value) is list and value[0] == "b" and value[1] == "m")
+    bodies = [layout[HEADER_BYTES:-DIGEST_BYTES], *(captured.blobs[number] for number in parsed)]
+    budget = ParseBudget(FREE_BYTES // (2 * seat.world_size))
+    encoded_bytes = int(part.extents["stored"][: int(part.blobs["blocks"].sum())].sum(dtype=np.int64))
+    # gc may encode the layout anew, in fewer bytes: a quarter of today's is what the reader will find at least.
+    budget.add_stored(encoded_bytes // 4 + part.stored_bytes + (ULID_BYTES + DIGEST_BYTES) * len(seat.alike))
+    size_bytes = sum(map(len, bodies))
+    if size_bytes <= budget.most_items(size_bytes):
+        return  # even if each byte was an item
+    try:
+        for body in bodies:
+            check_msgpack(memoryview(body), "the state", budget)
+    except CorruptObjectError as exc:
+        raise UnsupportedValueError(
+            "the state has too many empty containers, tensors or sets for the few bytes that it takes: leave some out, or merge them"
+        ) from exc
+
+
+def source_offsets(captured: Captured, held: Sequence[Region]) -> list[int]:
+    """Where each region that a rank holds begins in its tensor's source, which has one region after another."""
+    ends: dict[int, int] = {}
+    bases = []
+    for region in held:
+        base = ends.get(region.tensor, 0)
+        bases.append(base)
+        ends[region.tensor] = base + region.size_bytes(captured.layout.tensors[region.tensor])
+    return bases
+
+
+def _rows_of_frozen(captured: Captured, blocks: Sequence[TensorBlock]) -> dict[int, list[int]]:
+    rows: dict[int, list[int]] = {}
+    if captured.frozen:
+        for block in blocks:
+            if block.tensor in captured.frozen:
+                rows.setdefault(block.tensor, []).append(block.row)
+    return rows
+
+
+def _cuts_of_frozen(captured: Captured, seat: Seat, block_bytes: int) -> dict[int, bytes]:
+    """Which blocks of each frozen tensor this rank stores: another rank may store them at the next put."""
+    cuts: dict[int, list[tuple[object, ...]]] = {}
+    if captured.frozen:
+        held = regions(captured.layout, seat.rank, seat.alike, captured.explicit)
+        for share in shares(captured.layout, held, seat.rank, block_bytes):
+            region = held[share.region]
+            if region.tensor in captured.frozen:
+                cuts.setdefault(region.tensor, []).append((region.is_flat, region.offsets, region.sizes, share.start, share.lengths))
+    return {tensor: repr(several).encode() for tensor, several in cuts.items()}
+
+
+def _note_frozen(captured: Captured, tensor: int, ids: list[Digest], cut: bytes) -> None:
+    """What a frozen tensor was found to be when it was read."""
+    said, name = captured.frozen[tensor], captured.layout.tensors[tensor].name
+    if said.cut == cut and len(said.ids) == len(ids) and said.ids != ids:
+        raise FrozenChangedError(
+            f"{name} was put as frozen, but has changed since it was last read: nothing was published, and the {said.unread} "
+            "snapshots since then have its earlier values. Leave it out of frozen=",
+            object_id=name,
+        )
+    said.ids, said.cut, said.unread = ids, cut, 0
+
+
+def _runs(blocks: Iterable[TensorBlock]) -> Iterator[list[TensorBlock]]:
+    """The blocks in order, in runs that one thread handles at a time, of up to `RUN_BYTES`."""
+    run: list[TensorBlock] = []
+    run_bytes = 0
+    for block in blocks:
+        size = block.stop - block.start
+        if run and (run_bytes + size > RUN_BYTES or len(run) == RUN_BLOCKS):
+            yield run
+            run, run_bytes = [], 0
+        run.append(block)
+        run_bytes += size
+    if run:
+        yield run

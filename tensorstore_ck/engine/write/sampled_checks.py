@@ -1,0 +1,213 @@
+"""Which bytes of a put are looked at twice, and what is found there: tensors that changed while they were read, and how many elements of
+floating tensors are not finite.
+
+Small tensors are looked at in full. Of the others the sample is systematic: a piece of each `STRIDE_BYTES` of a tensor, at a distance from
+its beginning that is drawn for each tensor and put by a hash. The draw depends on what the root of a snapshot depends on, and on nothing
+else, so that equal puts have equal samples.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.common.ids import Digest, block_id, derived_hash
+from tensorstore_ck.errors import CaptureChangedError
+from tensorstore_ck.format.codec import elements_of
+from tensorstore_ck.format.layout import Captured
+
+SAMPLE_SHARE: Final = 1 / 256
+"""Of the bytes of larger tensors: both looks together then took less than 1 % of the put of 1 GiB to memory, at 2.6 GB/s."""
+MIN_SAMPLE_BYTES: Final = 256 << 10
+"""Of a state, at the least; smaller ones are looked at in full."""
+STRIDE_BYTES: Final = 4 << 20
+_ALIGN: Final = 16
+"""No element is larger than this, or lies across a multiple of it."""
+MAX_NAMED: Final = 3
+
+_EXPONENT: Final = {8: 0x7FF << 52, 4: 0xFF << 23, 2: 0x1F << 10, 1: 0x1F << 2}
+"""Bits that are all set where an IEEE number of so many bytes is not finite."""
+_UNLIKE_IEEE: Final = {"bfloat16": 0xFF << 7, "float8_e4m3fn": 0x7F}
+_WITHOUT: Final = ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
+"""Formats of which no exponent says that a number is not finite: they are not looked at."""
+
+
+class Sampling(NamedTuple):
+    """How a put is sampled."""
+
+    turn: int = 0
+    verify_share: float = 0.0
+    """What share of larger tensors is read a second time; 0: nothing is, not even of small ones."""
+
+
+NOT_VERIFIED: Final = Sampling()
+
+
+class Piece(NamedTuple):
+    """Bytes of a tensor that were read."""
+
+    tensor: int
+    start: int
+    stop: int
+    digest: Digest
+
+
+class Inline(NamedTuple):
+    """A small tensor, or what this rank has of one, which lies inside the part."""
+
+    tensor: int
+    start: int
+    """Where it begins in the tensor's source."""
+    offset: int
+    """Where it begins in the part's inline bytes."""
+    size_bytes: int
+
+
+class Finiteness(NamedTuple):
+    """How many elements were looked at, and how many are not finite."""
+
+    elements: int = 0
+    non_finite: int = 0
+
+    @property
+    def share(self) -> float:
+        """Of those that are not finite."""
+        return self.non_finite / self.elements if self.elements else 0.0
+
+
+def turn_of(parent: bytes | None, step: int | None) -> int:
+    """The draw of a put."""
+    return int.from_bytes(derived_hash("sample of a put", parent or b"", str(step).encode())[:4], "little")
+
+
+def share_of(state_bytes: int, share: float) -> float:
+    """What is looked at of larger tensors in a state of so many bytes, where that is to be `share` of them."""
+    return min(1.0, max(share, MIN_SAMPLE_BYTES / max(state_bytes, 1)))
+
+
+def pieces(tensor: int, start: int, stop: int, share: float, turn: int) -> Iterator[tuple[int, int]]:
+    """What is looked at of bytes [start, stop) of a tensor."""
+    length = -(-int(share * STRIDE_BYTES) // _ALIGN) * _ALIGN
+    offset = (((turn ^ tensor * 0x9E3779B1) & 0xFFFFFFFF) * 0x85EBCA6B >> 13) % STRIDE_BYTES // _ALIGN * _ALIGN
+    at = offset + (start - offset) // STRIDE_BYTES * STRIDE_BYTES
+    while at < stop:
+        first, last = max(at, start), min(at + length, stop)
+        if first < last:
+            yield first, last
+        at += STRIDE_BYTES
+
+
+def is_floating(dtype: str, item_bytes: int) -> bool:
+    """Whether a layout's dtype has floating or complex numbers."""
+    return elements_of(dtype, item_bytes).is_float
+
+
+def count_non_finite(data: bytes | memoryview, dtype: str, item_bytes: int) -> Finiteness:
+    """Looks at numbers of a dtype of a layout."""
+    mask = _mask_of(dtype, item_bytes)
+    if mask is None:
+        return Finiteness()
+    words = np.frombuffer(data, f"{'>' if '>' in dtype else '<'}u{elements_of(dtype, item_bytes).item_bytes}")
+    return Finiteness(len(words), int(np.count_nonzero((words & words.dtype.type(mask)) == mask)))
+
+
+class CaptureSample:
+    """The sample of what one rank writes. Thread-safe while it is taken."""
+
+    def __init__(self, captured: Captured, sampling: Sampling) -> None:
+        self._captured = captured
+        self._turn = sampling.turn
+        self._share = share_of(captured.logical_bytes, SAMPLE_SHARE)
+        self._verify_share = sampling.verify_share and share_of(captured.logical_bytes, sampling.verify_share)
+        self._lock = threading.Lock()
+        self._pieces: list[Piece] = []
+        self._reads: Sequence[memoryview] = ()
+        self._elements = 0
+        self.non_finite_rows: dict[int, int] = {}
+        """Row of a block -> how many, where there are any."""
+        self.non_finite_inline: dict[int, int] = {}
+        """Likewise, by the number of a small tensor."""
+
+    def note(self, row: int, tensor: int, start: int, data: memoryview | bytes) -> None:
+        """A block as it was read, before it is hashed and stored; it begins at `start` of its tensor."""
+        if tensor in self._captured.frozen:
+            return  # these have a check of their own
+        stop, turn = start + len(data), self._turn
+        if self._verify_share:
+            for first, last in pieces(tensor, start, stop, self._verify_share, turn):
+                self._pieces.append(Piece(tensor, first, last, block_id(data[first - start : last - start])))
+        spec = self._captured.layout.tensors[tensor]
+        if _mask_of(spec.dtype, spec.item_bytes) is None:
+            return
+        for first, last in pieces(tensor, start, stop, self._share, turn):
+            found = count_non_finite(data[first - start : last - start], spec.dtype, spec.item_bytes)
+            with self._lock:
+                self._elements += found.elements
+                if found.non_finite:
+                    self.non_finite_rows[row] = self.non_finite_rows.get(row, 0) + found.non_finite
+
+    def note_inline(self, inlined: Sequence[Inline], reads: Sequence[memoryview], data: bytes) -> None:
+        """All small tensors, as they were read one by one, and together."""
+        self._reads = reads
+        tensors, first = self._captured.layout.tensors, 0
+        for last, each in enumerate(inlined, start=1):
+            kind = tensors[each.tensor].dtype
+            if last < len(inlined) and tensors[inlined[last].tensor].dtype == kind:
+                continue  # neighbours of one dtype are looked at together
+            several, item_bytes = inlined[first:last], tensors[each.tensor].item_bytes
+            found = count_non_finite(memoryview(data)[several[0].offset : each.offset + each.size_bytes], kind, item_bytes)
+            self._elements += found.elements
+            for small in several if found.non_finite else ():
+                some = count_non_finite(memoryview(data)[small.offset : small.offset + small.size_bytes], kind, item_bytes)
+                if some.non_finite:
+                    self.non_finite_inline[small.tensor] = self.non_finite_inline.get(small.tensor, 0) + some.non_finite
+            first = last
+
+    @property
+    def finiteness(self) -> Finiteness:
+        """Of the whole sample."""
+        return Finiteness(self._elements, sum(self.non_finite_rows.values()) + sum(self.non_finite_inline.values()))
+
+    def verify(self, inlined: Sequence[Inline], data: bytes) -> None:
+        """Reads it a second time.
+
+        Raises:
+            CaptureChangedError: a tensor has other bytes than when it was read first.
+        """
+        if not self._verify_share:
+            return
+        sources = self._captured.sources
+        changed = {each.tensor for each in self._pieces if block_id(sources[each.tensor].read(each.start, each.stop)) != each.digest}
+        again = [
+            read if read.obj is None else sources[each.tensor].read(each.start, each.start + each.size_bytes)
+            for each, read in zip(inlined, self._reads, strict=True)
+        ]  # what has no object is a view of the tensor's own memory
+        if b"".join(again) != data:
+            for each, now in zip(inlined, again, strict=True):
+                if now != data[each.offset : each.offset + each.size_bytes]:
+                    changed.add(each.tensor)
+        require_unchanged(self._captured, changed - self._captured.frozen.keys())
+
+
+def require_unchanged(captured: Captured, changed: set[int]) -> None:
+    """Refuses to go on with tensors that changed.
+
+    Raises:
+        CaptureChangedError: there are some; it names them.
+    """
+    if changed:
+        names = [captured.layout.tensors[number].name for number in sorted(changed)]
+        shown = ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
+        raise CaptureChangedError(
+            f"{shown} changed while being captured, so the save would hold a mixture of two states: nothing was published. Save between "
+            "steps, when no thread changes the state, or leave such tensors out; verify_capture=0 turns this check off",
+            object_id=names[0],
+        )
+
+
+def _mask_of(dtype: str, item_bytes: int) -> int | None:
+    elements = elements_of(dtype, item_bytes)
+    if not elements.is_float or dtype in _WITHOUT:
+        return None
+    return _UNLIKE_IEEE.get(dtype) or _EXPONENT.get(elements.item_bytes)

@@ -1,0 +1,227 @@
+"""Saves whose content contradicts what they say: no weight moved though the step did, or an optimizer counted other steps.
+
+Such a state is stored faithfully all the same; but others lost weeks to asynchronous saves that were bit-identical, and to an optimizer of
+another step than its weights. Each rank examines its own part (`examining`); the one that publishes judges here what all have found.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal, NamedTuple, cast, get_args
+
+from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.write.sampled_checks import Finiteness
+from tensorstore_ck.errors import InvalidOptionError, StoreError, SuspiciousSaveError
+from tensorstore_ck.format.record import NOTE, decode_metadata, record_name
+from tensorstore_ck.format.sealed import Body, take
+from tensorstore_ck.log import RefTable, SnapshotInfo
+
+JUMP: Final = 2.0
+"""A share of numbers that are not finite which grows by more than this factor, but for tensors that are as before, is worth a warning."""
+
+Unchanged = Literal["warn", "error", "ok"]
+
+
+class SuspiciousSaveWarning(UserWarning):
+    """A save was published as it was given, but its content contradicts its step, much of it is suddenly not finite, or ranks differ."""
+
+
+class Claim(NamedTuple):
+    """What a put says of its content."""
+
+    ref: str
+    step: int | None
+    parent: Digest | None
+
+
+class Checks(NamedTuple):
+    """What a put is checked for."""
+
+    unchanged: Unchanged = "ok"
+    """What to do when its content contradicts its step."""
+    verify_capture: float = 0.0
+    """What share of larger tensors is read a second time; 0: nothing is."""
+
+
+def require_checks(unchanged: object, verify_capture: object) -> Checks:
+    """Checks the options of a put.
+
+    Raises:
+        InvalidOptionError: one is not what it must be.
+    """
+    if unchanged not in get_args(Unchanged):
+        raise InvalidOptionError(f"unchanged must be 'warn', 'error' or 'ok', not {unchanged!r}", object_id="unchanged")
+    if isinstance(verify_capture, bool) or not isinstance(verify_capture, int | float) or not 0 <= verify_capture <= 1:
+        raise InvalidOptionError(f"verify_capture must be a share from 0.0 to 1.0, not {verify_capture!r}", object_id="verify_capture")
+    return Checks(cast(Unchanged, unchanged), float(verify_capture))
+
+
+@dataclass(slots=True)
+class Counts:
+    """The step counters of one optimizer, on one rank or on all."""
+
+    least: float
+    most: float
+    may_skip: bool
+    """Whether a gradient scaler lets it skip steps."""
+    least_before: float | None = None
+    """In the snapshot before; None where that is not comparable."""
+    most_before: float | None = None
+    most_earlier: float | None = None
+    """In one before that, as far as it was looked at."""
+    steps_earlier: int = 0
+    """Between those two: more than one."""
+
+    def merge(self, other: "Counts") -> None:
+        """Takes in those of another rank."""
+        self.least, self.most = min(self.least, other.least), max(self.most, other.most)
+        self.least_before = _known(min, self.least_before, other.least_before)
+        self.most_before = _known(max, self.most_before, other.most_before)
+        self.most_earlier = _known(max, self.most_earlier, other.most_earlier)
+        self.steps_earlier = max(self.steps_earlier, other.steps_earlier)
+
+
+@dataclass(slots=True)
+class Findings:
+    """What one rank found in its part, or all in theirs."""
+
+    has_moved: bool = True
+    """Whether a floating tensor differs from the snapshot before, or that cannot be told."""
+    had_moved: bool = False
+    """Whether one of those that do not differ did in the snapshots before."""
+    elements: int = 0
+    """Of the sample."""
+    non_finite: int = 0
+    non_finite_moved: int = 0
+    """In what differs from the snapshot before."""
+    counts: dict[str, Counts] = field(default_factory=dict)
+    """By optimizer."""
+
+    def record(self) -> Body:
+        """As it travels."""
+        return asdict(self)
+
+    @classmethod
+    def of_record(cls, record: Body) -> "Findings":
+        """What `record` made."""
+        counts = {str(name): Counts(**each) for name, each in take(record, "counts", dict).items()}
+        return cls(**{**record, "counts": counts})
+
+    @property
+    def finiteness(self) -> Finiteness:
+        """Of the sample."""
+        return Finiteness(self.elements, self.non_finite)
+
+
+def merged(several: Sequence[Findings]) -> Findings:
+    """What all ranks have found."""
+    found = Findings(any(each.has_moved for each in several), any(each.had_moved for each in several))
+    for each in several:
+        found.elements += each.elements
+        found.non_finite += each.non_finite
+        found.non_finite_moved += each.non_finite_moved
+        for name, counts in each.counts.items():
+            found.counts.setdefault(name, counts).merge(counts)
+    return found
+
+
+def judge(engine: Engine, found: Findings, checks: Checks, claim: Claim) -> None:
+    """Warns of what was found, or refuses it; nothing is published yet.
+
+    Raises:
+        SuspiciousSaveError: it is not to be published like that.
+    """
+    ref, step, _ = claim
+    before = snapshot_before(engine.log.view(), claim)
+    doubts = "; ".join([] if checks.unchanged == "ok" else _doubts(found, before, step))
+    if doubts and checks.unchanged == "error":
+        raise SuspiciousSaveError(
+            f"nothing was published to {ref!r}: {doubts} (unchanged='warn' publishes it with a warning)", object_id=ref
+        )
+    address = ref if step is None else f"{ref}@{step}"
+    if doubts:
+        warnings.warn(f"{address}: {doubts} (unchanged='ok' is for saves that are meant to be so)", SuspiciousSaveWarning, stacklevel=2)
+    if before is None or not found.non_finite_moved:
+        return
+    moved, share = found.non_finite_moved / found.elements, found.finiteness.share
+    known = _noted_share(engine, before)
+    if moved > JUMP * max(0.0, known - (share - moved)):
+        warnings.warn(
+            f"{address}: {share:.2%} of the floating numbers that were sampled are NaN or infinite, and {known:.2%} were in the save "
+            f"before{_at(before)}: the training has likely diverged, and no save from here on may be worth resuming from",
+            SuspiciousSaveWarning,
+            stacklevel=2,
+        )
+
+
+def _doubts(found: Findings, before: SnapshotInfo | None, step: int | None) -> Iterator[str]:
+    steps = steps_between(before.step, step) if before is not None else None
+    if steps and before is not None and not found.has_moved and found.had_moved:
+        yield (
+            f"no floating tensor differs from the save before{_at(before)}, though the step moved on by {steps} and tensors changed "
+            "in earlier saves: is the state that is saved still the one that is trained?"
+        )
+    for name, counts in found.counts.items():
+        title = f"the step counters of the optimizer{f' at {name!r}' if name else ''}"
+        if counts.least != counts.most and (
+            before is None or (counts.most_before is not None and counts.least_before == counts.most_before)
+        ):
+            yield f"{title} are from {counts.least:g} to {counts.most:g}: was it captured in the middle of a step?"
+        expected = _expected(counts, before, steps)
+        if expected is not None and before is not None:
+            yield (
+                f"{title} are at {counts.most:g}; in the save before{_at(before)} they were at {counts.most_before:g}, and {steps} steps "
+                f"lie between, which makes {expected}: are the weights and the optimizer of one step?"
+            )
+
+
+def _expected(counts: Counts, before: SnapshotInfo | None, steps: int | None) -> str | None:
+    """What the counters should be, where they are not; None where they are, or where nobody can tell what they should be.
+
+    They count what ``step=`` counts if they were equal, or moved on alike before. Where they count something else, such as steps with
+    several micro-batches each, they must at least move as they did before.
+    """
+    then, earlier, most = counts.most_before, counts.most_earlier, counts.most
+    if not steps or before is None or then is None or most == then + steps:
+        return None
+    if then == before.step or (earlier is not None and then - earlier == counts.steps_earlier):
+        may_have_skipped = counts.may_skip and then + (steps > 1) <= most < then + steps
+        return None if may_have_skipped else f"{then + steps:g}"
+    is_stuck = most == then and earlier is not None and earlier < then - 1 and counts.steps_earlier <= steps
+    return "more" if is_stuck else None
+
+
+def _at(info: SnapshotInfo) -> str:
+    return "" if info.step is None else f" (step {info.step})"
+
+
+def steps_between(first: int | None, second: int | None) -> int | None:
+    """The steps from one to the other, if that is forward."""
+    return second - first if first is not None and second is not None and second > first else None
+
+
+def snapshot_before(view: RefTable, claim: Claim) -> SnapshotInfo | None:
+    """What the put continues; None for the first one to a ref, which may come from anywhere."""
+    info = find_snapshot(view, claim.parent) if claim.parent is not None else None
+    is_of_ref = info is not None and (info.ref == claim.ref or view.branch(claim.ref) is not None)
+    return info if is_of_ref else None
+
+
+def find_snapshot(view: RefTable, root: Digest) -> SnapshotInfo | None:
+    """A snapshot that is published, or staged."""
+    return view.by_root(root) or next((info for _, info in view.all_staged() if info.root == root), None)
+
+
+def _noted_share(engine: Engine, info: SnapshotInfo) -> float:
+    """What a snapshot's metadata says of numbers that are not finite."""
+    try:
+        note = decode_metadata(engine.recent_record(info), record_name(info.ulid)).get(NOTE)
+    except StoreError:
+        return 0.0
+    share = note.get("non_finite") if isinstance(note, dict) else None
+    return share if isinstance(share, float) else 0.0
+
+
+def _known(choose: Any, one: float | None, other: float | None) -> float | None:
+    return other if one is None else one if other is None else choose(one, other)

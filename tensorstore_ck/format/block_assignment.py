@@ -1,0 +1,297 @@
+"""Who writes what: the blocks of every region that a rank holds, and in which rank's part they lie. Pure arithmetic.
+
+A region is what one rank holds of one tensor in one piece. Ranks that hold the same region are its replicas: its blocks are written
+once, spread over them. Writers and readers compute this from the layout, so no rank tells another, and no list of it is stored.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from math import prod
+from operator import add
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.chunker import cut_box, cut_interval
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, Explicit, Layout, Sharding, TensorSpec
+from tensorstore_ck.format.sharding import Box, Shard, boxes, holders_of, replicas
+
+MIN_RUN_BYTES: Final = 64 << 20
+"""Replicas share the writing of what they hold in runs of at least this size, so that each writes large objects."""
+
+
+class Region(NamedTuple):
+    """A box of a tensor, row-major, or an interval of the flattened tensor; never empty."""
+
+    tensor: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    """In elements along each dim; of an interval, one number each."""
+    is_flat: bool
+    replicas: tuple[int, ...]
+    """The ranks that hold it, in order."""
+
+    def size_bytes(self, spec: TensorSpec) -> int:
+        """Its bytes."""
+        return prod(self.sizes) * spec.item_bytes
+
+    def pieces(self, spec: TensorSpec, start: int, stop: int) -> Iterator[tuple[Box, int]]:
+        """Boxes of the tensor that cover the region's elements [start, stop), and the element of the region at which each begins."""
+        if self.is_flat:
+            covering = row_boxes(spec.shape, self.offsets[0] + start, self.offsets[0] + stop)
+        else:
+            covering = row_boxes(self.sizes, start, stop)
+        for offsets, sizes in covering:
+            if not self.is_flat:
+                offsets = tuple(map(add, offsets, self.offsets))
+            yield Box(offsets, sizes), start
+            start += prod(sizes)
+
+    def overlaps(self, spec: TensorSpec, box: Box, start: int, stop: int) -> bool:
+        """Whether any of its elements [start, stop) lies in a box."""
+        return any(overlap(piece, box) is not None for piece, _ in self.pieces(spec, start, stop))
+
+    def ahead_of(self, box: Box) -> int | None:
+        """How many of its elements come before the first one of a box, where both have the same columns; else None."""
+        if self.is_flat or self.offsets[1:] != box.offsets[1:] or self.sizes[1:] != box.sizes[1:] or not box.sizes:
+            return None
+        return (box.offsets[0] - self.offsets[0]) * prod(self.sizes[1:])
+
+    def common(self, spec: TensorSpec, box: Box) -> int:
+        """How many of its elements lie in a box."""
+        both = (overlap(piece, box) for piece, _ in self.pieces(spec, 0, prod(self.sizes)))
+        return sum(prod(each.sizes) for each in both if each is not None)
+
+    def lengths(self, spec: TensorSpec, target_bytes: int) -> list[int]:
+        """Bytes of each of its blocks, in order. Up to half the target it is one block, whatever the shape."""
+        size_bytes = self.size_bytes(spec)
+        if size_bytes <= target_bytes // 2:
+            return [size_bytes]
+        if self.is_flat:
+            lengths = cut_interval(self.offsets[0], self.offsets[0] + self.sizes[0], spec.item_bytes, target_bytes)
+        else:
+            lengths = cut_box(self.offsets, self.sizes, spec.item_bytes, target_bytes)
+        return [int(length) for length in lengths]
+
+
+class Share(NamedTuple):
+    """What one part has of one region: neighbouring blocks of it, or all of a small one inside the part."""
+
+    region: int
+    """Its number among the regions of the part's rank."""
+    start: int
+    """Where the first block begins, in bytes of the region."""
+    lengths: list[int]
+    """Bytes of each block."""
+    is_inline: bool
+
+
+def alike(layout_of: bytes, rank: int, ranks: int) -> tuple[int, ...]:
+    """The ranks that have the same layout as `rank`, in order."""
+    if not layout_of:
+        return tuple(range(ranks))
+    numbers = np.frombuffer(layout_of, "<u2")
+    return tuple(np.flatnonzero(numbers == numbers[rank]).tolist())
+
+
+def first_of(layout_of: bytes, rank: int) -> int:
+    """The first rank with the layout of `rank`."""
+    numbers = np.frombuffer(layout_of, "<u2")
+    return int(np.argmax(numbers == numbers[rank])) if layout_of else 0
+
+
+def first_ranks(layout_of: bytes) -> list[int]:
+    """The first rank with each layout."""
+    return np.unique(np.frombuffer(layout_of, "<u2"), return_index=True)[1].tolist() if layout_of else [0]
+
+
+def regions(layout: Layout, rank: int, alike: tuple[int, ...], explicit: Sequence[Explicit] = ()) -> list[Region]:
+    """Every region that a rank holds, in the order of the layout.
+
+    Args:
+        layout: The layout.
+        rank: The rank.
+        alike: The ranks with this layout, in order: the replicas of whole tensors.
+        explicit: What the part of that rank says of tensors whose regions do not follow from the layout.
+    """
+    found: list[Region] = []
+    told = {each.tensor: each for each in explicit}
+    coordinates = [mesh.coordinate(rank) for mesh in layout.meshes]
+    holders: dict[Sharding, tuple[int, ...]] = {}
+    for number, spec in enumerate(layout.tensors):
+        spread = layout.spreads[number] if layout.spreads else None
+        if spread is None:
+            if 0 not in spec.shape:
+                found.append(Region(number, (0,) * len(spec.shape), spec.shape, False, alike))
+        elif isinstance(spread, str):
+            if number not in told:
+                raise CorruptObjectError(f"nothing says which regions of tensor {spec.name!r} rank {rank} holds", object_id=spec.name)
+            found += [Region(number, *box, spread == "flat", (rank,)) for box in told[number].boxes]
+        else:
+            mesh, coordinate = layout.meshes[spread.mesh], coordinates[spread.mesh]
+            if coordinate is None:
+                continue  # a tensor of other ranks
+            for local in boxes(spec.shape, mesh.shape, spread.placements, coordinate):
+                if spread not in holders:  # the same for every tensor of which the rank holds something
+                    holders[spread] = replicas(mesh, spread.placements, spec.shape, rank)
+                found.append(Region(number, *local.box, False, holders[spread]))
+    return found
+
+
+def every_region(
+    layout: Layout,
+    tensor: int,
+    alike: tuple[int, ...],
+    told: Callable[[int, int], Sequence[Box]] = lambda rank, tensor: (),
+    *,
+    near: Box | None = None,
+    order: Sequence[int] | None = None,
+) -> Iterator[Region]:
+    """Every region of a tensor, each once; with `near`, those that have something of that box, and perhaps a few others.
+
+    `told`: what the part of a rank says of its regions of a tensor; ranks are asked in `order`.
+    """
+    spec, spread = layout.tensors[tensor], layout.spreads[tensor] if layout.spreads else None
+    if spread is None:
+        if 0 not in spec.shape:
+            yield Region(tensor, (0,) * len(spec.shape), spec.shape, False, alike)
+    elif isinstance(spread, str):
+        for rank in alike if order is None else order:
+            yield from (Region(tensor, *box, spread == "flat", (rank,)) for box in told(rank, tensor))
+    else:
+        mesh = layout.meshes[spread.mesh]
+        for coordinate in product(*_positions(spec.shape, mesh.shape, spread.placements, near)):
+            index = 0
+            for extent, position in zip(mesh.shape, coordinate, strict=True):
+                index = index * extent + position
+            holders = replicas(mesh, spread.placements, spec.shape, mesh.ranks[index])
+            for local in boxes(spec.shape, mesh.shape, spread.placements, coordinate):
+                yield Region(tensor, *local.box, False, holders)
+
+
+def _positions(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: Sequence[Shard | None], near: Box | None
+) -> Iterator[range]:
+    """Along each mesh dim, where those ranks stand that have something of a box; of replicas the first."""
+    whole = set(range(len(shape)))
+    for extent, shard in zip(mesh_shape, placements, strict=True):
+        if shard is None:
+            yield range(1)
+        elif near is None or shard.dim not in whole:
+            yield range(extent)
+        else:  # the first to split this tensor dim: which of thousands have a piece of the box is known without asking each
+            whole.remove(shard.dim)
+            start, size = near.offsets[shard.dim], near.sizes[shard.dim]
+            yield holders_of(shape[shard.dim], shard.split_factor, extent, start, start + size)
+
+
+def shares(layout: Layout, held: Sequence[Region], rank: int, target_bytes: int) -> list[Share]:
+    """What the part of `rank` has of each region, in order.
+
+    All regions of one set of n replicas, T bytes in all, are cut into k = max(1, min(n, T // `MIN_RUN_BYTES`)) runs: a block that
+    begins at byte c belongs to run c * k // T, and run j to the j-th replica.
+
+    Args:
+        layout: The layout.
+        held: The regions that the rank holds; or some, but then all of each set of replicas.
+        rank: The rank.
+        target_bytes: Of a block.
+    """
+    totals: dict[tuple[int, ...], int] = {}
+    for region in held:
+        totals[region.replicas] = totals.get(region.replicas, 0) + region.size_bytes(layout.tensors[region.tensor])
+    begun = dict.fromkeys(totals, 0)
+    found = []
+    for number, region in enumerate(held):
+        spec = layout.tensors[region.tensor]
+        size_bytes = region.size_bytes(spec)
+        is_inline = size_bytes <= INLINE_TENSOR_BYTES
+        lengths = [size_bytes] if is_inline else region.lengths(spec, target_bytes)
+        first, last, start = 0, len(lengths), 0
+        if len(region.replicas) > 1:
+            total, at = totals[region.replicas], begun[region.replicas]
+            runs = max(1, min(len(region.replicas), total // MIN_RUN_BYTES))
+            starts = np.cumsum([0, *lengths[:-1]])
+            owners = (at + starts) * runs // total
+            first, last = np.searchsorted(owners, [replica_number := region.replicas.index(rank), replica_number + 1]).tolist()
+            start = int(starts[first]) if first < last else 0
+            begun[region.replicas] += size_bytes
+        if first < last:
+            found.append(Share(number, start, lengths[first:last], is_inline))
+    return found
+
+
+def encode_regions(explicit: Sequence[Explicit]) -> bytes:
+    """The regions of a part: for each such tensor its number, how many dims, how many boxes, and offsets and sizes of each (``<i8``)."""
+    numbers: list[int] = []
+    for tensor, told in explicit:
+        numbers += [tensor, len(told[0].sizes) if told else 0, len(told)]
+        for box in told:
+            numbers += [*box.offsets, *box.sizes]
+    return np.array(numbers, "<i8").tobytes()
+
+
+def decode_regions(layout: Layout, data: bytes, name: str) -> list[Explicit]:
+    """The regions of a part, checked against its layout.
+
+    Raises:
+        CorruptObjectError: not what `encode_regions` made for such a layout.
+    """
+    found: list[Explicit] = []
+    try:
+        numbers = np.frombuffer(data, "<i8").tolist()
+        at = 0
+        while at < len(numbers):
+            tensor, dims, count = numbers[at : at + 3]
+            at += 3
+            if not (found[-1].tensor if found else -1) < tensor < len(layout.spreads) or not isinstance(layout.spreads[tensor], str):
+                raise ValueError("a tensor is out of order, or its regions follow from the layout")
+            shape = layout.tensors[tensor].shape
+            if layout.spreads[tensor] == "flat":
+                shape = (prod(shape),)
+            if dims != (len(shape) if count else 0) or not 0 <= count <= (len(numbers) if dims else 1):
+                raise ValueError("a tensor has other dims, or too many regions")
+            told = []
+            for _ in range(count):
+                told.append(Box(tuple(numbers[at : at + dims]), tuple(numbers[at + dims : at + 2 * dims])))
+                at += 2 * dims
+            for box in told:
+                bounds = zip(box.offsets, box.sizes, shape, strict=True)
+                if not all(offset >= 0 and size > 0 and offset + size <= extent for offset, size, extent in bounds):
+                    raise ValueError("a region lies outside of its tensor, or is empty")
+            found.append(Explicit(tensor, tuple(told)))
+    except (ValueError, IndexError) as exc:
+        raise CorruptObjectError(f"{name} has malformed regions: {exc}", object_id=name) from exc
+    return found
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """What two boxes have in common; None when that is nothing."""
+    offsets = tuple(map(max, one.offsets, other.offsets))
+    ends = (min(a + b, c + d) for a, b, c, d in zip(*one, *other, strict=True))
+    sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
+    return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def row_boxes(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Covers elements [start, stop) of a row-major box by (offsets, sizes), in order."""
+    if start >= stop:
+        return
+    if not sizes:
+        yield (), ()
+        return
+    row = prod(sizes[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # inside one row
+        for offsets, inner in row_boxes(sizes[1:], start - last * row, stop - last * row):
+            yield (last, *offsets), (1, *inner)
+        return
+    if start < first * row:
+        for offsets, inner in row_boxes(sizes[1:], start - (first - 1) * row, row):
+            yield (first - 1, *offsets), (1, *inner)
+    if first < last:
+        yield (first, *(0,) * (len(sizes) - 1)), (last - first, *sizes[1:])
+    if last * row < stop:
+        for offsets, inner in row_boxes(sizes[1:], 0, stop - last * row):
+            yield (last, *offsets), (1, *inner)

@@ -1,0 +1,122 @@
+"""The codec `planes`: the bytes of all elements by significance, each kind coded for itself.
+
+    item bytes (1) | flags (1) | groups (1) | zero (1) | for each group: width (1), how (1), zero (2), stored bytes (4) | the groups
+
+The idea is ZipNN's (arXiv:2411.05239): of weights, only the exponents repeat. Which bytes are worth coding, a sample says.
+"""
+
+import struct
+from typing import Final, NamedTuple
+
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.codec.byte_split import Words, merge, split, words_of
+from tensorstore_ck.format.codec.entropy import NOISE_BITS, Coder, How, bits_per_byte, decode_group, sample
+
+ROTATED: Final = 1
+_HEADER: Final = struct.Struct("<BBBx")
+_GROUP: Final = struct.Struct("<BBxxI")
+
+
+class Elements(NamedTuple):
+    """What a block consists of."""
+
+    item_bytes: int
+    """1, 2, 4 or 8."""
+    is_float: bool
+
+
+BYTES: Final = Elements(1, False)
+
+
+def elements_of(dtype: str, item_bytes: int) -> Elements:
+    """Those of a tensor; `dtype` as in a layout."""
+    name = dtype.removeprefix("np:").lstrip("<>=|")
+    is_complex = name.startswith("complex") or (dtype.startswith("np:") and name[:1] == "c")
+    is_float = is_complex or "float" in name or (dtype.startswith("np:") and name[:1] == "f")
+    size = item_bytes // 2 if is_complex else item_bytes
+    return Elements(size, is_float) if size in (1, 2, 4, 8) else BYTES
+
+
+def likely_elements(raw: memoryview) -> Elements:
+    """Those whose planes would be smallest."""
+    fitting = [Elements(size, is_float) for size in (1, 2, 4, 8) if len(raw) % size == 0 for is_float in (False, True)[: min(size, 2)]]
+    return min(fitting, key=lambda each: planes_bytes(raw, each)) if len(raw) else BYTES
+
+
+def planes_or_raw(raw: memoryview, elements: Elements, coder: Coder) -> list[bytes | memoryview]:
+    """The pieces of the stored bytes, also where nothing is worth coding."""
+    coded = encode_planes(raw, elements, coder)
+    if coded is not None:
+        return coded
+    return [_HEADER.pack(elements.item_bytes, 0, 1), _GROUP.pack(elements.item_bytes, How.RAW, len(raw)), raw]
+
+
+def planes_bytes(raw: memoryview, elements: Elements) -> float:
+    """What the planes of a block most likely take."""
+    bits = _bits(sample(words_of(raw, elements.item_bytes)), rotated=elements.is_float)
+    return sum(bits) / 8 * (len(raw) / elements.item_bytes)
+
+
+def encode_planes(raw: memoryview, elements: Elements, coder: Coder) -> list[bytes | memoryview] | None:
+    """The pieces of the stored bytes; None where nothing is worth coding."""
+    words = words_of(raw, elements.item_bytes)
+    bits = _bits(sample(words), rotated=elements.is_float)
+    if min(bits) > NOISE_BITS:
+        return None
+    widths, heads = _group(bits)
+    groups = split(words, widths, rotated=elements.is_float)
+    coded = [coder.encode(group, each) for group, each in zip(groups, heads, strict=True)]
+    if all(how == How.RAW for how, _ in coded):
+        return None
+    header = [_HEADER.pack(elements.item_bytes, ROTATED if elements.is_float else 0, len(groups))]
+    header += [_GROUP.pack(width, how, len(data)) for width, (how, data) in zip(widths, coded, strict=True)]
+    return [b"".join(header), *(data for _, data in coded)]
+
+
+def decode_planes(stored: memoryview, into: memoryview, name: str) -> None:
+    """The raw bytes, straight into their place.
+
+    Raises:
+        CorruptObjectError: it does not decode to so many.
+    """
+    try:
+        item_bytes, flags, count = _HEADER.unpack_from(stored)
+        rows = [_GROUP.unpack_from(stored, _HEADER.size + number * _GROUP.size) for number in range(count)]
+    except struct.error as exc:
+        raise CorruptObjectError(f"{name}: a block is cut short", object_id=name) from exc
+    start = _HEADER.size + count * _GROUP.size
+    widths = [width for width, _, _ in rows]
+    if (
+        item_bytes not in (1, 2, 4, 8)
+        or flags & ~ROTATED
+        or sum(widths) != item_bytes
+        or not {1, 2, 4, 8}.issuperset(widths)
+        or len(into) % item_bytes
+        or start + sum(size for _, _, size in rows) != len(stored)
+    ):
+        raise CorruptObjectError(f"{name}: a block has planes that do not fit together", object_id=name)
+    groups = []
+    for width, how, size in rows:
+        groups.append(decode_group(how, stored[start : start + size], len(into) // item_bytes, width, name))
+        start += size
+    merge(groups, words_of(into, item_bytes), rotated=bool(flags & ROTATED))
+
+
+def _bits(words: Words, *, rotated: bool) -> list[float]:
+    """Entropy of each byte, the most significant first."""
+    size = words.dtype.itemsize
+    return [bits_per_byte(group) for group in split(words, [1] * size, rotated=rotated)]
+
+
+def _group(bits: list[float]) -> tuple[list[int], list[float]]:
+    """Which bytes are split off, and the entropy of each group; what is noise stays together, in widths that a core has."""
+    widths: list[int] = []
+    heads: list[float] = []
+    at = 0
+    while at < len(bits):
+        run = next((number for number, each in enumerate(bits[at:]) if each <= NOISE_BITS), len(bits) - at)
+        width = 1 if run < 2 or run == 3 else 1 << (min(run, 4).bit_length() - 1)
+        widths.append(width)
+        heads.append(bits[at])
+        at += width
+    return widths, heads

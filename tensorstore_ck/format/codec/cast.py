@@ -1,0 +1,80 @@
+"""The codec `cast`: weights of 16 bits that are the rounding of fp32 masters in the same snapshot, bit for bit, take no room.
+
+    kind (1) | zero (7)        bases: the blocks of the masters, which have the same elements in the same order
+
+Rounding is to nearest, ties to even, as torch and IEEE 754 do; a NaN becomes 7FC0, whatever a machine makes of it.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.codec.byte_split import words_of
+
+KINDS: Final = {"bfloat16": 1, "float16": 2}
+"""The dtypes that masters are rounded to. The numbers are format."""
+PIECE_ELEMENTS: Final = 1 << 16
+STORED_BYTES: Final = 8
+
+
+def rounded(masters: npt.NDArray[np.uint32], kind: int) -> npt.NDArray[np.uint16]:
+    """The bits of fp32 numbers as 16."""
+    if kind == KINDS["float16"]:
+        with np.errstate(over="ignore"):
+            return masters.view("<f4").astype("<f2").view("<u2")
+    high = (masters + np.uint32(0x7FFF) + ((masters >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    is_nan = _is_nan(masters)
+    if is_nan.any():
+        high[is_nan] = 0x7FC0
+    return high.astype("<u2")
+
+
+def cast_sample(masters: memoryview, dtype: str) -> bytes:
+    """What a few masters round to."""
+    return rounded(words_of(masters, 4), KINDS[dtype]).tobytes()
+
+
+def encode_cast(raw: memoryview, masters: Iterable[memoryview], kind: int) -> bytes | None:
+    """The stored bytes, if `raw` is the rounding of the masters in a row."""
+    words, start = words_of(raw, 2), 0
+    for block in masters:
+        for piece in _pieces(words_of(block, 4)):
+            if kind == KINDS["float16"] and _is_nan(piece).any():
+                return None  # machines differ in what becomes of its bits
+            if not np.array_equal(rounded(piece, kind), words[start : start + len(piece)]):
+                return None
+            start += len(piece)
+    return bytes([kind]).ljust(STORED_BYTES, b"\0") if start == len(words) else None
+
+
+def decode_cast(stored: memoryview, into: memoryview, bases: Iterable[memoryview], name: str) -> None:
+    """The rounding of the masters.
+
+    Raises:
+        CorruptObjectError: they are not as many as must be.
+    """
+    kind = stored[0] if len(stored) == STORED_BYTES else 0
+    problem = kind not in KINDS.values() or len(into) % 2 or any(stored[1:])
+    start = 0
+    for block in bases if not problem else ():
+        if len(block) % 4 or 2 * start + len(block) // 2 > len(into):
+            problem = True
+            break
+        words: npt.NDArray[Any] = words_of(into, 2)
+        for piece in _pieces(words_of(block, 4)):
+            words[start : start + len(piece)] = rounded(piece, kind)
+            start += len(piece)
+    if problem or 2 * start != len(into):
+        raise CorruptObjectError(f"{name}: a block is said to be the rounding of others, and cannot be", object_id=name)
+
+
+def _is_nan(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
+    found: npt.NDArray[np.bool_] = (words & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return found
+
+
+def _pieces(words: npt.NDArray[Any]) -> Iterable[npt.NDArray[Any]]:
+    return (words[start : start + PIECE_ELEMENTS] for start in range(0, len(words), PIECE_ELEMENTS))

@@ -1,0 +1,71 @@
+"""Encodes the blocks of a put, as cheaply or as small as its mode says.
+
+`fast` takes what a pure entropy coder gains at about a gigabyte a second and core; `small` whatever the codecs here can; `raw` nothing
+of tensors.
+"""
+
+from collections.abc import Sequence
+from typing import Final, Literal, NamedTuple
+
+from tensorstore_ck.backend.protocol import Buffer
+from tensorstore_ck.format.codec.byte_planes import Elements, encode_planes, likely_elements, planes_bytes
+from tensorstore_ck.format.codec.cast import KINDS, encode_cast
+from tensorstore_ck.format.codec.delta import delta_bytes, encode_delta
+from tensorstore_ck.format.codec.entropy import Coder
+from tensorstore_ck.format.codec.registry import Codec, encode_lz4, encode_zstd
+
+Mode = Literal["raw", "fast", "small"]
+WORTH: Final = 0.97
+"""A difference that is not smaller than this costs more to read than it saves."""
+LEVELS: Final = {"fast": 1, "small": 9}
+"""zstd's."""
+
+
+class Encoded(NamedTuple):
+    """A block's stored bytes."""
+
+    codec: Codec
+    pieces: tuple[Buffer, ...]
+
+
+class Encoder:
+    """For one thread."""
+
+    def __init__(self, mode: Mode) -> None:
+        self._mode: Mode = mode
+        self._coder: Coder | None = None
+
+    def numbers(self, raw: Buffer, elements: Elements) -> Encoded:
+        """Encodes a tensor's block."""
+        if self._mode == "raw" or not len(raw):
+            return Encoded(Codec.RAW, (raw,))
+        pieces = encode_planes(memoryview(raw), elements, self._coder_of_mode())
+        return Encoded(Codec.RAW, (raw,)) if pieces is None else Encoded(Codec.PLANES, tuple(pieces))
+
+    def unknown(self, raw: memoryview) -> Encoded:
+        """Encodes what may be a tensor's block, as the elements that a sample makes it most likely to be."""
+        return self.numbers(raw, likely_elements(raw))
+
+    def cast(self, raw: Buffer, masters: Sequence[memoryview], dtype: str) -> Encoded | None:
+        """Encodes weights as the rounding of their masters, if they are that."""
+        stored = encode_cast(memoryview(raw), masters, KINDS[dtype])
+        return None if stored is None else Encoded(Codec.CAST, (stored,))
+
+    def delta(self, raw: Buffer, base: memoryview, elements: Elements) -> Encoded | None:
+        """Encodes a tensor's block as a difference to `base`, if that is smaller than by itself."""
+        coder = self._coder_of_mode()
+        plain_bytes = planes_bytes(memoryview(raw), elements)
+        if delta_bytes(memoryview(raw), base, elements) > WORTH * plain_bytes:
+            return None
+        pieces = encode_delta(memoryview(raw), base, elements, coder)
+        return Encoded(Codec.DELTA, tuple(pieces)) if sum(map(len, pieces)) <= WORTH * plain_bytes else None
+
+    def opaque(self, raw: Buffer) -> Encoded:
+        """Encodes bytes of which nothing is known; cheap ones in every mode, since they are few."""
+        codec, stored = encode_zstd(raw, LEVELS["small"]) if self._mode == "small" else encode_lz4(raw)
+        return Encoded(codec, (stored,))
+
+    def _coder_of_mode(self) -> Coder:
+        if self._coder is None:
+            self._coder = Coder(LEVELS[self._mode])
+        return self._coder

@@ -1,0 +1,94 @@
+"""Groups of bytes, entropy-coded with zstd: as a pure Huffman coder where values do not repeat in runs, with matches where they do.
+
+Parameters of the pure coder as measured in DESIGN.md, section 4: a search that finds next to nothing costs next to nothing.
+"""
+
+from enum import IntEnum
+from typing import Final
+
+import numpy as np
+import zstandard
+
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.codec.byte_split import Words, bytes_of
+
+NOISE_BITS: Final = 7.8
+"""Bytes with more entropy than this are stored as they are."""
+REPEATING_BITS: Final = 1.5
+"""With less, matches shorten what a Huffman code cannot: it takes a bit for each byte."""
+SAMPLE_PIECES: Final = 16
+SAMPLE_WORDS: Final = 512
+"""Of each piece of a sample."""
+WORTH: Final = 0.98
+
+
+class How(IntEnum):
+    """How a group of bytes is stored. The numbers are format."""
+
+    RAW = 0
+    ZSTD = 1
+    CONSTANT = 2
+
+
+def sample(words: Words) -> Words:
+    """Some of the words, from all over."""
+    if len(words) <= 2 * SAMPLE_PIECES * SAMPLE_WORDS:
+        return words
+    step = (len(words) - SAMPLE_WORDS) // (SAMPLE_PIECES - 1)
+    return np.concatenate([words[start : start + SAMPLE_WORDS] for start in range(0, step * SAMPLE_PIECES, step)])
+
+
+def bits_per_byte(values: Words) -> float:
+    """The entropy of bytes, each for itself."""
+    counts = np.bincount(values, minlength=256)
+    shares = counts[counts > 0] / max(1, len(values))
+    return float(-(shares * np.log2(shares)).sum())
+
+
+class Coder:
+    """For one thread."""
+
+    def __init__(self, level: int) -> None:
+        """`level` is zstd's, for what repeats."""
+        pure = zstandard.ZstdCompressionParameters(
+            strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, target_length=0, window_log=17, write_content_size=1
+        )
+        self._pure = zstandard.ZstdCompressor(compression_params=pure)
+        self._level = level
+        self._matching: zstandard.ZstdCompressor | None = None
+
+    def encode(self, group: Words, bits: float) -> tuple[How, bytes | memoryview]:
+        """`bits`: what a sample of its bytes has."""
+        if len(group) and bits == 0 and bool((group == group[0]).all()):
+            return How.CONSTANT, bytes_of(group[:1])
+        if bits > NOISE_BITS:
+            return How.RAW, bytes_of(group)
+        if bits < REPEATING_BITS:
+            if self._matching is None:
+                self._matching = zstandard.ZstdCompressor(level=self._level)
+            coded = self._matching.compress(bytes_of(group))
+        else:
+            coded = self._pure.compress(bytes_of(group))
+        return (How.ZSTD, coded) if len(coded) < WORTH * group.nbytes else (How.RAW, bytes_of(group))
+
+
+def decode_group(how: int, stored: memoryview, count: int, width: int, name: str) -> Words:
+    """A group again.
+
+    Raises:
+        CorruptObjectError: it does not decode to `count` values.
+    """
+    dtype, size = np.dtype(f"<u{width}"), count * width
+    if how == How.RAW and len(stored) == size:
+        return np.frombuffer(stored, dtype)
+    if how == How.CONSTANT and len(stored) == width and count:
+        return np.broadcast_to(np.frombuffer(stored, dtype), count)
+    if how == How.ZSTD:
+        try:
+            if zstandard.frame_content_size(stored) == size:
+                found = zstandard.ZstdDecompressor().decompress(stored, max_output_size=size, allow_extra_data=False)
+                if len(found) == size:
+                    return np.frombuffer(found, dtype)
+        except zstandard.ZstdError as exc:
+            raise CorruptObjectError(f"{name}: a block does not decompress: {exc}", object_id=name) from exc
+    raise CorruptObjectError(f"{name}: a block has a group of bytes of another size than it must have", object_id=name)

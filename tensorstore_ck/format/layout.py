@@ -1,0 +1,387 @@
+"""The layout: which tensors a state has, and the tree of containers that they hang in.
+
+Pure and free of torch. A layout is the same for all ranks of an SPMD job and from step to step: leaves that are not
+tensors are holes in its tree, filled by the part's values. It is content-addressed and stored as blocks, so it costs its
+bytes once. Also here: the two protocols by which bytes flow between memory and store (`ByteSource`, `ByteTarget`).
+
+Tree nodes (``Node``), as msgpack:
+
+    nil                                        a hole: the next of the part's values, in depth-first order
+    int i                                      tensor i, with no flags
+    ["t", i, flags]                            tensor i; flags: 1 requires_grad, 2 torch.nn.Parameter
+    ["w", i, dtype, shape, strides, offset_bytes, flags]   a view into the memory of tensor i, strides in elements
+    ["d", keys, nodes]                         dict; keys are encoded values
+    ["o", keys, nodes, attributes]             OrderedDict; attributes: false, or the node of its ``_metadata``
+    ["c", keys, nodes]                         collections.Counter
+    ["f", factory, keys, nodes]                collections.defaultdict; factory: a name of `state.types`, or nil
+    ["l", nodes]  ["u", nodes]                 list, tuple
+    ["n", "module:qualname", fields, nodes]    namedtuple
+    ["r", type_name, node]                     a registered type
+
+A value can be ``["tree", node, values]``: a subtree without tensors, which was not known when the layout was made, and its own values.
+It takes the place of its hole (`tree.expand`).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
+from tensorstore_ck.format.sealed import Body, ParseBudget, object_hash, seal, take, unseal
+from tensorstore_ck.format.sharding import Box, Mesh, Shard
+
+MAX_DIMS: Final = 64
+MAX_NAME_BYTES: Final = 1024
+MAX_TENSOR_BYTES: Final = 1 << 48
+MAX_ITEM_BYTES: Final = 4096
+MAX_MESH_DIMS: Final = 16
+MAX_RANKS: Final = 1 << 20
+"""Of a snapshot, and of all meshes of a layout together."""
+MAX_BOXES: Final = 4096
+"""Of one tensor on one rank, by its placements."""
+MAX_ALL_BOXES: Final = 1 << 16
+BOXES_A_TENSOR: Final = 64
+"""All tensors together have up to so many boxes on a rank, and so many more for each of them."""
+MAX_REGIONS: Final = 1 << 20
+"""Of one tensor on all ranks, by its placements."""
+INLINE_TENSOR_BYTES: Final = 4096
+"""Tensors up to this size lie inside the part."""
+INLINE_VALUE_BYTES: Final = 65536
+"""Other values up to this size lie inside the part."""
+
+Node = Any
+
+
+class TensorSpec(NamedTuple):
+    """One tensor with bytes of its own."""
+
+    name: str
+    """Path from the state's root: keys and positions joined by ``.``; unique in the layout."""
+    dtype: str
+    """A torch dtype's name without ``torch.``, or ``np:`` and a numpy dtype string."""
+    item_bytes: int
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole tensor, row-major and contiguous."""
+        return prod(self.shape) * self.item_bytes
+
+
+class SharedStorage(NamedTuple):
+    """One allocation that holds several tensors side by side, so that a restore shares it again."""
+
+    size_bytes: int
+    tensors: tuple[int, ...]
+    offsets_bytes: tuple[int, ...]
+
+
+class Sharding(NamedTuple):
+    """How a tensor is spread over a mesh: what each rank holds of it follows by arithmetic."""
+
+    mesh: int
+    """Its number among the layout's meshes."""
+    placements: tuple[Shard | None, ...]
+    """One for each dim of the mesh; None: replicated along it."""
+
+
+Spread = Sharding | Literal["boxes", "flat"] | None
+"""How a tensor is spread over the ranks that have a layout. None: each of them holds all of it. ``boxes``, ``flat``: each part says
+which boxes of the tensor, or intervals of the flattened tensor, its rank holds."""
+
+
+class Explicit(NamedTuple):
+    """The regions of one tensor that one rank holds, where the layout does not say: boxes, or intervals of the flattened tensor."""
+
+    tensor: int
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The tensors, the tree they hang in, the allocations they share, and how they are spread over ranks."""
+
+    tensors: Sequence[TensorSpec]
+    tree: Node
+    storages: Sequence[SharedStorage] = ()
+    meshes: Sequence[Mesh] = ()
+    spreads: Sequence[Spread] = ()
+    """One for each tensor; empty where every rank holds every tensor."""
+
+    def encode(self) -> bytes:
+        """The sealed layout object; its seal is the layout id.
+
+        Raises:
+            UnsupportedValueError: a tensor is spread in more pieces than a reader accepts.
+        """
+        try:
+            _check_spreads(self.spreads, self.meshes, self.tensors)
+        except ValueError as exc:
+            raise UnsupportedValueError(f"the state cannot be stored: {exc}; redistribute such tensors to fewer pieces") from exc
+        dtypes = sorted({(spec.dtype, spec.item_bytes) for spec in self.tensors})
+        number_of = {dtype: number for number, dtype in enumerate(dtypes)}
+        return seal(
+            "layout",
+            {
+                "names": [spec.name for spec in self.tensors],
+                "dtypes": dtypes,
+                "dtype_of": np.array([number_of[spec.dtype, spec.item_bytes] for spec in self.tensors], "<u2").tobytes(),
+                "dims_of": np.array([len(spec.shape) for spec in self.tensors], "u1").tobytes(),
+                "shapes": np.array([extent for spec in self.tensors for extent in spec.shape], "<i8").tobytes(),
+                "storages": [list(storage) for storage in self.storages],
+                "tree": self.tree,
+                "mesh": [[list(mesh.shape), np.array(mesh.ranks, "<u4").tobytes()] for mesh in self.meshes] or None,
+                "placements": _encode_spreads(self.spreads) if self.spreads else None,
+            },
+        )
+
+
+def _encode_spreads(spreads: Sequence[Spread]) -> Body:
+    kinds = list(dict.fromkeys(spreads))
+    number_of = {kind: number for number, kind in enumerate(kinds)}
+    packed = [[kind.mesh, [shard and list(shard) for shard in kind.placements]] if isinstance(kind, Sharding) else kind for kind in kinds]
+    return {"kinds": packed, "of": np.array([number_of[spread] for spread in spreads], "<u2").tobytes()}
+
+
+def layout_id(encoded: bytes) -> Digest:
+    """The layout id of a sealed layout."""
+    return object_hash(encoded)
+
+
+def decode_layout(data: bytes, name: str, budget: ParseBudget | None = None) -> Layout:
+    """Decodes and checks a sealed layout. `budget`: of the snapshot that it was read from.
+
+    Raises:
+        CorruptObjectError: not a layout, or one that contradicts itself.
+    """
+    body = unseal("layout", data, name, budget)
+    try:
+        return _checked(body)
+    except (KeyError, TypeError, ValueError, IndexError) as exc:
+        raise CorruptObjectError(f"{name} is not a valid layout: {exc!r}", object_id=name) from exc
+
+
+def _checked(body: Body) -> Layout:
+    names = take(body, "names", list)
+    dtypes = [_dtype(item) for item in take(body, "dtypes", list)]
+    dtype_of = np.frombuffer(take(body, "dtype_of", bytes), "<u2").tolist()
+    dims_of = np.frombuffer(take(body, "dims_of", bytes), "u1").tolist()
+    extents = np.frombuffer(take(body, "shapes", bytes), "<i8").tolist()
+    if not len(names) == len(dtype_of) == len(dims_of) or sum(dims_of) != len(extents):
+        raise ValueError("its tables differ in length")
+    if max(dims_of, default=0) > MAX_DIMS or min(extents, default=0) < 0 or len(set(names)) != len(names):
+        raise ValueError("impossible shapes, or a name twice")
+    tensors = []
+    position = 0
+    for tensor_name, dtype_number, dims in zip(names, dtype_of, dims_of, strict=True):
+        if type(tensor_name) is not str or len(tensor_name) > MAX_NAME_BYTES:
+            raise ValueError("a tensor's name is malformed")
+        dtype, item_bytes = dtypes[dtype_number]
+        spec = TensorSpec(tensor_name, dtype, item_bytes, tuple(extents[position : position + dims]))
+        # Without its zeros: strides of an empty tensor must be computable as well.
+        size = item_bytes * prod([extent or 1 for extent in spec.shape])
+        if size > (MAX_TENSOR_BYTES if 0 not in spec.shape else (1 << 63) - 1):
+            raise ValueError(f"tensor {tensor_name!r} is too large")
+        tensors.append(spec)
+        position += dims
+    meshes = [] if body.get("mesh") is None else list(_meshes(take(body, "mesh", list)))
+    spreads = [] if body.get("placements") is None else _spreads(take(body, "placements", dict), meshes)
+    if len(spreads) != (0 if body.get("placements") is None else len(tensors)) or (meshes and not spreads):
+        raise ValueError("not every tensor has a placement")
+    _check_spreads(spreads, meshes, tensors)
+    return Layout(tensors, body["tree"], _storages(take(body, "storages", list), tensors), meshes, spreads)
+
+
+def _meshes(items: list[Any]) -> Iterator[Mesh]:
+    left = MAX_RANKS
+    for item in items:
+        mesh = _mesh(item)
+        yield mesh
+        left -= len(mesh.ranks)
+        if left < 0:
+            raise ValueError(f"its meshes have more than {MAX_RANKS} ranks together")
+
+
+def _mesh(item: Any) -> Mesh:
+    shape, packed = item
+    if type(shape) is not list or len(shape) > MAX_MESH_DIMS or any(type(extent) is not int or extent < 1 for extent in shape):
+        raise ValueError("the shape of a mesh is malformed")
+    if type(packed) is not bytes or len(packed) != 4 * prod(shape) or prod(shape) > MAX_RANKS:
+        raise ValueError("the shape of a mesh does not fit its ranks")
+    ranks = np.frombuffer(packed, "<u4")
+    if int(ranks.max()) >= MAX_RANKS or len(np.unique(ranks)) != len(ranks):
+        raise ValueError("the ranks of a mesh are malformed")
+    return Mesh(tuple(shape), tuple(ranks.tolist()))
+
+
+def _spreads(body: Body, meshes: Sequence[Mesh]) -> list[Spread]:
+    kinds = [_spread(item, meshes) for item in take(body, "kinds", list)]
+    return [kinds[number] for number in np.frombuffer(take(body, "of", bytes), "<u2").tolist()]
+
+
+def _check_spreads(spreads: Sequence[Spread], meshes: Sequence[Mesh], tensors: Sequence[TensorSpec]) -> None:
+    """What a rank and all of them hold is computed, not stored: it must not be more than a small layout should cost."""
+    if sum(len(mesh.ranks) for mesh in meshes) > MAX_RANKS:
+        raise ValueError(f"its meshes have more than {MAX_RANKS} ranks together")
+    every = 0
+    for spread, spec in zip(spreads, tensors, strict=bool(spreads)):
+        if not isinstance(spread, Sharding):
+            continue
+        if any(shard is not None and shard.dim >= len(spec.shape) for shard in spread.placements):
+            raise ValueError(f"tensor {spec.name!r} is sharded along a dim that it does not have")
+        shape = meshes[spread.mesh].shape
+        on_rank, ranks = _most_boxes(spread, spec), prod(extent for extent, shard in zip(shape, spread.placements, strict=True) if shard)
+        if on_rank > MAX_BOXES or on_rank * ranks > MAX_REGIONS:
+            raise ValueError(f"tensor {spec.name!r} is sharded into up to {on_rank} boxes on each of {ranks} ranks")
+        every += on_rank
+    if every > MAX_ALL_BOXES + BOXES_A_TENSOR * len(tensors):
+        raise ValueError(f"its {len(tensors)} tensors are sharded into up to {every} boxes on a rank")
+
+
+def _most_boxes(sharding: Sharding, spec: TensorSpec) -> int:
+    """How many boxes of a tensor a rank may hold, or a few more."""
+    pieces = [1] * len(spec.shape)
+    for shard in sharding.placements:
+        if shard is not None:
+            pieces[shard.dim] *= shard.split_factor
+    return prod(min(several, max(extent, 1)) for several, extent in zip(pieces, spec.shape, strict=True))
+
+
+def _spread(item: Any, meshes: Sequence[Mesh]) -> Spread:
+    if item is None or item in ("boxes", "flat"):
+        return item  # type: ignore[no-any-return]
+    mesh, placements = item
+    if type(mesh) is not int or not 0 <= mesh < len(meshes) or type(placements) is not list or len(placements) != len(meshes[mesh].shape):
+        raise ValueError("a placement does not fit its mesh")
+    return Sharding(mesh, tuple(map(_shard, placements)))
+
+
+def _shard(item: Any) -> Shard | None:
+    if item is None:
+        return None
+    dim, split_factor = item
+    if type(item) is not list or type(dim) is not int or type(split_factor) is not int or dim < 0:
+        raise ValueError("a placement is malformed")
+    if not 1 <= split_factor <= MAX_RANKS:
+        raise ValueError("a split factor is out of bounds")
+    return Shard(dim, split_factor)
+
+
+def _dtype(item: Any) -> tuple[str, int]:
+    dtype, item_bytes = item
+    if type(dtype) is not str or len(dtype) > 64 or type(item_bytes) is not int or not 0 < item_bytes <= MAX_ITEM_BYTES:
+        raise ValueError("a dtype is malformed")
+    return dtype, item_bytes
+
+
+def _storages(items: list[Any], tensors: Sequence[TensorSpec]) -> list[SharedStorage]:
+    storages = []
+    placed: set[int] = set()
+    for size, members, offsets in items:
+        numbers = (size, *members, *offsets)
+        if any(type(number) is not int for number in numbers) or min(numbers) < 0 or size > MAX_TENSOR_BYTES:
+            raise ValueError("a shared storage is malformed")
+        end = 0
+        for offset, tensor in sorted(zip(offsets, members, strict=True)):
+            if offset < end or tensor in placed:
+                raise ValueError("tensors of a shared storage overlap")
+            end = offset + tensors[tensor].size_bytes
+            placed.add(tensor)
+        if end > size:
+            raise ValueError("a shared storage does not hold its tensors")
+        storages.append(SharedStorage(size, tuple(members), tuple(offsets)))
+    return storages
+
+
+class ByteSource(Protocol):
+    """The bytes of one tensor, row-major and contiguous, as they are captured."""
+
+    @property
+    def size_bytes(self) -> int:
+        """How many it has."""
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop): the tensor's own memory where it is contiguous on the CPU, else a copy. Thread-safe."""
+
+
+class ByteTarget(Protocol):
+    """Where the bytes of one stored tensor go when it is restored."""
+
+    def memory(self) -> memoryview | None:
+        """All of the destination, writable, when bytes can be read straight into it; else None, and `write` is called."""
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Takes the verified bytes from `start` on. Thread-safe; called once for every byte, in any order."""
+
+
+@dataclass(slots=True)
+class Frozen:
+    """A tensor of which its owner says that it does not change: its bytes are read each `verify_every`-th time only."""
+
+    verify_every: int
+    ids: Sequence[Digest] = ()
+    """Of its blocks on this rank, in order, when it was last read."""
+    cut: bytes = b""
+    """What says which blocks of the whole tensor these are."""
+    unread: int = 0
+    """How often it was put since."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to be read, to see whether that is true."""
+        return self.unread + 1 >= self.verify_every
+
+
+class Captured(NamedTuple):
+    """A state, taken apart: what a put stores."""
+
+    layout: Layout
+    values: Sequence[object]
+    """msgpack-able; one for each hole of the tree. A large one is ``["b", kind, i]`` with its bytes in ``blobs[i]``."""
+    blobs: Sequence[bytes]
+    sources: Sequence[ByteSource]
+    """One for each tensor of the layout: what this rank holds of it, one region after another."""
+    explicit: Sequence[Explicit] = ()
+    frozen: Mapping[int, Frozen] = MappingProxyType({})
+
+    @property
+    def logical_bytes(self) -> int:
+        """Of whole tensors and large values."""
+        return sum(spec.size_bytes for spec in self.layout.tensors) + sum(map(len, self.blobs))
+
+
+class WantedBox(NamedTuple):
+    """A box of a tensor that is to be read, and where its bytes go, row-major."""
+
+    tensor: int
+    box: Box
+    target: ByteTarget
+
+
+class Content(Protocol):
+    """A stored snapshot, opened: what a restore takes."""
+
+    @property
+    def layout(self) -> Layout:
+        """Its layout."""
+
+    @property
+    def values(self) -> Sequence[Any]:
+        """The value of each hole, decoded from msgpack but not from our value encoding."""
+
+    def blob(self, index: int) -> bytes:
+        """The verified bytes of a large value."""
+
+    def read(self, targets: dict[int, ByteTarget]) -> None:
+        """Reads and verifies whole tensors, by their numbers in the layout."""
+
+    def read_boxes(self, wanted: Iterable[WantedBox]) -> None:
+        """Reads and verifies boxes of tensors."""
+
+    def read_range(self, tensor: int, start: int, stop: int) -> bytearray:
+        """Verified bytes [start, stop) of a tensor; reads only the blocks that hold them."""

@@ -1,0 +1,215 @@
+"""Parts: what one rank contributes to one snapshot. Pure: bytes in, bytes out.
+
+Logical section: layout, coordinate, block ids, values, small tensors; the part id hashes exactly this. Physical section: where each
+block lies. The same logical section may lie elsewhere (compaction, another store) and keeps its id. Ids and extents are raw
+little-endian arrays, one row per block: first the blocks of the blobs (blob 0 is the layout), then those of the tensors, in the order
+of the layout and the grid; after them, in the extents only, delta bases that lie outside. Format: FORMAT.md, "Parts".
+"""
+
+import struct
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, derived_hash, ulid_text
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.layout import MAX_RANKS
+from tensorstore_ck.format.pack import HEADER, MAX_BLOCK_BYTES
+from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, pack_body, seal, take, take_count, take_digest, unpack_body, unseal
+
+EXTENT_DTYPE: Final = np.dtype(
+    [
+        ("pack", "<u4"),
+        ("entry", "<u4"),
+        ("offset", "<u8"),
+        ("stored", "<u4"),
+        ("raw", "<u4"),
+        ("base", "<i4"),
+        ("codec", "<u2"),
+        ("flags", "<u2"),
+    ]
+)
+"""``pack`` counts in the part's pack table; ``base`` is the row of the delta base, after all rows of blocks, or -1."""
+BLOB_DTYPE: Final = np.dtype([("blocks", "<u4"), ("reserved", "<u4"), ("size", "<u8")])
+MAX_PACK_BYTES: Final = 1 << 40
+MAX_BLOB_BLOCK_BYTES: Final = 1 << 22
+"""Of a block of opaque bytes: with it, what a part may ask for is bounded by its own bytes."""
+
+Extents = npt.NDArray[np.void]
+
+
+class Part(NamedTuple):
+    """One decoded part."""
+
+    layout_id: Digest
+    rank: int
+    world_size: int
+    blobs: Extents
+    """Rows of `BLOB_DTYPE`; row 0 is the layout."""
+    ids: bytes
+    """32 bytes per block."""
+    values: bytes
+    """msgpack list: one encoded value for each hole of the layout's tree."""
+    inline: bytes
+    """The bytes of every tensor of up to `INLINE_TENSOR_BYTES`, in order."""
+    packs: Sequence[Ulid]
+    extents: Extents
+    """Rows of `EXTENT_DTYPE`."""
+    base_ids: bytes
+    """Block ids of the rows after the last block: delta bases that are not blocks of this part."""
+    anchor: int
+    """The log entry under which the extents were chosen."""
+    layout_of: bytes | None = None
+    """Of one of many ranks: the number of every rank's layout (``<u2``), by order of first appearance; empty when all have the same."""
+    regions: bytes = b""
+    """What this rank holds of tensors whose regions do not follow from the layout (``<i8``): see `split.encode_regions`."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Roughly what it takes in the store."""
+        tables = (self.blobs.nbytes, self.extents.nbytes, len(self.ids), len(self.base_ids), ULID_BYTES * len(self.packs))
+        return sum(tables) + len(self.values) + len(self.inline) + len(self.layout_of or b"") + len(self.regions)
+
+    @property
+    def block_count(self) -> int:
+        """Blocks of this part, repeated ones counted each time."""
+        return len(self.ids) // DIGEST_BYTES
+
+    def block_id(self, row: int) -> Digest:
+        """The id of the block in extent row `row`."""
+        ids, at = (self.ids, row) if row < self.block_count else (self.base_ids, row - self.block_count)
+        return Digest(ids[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES])
+
+    def part_id(self) -> Digest:
+        """The logical hash."""
+        blobs = self.blobs.tobytes()
+        sizes = struct.pack("<IIQQQQ", self.rank, self.world_size, len(blobs), len(self.ids), len(self.values), len(self.inline))
+        if self.layout_of is None:
+            return derived_hash("part", self.layout_id, sizes, blobs, self.ids, self.values, self.inline)
+        ranks = struct.pack("<QQ", len(self.layout_of), len(self.regions)) + self.layout_of + self.regions
+        return derived_hash("part", self.layout_id, sizes, blobs, self.ids, self.values, self.inline, ranks)
+
+    def encode(self) -> bytes:
+        """The sealed part object."""
+        return seal(
+            "part",
+            {
+                "layout": self.layout_id,
+                "rank": self.rank,
+                "world_size": self.world_size,
+                "coordinate": self.layout_of,
+                "regions": self.regions or None,
+                "blobs": self.blobs.tobytes(),
+                "ids": self.ids,
+                "values": self.values,
+                "inline": self.inline,
+                "packs": b"".join(self.packs),
+                "extents": self.extents.tobytes(),
+                "base_ids": self.base_ids,
+                "anchor": self.anchor,
+            },
+        )
+
+
+def part_name(part: Ulid) -> str:
+    """Where a part lies in the store."""
+    text = ulid_text(part)
+    return f"parts/{text[-2:]}/{text}"
+
+
+def encode_values(values: Sequence[object]) -> bytes:
+    """The part's ``values``."""
+    return pack_body(list(values))
+
+
+def decode_values(part: Part, name: str) -> list[Any]:
+    """The list of encoded values, strictly decoded."""
+    values = unpack_body(memoryview(part.values), name)
+    if not isinstance(values, list):
+        raise CorruptObjectError(f"{name}: its values are not a list", object_id=name)
+    return values
+
+
+def decode_part(data: bytes, name: str) -> Part:
+    """Decodes and checks a sealed part.
+
+    Raises:
+        CorruptObjectError: not a part, or one that contradicts itself.
+    """
+    body = unseal("part", data, name)
+    try:
+        packs = take(body, "packs", bytes)
+        part = Part(
+            take_digest(body, "layout"),
+            take_count(body, "rank"),
+            take_count(body, "world_size"),
+            np.frombuffer(take(body, "blobs", bytes), BLOB_DTYPE),
+            take(body, "ids", bytes),
+            take(body, "values", bytes),
+            take(body, "inline", bytes),
+            [Ulid(packs[at : at + ULID_BYTES]) for at in range(0, len(packs), ULID_BYTES)],
+            np.frombuffer(take(body, "extents", bytes), EXTENT_DTYPE),
+            take(body, "base_ids", bytes),
+            take_count(body, "anchor"),
+            None if body.get("coordinate") is None else take(body, "coordinate", bytes),
+            b"" if body.get("regions") is None else take(body, "regions", bytes),
+        )
+    except (TypeError, ValueError) as exc:
+        raise CorruptObjectError(f"{name} is not a valid part: {exc!r}", object_id=name) from exc
+    _check(part, len(packs), name)
+    return part
+
+
+def _check(part: Part, pack_table_bytes: int, name: str) -> None:
+    """Cross-checks all counts, lengths and offsets, so that nothing after it allocates or reads by a false one."""
+    extents, blocks = part.extents, part.block_count
+    base_count = len(part.base_ids) // DIGEST_BYTES
+    rows = blocks + base_count
+    problem = ""
+    if pack_table_bytes % ULID_BYTES or len(part.ids) % DIGEST_BYTES or len(part.base_ids) % DIGEST_BYTES:
+        problem = "an id is cut short"
+    elif len(extents) != rows or int(part.blobs["blocks"].sum(dtype=np.int64)) > blocks or not len(part.blobs):
+        problem = "its tables differ in length"
+    elif not part.rank < 2 * part.world_size <= 2 * MAX_RANKS:  # those after the ranks' own are rank states
+        problem = "its rank or world size is impossible"
+    elif part.layout_of is not None if part.rank >= part.world_size else part.layout_of is None and part.world_size > 1:
+        problem = "it is one of many ranks' and does not say with whom, or it is a rank state and does"
+    elif not _is_numbering(part.layout_of or b"", part.world_size):
+        problem = "its layouts are not one number for each rank, by order of first appearance"
+    elif len(part.regions) % 8 or (part.regions and part.layout_of is None):  # which the part id would not cover
+        problem = "its regions are cut short, or it is not one of many ranks'"
+    elif int(part.blobs["size"][0]) > MAX_OBJECT_BYTES:
+        problem = "its layout is too large"
+    elif rows and (
+        int(extents["pack"].max()) >= len(part.packs)
+        or int(extents["raw"].max()) > MAX_BLOCK_BYTES
+        or int(extents["stored"].max()) > MAX_BLOCK_BYTES
+        or int(extents["raw"].min()) == 0
+        or int(extents["offset"].min()) < HEADER.size
+        or int(extents["offset"].max()) > MAX_PACK_BYTES
+    ):
+        problem = "an extent is out of bounds"
+    elif len(set(part.packs)) != len(part.packs):
+        problem = "it names a pack twice"
+    elif int(extents["raw"][: int(part.blobs["blocks"].sum(dtype=np.int64))].max(initial=0)) > MAX_BLOB_BLOCK_BYTES:
+        problem = "a block of a large value is larger than such blocks are"
+    else:
+        # A base lies after the row that needs it and after all blocks, so chains end.
+        bases = extents["base"].astype(np.int64)
+        has_base = bases != -1
+        own_row = np.arange(rows)
+        if not np.all(~has_base | ((bases > own_row) & (bases >= blocks) & (bases < rows))):
+            problem = "a delta base is out of bounds"
+    if problem:
+        raise CorruptObjectError(f"{name} is not a valid part: {problem}", object_id=name)
+
+
+def _is_numbering(layout_of: bytes, ranks: int) -> bool:
+    """Whether it is as `Part.layout_of` says."""
+    if len(layout_of) != (2 * ranks if layout_of else 0):
+        return False
+    numbers = np.frombuffer(layout_of, "<u2").astype(np.int64)
+    highest = np.maximum.accumulate(np.concatenate(([-1], numbers)))
+    return not layout_of or bool(np.all(numbers <= highest[:-1] + 1) and highest[-1] > 0)

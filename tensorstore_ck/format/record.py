@@ -1,0 +1,196 @@
+"""Snapshot records: the root of one snapshot. Pure: bytes in, bytes out.
+
+The *root* is the Merkle hash over logical content only (part ids, step, parent root, metadata), so it is the same on any
+backend, however blocks are packed. Format: FORMAT.md, "Snapshot records".
+"""
+
+import struct
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, ZERO_DIGEST, Digest, Ulid, derived_hash, ulid_text
+from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError
+from tensorstore_ck.format.sealed import pack_body, seal, take, take_count, take_digest, unpack_body, unseal
+
+MAX_METADATA_BYTES: Final = 1 << 20
+MAX_STEP: Final = (1 << 63) - 1
+NOTE: Final = "tsck"
+"""The key of metadata that is the store's own: ``non_finite`` is the share of sampled floating numbers that are NaN or infinite, if any."""
+
+
+class Record(NamedTuple):
+    """One decoded snapshot record."""
+
+    ref: str
+    """The ref that it was put to; a hint for salvage."""
+    step: int | None
+    parent: Digest | None
+    metadata: bytes
+    """msgpack of a map."""
+    metrics: dict[str, float]
+    time_ns: int
+    parts: list[Ulid]
+    part_ids: bytes
+    """32 bytes per part, in rank order."""
+    logical_bytes: int
+    new_bytes: int
+    """Bytes of the packs and parts that this snapshot added to the store."""
+    streams: str = ""
+    """With rank states: the rule by which other numbers of ranks derive random streams (`streams.RULE`)."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Roughly what it takes in the store."""
+        return (ULID_BYTES + DIGEST_BYTES) * len(self.parts) + len(self.metadata)
+
+    def root(self) -> Digest:
+        """The Merkle root."""
+        return snapshot_root(self.part_ids, self.step, self.parent, self.metadata)
+
+    def encode(self) -> bytes:
+        """The sealed record object."""
+        return seal(
+            "snapshot",
+            {
+                "ref": self.ref,
+                "step": self.step,
+                "parent": self.parent,
+                "metadata": self.metadata,
+                "metrics": self.metrics,
+                "time_ns": self.time_ns,
+                "parts": b"".join(self.parts),
+                "part_ids": self.part_ids,
+                "logical_bytes": self.logical_bytes,
+                "new_bytes": self.new_bytes,
+                "root": self.root(),
+                "signatures": [],
+                **({"streams": self.streams} if self.streams else {}),
+            },
+        )
+
+
+def snapshot_root(part_ids: bytes, step: int | None, parent: Digest | None, metadata: bytes) -> Digest:
+    """The root of a snapshot."""
+    head = struct.pack("<QBqBQ", len(part_ids), step is not None, step or 0, parent is not None, len(metadata))
+    return derived_hash("root", head, part_ids, parent or ZERO_DIGEST, metadata)
+
+
+def record_name(snapshot: Ulid) -> str:
+    """Where a snapshot's record lies in the store."""
+    text = ulid_text(snapshot)
+    return f"snapshots/{text[-2:]}/{text}"
+
+
+def decode_record(data: bytes, name: str) -> Record:
+    """Decodes and checks a sealed record.
+
+    Raises:
+        CorruptObjectError: not a record, or one whose root is not that of its content.
+    """
+    body = unseal("snapshot", data, name)
+    try:
+        parts, metrics = take(body, "parts", bytes), take(body, "metrics", dict)
+        if any(type(value) is not float for value in metrics.values()):
+            raise TypeError("a metric is not a float")
+        record = Record(
+            take(body, "ref", str),
+            None if body["step"] is None else take(body, "step", int),
+            None if body["parent"] is None else take_digest(body, "parent"),
+            take(body, "metadata", bytes),
+            metrics,
+            take_count(body, "time_ns"),
+            [Ulid(parts[at : at + ULID_BYTES]) for at in range(0, len(parts), ULID_BYTES)],
+            take(body, "part_ids", bytes),
+            take_count(body, "logical_bytes"),
+            take_count(body, "new_bytes"),
+            take(body, "streams", str) if "streams" in body else "",
+        )
+        is_root = record.root() == body["root"]
+    except (KeyError, TypeError, ValueError, struct.error) as exc:
+        raise CorruptObjectError(f"{name} is not a valid record: {exc!r}", object_id=name) from exc
+    is_whole = len(parts) % ULID_BYTES == 0 and len(record.part_ids) == len(record.parts) * DIGEST_BYTES and record.parts
+    if not is_whole or len(record.metadata) > MAX_METADATA_BYTES or not is_root:
+        raise CorruptObjectError(f"{name}: its root is not that of its content", object_id=name)
+    return record
+
+
+def encode_metadata(metadata: Mapping[str, object] | None) -> bytes:
+    """The msgpack of user metadata: None, bool, int, float, str, lists and maps with str keys.
+
+    What the store itself said in another snapshot's metadata is left out: it is measured again.
+
+    Raises:
+        InvalidOptionError: anything else, more than 1 MiB, or something else under the store's own key.
+    """
+    given = dict(metadata or {})
+    if NOTE in given:
+        note = given.pop(NOTE)
+        if not isinstance(note, Mapping) or set(note) - {"non_finite"}:
+            raise InvalidOptionError(f"metadata[{NOTE!r}] is for what the store itself says: use another key", object_id=f"metadata.{NOTE}")
+    packed = pack_body(_plain(given, "metadata", 0))
+    if len(packed) > MAX_METADATA_BYTES:
+        raise InvalidOptionError(f"metadata has {len(packed)} bytes, the limit is {MAX_METADATA_BYTES}: put large values into the state")
+    return packed
+
+
+def decode_metadata(record: Record, name: str) -> dict[str, Any]:
+    """The user's metadata."""
+    value = unpack_body(memoryview(record.metadata), name)
+    if not isinstance(value, dict):
+        raise CorruptObjectError(f"{name}: its metadata is not a map", object_id=name)
+    return value
+
+
+def with_note(metadata: bytes, note: Mapping[str, object]) -> bytes:
+    """Encoded metadata with what the store itself says, under `NOTE`; as it was where that would be more than 1 MiB."""
+    value = unpack_body(memoryview(metadata), "metadata")
+    packed = pack_body({**value, NOTE: dict(note)})
+    return packed if len(packed) <= MAX_METADATA_BYTES else metadata
+
+
+def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """User metrics as floats by name.
+
+    Raises:
+        InvalidOptionError: a name or a value that cannot rank snapshots.
+    """
+    checked: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as exc:
+            raise InvalidOptionError(f"metric {name!r} is {type(value).__name__}, not a number", object_id=str(name)) from exc
+        if not isinstance(name, str) or not 0 < len(name) <= 256 or not _is_unicode(name):
+            raise InvalidOptionError(f"metric name {name!r} must be text of 1 to 256 characters", object_id=repr(name))
+        checked[name] = number
+    return checked
+
+
+def _is_unicode(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _plain(value: object, path: str, depth: int) -> object:
+    if depth > 16:
+        raise InvalidOptionError(f"{path} is nested too deep", object_id=path)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        if not _is_unicode(value):
+            raise InvalidOptionError(f"{path} has half a surrogate pair, which is not text", object_id=path)
+        return str(value)
+    if isinstance(value, int):
+        if not -(1 << 63) <= value < 1 << 64:
+            raise InvalidOptionError(f"{path} does not fit in 64 bits", object_id=path)
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{path}[{at}]", depth + 1) for at, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str) or not _is_unicode(key):
+                raise InvalidOptionError(f"{path} has the key {key!r}: keys must be text", object_id=path)
+        return {key: _plain(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
+    hint = "" if not hasattr(value, "item") else ": call .item() first"
+    raise InvalidOptionError(f"{path} is a {type(value).__name__}, which metadata cannot hold{hint}", object_id=path)

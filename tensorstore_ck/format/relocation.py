@@ -1,0 +1,79 @@
+"""Moved objects: which entries of one pack are in other packs now. Pure: bytes in, bytes out. Format: FORMAT.md, "Moved objects".
+
+Compaction and repair write one for each pack that they copy from; a `relocate` operation puts it in force. Parts never change:
+what they say of a pack is translated on the way.
+"""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorstore_ck.common.ids import ULID_BYTES, Digest, Ulid
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.pack import HEADER, MAX_BLOCK_BYTES, MAX_ENTRIES
+from tensorstore_ck.format.sealed import object_hash, seal, take, unseal
+
+MOVED_DTYPE: Final = np.dtype(
+    [
+        ("from", "<u4"),
+        ("target", "<u4"),
+        ("entry", "<u4"),
+        ("stored", "<u4"),
+        ("offset", "<u8"),
+        ("codec", "<u2"),
+        ("flags", "<u2"),
+        ("pad", "<u4"),
+    ]
+)
+"""Entry ``from`` is now entry ``entry`` of the pack that ``target`` counts in the table of packs. Flag 1: it lost its delta base."""
+
+Rows = npt.NDArray[np.void]
+
+
+class Moved(NamedTuple):
+    """One decoded moved object."""
+
+    pack: Ulid
+    targets: Sequence[Ulid]
+    rows: Rows
+    """Rows of `MOVED_DTYPE`, by ``from``."""
+    place: str | None = None
+    """The URL of the place where the targets lie, if not the store's own: for `salvage`, as the log says it."""
+
+    def encode(self) -> bytes:
+        """The sealed object."""
+        place = {} if self.place is None else {"place": self.place}
+        return seal("moved", {"pack": self.pack, "targets": b"".join(self.targets), "rows": self.rows.tobytes(), **place})
+
+
+def decode_moved(data: bytes, name: str, expected: Digest) -> Moved:
+    """Decodes and checks a moved object that a log entry names by its hash.
+
+    Raises:
+        CorruptObjectError: not that object, or one that contradicts itself.
+    """
+    body = unseal("moved", data, name)
+    if object_hash(data) != expected:
+        raise CorruptObjectError(f"{name} is not the moved object that the log names: run `tsck fsck --repair`", object_id=name)
+    pack, joined = take(body, "pack", bytes), take(body, "targets", bytes)
+    try:
+        rows = np.frombuffer(take(body, "rows", bytes), MOVED_DTYPE)
+    except ValueError as exc:
+        raise CorruptObjectError(f"{name}: its rows are cut short", object_id=name) from exc
+    targets = [Ulid(joined[at : at + ULID_BYTES]) for at in range(0, len(joined), ULID_BYTES)]
+    if (
+        len(pack) != ULID_BYTES
+        or len(joined) % ULID_BYTES
+        or not 0 < len(rows) <= MAX_ENTRIES
+        or np.any(rows["from"][1:] <= rows["from"][:-1])
+        or int(rows["target"].max()) >= len(targets)
+        or int(rows["offset"].min()) < HEADER.size
+        or int(rows["stored"].max()) > MAX_BLOCK_BYTES
+    ):
+        raise CorruptObjectError(f"{name} is not a valid moved object", object_id=name)
+    place = body.get("place")
+    if place is not None and not (type(place) is str and place.isprintable()):
+        raise CorruptObjectError(f"{name} names no place", object_id=name)
+    return Moved(Ulid(pack), targets, rows, place)

@@ -1,0 +1,91 @@
+"""Finds the step counters of optimizers in a layout: Adam's ``state.<parameter>.step``, FusedAdam's ``param_groups.<n>.step``.
+
+Pure and free of torch. Goes by the form that every ``torch.optim`` optimizer gives its ``state_dict``: a dict with ``state`` or
+``param_groups`` in it, of dicts by parameter or group.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple
+
+from tensorstore_ck.format.layout import Layout, Node
+
+_GROUPS: Final = ("state", "param_groups")
+_DICTS: Final = ("d", "o", "f", "c")
+
+
+class Counter(NamedTuple):
+    """One counter."""
+
+    optimizer: str
+    """The path of its optimizer's state; empty for a state that is nothing else."""
+    kind: Literal["tensor", "value"]
+    number: int
+    """The tensor's number, or the value's."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What was found in one layout."""
+
+    found: list[Counter] = field(default_factory=list)
+    may_skip: bool = False
+    """Whether a gradient scaler is part of the state, which lets optimizers skip steps."""
+
+
+def find_counters(layout: Layout) -> Counters:
+    """Looks through the tree of a layout."""
+    counters = Counters()
+    _Walk(layout, counters).visit(layout.tree, "", "", 0)
+    return counters
+
+
+class _Walk:
+    def __init__(self, layout: Layout, counters: Counters) -> None:
+        self._layout = layout
+        self._counters = counters
+        self._holes = 0
+
+    def visit(self, node: Node, path: str, optimizer: str, level: int) -> None:
+        """`level`: 1 for what has a dict for each parameter or group of `optimizer`, 2 for such a dict; else 0."""
+        if type(node) is not list:
+            self._holes += node is None
+            return
+        tag = node[0]
+        if tag in _DICTS:
+            keys, nodes = node[-2:] if tag == "f" else node[1:3]
+            if "_growth_tracker" in keys:
+                self._counters.may_skip = True
+            self._visit_children(keys, nodes, path, optimizer, level)
+            if tag == "o" and node[3] is not False:
+                self.visit(node[3], path, "", 0)
+        elif tag in ("l", "u"):
+            self._visit_children(range(len(node[1])), node[1], path, optimizer, level)
+        elif tag == "n":
+            self._visit_children(node[2], node[3], path, "", 0)
+        elif tag == "r":
+            self.visit(node[2], path, "", 0)
+
+    def _visit_children(self, keys: Iterable[Any], nodes: Sequence[Node], path: str, optimizer: str, level: int) -> None:
+        if level != 2 and list not in map(type, nodes):
+            self._holes += nodes.count(None)
+            return
+        for key, child in zip(keys, nodes, strict=True):
+            if level == 2 and key == "step":
+                self._note(child, optimizer)
+            if type(child) is not list:
+                self._holes += child is None
+            elif level:
+                self.visit(child, path, optimizer, 2 if level == 1 else 0)
+            elif type(key) is str and key in _GROUPS:
+                self.visit(child, path, path, 1)
+            else:
+                self.visit(child, f"{path}.{key}" if path else f"{key}", "", 0)
+
+    def _note(self, node: Node, optimizer: str) -> None:
+        if node is None:
+            self._counters.found.append(Counter(optimizer, "value", self._holes))
+            return
+        number = node if type(node) is int else node[1] if node[0] == "t" else None
+        if number is not None and set(self._layout.tensors[number].shape) <= {1}:
+            self._counters.found.append(Counter(optimizer, "tensor", number))

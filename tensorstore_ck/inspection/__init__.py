@@ -1,7 +1,0 @@
-"""What `show` and `diff` tell of snapshots. Free of torch."""
-
-from tensorstore_ck.inspection.contents import blob_rows, names_of_blobs, part_prefix
-from tensorstore_ck.inspection.diff import SnapshotDiff, TensorChange, ValueChange, diff_snapshots
-from tensorstore_ck.inspection.show import describe
-
-__all__ = ["SnapshotDiff", "TensorChange", "ValueChange", "blob_rows", "describe", "diff_snapshots", "names_of_blobs", "part_prefix"]

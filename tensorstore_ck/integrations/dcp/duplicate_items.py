@@ -1,0 +1,149 @@
+"""What several ranks plan to write under one name as plain tensors and values: DCP lets one rank win, and the others restore its copy.
+
+Plans have no values, and only the planner's rank can look at them. So each rank tells hashes of its copies beside what it wrote, and the
+coordinator compares them before it publishes: all of them at a writer's first save, later the values, small tensors and a part of the
+others, in turns. Copies that are right for their rank (a generator's state) look like those that are not (an unsynced buffer).
+"""
+
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from tensorstore_ck.common.ids import block_id, derived_hash
+from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.format.sealed import pack_body
+from tensorstore_ck.integrations.dcp.byte_items import resolve_item
+from tensorstore_ck.session.group.rank_messages import named_ranks
+from tensorstore_ck.state.capture import require_dense
+from tensorstore_ck.state.rank_shares import source_of
+
+SMALL_BYTES: Final = 4 << 10
+"""Tensors of up to this size are looked at in each save: the buffers of a norm are such."""
+RUN_BYTES: Final = 32 << 20
+"""What one thread hashes at a time: with small tensors, threads would do little but wait for each other."""
+MAX_NAMED: Final = 4
+ROW: Final = np.dtype([("name", "<u8"), ("content", "<u8")])
+
+
+class Copies(NamedTuple):
+    """What a rank tells of its own."""
+
+    rank: int
+    """Of the job."""
+    rows: bytes
+    """`ROW` for each that it looked at."""
+
+
+class Difference(NamedTuple):
+    """A name of which ranks have copies that are not equal."""
+
+    fqn: str
+    winner: int
+    """The rank whose copy is stored."""
+    others: tuple[int, ...]
+    """The ranks that have another one."""
+
+
+def local_items(plan: SavePlan | None, planner: SavePlanner) -> Sequence[WriteItem]:
+    """What this rank planned, before DCP left each item to one rank; `plan` says nothing where DCP uses its plans again."""
+    if plan is None or not plan.usable:
+        plan = SavePlanner._cached_save_plan.get(getattr(planner, "_cached_plans_key", ""))
+    return plan.items if plan is not None else ()
+
+
+def look_at(items: Sequence[WriteItem], planner: SavePlanner, turn: int | None) -> Copies | None:
+    """Hashes this rank's copies: in a `turn` a part of the larger tensors, else all. None where it has no others beside it."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks == 1:
+        return None
+    wanted = [item for item in items if item.type != WriteItemType.SHARD and (turn is None or _is_due(item, turn, ranks))]
+    rows = np.zeros(len(wanted), ROW)
+
+    def note(run: tuple[int, int]) -> None:
+        for number in range(*run):
+            content = _content(planner, wanted[number])
+            if content:
+                rows[number] = _number(wanted[number].index.fqn.encode()), int.from_bytes(content[:8], "little")
+
+    runs = _runs(wanted)
+    for_each(runs, note, min(len(runs), cpu_threads()))
+    return Copies(dist.get_rank(), rows[rows["name"] != 0].tobytes())
+
+
+def differences(told: Sequence[Copies], fqns: Collection[str], writer_of: Callable[[str], int | None]) -> list[Difference]:
+    """The names of which ranks told different copies, in the order of `fqns`. `writer_of`: the rank that wrote a name."""
+    if len({each.rows for each in told}) < 2:
+        return []
+    rows = np.concatenate([np.frombuffer(each.rows, ROW) for each in told])
+    ranks = np.repeat([each.rank for each in told], [len(each.rows) // ROW.itemsize for each in told])
+    names, counts = np.unique(np.unique(rows)["name"], return_counts=True)
+    wrong = set(names[counts > 1].tolist())
+    found = []
+    for fqn in fqns if wrong else ():
+        name = _number(fqn.encode())
+        if name not in wrong:
+            continue
+        at = rows["name"] == name
+        contents = dict(zip(ranks[at].tolist(), rows["content"][at].tolist(), strict=True))
+        writer = writer_of(fqn)
+        winner = writer if writer is not None and writer in contents else min(contents)
+        found.append(Difference(fqn, winner, tuple(sorted(rank for rank, each in contents.items() if each != contents[winner]))))
+    return found
+
+
+def explain(found: Sequence[Difference]) -> str:
+    """For people."""
+    shown = "; ".join(f"{fqn!r}: that of rank {winner}, not that of {named_ranks(others)}" for fqn, winner, others in found[:MAX_NAMED])
+    more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+    return (
+        f"ranks have different copies under one name, DCP saves one of each, and all ranks will restore that ({shown}{more}). Give what "
+        "belongs to one rank a name of its own, such as 'rng.3'; synchronise buffers that each rank updates, as batch norm does; make "
+        "parts of one tensor a DTensor"
+    )
+
+
+def _is_due(item: WriteItem, turn: int, ranks: int) -> bool:
+    return _bytes_of(item) <= SMALL_BYTES or (zlib.crc32(item.index.fqn.encode()) + turn) % ranks == 0
+
+
+def _bytes_of(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+
+def _runs(items: Sequence[WriteItem]) -> list[tuple[int, int]]:
+    """Numbers of items that one thread hashes."""
+    runs, first, size = [], 0, 0
+    for number, item in enumerate(items, 1):
+        size += _bytes_of(item)
+        if size >= RUN_BYTES or number == len(items):
+            runs.append((first, number))
+            first, size = number, 0
+    return runs
+
+
+def _content(planner: SavePlanner, item: WriteItem) -> bytes:
+    """The digest of this rank's copy; empty where it cannot be told."""
+    try:
+        if item.type == WriteItemType.BYTE_IO:
+            subtree = resolve_item(planner, item)
+            return bytes(derived_hash("a rank's value", pack_body([subtree.node, subtree.values]), *map(block_id, subtree.blobs)))
+        tensor: Any = planner.resolve_data(item)
+        assert isinstance(tensor, torch.Tensor)
+        tensor = tensor.detach()
+        require_dense(tensor, item.index.fqn)
+    except UnsupportedValueError:
+        return b""  # the rank that is to write it says so
+    return bytes(block_id(source_of(tensor).read(0, tensor.nbytes)))
+
+
+def _number(name: bytes) -> int:
+    """A number for a name; never 0."""
+    return int.from_bytes(block_id(name)[:8], "little") | 1

@@ -1,0 +1,133 @@
+"""Where an export goes: written under a temporary name beside the target, made durable, then renamed.
+
+So the target is whole, or as it was. Names of tensors never become names of files. A folder that is replaced must hold nothing but what
+an export writes: a slip of the keyboard must not cost a home folder. No link is followed. Knows nothing of formats and stores.
+"""
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final, NamedTuple
+
+from tensorstore_ck.backend.os_errors import os_errors
+from tensorstore_ck.errors import AlreadyExistsError, NoSpaceError, NotFoundError
+
+_OURS: Final = re.compile(
+    r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|values\.json|model\.pt|\.metadata|__0_\d+\.distcp"
+)
+MARGIN_BYTES: Final = 16 << 20
+"""Of free space: for what the file system itself needs."""
+
+
+class Target(NamedTuple):
+    """A folder, or the one file that is wanted."""
+
+    path: str
+    is_file: bool
+
+    @property
+    def parent(self) -> str:
+        """The folder that it is in."""
+        return os.path.dirname(self.path) or "."
+
+    def check(self, *, overwrite: bool) -> None:
+        """Refuses a target that cannot be written, before any work is done.
+
+        Raises:
+            NotFoundError: its folder is not there.
+            AlreadyExistsError: it is there, and `overwrite` is false; or it is not an export, or a link.
+        """
+        path = self.path
+        if not os.path.isdir(self.parent):
+            raise NotFoundError(f"there is no folder {self.parent} to write {os.path.basename(path)} into", object_id=path)
+        if not os.path.lexists(path):
+            return
+        if not overwrite:
+            raise AlreadyExistsError(
+                f"{path} is there already: give --force (overwrite=True) to replace it, or another name", object_id=path
+            )
+        if os.path.islink(path) or os.path.isdir(path) == self.is_file:
+            what = "a link" if os.path.islink(path) else "a folder" if self.is_file else "no folder"
+            raise AlreadyExistsError(f"{path} is {what}, which an export does not replace: give another name", object_id=path)
+        if not self.is_file:
+            with os_errors("list", path):
+                others = sorted(name for name in os.listdir(path) if not _OURS.fullmatch(name) or os.path.isdir(os.path.join(path, name)))
+            if others:
+                raise AlreadyExistsError(
+                    f"{path} holds {others[0]!r}, which no export writes: remove the folder yourself, or give another name", object_id=path
+                )
+
+
+def target_of(path: str | os.PathLike[str], suffixes: tuple[str, ...]) -> Target:
+    """`path` as a target: one file if its name ends in one of `suffixes`, else a folder."""
+    text = os.fspath(path)
+    text = text.rstrip(os.sep) or text
+    return Target(text, text.lower().endswith(suffixes))
+
+
+@contextmanager
+def staged(target: Target, *, overwrite: bool) -> Iterator[str]:
+    """A new folder beside the target. When the block ends well, it (or the file in it) takes the target's place; else it vanishes."""
+    target.check(overwrite=overwrite)
+    folder = os.path.join(target.parent, f".{os.path.basename(target.path)[:200]}.{secrets.token_hex(6)}.part")
+    try:
+        with os_errors("write", target.path):
+            os.mkdir(folder)
+        yield folder
+        with os_errors("write", target.path):
+            _sync(folder)
+        target.check(overwrite=overwrite)  # again: another export may have ended meanwhile
+        with os_errors("write", target.path):
+            _publish(folder, target)
+            _sync(target.parent)
+    finally:
+        _remove(folder)
+
+
+def _publish(folder: str, target: Target) -> None:
+    if target.is_file:
+        (name,) = os.listdir(folder)
+        os.replace(os.path.join(folder, name), target.path)
+    elif not os.path.lexists(target.path):
+        os.rename(folder, target.path)
+    else:
+        old = f"{folder}.old"
+        os.rename(target.path, old)
+        try:
+            os.rename(folder, target.path)
+        except OSError:
+            os.rename(old, target.path)
+            raise
+        _remove(old)
+
+
+def require_room(folder: str, needed_bytes: int, path: str) -> None:
+    """Refuses what cannot fit, before anything is written.
+
+    Raises:
+        NoSpaceError: less is free.
+    """
+    with os_errors("write", path):
+        free = shutil.disk_usage(folder).free
+    if needed_bytes + MARGIN_BYTES > free:
+        raise NoSpaceError(
+            f"{path} needs {needed_bytes:,} bytes, and {free:,} are free there: free space, choose another disk, or export a part with "
+            "--select (select=)",
+            object_id=path,
+        )
+
+
+def _remove(folder: str) -> None:
+    with suppress(OSError):
+        shutil.rmtree(folder)
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

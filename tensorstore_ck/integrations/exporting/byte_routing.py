@@ -1,0 +1,175 @@
+"""From blocks to files: which bytes of which stored tensor go where, and how they get there.
+
+Tensors that lie in a snapshot as they are wanted go from verified block to file, one block at a time in each thread. Those that ranks
+held in shares are put together in windows of memory. Views that are not contiguous are copied out of a scratch file. So memory stays
+bounded, whatever the size of a tensor.
+"""
+
+import mmap
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from typing import Final, NamedTuple
+
+import torch
+
+from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.engine.read.block_reader import MemoryTarget
+from tensorstore_ck.engine.read.merged_snapshot import MergedSnapshot
+from tensorstore_ck.format.block_assignment import row_boxes
+from tensorstore_ck.format.layout import ByteTarget, Content, TensorSpec, WantedBox
+from tensorstore_ck.format.sharding import Box
+from tensorstore_ck.format.tree import Leaf
+from tensorstore_ck.integrations.exporting.output_file import OutputFile
+from tensorstore_ck.state.allocate import Form, contiguous_strides, form_of, view_of
+from tensorstore_ck.state.byte_sources import CopySource
+
+WINDOW_BYTES: Final = 32 << 20
+"""Of one tensor that ranks held in shares."""
+BATCH_BYTES: Final = 64 << 20
+"""Such windows are read together up to this size."""
+
+
+class Place(NamedTuple):
+    """Bytes [start, stop) of a stored tensor go to `offset` of a file."""
+
+    start: int
+    stop: int
+    file: OutputFile
+    offset: int
+
+
+class Placing:
+    """Collects what goes where; `pour` then moves it."""
+
+    def __init__(self, content: Content) -> None:
+        self._content = content
+        self._places: defaultdict[int, list[Place]] = defaultdict(list)
+        self._strided: defaultdict[int, list[tuple[Form, OutputFile, int]]] = defaultdict(list)
+
+    def add(self, number: int, file: OutputFile, offset: int) -> None:
+        """All bytes of a stored tensor go to `offset`."""
+        size = self._content.layout.tensors[number].size_bytes
+        if size:
+            self._places[number].append(Place(0, size, file, offset))
+
+    def add_leaf(self, leaf: Leaf, file: OutputFile, offset: int) -> None:
+        """The elements of a leaf, row-major, go to `offset`."""
+        form = form_of(self._content.layout, leaf)
+        if is_contiguous(form):
+            start, size = form.offset_bytes, size_bytes(form)
+            if size:
+                self._places[leaf.index].append(Place(start, start + size, file, offset))
+        else:
+            self._strided[leaf.index].append((form, file, offset))
+
+    def pour(self, scratch: str) -> None:
+        """Moves everything; a file `scratch` may be there meanwhile."""
+        _pour(self._content, self._places)
+        for number, wanted in self._strided.items():
+            self._pour_strided(number, wanted, scratch)
+
+    def _pour_strided(self, number: int, wanted: Sequence[tuple[Form, OutputFile, int]], scratch: str) -> None:
+        size = self._content.layout.tensors[number].size_bytes
+        with OutputFile(scratch, "a scratch file") as file:
+            file.unlink()
+            _pour(self._content, {number: [Place(0, size, file, 0)]})
+            base = torch.frombuffer(file.mapped(), dtype=torch.uint8)
+            for form, target, offset in wanted:
+                source, total = CopySource(view_of(base, form)), size_bytes(form)
+                for start, stop in _windows(total, form.dtype.itemsize):
+                    target.write(offset + start, source.read(start, stop))
+
+
+def is_contiguous(form: Form) -> bool:
+    """Whether its elements lie row-major, without gaps."""
+    compact = contiguous_strides(form.shape)
+    return all(extent <= 1 or a == b for extent, a, b in zip(form.shape, form.strides, compact, strict=True))
+
+
+def scratch_bytes(content: Content, leaves: Iterable[Leaf]) -> int:
+    """What the largest scratch file takes, if these leaves are placed."""
+    strided = {leaf.index for leaf in leaves if not is_contiguous(form_of(content.layout, leaf))}
+    return max((content.layout.tensors[number].size_bytes for number in strided), default=0)
+
+
+def size_bytes(form: Form) -> int:
+    """Of its elements."""
+    return prod(form.shape) * form.dtype.itemsize
+
+
+class _Fan:
+    """`ByteTarget` that hands the bytes of one tensor to all places that want them."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._places = places
+
+    def memory(self) -> None:
+        """None: bytes come through `write`."""
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Writes what each place wants of them."""
+        for place in self._places:
+            first, last = max(start, place.start), min(start + len(data), place.stop)
+            if first < last:
+                place.file.write(place.offset + first - place.start, data[first - start : last - start])
+
+
+def _pour(content: Content, places: "dict[int, list[Place]]") -> None:
+    spreads = content.layout.spreads
+    whole: dict[int, ByteTarget] = {}
+    shared: dict[int, _Fan] = {}
+    for number, wanted in places.items():
+        if isinstance(content, MergedSnapshot) or (spreads and spreads[number] is not None):
+            shared[number] = _Fan(wanted)
+        else:
+            whole[number] = _Fan(wanted)
+    content.read(whole)
+    if shared:
+        _pour_windows(content, shared)
+
+
+class _Window(NamedTuple):
+    fan: _Fan
+    start: int
+    memory: memoryview
+
+    def write(self) -> None:
+        self.fan.write(self.start, self.memory)
+
+
+def _pour_windows(content: Content, fans: dict[int, _Fan]) -> None:
+    room = memoryview(mmap.mmap(-1, BATCH_BYTES))
+    batch: list[_Window] = []
+    boxes: list[WantedBox] = []
+    used = 0
+    windows = [(number, *window) for number in fans for window in _element_windows(content.layout.tensors[number])]
+    for number, first, last in [*windows, (-1, 0, BATCH_BYTES)]:
+        spec = content.layout.tensors[number]
+        if used + (last - first) * spec.item_bytes > BATCH_BYTES or number < 0:
+            content.read_boxes(boxes)
+            for_each(batch, _Window.write, min(cpu_threads(), len(batch)))
+            batch, boxes, used = [], [], 0
+        if number < 0:
+            return
+        batch.append(_Window(fans[number], first * spec.item_bytes, room[used : used + (last - first) * spec.item_bytes]))
+        for offsets, sizes in row_boxes(spec.shape, first, last):
+            part = prod(sizes) * spec.item_bytes
+            boxes.append(WantedBox(number, Box(offsets, sizes), MemoryTarget(room[used : used + part])))
+            used += part
+
+
+def _element_windows(spec: TensorSpec) -> Iterator[tuple[int, int]]:
+    """Cuts a tensor's elements where blocks are cut as well, if possible: at multiples of a power of two of rows."""
+    total = prod(spec.shape)
+    row = prod(spec.shape[1:])
+    rows = WINDOW_BYTES // (row * spec.item_bytes)
+    step = (1 << rows.bit_length() - 1) * row if rows else WINDOW_BYTES // spec.item_bytes
+    for first in range(0, total, step):
+        yield first, min(first + step, total)
+
+
+def _windows(total: int, item_bytes: int) -> Iterator[tuple[int, int]]:
+    step = max(WINDOW_BYTES // 4 // item_bytes, 1) * item_bytes
+    for start in range(0, total, step):
+        yield start, min(start + step, total)

@@ -1,0 +1,207 @@
+"""A snapshot as a checkpoint of torch.distributed.checkpoint, for `dcp.load` on any number of ranks.
+
+DCP's own planner names and describes everything, torch pickles its metadata, and every tensor is one item, as `torch.save` writes it.
+What DCP itself drops or changes is told in the report.
+"""
+
+import io
+import os
+import pickle
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.format.layout import Content
+from tensorstore_ck.format.tree import ATTRIBUTES, Branch, Leaf, Tree, leaves
+from tensorstore_ck.format.values import key_text
+from tensorstore_ck.integrations.exporting.atomic_target import require_room
+from tensorstore_ck.integrations.exporting.byte_routing import Placing, scratch_bytes, size_bytes
+from tensorstore_ck.integrations.exporting.job import Job, Written
+from tensorstore_ck.integrations.exporting.meta_state import Hollow, untouched
+from tensorstore_ck.integrations.exporting.output_file import OutputFile
+from tensorstore_ck.integrations.exporting.torch_zip_template import Skeleton, require_savable, skeleton
+from tensorstore_ck.state.allocate import Form, form_of
+from tensorstore_ck.state.byte_sources import new_tensor
+from tensorstore_ck.state.select import listed
+
+_DICTS: Final = frozenset("docf")
+_BY_VALUE: Final = frozenset("unr")
+"""DCP saves tuples, namedtuples and other objects as one value each, with their tensors."""
+
+
+class _Tensor(NamedTuple):
+    """A tensor's item: torch's file with room for the bytes."""
+
+    leaf: Leaf
+    form: Form
+    frame: Skeleton
+
+
+Item = tuple[WriteItem, _Tensor | memoryview]
+
+
+def write_dcp(job: Job) -> Written:
+    """Writes the checkpoint into the job's folder.
+
+    Raises:
+        UnsupportedValueError: the state is no dict, or two of its names are the same to DCP.
+        DamageError: stored data is damaged, or a file does not hold what was written to it.
+    """
+    content, tree, folder, target = job.content, job.tree, job.folder, job.target
+    if not isinstance(tree, Branch) or tree.node[0] not in _DICTS:
+        raise UnsupportedValueError("DCP holds dicts alone, and this state is none: export as torch or safetensors", object_id=target.path)
+    hollow = Hollow(content, tree, _BY_VALUE)
+    require_savable(((tensor, leaf.path) for tensor, leaf in hollow.tensors.values()), target.path)
+    planner, plan, metadata = _plan(hollow.state, target.path)
+    items = list(_items(content, hollow, planner, plan, target.path))
+    scratch = scratch_bytes(content, (item.leaf for _, item in items if isinstance(item, _Tensor)))
+    require_room(folder, sum(map(_size, items)) + scratch, target.path)
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for number, group in enumerate(_split(items, job.max_file_bytes)):
+        name = f"__0_{number}.distcp"
+        with OutputFile(os.path.join(folder, name), target.path) as file:
+            at = 0
+            for item in group:
+                storage[item[0].index] = _StorageInfo(name, at, _size(item))
+                at += _size(item)
+            _write_file(job, file, [(storage[write_item.index].offset, item) for write_item, item in group], at)
+    metadata.storage_data, metadata.version = storage, CURRENT_DCP_VERSION
+    metadata.storage_meta = StorageMeta(checkpoint_id=os.path.abspath(target.path), save_id=str(uuid.uuid4()))
+    pickled = pickle.dumps(metadata)
+    with OutputFile(os.path.join(folder, ".metadata"), target.path) as file:
+        file.write(0, pickled)
+        file.finish(len(pickled))
+    kept = [item for _, item in items if isinstance(item, _Tensor)]
+    return Written(len(kept), sum(size_bytes(item.form) for item in kept), dict(_dropped(tree)), _notes(tree))
+
+
+def _plan(state: Any, shown: str) -> tuple[DefaultSavePlanner, SavePlan, Metadata]:
+    planner = DefaultSavePlanner()
+    try:
+        planner.set_up_planner(state, is_coordinator=True)
+        local = planner.create_local_plan()
+        _require_sizes(local)
+        (plan,), metadata = planner.create_global_plan([local])
+    except ValueError as exc:
+        raise UnsupportedValueError(
+            f"DCP cannot hold this state ({exc}): its names are str(key) joined by dots, and two of them would be one; leave one out with "
+            "--skip (skip=), or export as torch",
+            object_id=shown,
+        ) from exc
+    return planner, plan, metadata
+
+
+def _require_sizes(plan: SavePlan) -> None:
+    """Refuses tensors of dtypes whose size DCP cannot tell."""
+    unknown = []
+    for item in plan.items:
+        try:
+            item.tensor_storage_size()
+        except (TypeError, RuntimeError):
+            unknown.append(f"{item.index.fqn} ({item.tensor_data.properties.dtype})" if item.tensor_data else item.index.fqn)
+    if unknown:
+        raise UnsupportedValueError(
+            f"DCP cannot hold the dtype of {listed(unknown)}: leave out what you do not need with --skip NAME (skip=), or export as torch",
+            object_id=unknown[0].partition(" ")[0],
+        )
+
+
+def _items(content: Content, hollow: Hollow, planner: DefaultSavePlanner, plan: SavePlan, shown: str) -> Iterator[Item]:
+    """Everything that is saved: a tensor, or the bytes of something else."""
+    frames: dict[tuple[tuple[int, ...], torch.dtype], Skeleton] = {}
+    for item in plan.items:
+        if item.type == WriteItemType.BYTE_IO:
+            data = planner.resolve_data(item)
+            assert isinstance(data, io.BytesIO)
+            yield item, data.getbuffer()
+            continue
+        leaf = hollow.tensors[id(planner.state_dict[item.index.fqn])][1]
+        form = form_of(content.layout, leaf)
+        assert isinstance(form.dtype, torch.dtype)
+        if (form.shape, form.dtype) not in frames:
+            with untouched():
+                frames[form.shape, form.dtype] = skeleton(new_tensor(form.shape, form.dtype, torch.device("cpu")), shown)
+        yield item, _Tensor(leaf, form, frames[form.shape, form.dtype])
+
+
+def _size(item: Item) -> int:
+    return item[1].frame.size_bytes if isinstance(item[1], _Tensor) else len(item[1])
+
+
+def _split(items: Sequence[Item], max_file_bytes: int) -> list[list[Item]]:
+    groups: list[list[Item]] = [[]]
+    used = 0
+    for item in items:
+        if groups[-1] and used + _size(item) > max_file_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(item)
+        used += _size(item)
+    return groups
+
+
+def _write_file(job: Job, file: OutputFile, items: Sequence[tuple[int, _Tensor | memoryview]], size: int) -> None:
+    """Writes items at their offsets: the tensors' bytes, and when these were read back, what torch writes around them."""
+    placing = Placing(job.content)
+    tensors = [(at, item) for at, item in items if isinstance(item, _Tensor)]
+    for at, item in items:
+        if not isinstance(item, _Tensor):
+            file.write(at, item)
+    for at, tensor in tensors:
+        for room in tensor.frame.rooms:
+            placing.add_leaf(tensor.leaf, file, at + room.offset)
+    placing.pour(os.path.join(job.folder, "scratch"))
+    regions = [range(at + room.region.start, at + room.region.stop) for at, tensor in tensors for room in tensor.frame.rooms]
+    checksums = iter(file.read_back(regions))
+    for at, tensor in tensors:
+        for offset, data in tensor.frame.sealed([next(checksums) for _ in tensor.frame.rooms]):
+            file.write(at + offset, data)
+    file.finish(size, regions)
+
+
+def _dropped(tree: Tree) -> Iterator[tuple[str, str]]:
+    """What DCP does not hold: empty dicts, and attributes of an OrderedDict."""
+    if not isinstance(tree, Branch) or tree.node[0] in _BY_VALUE:
+        return
+    if tree.node[0] in _DICTS and not tree.children:
+        yield tree.path or ".", "an empty dict, which DCP drops"
+    if tree.attributes is not None:
+        path = f"{tree.path}.{ATTRIBUTES}" if tree.path else ATTRIBUTES
+        yield path, "an attribute of an OrderedDict, which DCP drops"
+    for child in tree.children:
+        yield from _dropped(child)
+
+
+def _notes(tree: Tree) -> list[str]:
+    """What comes back in another form."""
+    numbered: list[str] = []
+    dicts: list[str] = []
+    _look(tree, numbered, dicts)
+    flagged = [leaf.path for leaf in leaves(tree) if leaf.kind != "value" and leaf.flags]
+    notes = []
+    if numbered:
+        notes.append(f"DCP makes all keys strings: those of {listed(numbered)} were not")
+    if dicts:
+        notes.append(f"DCP makes all mappings plain dicts: {listed(dicts)} was not")
+    if flagged:
+        notes.append(f"DCP gives plain tensors: {listed(flagged)} was a Parameter, or required a gradient")
+    return notes
+
+
+def _look(tree: Tree, numbered: list[str], dicts: list[str]) -> None:
+    if not isinstance(tree, Branch) or tree.node[0] in _BY_VALUE:
+        return
+    if tree.node[0] in _DICTS:
+        if any(type(key) is not str for key in tree.keys):
+            numbered.append(tree.path or f"the state ({', '.join(map(key_text, tree.keys[:3]))})")
+        if tree.node[0] != "d":
+            dicts.append(tree.path or "the state")
+    for child in tree.children:
+        _look(child, numbered, dicts)

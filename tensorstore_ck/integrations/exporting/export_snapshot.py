@@ -1,0 +1,140 @@
+"""Leaves the store again: a snapshot as files that other programs read. See `export_snapshot`."""
+
+import fnmatch
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Final, Literal, get_args
+
+from tensorstore_ck.engine.read.merged_snapshot import open_snapshot
+from tensorstore_ck.errors import InvalidOptionError, MismatchError
+from tensorstore_ck.format.record import NOTE, decode_metadata, record_name
+from tensorstore_ck.format.tree import Branch, Leaf, Tree, parse
+from tensorstore_ck.integrations.exporting import safetensors_files, torch_file
+from tensorstore_ck.integrations.exporting.atomic_target import Target, staged, target_of
+from tensorstore_ck.integrations.exporting.job import Job, Written
+from tensorstore_ck.integrations.exporting.report import ExportedFile, ExportReport
+from tensorstore_ck.log.address import resolve
+from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
+from tensorstore_ck.read_only_store import ReadOnlyStore
+from tensorstore_ck.state.rebuild_tree import NOTHING
+from tensorstore_ck.state.select import Selection
+
+Format = Literal["dcp", "safetensors", "torch"]
+FORMATS: Final[tuple[Format, ...]] = get_args(Format)
+MAX_FILE_BYTES: Final = 5_000_000_000
+"""As Hugging Face splits models."""
+
+
+def export_snapshot(
+    store: ReadOnlyStore,
+    address: str,
+    path: str | os.PathLike[str],
+    *,
+    format: Format,  # noqa: A002 - what users call it
+    select: Sequence[str] | None = None,
+    skip: Sequence[str] = (),
+    max_file_bytes: int = MAX_FILE_BYTES,
+    overwrite: bool = False,
+    allow_bad: bool = False,
+) -> ExportReport:
+    """Writes the snapshot at `address` as files of another program, within bounded memory; returns what was written.
+
+    Every block is verified as it is read, and every byte of the files is read back and compared. The files are written beside `path`
+    under a temporary name and renamed when they are whole and durable: whatever happens, `path` is whole, or as it was.
+
+    Args:
+        store: An open store.
+        address: As in `Store.checkout`.
+        path: The folder to make; or, where it ends in ``.safetensors``, or ``.pt``, ``.pth``, ``.bin``, ``.ckpt``, that one file.
+        format: ``safetensors``: tensors by name. ``torch``: all of it, for `torch.load`. ``dcp``: for `torch.distributed.checkpoint`.
+        select: Globs over names such as ``model.*``; only what fits.
+        skip: Globs over names; all but what fits.
+        max_file_bytes: Files of a folder are split beyond that, but no tensor is. A torch file is never split.
+        overwrite: Replace an earlier export.
+        allow_bad: Export a snapshot that was marked ``bad`` or ``damaged``, too.
+
+    Raises:
+        AlreadyExistsError: `path` is there, and `overwrite` is false, or it is no export.
+        UnsupportedValueError: the format cannot hold something, which the message names; nothing was written.
+        SnapshotMarkedBadError: it was marked.
+        DamageError: stored data is damaged; nothing was left behind.
+        NoSpaceError: it does not fit.
+    """
+    target = _target(path, format, max_file_bytes)
+    target.check(overwrite=overwrite)
+    engine = store.engine
+    engine.log.sync()
+    info = resolve(engine.log.view(), address).info
+    snapshot = Snapshot.from_info(info)
+    if not allow_bad:
+        refuse_marked(snapshot, address, "pass allow_bad=True (--allow-bad)")
+    content = open_snapshot(engine, info)
+    tree = _chosen(parse(content.layout, len(content.values)), select, skip)
+    metadata = decode_metadata(engine.read_record(info), record_name(info.ulid))
+    metadata.pop(NOTE, None)  # the store's own
+    with staged(target, overwrite=overwrite) as folder:
+        written = _writer(format)(Job(content, tree, metadata, folder, target, max_file_bytes))
+        sizes = {name: os.stat(os.path.join(folder, name)).st_size for name in sorted(os.listdir(folder))}
+    files = tuple(ExportedFile(name, size) for name, size in sizes.items())
+    left_out, notes = written.left_out, tuple(written.notes)
+    return ExportReport(format, target.path, snapshot, files, written.tensors, written.tensor_bytes, left_out, notes)
+
+
+def _target(path: str | os.PathLike[str], format: str, max_file_bytes: int) -> Target:  # noqa: A002
+    if format not in FORMATS:
+        raise InvalidOptionError(f"format must be one of {', '.join(FORMATS)}, not {format!r}", object_id="format")
+    if max_file_bytes < 1:
+        raise InvalidOptionError(f"max_file_bytes must be at least 1, not {max_file_bytes}", object_id="max_file_bytes")
+    suffixes = {"safetensors": safetensors_files.SUFFIXES, "torch": torch_file.SUFFIXES}.get(format, ())
+    return target_of(path, suffixes)
+
+
+def _writer(format: Format) -> Callable[[Job], Written]:  # noqa: A002
+    if format == "torch":
+        return torch_file.write_torch
+    if format == "safetensors":
+        return safetensors_files.write_safetensors
+    from tensorstore_ck.integrations.exporting.dcp_folder import write_dcp  # noqa: PLC0415 - loads torch.distributed
+
+    return write_dcp
+
+
+def _chosen(tree: Tree, select: Sequence[str] | None, skip: Sequence[str]) -> Tree:
+    """What is selected of a state, without what is skipped.
+
+    Raises:
+        MismatchError: a glob fits nothing, or nothing is left.
+    """
+    if select is not None:
+        selection = Selection(select)
+        selection.require_used(tree)
+        tree = selection.prune(tree) or tree
+    if skip:
+        Selection(skip).require_used(tree)
+        globs = [skip] if isinstance(skip, str) else skip
+        patterns = re.compile("|".join(f"(?:{fnmatch.translate(glob)}|{fnmatch.translate(glob + '.*')})" for glob in globs))
+        left = _without(tree, patterns)
+        if left is None:
+            raise MismatchError("nothing is left to export: --skip (skip=) fits everything", object_id="skip")
+        tree = left
+    return tree
+
+
+def _without(tree: Tree, skipped: re.Pattern[str]) -> Tree | None:
+    """As `Selection.prune`, the other way round: dict entries vanish, elements of lists and tuples become None."""
+    if isinstance(tree, Leaf):
+        return None if tree is not NOTHING and skipped.match(tree.path) else tree
+    if not tree.children:
+        return None if skipped.match(tree.path) else tree
+    kept = [_without(child, skipped) for child in tree.children]
+    if not any(kept):
+        return None
+    if all(one is other for one, other in zip(kept, tree.children, strict=True)):
+        return tree
+    if tree.node[0] in ("l", "u", "n"):
+        return Branch(tree.node, tree.path, tree.keys, [child or NOTHING for child in kept], None)
+    if tree.node[0] == "r":
+        return tree  # whole, or not at all
+    keys = [key for key, child in zip(tree.keys, kept, strict=True) if child]
+    return Branch(tree.node, tree.path, keys, [child for child in kept if child], tree.attributes)

@@ -1,0 +1,81 @@
+"""Tells whether a snapshot holds exactly what a checkpoint holds, by hashing the checkpoint: no block of the snapshot is read."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Final
+
+import numpy as np
+
+from tensorstore_ck.chunker import cut_opaque
+from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, block_id
+from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.write.part_writer import ALONE, places_of
+from tensorstore_ck.format.block_assignment import encode_regions
+from tensorstore_ck.format.layout import Captured, layout_id
+from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values
+from tensorstore_ck.log import SnapshotInfo
+
+_RUN_BLOCKS: Final = 64
+
+
+def is_in_snapshot(engine: Engine, captured: Captured, info: SnapshotInfo) -> bool:
+    """Whether a put of `captured` would store the content that the snapshot has: tensors, values and structure.
+
+    Raises:
+        CorruptObjectError: the snapshot's record, or the source of `captured`, is damaged.
+    """
+    return engine.read_record(info).part_ids == _part_id(captured, engine.config.block_bytes)
+
+
+def _part_id(captured: Captured, block_bytes: int) -> Digest:
+    """The id of the part that a put by one process would write (FORMAT.md, "Parts")."""
+    seat = ALONE._replace(layout_of=b"") if captured.explicit else ALONE
+    layout = captured.layout.encode()
+    blobs = np.zeros(1 + len(captured.blobs), BLOB_DTYPE)
+    ids: list[Digest] = []
+    for number, blob in enumerate((layout, *captured.blobs)):
+        at, lengths = 0, cut_opaque(blob)
+        for length in lengths:
+            ids.append(block_id(memoryview(blob)[at : at + length]))
+            at += length
+        blobs[number] = (len(lengths), 0, len(blob))
+    inline: list[bytes] = []
+    blocks: list[tuple[int, int, int]] = []
+    for tensor, start, share in places_of(captured, seat, block_bytes):
+        if share.is_inline:
+            inline.append(bytes(captured.sources[tensor].read(start, start + share.lengths[0])))
+            continue
+        for length in share.lengths:
+            blocks.append((tensor, start, start + length))
+            start += length
+    hashes = [ZERO_DIGEST] * len(blocks)
+
+    def hash_run(rows: list[int]) -> None:
+        for row in rows:
+            tensor, start, stop = blocks[row]
+            hashes[row] = block_id(captured.sources[tensor].read(start, stop))
+
+    for_each(_runs(len(blocks)), hash_run, cpu_threads())
+    part = Part(
+        layout_id(layout),
+        seat.rank,
+        seat.world_size,
+        blobs,
+        b"".join([*ids, *hashes]),
+        encode_values(captured.values),
+        b"".join(inline),
+        (),
+        np.zeros(0, EXTENT_DTYPE),
+        b"",
+        0,
+        seat.layout_of,
+        encode_regions(captured.explicit),
+    )
+    return part.part_id()
+
+
+def _runs(count: int) -> Iterator[list[int]]:
+    rows = iter(range(count))
+    while run := list(islice(rows, _RUN_BLOCKS)):
+        yield run

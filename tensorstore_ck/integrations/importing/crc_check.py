@@ -1,0 +1,149 @@
+"""Compares bytes of mapped files with the CRC-32 that their format has for them, while a put reads them: nothing is read twice.
+
+A put reads each region of a tensor once, in blocks, in any order, from several threads; the sums of the blocks are combined. What is
+no region as a whole (a storage of which only a part is a tensor) is read beforehand. A wrong sum fails the read, and so the put.
+"""
+
+import threading
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.layout import ByteSource, Captured
+from tensorstore_ck.state.byte_sources import address_of, memory_at
+
+_PIECE_BYTES: Final = 4 << 20
+_POLYNOMIAL: Final = 0xEDB88320
+
+
+class Expected(NamedTuple):
+    """Bytes in memory, and the sum they must have."""
+
+    address: int
+    size: int
+    checksum: int
+    path: str
+    """Of the file, for the message."""
+    start: int
+    """In the file."""
+
+    def compare(self, found: int) -> None:
+        """Raises CorruptObjectError if the sum is another one."""
+        if found != self.checksum:
+            raise CorruptObjectError(
+                f"{self.path} is damaged: the {self.size} bytes from byte {self.start} on do not have their checksum; get or save it again",
+                object_id=self.path,
+            )
+
+
+def watched(captured: Captured, expected: Sequence[Expected]) -> Captured:
+    """The same, but what is read from it must have its sum. What will not be read in whole is read now.
+
+    Raises:
+        CorruptObjectError: it has not.
+    """
+    regions = set(_regions(captured))
+    for_each((each for each in expected if (each.address, each.size) not in regions), _read, cpu_threads())
+    sums = _Sums([each for each in expected if (each.address, each.size) in regions])
+    return captured._replace(sources=[_Watched(source, sums) for source in captured.sources])
+
+
+def _regions(captured: Captured) -> Iterator[tuple[int, int]]:
+    """Address and size of each region that a put will read."""
+    told = {each.tensor: each.boxes for each in captured.explicit}
+    for number, (spec, source) in enumerate(zip(captured.layout.tensors, captured.sources, strict=True)):
+        sizes = [prod(box.sizes) * spec.item_bytes for box in told[number]] if number in told else [spec.size_bytes]
+        start = 0
+        for size in sizes:
+            if size:
+                yield _address(source.read(start, start + 1)), size
+            start += size
+
+
+def _read(expected: Expected) -> None:
+    found = 0
+    for at in range(0, expected.size, _PIECE_BYTES):
+        found = zlib.crc32(memory_at(expected.address + at, min(_PIECE_BYTES, expected.size - at)), found)
+    expected.compare(found)
+
+
+class _Watched:
+    """`ByteSource` that has what it reads summed."""
+
+    def __init__(self, source: ByteSource, sums: "_Sums") -> None:
+        self._source, self._sums = source, sums
+        self.size_bytes = source.size_bytes
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """The bytes of the source."""
+        view = self._source.read(start, stop)
+        self._sums.add(view)
+        return view
+
+
+class _Sums:
+    def __init__(self, expected: Sequence[Expected]) -> None:
+        self._expected = sorted(set(expected))
+        self._starts = [each.address for each in self._expected]
+        self._lock = threading.Lock()
+        self._found: list[dict[int, tuple[int, int]]] = [{} for _ in self._expected]
+        """Address -> size and sum, of what was read."""
+        self._left = [each.size for each in self._expected]
+
+    def add(self, view: memoryview) -> None:
+        """Takes bytes that were read; those of nothing that is expected do not matter."""
+        address = _address(view) if len(view) else 0
+        number = bisect_right(self._starts, address) - 1
+        if number < 0 or address + len(view) > self._starts[number] + self._expected[number].size or not self._left[number]:
+            return
+        found = zlib.crc32(view)
+        with self._lock:
+            if address in self._found[number]:
+                return  # of a put that began anew
+            self._found[number][address] = len(view), found
+            self._left[number] -= len(view)
+            is_whole = not self._left[number]
+        if is_whole:
+            total = 0
+            for _, (size, each) in sorted(self._found[number].items()):
+                total = combined(total, each, size)
+            self._expected[number].compare(total)
+
+
+def combined(first: int, second: int, size: int) -> int:
+    """The CRC-32 of bytes of sum `first` followed by `size` bytes of sum `second`."""
+    return _product(_power(size), first) ^ second if first else second
+
+
+@lru_cache(64)
+def _power(size: int) -> int:
+    """The polynomial of `size` zero bytes: x to the power of 8 x `size`, modulo the CRC's."""
+    power, square, exponent = 1 << 31, 1 << 30, 8 * size
+    while exponent:
+        if exponent & 1:
+            power = _product(square, power)
+        square = _product(square, square)
+        exponent >>= 1
+    return power
+
+
+def _product(one: int, other: int) -> int:
+    """Of two polynomials over GF(2), modulo the CRC's; the highest bit is the lowest power."""
+    product, bit = 0, 1 << 31
+    while bit:
+        if one & bit:
+            product ^= other
+        other = (other >> 1) ^ _POLYNOMIAL if other & 1 else other >> 1
+        bit >>= 1
+    return product
+
+
+def _address(view: memoryview) -> int:
+    return address_of(np.frombuffer(view, np.uint8))

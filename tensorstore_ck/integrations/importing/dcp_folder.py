@@ -1,0 +1,280 @@
+"""Directories of torch.distributed.checkpoint, as its FileSystemWriter of torch 2.3 and newer leaves them.
+
+``.metadata`` is a pickle of a few classes, which are read into `_Fields` stand-ins; it says which tensors there are, in which pieces, and
+in which bytes of which file each lies: a torch file of its own. A piece stays there, mapped. All else are values, torch files, too. The
+tree is the one that torch's own reader makes when nobody gives it one to fill (`_EmptyStateDictLoadPlanner`).
+"""
+
+from itertools import pairwise
+from typing import Any, Final, NamedTuple, NoReturn
+
+import torch
+
+from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.format.layout import MAX_DIMS, MAX_TENSOR_BYTES
+from tensorstore_ck.format.sharding import Box
+from tensorstore_ck.integrations.importing.key_types import unlike
+from tensorstore_ck.integrations.importing.malformed import MalformedError, blamed_on, printable
+from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
+from tensorstore_ck.integrations.importing.pickle_allowlist import Known
+from tensorstore_ck.integrations.importing.placeholders import Maker, Opaque
+from tensorstore_ck.integrations.importing.safe_unpickler import MAX_PICKLE_BYTES, unpickle
+from tensorstore_ck.integrations.importing.tensor_pieces import assembled
+from tensorstore_ck.integrations.importing.torch_file import load_torch_file
+from tensorstore_ck.state.sharded_tensors import Piece
+
+METADATA: Final = ".metadata"
+KIND: Final = "DCP checkpoint"
+_CLASSES: Final = (
+    ("checkpoint.metadata", "Metadata"),
+    ("checkpoint.metadata", "MetadataIndex"),
+    ("checkpoint.metadata", "TensorStorageMetadata"),
+    ("checkpoint.metadata", "BytesStorageMetadata"),
+    ("checkpoint.metadata", "ChunkStorageMetadata"),
+    ("checkpoint.metadata", "TensorProperties"),
+    ("checkpoint.metadata", "StorageMeta"),
+    ("checkpoint.filesystem", "_StorageInfo"),
+    ("_shard.sharded_tensor.metadata", "TensorProperties"),  # of older torch
+)
+_MEMORY_FORMATS: Final = (
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+)
+MAX_PADDING: Final = 10_000_000
+"""Of all lists together: a path in the metadata can ask for any position."""
+
+
+class _Fields:
+    """An object of one of DCP's own classes: its class's name, and what the pickle says of it."""
+
+    __slots__ = ("items", "kind", "named")
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.named: dict[Any, Any] = {}
+        self.items: tuple[Any, ...] = ()
+        """Of the one class that has its fields without their names."""
+
+    def build(self, state: Any) -> None:
+        """Takes what the pickle says."""
+        if type(state) is dict:
+            self.named = state
+        elif type(state) is tuple:
+            self.items = state
+        else:
+            raise MalformedError(f"its {self.kind} is malformed")
+
+    def get(self, name: str, kind: type[Any]) -> Any:
+        """A field, which must be of that type."""
+        found = self.named.get(name)
+        if not isinstance(found, kind) or isinstance(found, bool):
+            raise MalformedError(f"its {self.kind} has no sound {name}")
+        return found
+
+
+class _Place(NamedTuple):
+    """Bytes of a file."""
+
+    path: object
+    """As the metadata has it."""
+    start: int
+    size: int
+
+
+class DcpContent(NamedTuple):
+    """What such a directory holds."""
+
+    state: dict[Any, Any]
+    unknown: dict[str, str]
+    """Names in its pickles that nobody knows -> the file."""
+
+
+def load_dcp(files: Files, folder: Folder, known: Known) -> DcpContent:
+    """The state in a directory that has a ``.metadata``.
+
+    Raises:
+        CorruptObjectError: it is damaged, incomplete, or contradicts itself.
+        UnsupportedValueError: it was written in a way that is not read.
+    """
+    return _Reader(files, folder, known).read()
+
+
+def _names() -> Known:
+    """What the pickle of the metadata may name."""
+    return Known(
+        {
+            **{(f"torch.distributed.{module}", name): Maker(name, _maker(name)) for module, name in _CLASSES},
+            **{name: Maker(name[1], lambda number: None) for name in _MEMORY_FORMATS},
+        }
+    )
+
+
+def _maker(name: str) -> Any:
+    def make() -> _Fields:
+        return _Fields(name)
+
+    return make
+
+
+class _Reader:
+    def __init__(self, files: Files, folder: Folder, known: Known) -> None:
+        self._files, self._folder, self._known = files, folder, known
+        self._mapped: dict[str, MappedFile] = {}
+        self._places: dict[str, list[tuple[tuple[int, ...] | None, _Place]]] = {}
+        self._unknown: dict[str, str] = {}
+        self._left: dict[str, int] = {}
+        """File -> bytes of it that no item has had yet."""
+
+    def read(self) -> DcpContent:
+        path = self._folder.join(METADATA)
+        with blamed_on(path, KIND):
+            metadata = self._metadata(path)
+            entries = metadata.get("state_dict_metadata", dict)
+            paths = metadata.named.get("planner_data")
+            if paths is not None and type(paths) is not dict:
+                self._unsupported(path, "has planner data of an unknown kind")
+            self._places = self._locate(metadata.get("storage_data", dict), path)
+            tree = _Tree()
+            for name, entry in entries.items():
+                if type(name) is not str or not isinstance(entry, _Fields):
+                    raise MalformedError("its list of tensors is malformed")
+                tree.set(paths[name] if paths and name in paths else (name,), self._value(name, entry))
+        return DcpContent(tree.root, self._unknown)
+
+    def _metadata(self, path: str) -> _Fields:
+        file = self._files.map(path)
+        if file.size > MAX_PICKLE_BYTES:
+            raise MalformedError(f"its metadata takes {file.size} bytes")
+        self._known.parsed_bytes += file.size
+        found, end, unknown = unpickle(file.data, _names())
+        if isinstance(found, Opaque) or unknown:
+            self._unsupported(path, f"names {', '.join(sorted(unknown)[:3])}, which nothing of torch.distributed.checkpoint needs")
+        if not isinstance(found, _Fields) or found.kind != "Metadata" or end != file.size:
+            raise MalformedError("its metadata is of another kind, or something follows it")
+        return found
+
+    def _locate(self, storage: dict[Any, Any], path: str) -> dict[str, list[tuple[tuple[int, ...] | None, _Place]]]:
+        """Name -> where its pieces, by their offsets, or its only item lies."""
+        places: dict[str, list[tuple[tuple[int, ...] | None, _Place]]] = {}
+        for index, info in storage.items():
+            if not isinstance(index, _Fields) or not isinstance(info, _Fields):
+                raise MalformedError("its list of places is malformed")
+            if info.named.get("transform_descriptors"):
+                self._unsupported(path, "was written through an extension (such as compression)")
+            offset = index.named.get("offset")
+            if offset is not None and not isinstance(offset, torch.Size):
+                raise MalformedError("its list of places is malformed")
+            start, size = info.get("offset", int), info.get("length", int)
+            place = _Place(info.named.get("relative_path"), start, size)
+            places.setdefault(index.get("fqn", str), []).append((None if offset is None else tuple(offset), place))
+        return places
+
+    def _value(self, name: str, entry: _Fields) -> Any:
+        if entry.kind == "BytesStorageMetadata":
+            found = self._places.get(name, [])
+            if len(found) != 1:
+                raise MalformedError(f"the value {printable(name)!r} lies in {len(found)} places")
+            return self._item(found[0][1])
+        if entry.kind != "TensorStorageMetadata":
+            raise MalformedError(f"{printable(name)!r} is neither a tensor nor a value")
+        properties = entry.get("properties", _Fields).items
+        dtype = properties[0] if properties else None
+        shape, chunks = tuple(entry.get("size", torch.Size)), entry.get("chunks", list)
+        if not isinstance(dtype, torch.dtype) or len(shape) > MAX_DIMS or not 0 <= _bytes(shape, dtype) <= MAX_TENSOR_BYTES:
+            raise MalformedError(f"the tensor {printable(name)!r} has an impossible size or dtype")
+        told = self._places.get(name, [])
+        unlike([offsets for offsets, _ in told])
+        places = dict(told)
+        pieces = []
+        for chunk in chunks:
+            if not isinstance(chunk, _Fields):
+                raise MalformedError(f"the tensor {printable(name)!r} has a malformed piece")
+            box = Box(tuple(chunk.get("offsets", torch.Size)), tuple(chunk.get("sizes", torch.Size)))
+            if 0 in box.sizes:
+                continue  # of ranks that have nothing of it
+            if box.offsets not in places:
+                raise MalformedError(f"nothing says where the piece at {list(box.offsets)[:8]} of {printable(name)!r} lies")
+            pieces.append(Piece(box, self._piece(name, dtype, box, places[box.offsets])))
+        return assembled(name, shape, dtype, pieces)
+
+    def _piece(self, name: str, dtype: torch.dtype, box: Box, place: _Place) -> torch.Tensor:
+        tensor = self._item(place)
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tuple(tensor.shape) != box.sizes:
+            what = f"a tensor of {tensor.dtype} and shape {list(tensor.shape)[:8]}" if isinstance(tensor, torch.Tensor) else "no tensor"
+            raise MalformedError(
+                f"the metadata says that a piece of {printable(name)!r} has {dtype} and shape {list(box.sizes)[:8]}, but {what} lies there"
+            )
+        return tensor.detach()
+
+    def _item(self, place: _Place) -> Any:
+        """The object in the torch file at a place."""
+        file = self._mapped.get(place.path) if type(place.path) is str else None
+        if file is None:
+            file = self._mapped[str(place.path)] = self._files.map(self._folder.join(place.path))
+        if not 0 <= place.start <= place.start + place.size <= file.size or place.size <= 0:
+            raise MalformedError(f"it has an item of {place.size} bytes at byte {place.start} of {file.path}, which has {file.size}")
+        left = self._left.setdefault(file.path, file.size)
+        if place.size > left:
+            raise MalformedError(f"its items in {file.path} overlap")
+        self._left[file.path] = left - place.size
+        loaded = load_torch_file(self._files, file, self._known, place.start, place.size)
+        self._unknown.update(dict.fromkeys(loaded.unknown, file.path))
+        return loaded.value
+
+    @staticmethod
+    def _unsupported(path: str, what: str) -> NoReturn:
+        raise UnsupportedValueError(f"{path} {what}, which is not imported: load it with torch, and put the state", object_id=path)
+
+
+def _is_position(part: object) -> bool:
+    return type(part) is int and part.bit_length() < 64
+
+
+def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    count = dtype.itemsize
+    for extent in shape:
+        if extent < 0:
+            return -1
+        count *= extent or 1
+    return count
+
+
+class _Tree:
+    """The nested state, put together from paths, as torch.distributed.checkpoint._traverse.set_element does it."""
+
+    def __init__(self) -> None:
+        self.root: dict[Any, Any] = {}
+        self._left = MAX_PADDING
+
+    def set(self, path: Any, value: Any) -> None:
+        """Puts a value where texts are keys, and numbers positions in lists."""
+        if type(path) is not tuple or not path or any(type(part) is not str and not _is_position(part) for part in path):
+            raise MalformedError("it has a path that is none")
+        here: Any = self.root
+        for part, below in pairwise(path):
+            found = self._get(here, part)
+            if found is None:
+                found = {} if type(below) is str else []
+                self._put(here, part, found)
+            here = found
+        if self._get(here, path[-1]) is not None:
+            raise MalformedError("its paths contradict each other")
+        self._put(here, path[-1], value)
+
+    @staticmethod
+    def _get(container: Any, part: Any) -> Any:
+        if type(container) is dict:
+            return container.get(part)
+        is_there = type(container) is list and type(part) is int and 0 <= part < len(container)
+        return container[part] if is_there else None
+
+    def _put(self, container: Any, part: Any, value: Any) -> None:
+        if type(container) is dict:
+            container[part] = value
+        elif type(container) is list and type(part) is int and 0 <= part <= len(container) + self._left:
+            padding = max(0, part + 1 - len(container))
+            self._left -= padding
+            container.extend([None] * padding)
+            container[part] = value
+        else:
+            raise MalformedError("its paths contradict each other")

@@ -1,0 +1,149 @@
+"""Finds out what lies at a path, by its content and never by its name, and reads it with the reader of that kind."""
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from tensorstore_ck.errors import AmbiguousAddressError, CorruptObjectError, NotFoundError, UnsupportedValueError
+from tensorstore_ck.format.record import MAX_STEP
+from tensorstore_ck.integrations.importing import dcp_folder, sharded_index
+from tensorstore_ck.integrations.importing.detect_history import require_one_step
+from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
+from tensorstore_ck.integrations.importing.pickle_allowlist import Known
+from tensorstore_ck.integrations.importing.safetensors_file import is_safetensors, load_safetensors
+from tensorstore_ck.integrations.importing.torch_file import is_torch_file, load_torch_file
+
+LIGHTNING_VERSION: Final = "pytorch-lightning_version"
+_LIGHTNING_META: Final = "meta.pt"
+_KINDS: Final = "a torch file, a Lightning checkpoint, a safetensors file, a folder or index of such files, or a DCP folder"
+
+
+class FoundState(NamedTuple):
+    """What lies at a path, as its own reader gives it."""
+
+    format: str
+    state: Any
+    metadata: Mapping[str, object]
+    unknown: Mapping[str, str]
+    """Names in its pickles that nobody knows -> the file."""
+    step: int | None = None
+    skipped: tuple[tuple[str, str], ...] = ()
+    files: tuple[str, ...] = ()
+    """That an index names."""
+    """Files beside it that are no part of it, and why."""
+
+
+def find_state(files: Files, path: str, known: Known, *, as_one: bool = False) -> FoundState:
+    """The state at a path. With `as_one`, the checkpoints in a folder are one state even if they are of several steps.
+
+    Raises:
+        SeveralStepsError: a folder of checkpoints of several steps.
+        NotFoundError: there is nothing, or nothing that is a checkpoint.
+        UnsupportedValueError: it is of no known kind.
+        CorruptObjectError: it is damaged, incomplete, or contradicts itself.
+    """
+    if os.path.basename(path) == dcp_folder.METADATA:
+        path = os.path.dirname(path) or "."
+    is_folder = os.path.isdir(path)
+    found = _in_folder(files, Folder(path), known, as_one=as_one) if is_folder else _in_file(files, files.map(path), known)
+    return _with_lightning(found)
+
+
+def _in_file(files: Files, file: MappedFile, known: Known) -> FoundState:
+    if not file.size:
+        raise CorruptObjectError(f"{file.path} is empty: get or save it again", object_id=file.path)
+    if is_safetensors(file):
+        content = load_safetensors(file)
+        known.parsed_bytes += content.header_bytes
+        return FoundState("safetensors file", content.tensors, content.metadata, {})
+    if is_torch_file(file):
+        loaded = load_torch_file(files, file, known)
+        return FoundState("torch file", loaded.value, {}, dict.fromkeys(loaded.unknown, file.path))
+    if sharded_index.is_index(file):
+        return _indexed(files, Folder(os.path.dirname(file.path) or "."), file, known)
+    raise UnsupportedValueError(f"{file.path} is of no kind that is imported: give {_KINDS}", object_id=file.path)
+
+
+def _in_folder(files: Files, folder: Folder, known: Known, *, as_one: bool) -> FoundState:
+    names = folder.names()
+    if dcp_folder.METADATA in names:
+        return _dcp(files, folder, known)
+    if any(name.startswith("__") and name.endswith(dcp_folder.METADATA) for name in names):
+        raise UnsupportedValueError(
+            f"{folder.path} was saved with use_collectives=False, in a part for each rank, which is not imported: load and put it",
+            object_id=folder.path,
+        )
+    indexes = [name for name in names if name.endswith(sharded_index.SUFFIX)]
+    indexes = [name for name in indexes if name.endswith(f".safetensors{sharded_index.SUFFIX}")] or indexes
+    if len(indexes) > 1:
+        raise AmbiguousAddressError(
+            f"{folder.path} has several indexes: give the path of one of {', '.join(indexes)}", object_id=folder.path
+        )
+    if indexes:
+        found = _indexed(files, folder, files.map(folder.join(indexes[0])), known)
+        others = [name for name in names if name not in (*indexes, *found.files)]
+        return found._replace(skipped=tuple((name, f"not named by {indexes[0]}; give its path to import it") for name in others))
+    return _members(files, folder, names, known, as_one=as_one)
+
+
+def _indexed(files: Files, folder: Folder, index: MappedFile, known: Known) -> FoundState:
+    content = sharded_index.load_indexed(files, folder, index, known)
+    what = f"{len(content.files)} files with an index"
+    return FoundState(what, content.state, content.metadata, content.unknown, files=content.files)
+
+
+def _dcp(files: Files, folder: Folder, known: Known) -> FoundState:
+    content = dcp_folder.load_dcp(files, folder, known)
+    if not folder.has(_LIGHTNING_META):
+        return FoundState("DCP checkpoint", content.state, {}, content.unknown)
+    file = files.map(folder.join(_LIGHTNING_META))
+    loaded = load_torch_file(files, file, known)
+    if not isinstance(loaded.value, dict):
+        raise CorruptObjectError(f"{file.path} holds no dict, as Lightning writes: get or save it again", object_id=file.path)
+    unknown = {**content.unknown, **dict.fromkeys(loaded.unknown, file.path)}
+    return FoundState("DCP checkpoint of Lightning", {**content.state, **loaded.value}, {}, unknown)
+
+
+def _members(files: Files, folder: Folder, names: list[str], known: Known, *, as_one: bool) -> FoundState:
+    """A folder of several, such as accelerate's: each under its own name."""
+    found: dict[str, FoundState] = {}
+    skipped = []
+    for name in names:
+        path = os.path.join(folder.path, name)
+        if os.path.isfile(os.path.join(path, dcp_folder.METADATA)):
+            found[name] = _dcp(files, Folder(folder.join(os.path.join(name, dcp_folder.METADATA)).removesuffix(dcp_folder.METADATA)), known)
+        elif os.path.isdir(path):
+            skipped.append((name, "a folder without a .metadata"))
+        else:
+            file = files.map(folder.join(name))
+            if is_safetensors(file) or is_torch_file(file):
+                found[name] = _in_file(files, file, known)
+            else:
+                files.drop(file)
+                skipped.append((name, "no checkpoint"))
+    if not found:
+        raise NotFoundError(f"{folder.path} holds nothing that is imported: give {_KINDS}", object_id=folder.path)
+    if len(found) == 1:
+        (only,) = found.values()
+        return only._replace(skipped=tuple(skipped))
+    if not as_one:
+        require_one_step(folder.path, {name: each.state for name, each in found.items()}, names)
+    stems = {name: os.path.splitext(name)[0] for name in found}
+    is_clear = len(set(stems.values())) == len(stems)
+    state = {stems[name] if is_clear else name: each.state for name, each in found.items()}
+    unknown = {name: path for each in found.values() for name, path in each.unknown.items()}
+    return FoundState(f"folder of {len(found)} checkpoints", state, {}, unknown, None, tuple(skipped))
+
+
+def _with_lightning(found: FoundState) -> FoundState:
+    """What a Lightning checkpoint says of its step and epoch, where the log can show it."""
+    state = found.state
+    if not isinstance(state, dict) or type(state.get(LIGHTNING_VERSION)) is not str:
+        return found
+    step = state.get("global_step")
+    metadata: dict[str, object] = {LIGHTNING_VERSION: state[LIGHTNING_VERSION]}
+    if type(state.get("epoch")) is int:
+        metadata["epoch"] = state["epoch"]
+    is_step = type(step) is int and 0 <= step <= MAX_STEP
+    kind = found.format if "Lightning" in found.format else "Lightning checkpoint"
+    return found._replace(format=kind, metadata={**metadata, **found.metadata}, step=step if is_step else None)

@@ -1,0 +1,87 @@
+"""Tells a folder of one checkpoint (of several ranks, or of model, optimizer and schedule) from one of several training steps.
+
+The second must not become one snapshot without a step. It is known by steps in the names of its files, or by different values of a usual
+counter (``global_step``) in files that have the same keys.
+"""
+
+import fnmatch
+import glob
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from tensorstore_ck.errors import AmbiguousAddressError
+from tensorstore_ck.integrations.importing.lookup import top_level_step
+from tensorstore_ck.integrations.importing.step_from_filename import progress_in_names, step_in_name
+
+_COUNTERS: Final = ("global_step", "global_steps", "step", "steps", "current_step", "iteration", "iter", "iter_num", "iters", "epoch")
+
+
+class SeveralStepsError(AmbiguousAddressError):
+    """A folder has the checkpoints of several steps: they are a history, and not one snapshot."""
+
+    def __init__(self, folder: str, steps: Mapping[str, int], step_from: str, all_names: Sequence[str]) -> None:
+        """`steps`: of files in the folder, by name, as `step_from` has them."""
+        by_step: dict[int, str] = {}
+        same = next(((by_step[step], name) for name, step in steps.items() if by_step.setdefault(step, name) != name), None)
+        first, last = min(steps, key=lambda name: steps[name]), max(steps, key=lambda name: steps[name])
+        self._what = (
+            f"{folder} has checkpoints of several steps ({first}: {steps[first]}, {last}: {steps[last]}), which are no single snapshot"
+        )
+        self._same = same
+        self._patterns = [] if same else _patterns(list(steps), all_names)
+        self._names = [] if same or self._patterns else list(steps)
+        self.step_from = step_from
+        command = ["tsck", "import", "--history", *self.paths(folder), "--step-from", step_from, "--ref", "REF"]
+        super().__init__(self.message(shlex.join(command)), object_id=folder)
+
+    def paths(self, folder: str) -> list[str]:
+        """What fits exactly those files of `folder`, as its caller writes it; nothing where two have the same step."""
+        patterns = [os.path.join(glob.escape(folder), pattern) for pattern in self._patterns]
+        return patterns or [os.path.join(folder, name) for name in self._names]
+
+    def message(self, command: str) -> str:
+        """What happened, and that `command` imports them as a history."""
+        as_one = "--as-one (as_one=True) puts all files into one snapshot nevertheless"
+        if self._same:
+            one, other = self._same
+            return (
+                f"{self._what}. {one} and {other} have the same step: give the files of one step a folder of their own, "
+                f"or take one of them away, and import the rest with --history; {as_one}"
+            )
+        return f"{self._what}: import them one by one with `{command}` (tsck.import_history in Python); {as_one}"
+
+
+def require_one_step(folder: str, states: Mapping[str, Any], all_names: Sequence[str]) -> None:
+    """Refuses the checkpoints in a folder, by name, if they are of several steps.
+
+    Raises:
+        SeveralStepsError: they are.
+    """
+    said = {name: step for name in states if (step := step_in_name(name)) is not None}
+    if len(set(said.values())) > 1:
+        raise SeveralStepsError(folder, said, "name", all_names)
+    alike: dict[frozenset[object], list[str]] = {}
+    for name, state in states.items():
+        if isinstance(state, Mapping):
+            alike.setdefault(frozenset(key for key in state if isinstance(key, str)), []).append(name)
+    for keys, members in alike.items():
+        if 2 * len(members) <= len(states):  # such as two objects of one class, among all that a job saved at one step
+            continue
+        for key in _COUNTERS:
+            found = {name: step for name in members if key in keys and (step := top_level_step(states[name], key)) is not None}
+            if len(set(found.values())) > 1:
+                raise SeveralStepsError(folder, found, f"key:{key}", all_names)
+    counted = progress_in_names(list(states))
+    if counted:
+        raise SeveralStepsError(folder, counted, "name", all_names)
+
+
+def _patterns(chosen: Sequence[str], all_names: Sequence[str]) -> list[str]:
+    """A glob that fits these files of a folder and no others, if there is a plain one."""
+    visible = [name for name in all_names if not name.startswith(".")]
+    suffixes = {os.path.splitext(name)[1] for name in chosen}
+    suffix = glob.escape(suffixes.pop()) if len(suffixes) == 1 else ""
+    prefix = glob.escape(os.path.commonprefix(list(chosen)).rstrip("0123456789"))  # noqa: RUF071 - of names, not paths
+    return [found for found in (f"*{suffix}", f"{prefix}*{suffix}") if set(fnmatch.filter(visible, found)) == set(chosen)][:1]

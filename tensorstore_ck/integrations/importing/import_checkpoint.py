@@ -1,0 +1,172 @@
+"""Imports a checkpoint: reads it, takes it apart, puts it. One put: all of it becomes visible, or nothing."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tensorstore_ck.engine.write.put import Anything, check_expected, put
+from tensorstore_ck.format.layout import Captured
+from tensorstore_ck.format.record import NOTE
+from tensorstore_ck.integrations.importing.crc_check import watched
+from tensorstore_ck.integrations.importing.detect_format import find_state
+from tensorstore_ck.integrations.importing.mapped_files import Files
+from tensorstore_ck.integrations.importing.pickle_allowlist import Known
+from tensorstore_ck.integrations.importing.resolve_placeholders import settle
+from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.session.ref_fence import LAST_SEEN, LastSeen
+from tensorstore_ck.state import capture
+from tensorstore_ck.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a checkpoint holds, and what was made of it."""
+
+    path: str
+    format: str
+    tensors: int
+    tensor_bytes: int
+    values: int
+    step: int | None
+    """That the checkpoint says it has."""
+    metadata: Mapping[str, object]
+    """What it says about itself."""
+    converted: Mapping[str, int]
+    """What is stored as something else than it was, in words -> how often."""
+    left_out: tuple[str, ...]
+    """Paths that were to be left out."""
+    skipped: Mapping[str, str]
+    """Files beside it that are no part of it -> why."""
+
+
+class Imported(NamedTuple):
+    """What an import did."""
+
+    snapshot: Snapshot
+    contents: Contents
+
+
+def import_checkpoint(
+    store: Store,
+    path: str | os.PathLike[str],
+    *,
+    ref: str,
+    step: int | None = None,
+    metrics: Mapping[str, float] | None = None,
+    metadata: Mapping[str, object] | None = None,
+    leave_out: Sequence[str] = (),
+    as_one: bool = False,
+    expect: str | Snapshot | Anything | LastSeen | None = LAST_SEEN,
+    parent: str | Snapshot | LastSeen | None = LAST_SEEN,
+    started: Callable[[Contents], None] = lambda contents: None,
+) -> Imported:
+    """Puts what another library saved as the next snapshot on a branch: the tree that its own reader would give.
+
+    Files are mapped, never loaded as a whole, and nothing in them is run: what their pickles name is looked up in a fixed list,
+    and the rest is refused by its path.
+
+    Args:
+        store: The store.
+        path: A file of torch.save, Lightning or safetensors; an index or folder of such files; a folder of torch.distributed.checkpoint.
+        ref: The branch to put it on; made if it does not exist.
+        step: The training step, instead of the one that the checkpoint says it has.
+        metrics: Numbers to rank by.
+        metadata: What the run knows, beside what the checkpoint says about itself.
+        leave_out: Globs over paths such as ``hyper_parameters.*``: what fits is not imported.
+        as_one: Import a folder as one snapshot even if its files are checkpoints of several steps.
+        expect: As in `Store.put_snapshot`.
+        parent: Likewise.
+        started: Told what it is before its bytes are read.
+
+    Raises:
+        NotFoundError: no checkpoint there.
+        SeveralStepsError: a folder of checkpoints of several steps: see `import_history`.
+        UnsupportedValueError: of an unknown kind, or it holds what cannot be stored; the message has the path.
+        CorruptObjectError: it is damaged, incomplete, or contradicts itself. Nothing was put.
+        ConflictError: the ref is elsewhere; nothing was put.
+    """
+    with opened(path, leave_out, as_one=as_one) as (contents, captured, files, _):
+        started(contents)
+        snapshot = put_captured(
+            store,
+            watched(captured, files.expected),
+            ref=ref,
+            step=contents.step if step is None else step,
+            metrics=metrics,
+            metadata={**contents.metadata, **(metadata or {})},
+            expect=expect,
+            parent=parent,
+        )
+    return Imported(snapshot, contents)
+
+
+def inspect_checkpoint(path: str | os.PathLike[str], *, leave_out: Sequence[str] = (), as_one: bool = False) -> Contents:
+    """What `import_checkpoint` would import, with the same errors; checksums of tensors aside, which only an import reads."""
+    with opened(path, leave_out, as_one=as_one) as found:
+        return found.contents
+
+
+class Opened(NamedTuple):
+    """A checkpoint, taken apart."""
+
+    contents: Contents
+    captured: Captured
+    files: Files
+    state: Any
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str], leave_out: Sequence[str] = (), *, as_one: bool = False) -> Iterator[Opened]:
+    """A checkpoint, taken apart; its bytes are read when they are stored, which must be before the context ends."""
+    origin = os.path.abspath(os.fspath(path))
+    with Files() as files:
+        known = Known()
+        found = find_state(files, origin, known, as_one=as_one)
+        settled = settle(found.state, leave_out, found.unknown, origin, known.parsed_bytes)
+        captured = capture(settled.state)
+        tensors = captured.layout.tensors
+        contents = Contents(
+            origin,
+            found.format,
+            len(tensors),
+            sum(spec.size_bytes for spec in tensors),
+            len(captured.values),
+            found.step,
+            {key: value for key, value in found.metadata.items() if key != NOTE},
+            dict(known.converted),
+            tuple(settled.left_out),
+            dict(found.skipped),
+        )
+        yield Opened(contents, captured, files, settled.state)
+
+
+def put_captured(
+    store: Store,
+    captured: Captured,
+    *,
+    ref: str,
+    step: int | None,
+    metrics: Mapping[str, float] | None,
+    metadata: Mapping[str, object],
+    expect: str | Snapshot | Anything | LastSeen | None,
+    parent: str | Snapshot | LastSeen | None,
+) -> Snapshot:
+    """`Store.put_snapshot` of what was taken apart already."""
+    request = store.seen.request(
+        store.engine,
+        ref,
+        step=step,
+        metrics=metrics,
+        metadata=metadata,
+        expect=expect,
+        parent=parent,
+        any_step=True,
+        unchanged="ok",
+        verify_capture=0.0,
+    )
+    check_expected(store.engine, store.engine.log.view(), ref, request.expect)
+    info = put(store.engine, captured, request)
+    store.seen.note(ref, info.root, info.root)
+    return Snapshot.from_info(info)

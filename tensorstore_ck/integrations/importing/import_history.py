@@ -1,0 +1,231 @@
+"""Imports a folder of checkpoints of one run as a history: one snapshot a file, in the order of their training steps.
+
+Everything that can be refused without reading tensors is refused before the first snapshot is put. Killed and run again, an import skips
+the steps that are on the branch, after hashing their files and comparing the hashes with the snapshots.
+"""
+
+import glob
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from tensorstore_ck.engine.write.put import check_expected
+from tensorstore_ck.errors import AmbiguousAddressError, InvalidOptionError, MismatchError, NotFoundError, SnapshotAbortedError
+from tensorstore_ck.format.record import check_metrics, encode_metadata
+from tensorstore_ck.integrations.importing.compare_snapshot import is_in_snapshot
+from tensorstore_ck.integrations.importing.crc_check import watched
+from tensorstore_ck.integrations.importing.import_checkpoint import Contents, Opened, opened, put_captured
+from tensorstore_ck.integrations.importing.lookup import metric_at, step_at
+from tensorstore_ck.integrations.importing.step_from_filename import steps_of_names
+from tensorstore_ck.log import RefTable, validate_ref_name
+from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.store import Store
+
+KEY: Final = "key:"
+Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedImport:
+    """A checkpoint of a history, and what its snapshot will say."""
+
+    path: str
+    step: int
+    metrics: Mapping[str, float]
+    contents: Contents
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedStep:
+    """A checkpoint of a history, and its snapshot."""
+
+    path: str
+    snapshot: Snapshot
+    was_there: bool
+    """It was on the branch before, and holds exactly what the file holds."""
+
+
+def import_history(
+    store: Store,
+    paths: Paths,
+    *,
+    ref: str,
+    step_from: str,
+    metrics: Mapping[str, str | float] | None = None,
+    metadata: Mapping[str, object] | None = None,
+    leave_out: Sequence[str] = (),
+    planned: Callable[[Sequence[PlannedImport]], None] = lambda plan: None,
+    imported: Callable[[ImportedStep], None] = lambda step: None,
+) -> tuple[ImportedStep, ...]:
+    """Puts several checkpoints of one run as the next snapshots on a branch, one each, in the order of their steps.
+
+    It can be killed and run again at any time: steps that are on the branch already are skipped if the file's content has the hashes of
+    the snapshot; metrics that such a snapshot lacks are added to it. Memory is bounded as for `import_checkpoint` of one of them.
+
+    Args:
+        store: The store.
+        paths: A glob such as ``old/*.pt``, a path, or several of both; each fitting file or folder is one checkpoint.
+        ref: The branch to put them on; made if it does not exist.
+        step_from: Where a checkpoint's step is: ``name`` (``step_100.pt``), or ``key:PATH`` for the value at a path inside the
+            checkpoint, such as ``key:trainer.global_step``.
+        metrics: Name -> ``key:PATH``, or a number for all.
+        metadata: What is known of the run, for all.
+        leave_out: As in `import_checkpoint`.
+        planned: Called once, with what will be imported, before anything is put.
+        imported: Called with each step, once it is published or found.
+
+    Raises:
+        InvalidOptionError: an argument cannot be used, or a step comes before the one that the branch is at; the message names it.
+        NotFoundError: nothing fits a path, or a checkpoint lacks a key; the message names the file.
+        AmbiguousAddressError: two checkpoints have the same step; the message names both.
+        MismatchError: a step is on the branch already, and is not what the file holds.
+        StoreError: as `import_checkpoint`, for one of the files. Those before it are published, and the same call goes on.
+    """
+    validate_ref_name(ref)
+    encode_metadata(metadata)
+    plan = inspect_history(paths, step_from=step_from, metrics=metrics, leave_out=leave_out)
+    view = _synced(store)
+    branch = view.branch(ref)
+    check_expected(store.engine, view, ref, branch.root if branch else None)
+    _require_order(view, ref, plan)
+    planned(plan)
+    done = []
+    for each in plan:
+        with opened(each.path, leave_out) as found:
+            _require_unchanged(each, found, step_from, metrics or {})
+            step = _import_one(store, each, found, ref, metadata or {})
+        imported(step)
+        done.append(step)
+    return tuple(done)
+
+
+def inspect_history(
+    paths: Paths, *, step_from: str, metrics: Mapping[str, str | float] | None = None, leave_out: Sequence[str] = ()
+) -> tuple[PlannedImport, ...]:
+    """What `import_history` would import, in its order, with the same errors; no tensor is read."""
+    _check_arguments(step_from, metrics)
+    origins = _expanded(paths)
+    step_of = _steps_of_names(origins) if step_from == "name" else {}
+    plan: dict[int, PlannedImport] = {}
+    for origin in origins:
+        with opened(origin, leave_out) as found:
+            step = step_of[origin] if step_of else step_at(found.state, step_from.removeprefix(KEY), origin)
+            each = PlannedImport(origin, step, _metrics(found, metrics or {}, origin), found.contents)
+        other = plan.setdefault(step, each)
+        if other is not each:
+            raise AmbiguousAddressError(
+                f"{other.path} and {origin} both have step {step} (--step-from {step_from}): give only one of them", object_id=origin
+            )
+    return tuple(plan[step] for step in sorted(plan))
+
+
+def _import_one(store: Store, each: PlannedImport, found: Opened, ref: str, metadata: Mapping[str, object]) -> ImportedStep:
+    view = _synced(store)
+    captured = watched(found.captured, found.files.expected)
+    ulid = view.newest_with_step(ref, each.step)
+    there = view.snapshot(ulid) if ulid is not None else None
+    if there is None:
+        branch = view.branch(ref)
+        put = partial(put_captured, store, captured, ref=ref, step=each.step, metrics=each.metrics)
+        head = branch.root.hex() if branch else None
+        snapshot = put(metadata={**found.contents.metadata, **metadata}, expect=head, parent=head)
+        return ImportedStep(each.path, snapshot, was_there=False)
+    if not is_in_snapshot(store.engine, captured, there):
+        raise MismatchError(
+            f"{ref}@{each.step} is on the branch already, and is not what {each.path} holds: it came from elsewhere, the file has changed, "
+            "or other values were left out. Import to another ref, or leave this file out",
+            object_id=each.path,
+        )
+    missing = {name: value for name, value in each.metrics.items() if name not in there.metrics}
+    root = there.root.hex()
+    return ImportedStep(each.path, store.annotate(root, missing) if missing else Snapshot.from_info(there), was_there=True)
+
+
+# --- what is asked for ------------------------------------------------------------------------------------------------
+
+
+def _check_arguments(step_from: object, metrics: object) -> None:
+    is_key = isinstance(step_from, str) and step_from.startswith(KEY) and step_from != KEY
+    if step_from != "name" and not is_key:
+        raise InvalidOptionError(
+            f"step_from must be 'name' or 'key:PATH', such as 'key:global_step', not {step_from!r}", object_id="step_from"
+        )
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise InvalidOptionError(f"metrics must be a dict of names to 'key:PATH' or numbers, not {metrics!r}", object_id="metrics")
+    for name, source in (metrics or {}).items():
+        if isinstance(source, str) and (not source.startswith(KEY) or source == KEY):
+            raise InvalidOptionError(f"metrics[{name!r}] must be 'key:PATH' or a number, not {source!r}", object_id="metrics")
+    check_metrics({name: 0.0 if isinstance(source, str) else source for name, source in (metrics or {}).items()})
+
+
+def _expanded(paths: Paths) -> list[str]:
+    """The absolute path of each checkpoint, each once."""
+    several = [paths] if isinstance(paths, str | os.PathLike) else list(paths) if isinstance(paths, Iterable) else [paths]
+    if not all(isinstance(path, str | os.PathLike) for path in several):
+        raise InvalidOptionError(f"paths must be a glob, a path, or a list of them, not {paths!r}", object_id="paths")
+    if not several:
+        raise InvalidOptionError("paths is empty: give a glob such as 'old/*.pt', or paths of checkpoints", object_id="paths")
+    found: dict[str, None] = {}
+    for path in [os.fspath(path) for path in several]:
+        fitting = [path] if os.path.lexists(path) else sorted(glob.glob(path, recursive=True))
+        if not fitting:
+            what = "nothing fits" if glob.has_magic(path) else "there is no file"
+            raise NotFoundError(f"{what} {path}: give a glob such as 'old/*.pt', or paths of checkpoints", object_id=path)
+        found.update(dict.fromkeys(map(os.path.abspath, fitting)))
+    return list(found)
+
+
+def _steps_of_names(origins: Sequence[str]) -> dict[str, int]:
+    names = [os.path.basename(origin) for origin in origins]
+    said = steps_of_names(names)
+    steps: dict[str, int] = {}
+    for origin, name in zip(origins, names, strict=True):
+        step = said[name]
+        if step is None:
+            raise InvalidOptionError(
+                f"the name of {origin} does not say its step, as step_100.pt does: leave it out of the paths, or take the step from "
+                "inside the checkpoints with --step-from key:PATH",
+                object_id=origin,
+            )
+        steps[origin] = step
+    return steps
+
+
+def _metrics(found: Opened, metrics: Mapping[str, str | float], origin: str) -> dict[str, float]:
+    return {
+        name: metric_at(found.state, source.removeprefix(KEY), origin) if isinstance(source, str) else float(source)
+        for name, source in metrics.items()
+    }
+
+
+# --- what is there ----------------------------------------------------------------------------------------------------
+
+
+def _synced(store: Store) -> RefTable:
+    store.engine.log.sync()
+    return store.engine.log.view()
+
+
+def _require_order(view: RefTable, ref: str, plan: Sequence[PlannedImport]) -> None:
+    """Refuses steps that would come after a later one."""
+    branch = view.branch(ref)
+    if branch is None or branch.step is None:
+        return
+    late = next((each for each in plan if each.step < branch.step and view.newest_with_step(ref, each.step) is None), None)
+    if late is not None:
+        raise InvalidOptionError(
+            f"{late.path} has step {late.step}, and {ref} is at step {branch.step} already without it: a history is imported in order. "
+            "Give another ref, or leave the file out",
+            object_id=late.path,
+        )
+
+
+def _require_unchanged(each: PlannedImport, found: Opened, step_from: str, metrics: Mapping[str, str | float]) -> None:
+    step = each.step if step_from == "name" else step_at(found.state, step_from.removeprefix(KEY), each.path)
+    now = _metrics(found, metrics, each.path)
+    if step != each.step or repr(now) != repr(each.metrics):  # as text: a NaN is equal to itself
+        raise SnapshotAbortedError(
+            f"{each.path} was changed while the history was imported: wait until its writer is done, and import again", object_id=each.path
+        )

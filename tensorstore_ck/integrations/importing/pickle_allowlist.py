@@ -1,0 +1,381 @@
+"""What the names in a checkpoint's pickles stand for: the allow-list of `machine`, and nothing is made that is not in it.
+
+Tensors are made over storages that are already there, and only where they fit into them. Containers of known frameworks become plain
+ones, which is counted in `Known.converted`. Everything else stays unknown. No name is imported: the table is all there is.
+"""
+
+import re
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from tensorstore_ck.format.layout import MAX_DIMS, MAX_TENSOR_BYTES
+from tensorstore_ck.format.values import numpy_dtype
+from tensorstore_ck.integrations.importing.key_types import unlike
+from tensorstore_ck.integrations.importing.malformed import MalformedError
+from tensorstore_ck.integrations.importing.omegaconf import config_makers
+from tensorstore_ck.integrations.importing.placeholders import Later, Maker
+from tensorstore_ck.state.byte_sources import strided
+from tensorstore_ck.state.registered_types import DTYPES
+
+STORAGE_DTYPES: Final = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+}
+_LAYOUTS: Final = {str(layout): layout for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
+_ATTRIBUTE_DICTS: Final = (
+    "lightning.fabric.utilities.data",
+    "lightning.pytorch.utilities.parsing",
+    "lightning_fabric.utilities.data",
+    "pytorch_lightning.utilities.parsing",
+)
+_PATHS: Final = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path", "PurePath")
+_OLD_NAMES: Final = {"long": "int", "unicode": "str"}
+_NUMPY_CORES: Final = ("numpy.core", "numpy._core")
+
+
+class StorageType:
+    """The class of a storage, which a pickle names to say what its elements are."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+
+class Stored:
+    """A storage that a tensor may lie in."""
+
+    __slots__ = ("dtype", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+        self.storage = storage
+        self.dtype = dtype
+
+
+class Known:
+    """The `Find` of checkpoints: a table made once for each, so that it can count what it converted."""
+
+    def __init__(self, more: dict[tuple[str, str], object] | None = None) -> None:
+        """`more`: names beside those that all checkpoints may use."""
+        self.converted: Counter[str] = Counter()
+        """What was read as something else, in words -> how often."""
+        self.parsed_bytes = 0
+        """Of pickles and headers: what the state may stand for is in proportion to it."""
+        self._table: dict[tuple[str, str], object] = dict(more or {})
+        for name, dtype in DTYPES.items():
+            self._table["torch", name] = dtype
+        for name, dtype in STORAGE_DTYPES.items():
+            self._table["torch", name] = StorageType(dtype)
+        self._table["numpy", "ndarray"] = _NumpyArrayClass()
+        self._table["torch.storage", "UntypedStorage"] = StorageType(torch.uint8)
+        for (module, name), make in _MAKERS.items():
+            self._table[module, name] = Maker(name, make)
+        for kind, make in _CLASSES.items():
+            self._table[kind.__module__, kind.__name__] = Maker(kind.__name__, make, kind)
+        self._table["torch._tensor", "_rebuild_from_type_v2"] = Maker("_rebuild_from_type_v2", self._from_type)
+        self._table["torch._utils", "_rebuild_parameter_with_state"] = Maker("_rebuild_parameter_with_state", self._parameter_with_state)
+        self._table.update(config_makers(self.converted))
+        for module in _ATTRIBUTE_DICTS:
+            self._convert(module, "AttributeDict", dict, "a dict")
+        self._convert("argparse", "Namespace", dict, "a dict")
+        for name in _PATHS:
+            for module in ("pathlib", "pathlib._local"):
+                self._convert(module, name, _path, "text")
+
+    def __call__(self, module: str, name: str) -> object:
+        """What a name stands for; see `machine.Find`."""
+        if module == "__builtin__":  # as protocol 2 has it
+            module, name = "builtins", _OLD_NAMES.get(name, name)
+        return self._table[module, name]
+
+    def _convert(self, module: str, name: str, make: Callable[..., object], to: str) -> None:
+        def convert(*args: object) -> object:
+            made = make(*args)
+            self.converted[f"{module}.{name}, read as {to}"] += 1
+            return made
+
+        self._table[module, name] = Maker(name, convert)
+
+    def _from_type(self, maker: object, kind: object, args: tuple[Any, ...], state: object) -> torch.Tensor:
+        """A tensor with attributes. (Of a subclass that is not known, `machine` makes something unknown.)"""
+        if not isinstance(maker, Maker) or maker.make is None or not isinstance(kind, Maker) or kind.name not in ("Tensor", "Parameter"):
+            raise MalformedError("it makes a tensor in an unknown way")
+        made = maker.make(*args)
+        if not isinstance(made, torch.Tensor):
+            raise MalformedError("it makes a tensor of something else")
+        if state:
+            self.converted["attributes of a tensor, left out"] += 1
+        return made
+
+    def _parameter_with_state(self, data: Any, requires_grad: Any, hooks: Any, state: object) -> torch.nn.Parameter:
+        if state:
+            self.converted["attributes of a tensor, left out"] += 1
+        return _parameter(data, requires_grad, hooks)
+
+
+# --- torch ----------------------------------------------------------------------------------------------------------
+
+
+def _tensor(  # noqa: PLR0917 - as torch._utils has it
+    stored: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = False, hooks: Any = None, bits: Any = None
+) -> torch.Tensor:
+    if not isinstance(stored, Stored):
+        raise MalformedError("it makes a tensor without a storage")
+    return _finished(_over(stored.storage, stored.dtype, offset, shape, strides), requires_grad, bits)
+
+
+def _tensor_v3(  # noqa: PLR0917 - as torch._utils has it
+    stored: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any, hooks: Any, dtype: Any, bits: Any = None
+) -> torch.Tensor:
+    if not isinstance(stored, Stored) or not isinstance(dtype, torch.dtype):
+        raise MalformedError("it makes a tensor without a storage or dtype")
+    return _finished(_over(stored.storage, dtype, offset, shape, strides), requires_grad, bits)
+
+
+def _over(storage: torch.UntypedStorage, dtype: torch.dtype, offset: Any, shape: Any, strides: Any) -> torch.Tensor:
+    """The tensor, if its elements lie within the storage."""
+    sizes, steps = tuple(shape), tuple(strides)
+    if len(sizes) != len(steps) or len(sizes) > MAX_DIMS or any(type(number) is not int for number in (offset, *sizes, *steps)):
+        raise MalformedError("it has a tensor whose shape and strides do not fit each other")
+    if min((offset, *sizes, *steps)) < 0 or max(steps, default=0) > MAX_TENSOR_BYTES:
+        raise MalformedError("it has a tensor with a negative or enormous shape or stride")
+    last = offset + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+    if prod(size or 1 for size in sizes) * dtype.itemsize > MAX_TENSOR_BYTES or (
+        0 not in sizes and (last + 1) * dtype.itemsize > storage.nbytes()
+    ):
+        raise MalformedError(f"it claims a tensor of shape {list(sizes)[:8]}, which does not lie within its {storage.nbytes()} bytes")
+    base = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return strided(base, dtype, sizes, steps, 0 if 0 in sizes else offset * dtype.itemsize)
+
+
+def _finished(tensor: torch.Tensor, requires_grad: Any, bits: Any) -> torch.Tensor:
+    if bits:
+        if type(bits) is not dict or not set(bits) <= {"conj", "neg"}:
+            raise MalformedError("it has a tensor with unknown properties")
+        tensor = tensor.conj() if bits.get("conj") else tensor
+        tensor = torch._neg_view(tensor) if bits.get("neg") else tensor
+    if requires_grad is True:
+        tensor.requires_grad_()
+    return tensor
+
+
+def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None) -> torch.nn.Parameter:
+    if not isinstance(data, torch.Tensor):
+        raise MalformedError("it makes a parameter of something else")
+    return torch.nn.Parameter(data.detach(), requires_grad is True)
+
+
+def _size(items: Any = ()) -> torch.Size:
+    if type(items) not in (tuple, list) or any(type(item) is not int for item in items):
+        raise MalformedError("it has a size that is none")
+    return torch.Size(items)
+
+
+def _device(kind: Any, index: Any = None) -> torch.device:
+    if type(kind) is not str or (index is not None and type(index) is not int):
+        raise MalformedError("it has a device that is none")
+    return torch.device(kind) if index is None else torch.device(kind, index)
+
+
+def _layout(name: Any) -> torch.layout:
+    if name not in _LAYOUTS:
+        raise MalformedError("it has an unknown layout")
+    return _LAYOUTS[name]
+
+
+# --- Python ---------------------------------------------------------------------------------------------------------
+
+
+def _encoded(text: Any = "", encoding: Any = "latin1") -> bytes:
+    """Bytes as pickles of protocol 2 have them."""
+    if type(text) is not str or encoding not in ("latin1", "latin-1"):
+        raise MalformedError("it has bytes in an unknown encoding")
+    return text.encode("latin-1")
+
+
+def _bytearray(data: Any = b"", encoding: Any = None) -> bytearray:
+    if encoding is not None:
+        data = _encoded(data, encoding)
+    if type(data) is not bytes:
+        raise MalformedError("it has a bytearray of something else")
+    return bytearray(data)
+
+
+def _set(items: Any = ()) -> set[Any]:
+    return set(unlike(_items(items)))
+
+
+def _frozenset(items: Any = ()) -> frozenset[Any]:
+    return frozenset(unlike(_items(items)))
+
+
+def _items(items: Any) -> Any:
+    if type(items) not in (list, tuple, set):
+        raise MalformedError("it has a set of something else")
+    return list(items)
+
+
+def _complex(real: Any = 0.0, imaginary: Any = 0.0) -> complex:
+    if type(real) is not float or type(imaginary) is not float:
+        raise MalformedError("it has a complex number of something else")
+    return complex(real, imaginary)
+
+
+def _defaultdict(factory: Any = None) -> "defaultdict[Any, Any]":
+    if factory is not None and factory not in _CLASSES:
+        raise MalformedError("it has a defaultdict with an unknown factory")
+    return defaultdict(factory)
+
+
+def _counter(items: Any = None) -> "Counter[Any]":
+    made: Counter[Any] = Counter()
+    if items is not None:
+        if type(items) is not dict:
+            raise MalformedError("it has a Counter of something else")
+        made.update(items)
+    return made
+
+
+def _ordered(items: Any = ()) -> "OrderedDict[Any, Any]":
+    if type(items) not in (list, tuple):
+        raise MalformedError("it has an OrderedDict of something else")
+    unlike([key for key, _ in items])
+    return OrderedDict(items)
+
+
+def _path(*parts: Any) -> str:
+    """As str() of the path gives it: the first part is its root, if it has one."""
+    if any(type(part) is not str for part in parts):
+        raise MalformedError("it has a path of something else")
+    first = parts[0] if parts else ""
+    return first + "/".join(parts[1:]) if first.endswith(("/", "\\")) else "/".join(parts) or "."
+
+
+# --- numpy ----------------------------------------------------------------------------------------------------------
+
+
+class _NumpyDtype:
+    """A dtype while it is being made: its byte order comes last."""
+
+    def __init__(self, name: Any = None, align: Any = False, copy: Any = False) -> None:
+        if type(name) is not str or len(name) > 16:
+            raise MalformedError("it has an unknown numpy dtype")
+        self._dtype = np.dtype(name)
+        self.dtype()
+
+    def build(self, state: Any) -> None:
+        """Takes version, byte order, and what only other dtypes have."""
+        if type(state) is not tuple or len(state) < 2 or state[1] not in ("<", ">", "|", "="):
+            raise MalformedError("it has an unknown numpy dtype")
+        if self._dtype.kind in "mM":
+            self._dtype = np.dtype(f"{self._dtype.kind}8{_unit_of(state)}")
+        self._dtype = self._dtype.newbyteorder(state[1])
+
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype, if the store can hold it."""
+        return numpy_dtype(self._dtype.str)
+
+
+def _unit_of(state: tuple[Any, ...]) -> str:
+    """``[25s]``: what datetimes count in."""
+    try:
+        unit, count, divisor, _ = state[8][1]
+    except (IndexError, TypeError, ValueError):
+        raise MalformedError("it has a numpy datetime without a unit") from None
+    if type(unit) is not bytes or not re.fullmatch(b"generic|[a-zA-Z]{1,2}", unit) or type(count) is not int or divisor != 1 or count < 1:
+        raise MalformedError("it has a numpy datetime of an unknown unit")
+    return "" if unit == b"generic" else f"[{count}{unit.decode()}]"
+
+
+class _NumpyArrayClass:
+    """`numpy.ndarray` as an argument."""
+
+
+def _scalar(dtype: Any, data: Any) -> np.generic:
+    real = _dtype_of(dtype)
+    if type(data) is not bytes or len(data) != real.itemsize:
+        raise MalformedError("it has a numpy scalar of another size than its dtype")
+    scalar: np.generic = np.frombuffer(data, real)[0]
+    return scalar
+
+
+def _empty_array(kind: Any, shape: Any, code: Any) -> "NumpyArray":
+    if not isinstance(kind, _NumpyArrayClass):
+        raise MalformedError("it has an unknown kind of numpy array")
+    return NumpyArray()
+
+
+class NumpyArray(Later):
+    """A numpy array."""
+
+    def build(self, state: Any) -> None:
+        """Takes version, shape, dtype, order and bytes."""
+        if type(state) is not tuple or len(state) != 5:
+            raise MalformedError("it has an unknown numpy array")
+        _, shape, dtype, is_fortran, data = state
+        array = _array(data, dtype, shape, "F" if is_fortran else "C")
+        self.value = array.astype(array.dtype.newbyteorder("="), copy=False)  # as numpy does it
+
+
+def _array(data: Any, dtype: Any, shape: Any, order: Any) -> "np.ndarray[Any, Any]":
+    real = _dtype_of(dtype)
+    if type(data) not in (bytes, bytearray) or type(shape) is not tuple or any(type(size) is not int or size < 0 for size in shape):
+        raise MalformedError("it has a numpy array of objects, or a malformed one")
+    if len(shape) > 32 or prod(shape) * real.itemsize != len(data) or order not in ("C", "F"):
+        raise MalformedError("it has a numpy array whose shape does not fit its bytes")
+    return np.frombuffer(bytearray(data), real).reshape(shape, order=order)
+
+
+def _dtype_of(dtype: Any) -> np.dtype[Any]:
+    if not isinstance(dtype, _NumpyDtype):
+        raise MalformedError("it has a numpy value without a dtype")
+    return dtype.dtype()
+
+
+_MAKERS: Final[dict[tuple[str, str], Callable[..., Any] | None]] = {
+    ("torch._utils", "_rebuild_tensor"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch.nn.parameter", "Parameter"): _parameter,
+    ("torch", "Tensor"): None,
+    ("torch", "Size"): _size,
+    ("torch", "device"): _device,
+    ("torch.serialization", "_get_layout"): _layout,
+    ("_codecs", "encode"): _encoded,
+    **{(f"{core}.multiarray", "scalar"): _scalar for core in _NUMPY_CORES},
+    **{(f"{core}.multiarray", "_reconstruct"): _empty_array for core in _NUMPY_CORES},
+    **{(f"{core}.numeric", "_frombuffer"): _array for core in _NUMPY_CORES},
+    ("numpy", "dtype"): _NumpyDtype,
+}
+_CLASSES: Final[dict[type[Any], Callable[..., Any] | None]] = {
+    OrderedDict: _ordered,
+    Counter: _counter,
+    defaultdict: _defaultdict,
+    set: _set,
+    frozenset: _frozenset,
+    bytearray: _bytearray,
+    bytes: _encoded,
+    complex: _complex,
+    dict: None,
+    list: None,
+    tuple: None,
+    bool: None,
+    int: None,
+    float: None,
+    str: None,
+}
+"""Classes that may be called (with a maker), and those that only say what a defaultdict is made of."""

@@ -1,0 +1,371 @@
+"""A pickle machine that runs nothing: it reads the instructions of a pickle, and makes plain containers and what a table says.
+
+What a pickle names is looked up in that table and nowhere else: no module is imported, no attribute is read, no class is called that
+the table does not hold. A name that is not in it becomes a stand-in (`Opaque`) that swallows whatever the pickle does with it; the
+caller finds it in the result, and refuses it by its path. Pure: bytes in, objects out. Invariants: sizes are checked before they are
+believed, there is no recursion, objects are counted, what is copied is bounded by the bytes that were read, and keys are as `keys` has it.
+"""
+
+import struct
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from tensorstore_ck.integrations.importing.key_types import Crowds, unlike
+from tensorstore_ck.integrations.importing.malformed import MalformedError, printable
+from tensorstore_ck.integrations.importing.placeholders import Maker, Opaque
+
+MAX_PICKLE_BYTES: Final = 256 << 20
+MAX_OBJECTS: Final = 16_000_000
+"""Containers and made objects of one pickle: each costs up to a few hundred bytes, and one byte of the pickle may ask for one."""
+MAX_MARKS: Final = 10_000
+"""Containers that are begun in each other: a state may be nested much less deep."""
+MAX_INT_BYTES: Final = 4096
+COPIES: Final = 8
+"""How often what a pickle holds may be copied, on average: makers and states may get one list again and again."""
+FREE_COPIES: Final = 1 << 20
+"""What may be copied, however short the pickle is."""
+
+_SIZED: Final = frozenset({str, bytes, bytearray, list, tuple, set, frozenset, dict, OrderedDict, defaultdict, Counter})
+
+
+Find = Callable[[str, str], object]
+"""(module, name) -> a `Maker`, or a plain value that the name stands for; LookupError for what nobody knows."""
+
+
+def unpickle(data: memoryview, find: Find, persistent: Callable[[Any], Any] | None = None) -> tuple[Any, int, set[str]]:
+    """The object of one pickle, where the pickle ends, and the names in it that nobody knows.
+
+    Args:
+        data: The pickle, and perhaps what follows it.
+        find: See `Find`.
+        persistent: Makes what a persistent id stands for; raises ValueError or TypeError for one that it does not know.
+
+    Raises:
+        MalformedError: the pickle is damaged, too large, or uses what nobody needs.
+    """
+    machine = _Machine(data, find, persistent)
+    try:
+        result = machine.run()
+    except MalformedError:
+        raise
+    except (IndexError, KeyError, struct.error) as exc:
+        raise MalformedError(f"it is cut off or damaged near byte {machine.at}") from exc
+    except (ValueError, TypeError, OverflowError, RuntimeError, MemoryError) as exc:  # of makers, for arguments that they do not take
+        what = str(exc).partition("\n")[0] or type(exc).__name__
+        raise MalformedError(f"{printable(what)} (near byte {machine.at})") from exc
+    return result, machine.at, machine.unknown
+
+
+class _Machine:
+    def __init__(self, data: memoryview, find: Find, persistent: Callable[[Any], Any] | None) -> None:
+        self.data = data
+        self.at = 0
+        self.unknown: set[str] = set()
+        self._find = find
+        self._persistent = persistent
+        self._stack: list[Any] = []
+        self._marks: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
+        self._objects = 0
+        self._found: dict[tuple[str, str], object] = {}
+        self._copied = 0
+        self._crowds = Crowds()
+
+    def run(self) -> Any:
+        data, table = self.data, _TABLE
+        while self.at < MAX_PICKLE_BYTES:
+            code = data[self.at]
+            self.at += 1
+            if code == _STOP:
+                (result,) = self._stack
+                if self._marks or isinstance(result, Maker):
+                    raise MalformedError("it ends in the middle of something")
+                return result
+            step = table.get(code)
+            if step is None:
+                raise MalformedError(f"it has the instruction {bytes([code])!r} at byte {self.at - 1}, which no checkpoint needs")
+            step(self)
+        raise MalformedError(f"it is longer than {MAX_PICKLE_BYTES >> 20} MiB")
+
+    # --- bytes --------------------------------------------------------------------------------------------------------
+
+    def take(self, size: int) -> memoryview:
+        if size > len(self.data) - self.at:
+            raise MalformedError(f"it claims {size} bytes at byte {self.at}, where {len(self.data) - self.at} are left")
+        view = self.data[self.at : self.at + size]
+        self.at += size
+        return view
+
+    def number(self, form: struct.Struct) -> Any:
+        (value,) = form.unpack_from(self.data, self.at)
+        self.at += form.size
+        return value
+
+    def line(self) -> str:
+        for end in range(self.at, min(self.at + 1024, len(self.data))):
+            if self.data[end] == 10:
+                text = str(self.data[self.at : end], "utf-8")
+                self.at = end + 1
+                return text
+        raise MalformedError(f"it has a name without an end at byte {self.at}")
+
+    # --- stack --------------------------------------------------------------------------------------------------------
+
+    def push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def push_new(self, value: Any) -> None:
+        self._objects += 1
+        if self._objects > MAX_OBJECTS:
+            raise MalformedError(f"it makes more than {MAX_OBJECTS:,} objects")
+        self._stack.append(value)
+
+    def mark(self) -> None:
+        if len(self._marks) == MAX_MARKS:
+            raise MalformedError("it is nested too deep")
+        self._marks.append(self._stack)
+        self._stack = []
+
+    def pop_mark(self) -> list[Any]:
+        items, self._stack = self._stack, self._marks.pop()
+        if any(isinstance(item, Maker) for item in items):
+            return [plain_of(item) for item in items]
+        return items
+
+    def pop(self) -> Any:
+        return plain_of(self._stack.pop())
+
+    def pop_anything(self) -> None:
+        if self._stack:
+            self._stack.pop()
+        else:
+            self.pop_mark()
+
+    def tuple_of(self, count: int) -> None:
+        items = tuple([plain_of(item) for item in self._stack[-count:]])
+        if len(items) != count:
+            raise IndexError
+        del self._stack[-count:]
+        self.push_new(items)
+
+    def memoize(self, number: int) -> None:
+        self._memo[number] = self._stack[-1]
+
+    def memoize_next(self) -> None:
+        self._memo[len(self._memo)] = self._stack[-1]
+
+    def recall(self, number: int) -> None:
+        self._stack.append(self._memo[number])
+
+    # --- containers ---------------------------------------------------------------------------------------------------
+
+    def append(self, items: Sequence[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is list:
+            target.extend(items)
+        elif isinstance(target, Opaque):
+            target.held.extend(items)
+        else:
+            raise MalformedError(f"it appends to a {type(target).__name__}")
+
+    def set_items(self, items: Sequence[Any]) -> None:
+        target = self._stack[-1]
+        if len(items) % 2:
+            raise MalformedError("it has a key without a value")
+        if type(target) in (dict, OrderedDict, Counter, defaultdict):
+            self.copy(self._crowds.add(target, items[::2]))
+            for key, value in zip(items[::2], items[1::2], strict=True):
+                target[key] = value
+        elif isinstance(target, Opaque):
+            target.held.extend(items)
+        else:
+            raise MalformedError(f"it sets items of a {type(target).__name__}")
+
+    def add_items(self, items: Sequence[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is set:
+            self.copy(self._crowds.add(target, items))
+            target.update(items)
+        elif isinstance(target, Opaque):
+            target.held.extend(items)
+        else:
+            raise MalformedError(f"it adds to a {type(target).__name__}")
+
+    def copy(self, size: int) -> None:
+        """Counts items or bytes that are copied, or gone through once more."""
+        self._copied += size
+        if self._copied > FREE_COPIES + COPIES * self.at:
+            raise MalformedError(f"it has {self.at} bytes so far, and asks for copies of {self._copied} items in them")
+
+    # --- objects ------------------------------------------------------------------------------------------------------
+
+    def name(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str or len(module) + len(name) > 1024:
+            raise MalformedError("it has a malformed name")
+        key = module, name
+        if key not in self._found:
+            try:
+                self._found[key] = self._find(module, name)
+            except LookupError:
+                full = printable(f"{module}.{name}")
+                self.unknown.add(full)
+                self._found[key] = Opaque(full)
+        self._stack.append(self._found[key])
+
+    def make(self, args: Any) -> None:
+        """Replaces the maker on the stack by what it makes."""
+        maker = self._stack.pop()
+        if isinstance(maker, Opaque):
+            self.push_new(Opaque(maker.name, args))
+            return
+        if not isinstance(maker, Maker) or maker.make is None or type(args) is not tuple:
+            raise MalformedError(f"it calls a {maker.name if isinstance(maker, Maker) else type(maker).__name__}")
+        if any(isinstance(arg, Opaque) for arg in args):
+            # e.g. a subclass of a tensor: a known function that is to make something unknown
+            self.push_new(Opaque(next(arg.name for arg in args if isinstance(arg, Opaque)), args))
+            return
+        self.copy(sum(len(arg) for arg in args if type(arg) in _SIZED))
+        self.push_new(maker.make(*args))
+
+    def make_with_names(self, args: Any, named: Any) -> None:
+        if not isinstance(self._stack[-1], Opaque) and named:
+            raise MalformedError("it makes an object with named arguments")
+        self.make(args)
+
+    def build(self) -> None:
+        state = self.pop()
+        target = self._stack[-1]
+        parts = state if type(state) is tuple else state.values() if type(state) is dict else ()
+        self.copy(sum(len(each) for each in (state, *parts) if type(each) in _SIZED))
+        if isinstance(target, Opaque):
+            target.held.append(state)
+        elif type(target) is OrderedDict:
+            if type(state) is not dict or set(state) != {"_metadata"}:
+                raise MalformedError("it sets attributes of an OrderedDict that checkpoints do not have")
+            vars(target).update(state)
+        elif type(target) is dict:  # a Namespace, or a dict with attributes
+            if type(state) is not dict or not all(type(key) is str for key in state):
+                raise MalformedError("it sets attributes that are none")
+            target.update(state)
+        elif callable(build := getattr(target, "build", None)):
+            build(state)
+        else:
+            raise MalformedError(f"it sets the state of a {type(target).__name__}")
+
+    def persistent_id(self) -> None:
+        if self._persistent is None:
+            raise MalformedError("it refers to something outside of itself")
+        self.push(self._persistent(self.pop()))
+
+
+def plain_of(item: Any) -> Any:
+    """What an item on the stack is as a value: a name that is not called is what it stands for."""
+    return item.value if isinstance(item, Maker) and item.value is not None else item
+
+
+def _nothing(_: object) -> None:
+    pass
+
+
+def _bytes(machine: _Machine, size: int) -> None:
+    machine.push_new(bytes(machine.take(size)))
+
+
+def _text(machine: _Machine, size: int) -> None:
+    machine.push(str(machine.take(size), "utf-8", "surrogatepass"))
+
+
+def _old_text(machine: _Machine, size: int) -> None:
+    """Text of Python 2, read as torch does."""
+    machine.push(str(machine.take(size), "utf-8"))
+
+
+def _long(machine: _Machine, size: int) -> None:
+    if not 0 <= size <= MAX_INT_BYTES:
+        raise MalformedError(f"it has an integer of {size} bytes")
+    machine.push(int.from_bytes(machine.take(size), "little", signed=True))
+
+
+_U1, _U2, _U4, _U8 = struct.Struct("<B"), struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
+_I4, _F8 = struct.Struct("<i"), struct.Struct(">d")
+_STOP: Final = ord(".")
+
+
+def _protocol(machine: _Machine) -> None:
+    if machine.number(_U1) > 5:
+        raise MalformedError("it is of a pickle protocol that does not exist")
+
+
+def _pair(machine: _Machine) -> list[Any]:
+    value, key = machine.pop(), machine.pop()
+    return [key, value]
+
+
+def _named_args(machine: _Machine) -> None:
+    named, args = machine.pop(), machine.pop()
+    machine.make_with_names(args, named)
+
+
+def _stack_name(machine: _Machine) -> None:
+    name, module = machine.pop(), machine.pop()
+    machine.name(module, name)
+
+
+_TABLE: Final[Mapping[int, Callable[[_Machine], None]]] = {
+    ord(code): step
+    for code, step in {
+        "\x80": _protocol,
+        "\x95": lambda m: _nothing(m.number(_U8)),  # how long a frame is: nobody has to know
+        "(": _Machine.mark,
+        "0": _Machine.pop_anything,
+        "1": lambda m: _nothing(m.pop_mark()),
+        "2": lambda m: m.push(m._stack[-1]),
+        "N": lambda m: m.push(None),
+        "\x88": lambda m: m.push(True),
+        "\x89": lambda m: m.push(False),
+        "J": lambda m: m.push(m.number(_I4)),
+        "K": lambda m: m.push(m.number(_U1)),
+        "M": lambda m: m.push(m.number(_U2)),
+        "\x8a": lambda m: _long(m, m.number(_U1)),
+        "\x8b": lambda m: _long(m, m.number(_I4)),
+        "G": lambda m: m.push(m.number(_F8)),
+        "X": lambda m: _text(m, m.number(_U4)),
+        "\x8c": lambda m: _text(m, m.number(_U1)),
+        "\x8d": lambda m: _text(m, m.number(_U8)),
+        "U": lambda m: _old_text(m, m.number(_U1)),
+        "T": lambda m: _old_text(m, m.number(_U4)),
+        "B": lambda m: _bytes(m, m.number(_U4)),
+        "C": lambda m: _bytes(m, m.number(_U1)),
+        "\x8e": lambda m: _bytes(m, m.number(_U8)),
+        "\x96": lambda m: m.push_new(bytearray(m.take(m.number(_U8)))),
+        ")": lambda m: m.push(()),
+        "\x85": lambda m: m.tuple_of(1),
+        "\x86": lambda m: m.tuple_of(2),
+        "\x87": lambda m: m.tuple_of(3),
+        "t": lambda m: m.push_new(tuple(m.pop_mark())),
+        "]": lambda m: m.push_new([]),
+        "l": lambda m: m.push_new(list(m.pop_mark())),
+        "a": lambda m: m.append([m.pop()]),
+        "e": lambda m: m.append(m.pop_mark()),
+        "}": lambda m: m.push_new({}),
+        "s": lambda m: m.set_items(_pair(m)),
+        "u": lambda m: m.set_items(m.pop_mark()),
+        "\x8f": lambda m: m.push_new(set()),
+        "\x90": lambda m: m.add_items(m.pop_mark()),
+        "\x91": lambda m: m.push_new(frozenset(unlike(m.pop_mark()))),
+        "q": lambda m: m.memoize(m.number(_U1)),
+        "r": lambda m: m.memoize(m.number(_U4)),
+        "\x94": _Machine.memoize_next,
+        "h": lambda m: m.recall(m.number(_U1)),
+        "j": lambda m: m.recall(m.number(_U4)),
+        "c": lambda m: m.name(m.line(), m.line()),
+        "\x93": _stack_name,
+        "R": lambda m: m.make(m.pop()),
+        "\x81": lambda m: m.make(m.pop()),
+        "\x92": _named_args,
+        "b": _Machine.build,
+        "Q": _Machine.persistent_id,
+    }.items()
+}
+"""The instructions of protocols 2 to 5, without those that look up registered extensions, call by text, or take buffers from elsewhere."""

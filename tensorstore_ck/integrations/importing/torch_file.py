@@ -1,0 +1,198 @@
+"""What torch.save writes: today's zip archives, and the run of pickles from before torch 1.6.
+
+Never `torch.load`: the pickle goes through `machine` with the names of `known`, so nothing in it is run, and every tensor lies in the
+mapped file. Also reads a file that is a part of another one, as in the files of torch.distributed.checkpoint.
+"""
+
+import struct
+import zlib
+from typing import Any, Final, NamedTuple, NoReturn
+
+import torch
+
+from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.integrations.importing.malformed import MalformedError, blamed_on, printable
+from tensorstore_ck.integrations.importing.mapped_files import Files, MappedFile
+from tensorstore_ck.integrations.importing.pickle_allowlist import Known, StorageType, Stored
+from tensorstore_ck.integrations.importing.placeholders import Opaque
+from tensorstore_ck.integrations.importing.safe_unpickler import MAX_PICKLE_BYTES, unpickle
+from tensorstore_ck.integrations.importing.zip_directory import is_archive, read_archive
+
+KIND: Final = "torch file"
+_MAGIC: Final = 0x1950A86A20F9469CFC6C
+_MAGIC_PICKLED: Final = b"\x8a\x0a" + _MAGIC.to_bytes(10, "little") + b"."
+_FIRST_BYTES: Final = 1024
+_PROTOCOL: Final = 1001
+
+
+class Loaded(NamedTuple):
+    """The object in a torch file."""
+
+    value: Any
+    """May hold `Opaque` stand-ins, and others that `settle` knows."""
+    unknown: set[str]
+    """Names that nobody knows: each must turn up as a stand-in in the value, or was used behind our back."""
+
+
+def is_torch_file(file: MappedFile) -> bool:
+    """Whether it begins like one."""
+    first = bytes(file.data[:_FIRST_BYTES])
+    name = first[30 : 30 + int.from_bytes(first[26:28], "little")]
+    return (is_archive(file.data) and name.endswith(b"/data.pkl")) or (first[:1] == b"\x80" and first[2:15] == _MAGIC_PICKLED)
+
+
+def load_torch_file(files: Files, file: MappedFile, known: Known, start: int = 0, size: int | None = None) -> Loaded:
+    """The object in a torch file that takes bytes [start, start + size) of `file`.
+
+    Raises:
+        CorruptObjectError: it is damaged, or contradicts itself.
+        UnsupportedValueError: it is sound, but of a kind that is not read.
+    """
+    stop = file.size if size is None else start + size
+    with blamed_on(file.path, KIND):
+        data = file.data[start:stop]
+        if is_archive(data):
+            return _from_archive(files, file, known, start, data)
+        return _from_pickles(file, known, start, data)
+
+
+# --- archives -------------------------------------------------------------------------------------------------------
+
+
+def _from_archive(files: Files, file: MappedFile, known: Known, start: int, data: memoryview) -> Loaded:
+    records = read_archive(data)
+    (folder, *more) = {name.partition("/")[0] for name in records} or {""}
+    pickle = records.get(f"{folder}/data.pkl")
+    if more or pickle is None:
+        raise MalformedError("it is a zip archive, but not one that torch.save wrote")
+    if f"{folder}/constants.pkl" in records:
+        _unsupported(file.path, "is a TorchScript program", "save the state_dict() of what torch.jit.load makes of it")
+    order = records.get(f"{folder}/byteorder")
+    if order is not None and bytes(data[order.start : order.start + order.size]) != b"little":
+        _unsupported(file.path, "was saved on a big-endian machine", "load it with torch, and save it again on this machine")
+    if pickle.size > MAX_PICKLE_BYTES:
+        raise MalformedError(f"its pickle takes {pickle.size} bytes")
+    storages: dict[str, Stored] = {}
+
+    def storage(pid: Any) -> Stored:
+        dtype, key, count = _checked(pid)
+        if key not in storages:
+            record = records.get(f"{folder}/data/{key}")
+            if record is None or record.size != count * dtype.itemsize:
+                held = "is not in the archive" if record is None else f"has {record.size} bytes"
+                raise MalformedError(f"it claims {count} elements of {dtype} in storage {printable(key, 40)}, which {held}")
+            if record.checksum and record.size:  # torch.serialization.set_crc32_options(False) leaves it out
+                files.expect(file, start + record.start, record.size, record.checksum)
+            storages[key] = Stored(file.storage(start + record.start, record.size), dtype)
+        elif storages[key].dtype != dtype:
+            return Stored(storages[key].storage, dtype)
+        return storages[key]
+
+    code = data[pickle.start : pickle.start + pickle.size]
+    if pickle.checksum not in (0, zlib.crc32(code)):
+        raise MalformedError("its pickle does not have its checksum")
+    known.parsed_bytes += pickle.size
+    value, end, unknown = unpickle(code, known, storage)
+    if end != pickle.size:
+        raise MalformedError("something follows its pickle")
+    return Loaded(value, unknown)
+
+
+def _checked(pid: Any) -> tuple[torch.dtype, str, int]:
+    """dtype, key and number of elements of a storage that a pickle refers to."""
+    if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] != "storage":
+        raise MalformedError("it refers to something outside of it that is no storage")
+    kind, key, _, count = pid[1:5]
+    if isinstance(kind, Opaque):
+        raise MalformedError(f"it has a storage of the unknown kind {kind.name}")
+    if not isinstance(kind, StorageType) or type(key) is not str or type(count) is not int or count < 0:
+        raise MalformedError("it refers to a malformed storage")
+    return kind.dtype, key, count
+
+
+# --- before torch 1.6 -----------------------------------------------------------------------------------------------
+
+
+def _from_pickles(file: MappedFile, known: Known, start: int, data: memoryview) -> Loaded:
+    """Magic, protocol, system, the object, the keys of its storages; then the storages, each behind its number of elements."""
+    at = 0
+
+    def next_plain() -> Any:
+        nonlocal at
+        value, end, _ = unpickle(data[at:], _nothing)
+        at += end
+        return value
+
+    if next_plain() != _MAGIC:
+        raise MalformedError("it is a pickle, but not of torch.save")
+    if next_plain() != _PROTOCOL:
+        raise MalformedError("it is of an unknown protocol")
+    system = next_plain()
+    if type(system) is not dict or system.get("little_endian") is not True:
+        _unsupported(file.path, "was saved on a big-endian machine", "load it with torch, and save it again on this machine")
+    # Where the storages lie is known only behind the object, so it is gone through twice: first to find its end and which there are.
+    kinds: dict[str, torch.dtype] = {}
+
+    def note(pid: Any) -> object:
+        dtype, key, _ = _checked(pid)
+        kinds.setdefault(key, dtype)
+        return Opaque("a storage")
+
+    body = data[at:]
+    _, end, _ = unpickle(body, _StorageTypes(known), note)
+    at += end
+    known.parsed_bytes += end
+    keys = next_plain()
+    if type(keys) is not list or any(type(key) is not str for key in keys) or len(keys) != len(kinds) or set(keys) != set(kinds):
+        raise MalformedError("its list of storages does not fit its object")
+    places: dict[str, tuple[int, int]] = {}
+    for key in keys:
+        if at + 8 > len(data):
+            raise MalformedError("it is cut off")
+        (count,) = struct.unpack_from("<q", data, at)
+        size = count * kinds[key].itemsize
+        at += 8
+        if count < 0 or size > len(data) - at:
+            raise MalformedError(f"it claims a storage of {size} bytes at byte {at}, where {len(data) - at} are left")
+        places[key] = at, size
+        at += size
+    if at != len(data):
+        raise MalformedError("something follows its storages")
+    storages: dict[str, torch.UntypedStorage] = {}
+
+    def storage(pid: Any) -> Stored:
+        dtype, key, count = _checked(pid)
+        begin, size = places[key]
+        if len(pid) == 6 and pid[5] is not None:
+            _unsupported(file.path, "was saved by torch 0.3 or older", "load it with torch, and save it again")
+        if count * dtype.itemsize != size:
+            raise MalformedError(f"it claims {count} elements of {dtype} in storage {printable(key, 40)}, which has {size} bytes")
+        if key not in storages:
+            storages[key] = file.storage(start + begin, size)
+            if (start + begin) % dtype.itemsize:  # the format aligns nothing, but views of one memory must be addressable
+                storages[key] = torch.empty(0, dtype=torch.uint8).set_(storages[key]).clone().untyped_storage()
+        return Stored(storages[key], dtype)
+
+    value, _, unknown = unpickle(body, known, storage)
+    return Loaded(value, unknown)
+
+
+class _StorageTypes:
+    """A `Find` that knows the classes of storages alone."""
+
+    def __init__(self, known: Known) -> None:
+        self._known = known
+
+    def __call__(self, module: str, name: str) -> object:
+        found = self._known(module, name)
+        if not isinstance(found, StorageType):
+            raise LookupError(name)
+        return found
+
+
+def _nothing(module: str, name: str) -> NoReturn:
+    raise LookupError(name)
+
+
+def _unsupported(path: str, what: str, advice: str) -> NoReturn:
+    raise UnsupportedValueError(f"{path} {what}, which is not imported: {advice}", object_id=path)

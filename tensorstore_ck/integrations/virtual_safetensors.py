@@ -1,0 +1,329 @@
+"""Files that are nowhere: ``.safetensors`` files of a stored snapshot, whose bytes are made when they are asked for.
+
+The header is made from the layout; what follows it is read from the blocks that hold it, each verified. Tensors lie in the order of
+their alignment, then of the layout, so that reading a file from its beginning reads packs from theirs. What shares memory in the state
+comes as often as it has names, since the format knows no aliases. Knows neither torch nor paths nor fsspec.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+
+from tensorstore_ck.chunker import cut_box
+from tensorstore_ck.engine.read.block_reader import MemoryTarget
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.block_assignment import row_boxes
+from tensorstore_ck.format.layout import Content, Layout, WantedBox
+from tensorstore_ck.format.sharding import Box
+from tensorstore_ck.format.tree import Branch, Leaf, leaves, parse
+from tensorstore_ck.format.values import describe
+from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log.snapshot import Snapshot
+
+MODEL: Final = "model.safetensors"
+STATE: Final = "state.safetensors"
+SNAPSHOT: Final = "snapshot.json"
+FILES: Final = (MODEL, STATE, SNAPSHOT)
+MODEL_KEY: Final = "model"
+WINDOW_BYTES: Final = 32 << 20
+"""What a reader should take at a time that reads on: enough for all cores and connections."""
+ALIGNMENT_BYTES: Final = 8
+"""Of the first tensor."""
+METADATA: Final = "__metadata__"
+
+_ITEM_BYTES: Final = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+"""Dtype of safetensors -> bytes of an element; of all others 1."""
+_DTYPES: Final = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float4_e2m1fn_x2": "F4",
+    "np:<f8": "F64",
+    "np:<f4": "F32",
+    "np:<f2": "F16",
+    "np:<i8": "I64",
+    "np:<i4": "I32",
+    "np:<i2": "I16",
+    "np:|i1": "I8",
+    "np:<u8": "U64",
+    "np:<u4": "U32",
+    "np:<u2": "U16",
+    "np:|u1": "U8",
+    "np:|b1": "BOOL",
+    "np:<c8": "C64",
+}
+"""Stored dtype -> that of safetensors."""
+
+
+class File(Protocol):
+    """Bytes that can be read from any place. Thread-safe."""
+
+    size: int
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Fills `target` with what begins at byte `start`; all of it lies within the file."""
+
+    def window(self, position: int) -> tuple[int, int]:
+        """The bytes [start, stop) around a position that are best read together."""
+
+
+class BytesFile:
+    """A small file that is in memory."""
+
+    def __init__(self, data: bytes) -> None:
+        self.size = len(data)
+        self._data = data
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """See `File`."""
+        target[:] = self._data[start : start + len(target)]
+
+    def window(self, position: int) -> tuple[int, int]:
+        """See `File`."""
+        return 0, self.size
+
+
+class _Place(NamedTuple):
+    """A tensor of the file."""
+
+    leaf: Leaf
+    start: int
+    """In the file."""
+    size: int
+    shape: tuple[int, ...]
+    item_bytes: int
+    offset: int
+    """Where it begins in the bytes of its base, if it is contiguous there."""
+    strides: tuple[int, ...] | None
+    """In bytes, of a view that is not."""
+
+
+class SafetensorsFile:
+    """The file that holds some tensors of a snapshot, all of dtypes that it can hold. Thread-safe as far as its content is."""
+
+    def __init__(self, content: Content, tensors: Mapping[str, Leaf], metadata: Mapping[str, str]) -> None:
+        """`tensors`: by their names in the file.
+
+        Raises:
+            CorruptObjectError: a view does not lie within its base, or a dtype does not have its size.
+        """
+        self._content = content
+        header: dict[str, object] = {METADATA: dict(metadata)}
+        places = {name: _place(content.layout, leaf) for name, leaf in tensors.items()}
+        end = 0
+        for name, place in sorted(places.items(), key=lambda item: -item[1].item_bytes):
+            dtype = _DTYPES[_stored_dtype(content.layout, place.leaf)]
+            shape = (*place.shape[:-1], place.shape[-1] * 2) if dtype == "F4" and place.shape else place.shape
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + place.size)}
+            places[name] = place._replace(start=end)
+            end += place.size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % ALIGNMENT_BYTES)
+        self._head = len(text).to_bytes(8, "little") + text
+        self.size = len(self._head) + end
+        filled = sorted((place for place in places.values() if place.size), key=lambda place: place.start)
+        self._places = [place._replace(start=place.start + len(self._head)) for place in filled]
+        self._starts = np.array([place.start for place in self._places], np.int64)
+        self._windows = np.array(list(_windows(len(self._head), self._places)), np.int64)
+        self._span: tuple[_Place, bytearray] | None = None
+
+    def window(self, position: int) -> tuple[int, int]:
+        """See `File`. Windows begin and end where blocks do, so that none is read twice by who reads on."""
+        number = int(np.searchsorted(self._windows, position, "right"))
+        return int(self._windows[number - 1]), int(self._windows[number]) if number < len(self._windows) else self.size
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """See `File`.
+
+        Raises:
+            DamageError: a block is missing, or is not what was stored.
+        """
+        stop = start + len(target)
+        head = self._head[start:stop]
+        target[: len(head)] = head
+        wanted: list[WantedBox] = []
+        copies: list[tuple[memoryview, memoryview]] = []
+        first = max(int(np.searchsorted(self._starts, start, "right")) - 1, 0)
+        for place in self._places[first : int(np.searchsorted(self._starts, stop))]:
+            begin, end = max(start, place.start), min(stop, place.start + place.size)
+            if begin < end:
+                piece = target[begin - start : end - start]
+                if place.strides is None:
+                    self._add(place, begin - place.start, piece, wanted, copies)
+                else:
+                    self._gather(place, place.strides, begin - place.start, piece)
+        self._content.read_boxes(wanted)
+        for to, data in copies:
+            to[:] = data
+
+    def _add(
+        self, place: _Place, start: int, piece: memoryview, wanted: list[WantedBox], copies: list[tuple[memoryview, memoryview]]
+    ) -> None:
+        """Wants the bytes of a tensor from `start` on; where they are not whole elements of its base, by way of a copy of those."""
+        base = self._content.layout.tensors[place.leaf.index]
+        begin = place.offset + start
+        first, last = begin // base.item_bytes, -(-(begin + len(piece)) // base.item_bytes)
+        memory, skipped = piece, begin - first * base.item_bytes
+        if skipped or (last - first) * base.item_bytes != len(piece):
+            memory = memoryview(bytearray((last - first) * base.item_bytes))
+            copies.append((piece, memory[skipped : skipped + len(piece)]))
+        at = 0
+        for offsets, sizes in row_boxes(base.shape, first, last):
+            size = prod(sizes) * base.item_bytes
+            wanted.append(WantedBox(place.leaf.index, Box(offsets, sizes), MemoryTarget(memory[at : at + size])))
+            at += size
+
+    def _gather(self, place: _Place, strides: tuple[int, ...], start: int, piece: memoryview) -> None:
+        """Takes the elements of a view one by one; what lies between its first and last one is kept for who reads on."""
+        low, high = _reach(place.shape, strides, place.item_bytes)
+        span = self._span
+        if span is None or span[0] is not place:
+            data = self._content.read_range(place.leaf.index, place.offset + low, place.offset + high)
+            self._span = span = (place, data)
+        item = place.item_bytes
+        view = np.ndarray(place.shape, f"V{item}", span[1], -low, strides)
+        first, last = start // item, -(-(start + len(piece)) // item)
+        data, at = bytearray((last - first) * item), 0
+        for offsets, sizes in row_boxes(place.shape, first, last):
+            box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+            np.ndarray(sizes, f"V{item}", data, at)[...] = view[box]
+            at += prod(sizes) * item
+        piece[:] = memoryview(data)[start - first * item :][: len(piece)]
+
+
+class SnapshotFiles:
+    """A snapshot, and its files."""
+
+    def __init__(self, content: Content) -> None:
+        self._content = content
+        layout = content.layout
+        tree = parse(layout, len(content.values))
+        found = list(leaves(tree))
+        self._values = [leaf for leaf in found if leaf.kind == "value"]
+        model = {id(leaf) for leaf in _model_leaves(tree)}
+        tensors = [leaf for leaf in found if leaf.kind != "value"]
+        if not any(id(leaf) in model for leaf in tensors):
+            model = set()
+        self._tensors: dict[str, dict[str, Leaf]] = {MODEL: {}, STATE: {}}
+        self._left_out = []
+        for leaf in tensors:
+            name = leaf.path.removeprefix(f"{MODEL_KEY}.") if id(leaf) in model else leaf.path
+            if _can_hold(layout, leaf, name):
+                self._tensors[MODEL if id(leaf) in model or not model else STATE][name] = leaf
+            else:
+                self._left_out.append(leaf.path)
+        self.files = [name for name in FILES if name == SNAPSHOT or self._tensors.get(name)]
+        self._made: dict[str, SafetensorsFile] = {}
+
+    def tensors(self, name: str, info: SnapshotInfo) -> File:
+        """A file of tensors."""
+        if name not in self._made:
+            metadata = {"format": "pt", "root": info.root.hex(), "step": str(info.step)}
+            self._made[name] = SafetensorsFile(self._content, self._tensors[name], metadata)
+        return self._made[name]
+
+    def about(self, info: SnapshotInfo, metadata: Mapping[str, Any]) -> File:
+        """All else: what `tsck show` shows, and the names of tensors that no file holds."""
+        snapshot = Snapshot.from_info(info)
+        about = {key: getattr(snapshot, key) for key in ("root", "ref", "step", "time_ns", "parent", "mark", "reason")}
+        about["metrics"] = _finite(snapshot.metrics)
+        about["metadata"] = _finite(metadata)
+        about["values"] = {leaf.path: describe(self._content.values[leaf.index]) for leaf in self._values}
+        about["left_out"] = self._left_out
+        return BytesFile(json.dumps(about, indent=1).encode() + b"\n")
+
+
+def _model_leaves(tree: Branch | Leaf) -> Iterator[Leaf]:
+    """What hangs in the dict ``model`` of a state."""
+    if isinstance(tree, Branch):
+        for key, child in zip(tree.keys, tree.children, strict=False):
+            if key == MODEL_KEY and isinstance(child, Branch):
+                yield from leaves(child)
+
+
+def _finite(value: Any) -> Any:
+    """For JSON, which has no NaN."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list) else describe(value)
+
+
+def _can_hold(layout: Layout, leaf: Leaf, name: str) -> bool:
+    """Whether a ``.safetensors`` file can hold a tensor of that dtype and name."""
+    return _stored_dtype(layout, leaf) in _DTYPES and name != METADATA
+
+
+def _stored_dtype(layout: Layout, leaf: Leaf) -> str:
+    dtype: str = leaf.node[2] if leaf.kind == "view" else layout.tensors[leaf.index].dtype
+    return dtype
+
+
+def _place(layout: Layout, leaf: Leaf) -> _Place:
+    """Where a leaf lies in its base. All of it comes from a store, and is checked here."""
+    spec = layout.tensors[leaf.index]
+    dtype = _DTYPES[_stored_dtype(layout, leaf)]
+    item_bytes = _ITEM_BYTES.get(dtype, 1)
+    if leaf.kind == "tensor":
+        if item_bytes != spec.item_bytes:
+            raise CorruptObjectError(
+                f"a layout claims that {spec.dtype} takes {spec.item_bytes} bytes; run `tsck fsck`", object_id=leaf.path
+            )
+        return _Place(leaf, 0, spec.size_bytes, spec.shape, item_bytes, 0, None)
+    _, _, _, shape, steps, offset, _ = leaf.node
+    strides = tuple(step * item_bytes for step in steps)
+    low, high = _reach(shape, strides, item_bytes)
+    if 0 in shape or offset + low < 0 or offset + high > spec.size_bytes:
+        raise CorruptObjectError(f"view {leaf.path!r} does not lie within tensor {spec.name!r}; run `tsck fsck`", object_id=leaf.path)
+    size = prod(shape) * item_bytes
+    return _Place(leaf, 0, size, tuple(shape), item_bytes, offset, None if _is_contiguous(shape, strides, item_bytes) else strides)
+
+
+def _reach(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> tuple[int, int]:
+    """Where the first byte of a view lies, and the end of its last one, from where its element 0 begins."""
+    reaches = [(extent - 1) * step for extent, step in zip(shape, strides, strict=True)]
+    return sum(reach for reach in reaches if reach < 0), sum(reach for reach in reaches if reach > 0) + item_bytes
+
+
+def _is_contiguous(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> bool:
+    expected = item_bytes
+    for extent, step in zip(reversed(shape), reversed(strides), strict=True):
+        if extent != 1 and step != expected:
+            return False
+        expected *= extent
+    return True
+
+
+def _windows(head_bytes: int, places: Iterable[_Place]) -> Iterable[int]:
+    """Where windows begin: the header alone; large tensors cut by the grid, as if blocks were that large; small ones together."""
+    yield 0
+    yield head_bytes
+    begun = at = head_bytes
+    for place in places:
+        if place.leaf.kind == "tensor":
+            lengths = cut_box((0,) * len(place.shape), place.shape, place.item_bytes, WINDOW_BYTES).tolist()
+        else:
+            lengths = [min(WINDOW_BYTES, place.size - start) for start in range(0, place.size, WINDOW_BYTES)]
+        for length in lengths:
+            if at + length - begun > WINDOW_BYTES and at > begun:
+                begun = at
+                yield begun
+            at += length

@@ -1,0 +1,101 @@
+"""Addresses: how a user names a snapshot.
+
+runs/gpt          branch or tag          runs/gpt@1000     newest of step 1000 in the branch's history
+9f86d081...       root, or a prefix of at least 8 characters of one that is unique
+runs/gpt~2        two before it, by parents
+runs/gpt^staged   the newest that is staged for it and not published yet; the branch itself if there is none
+"""
+
+import re
+from typing import Final, NamedTuple
+
+from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.errors import AmbiguousAddressError, InvalidNameError, NotFoundError
+from tensorstore_ck.log import RefTable, SnapshotInfo, validate_ref_name
+
+STAGED: Final = "^staged"
+_SUFFIX: Final = re.compile(r"(?P<base>[^@~]+)(?:@(?P<step>[0-9]{1,19}))?(?:~(?P<back>[0-9]{1,9}))?")
+_ROOT: Final = re.compile(r"[0-9a-f]{8,64}")
+
+
+def is_staged_address(address: str) -> bool:
+    """Whether it means what is staged."""
+    return address.endswith(STAGED)
+
+
+class Resolved(NamedTuple):
+    """What an address stands for."""
+
+    info: SnapshotInfo
+    branch: str | None
+    """The branch that the address goes through, if any."""
+    branch_root: Digest | None
+    """Where that branch was."""
+
+
+def resolve(view: RefTable, address: str) -> Resolved:
+    """The snapshot at `address`.
+
+    Raises:
+        InvalidNameError: malformed.
+        NotFoundError: nothing there; the message says what is.
+        AmbiguousAddressError: a root prefix of several snapshots.
+    """
+    if isinstance(address, str) and is_staged_address(address):
+        return _staged(view, address.removesuffix(STAGED))
+    match = _SUFFIX.fullmatch(address) if isinstance(address, str) else None
+    if match is None:
+        raise InvalidNameError(
+            f"{address!r} is not an address: use a ref, ref@step, ref~n, or a root (8 or more hex digits)", object_id=str(address)
+        )
+    base, step, back = match["base"], match["step"], int(match["back"] or 0)
+    branch = None if _ROOT.fullmatch(base) else view.branch(base)
+    if branch is not None:
+        ulid = branch.ulid if step is None else view.newest_with_step(base, int(step))
+        if ulid is None:
+            raise NotFoundError(f"{base!r} has no snapshot of step {step}: see `tsck log {base}`", object_id=address)
+        info = view.snapshot(ulid)
+    else:
+        info = _tag_or_root(view, base)
+        if info is not None and step is not None and info.step != int(step):
+            raise NotFoundError(f"{base!r} is a snapshot of step {info.step}, not {step}", object_id=address)
+    if info is None:
+        raise NotFoundError(_nothing_at(view, base), object_id=address)
+    for _ in range(back):
+        parent = view.by_root(info.parent) if info.parent else None
+        if parent is None:
+            raise NotFoundError(f"{address!r}: {base!r} does not have that many ancestors", object_id=address)
+        info = parent
+    return Resolved(info, base if branch else None, branch.root if branch else None)
+
+
+def _staged(view: RefTable, name: str) -> Resolved:
+    validate_ref_name(name)
+    branch = view.branch(name)
+    found, line = None, {branch.root if branch is not None else None}
+    for info in sorted((info for _, info in view.all_staged() if info.ref == name), key=lambda info: info.n):
+        if info.parent in line:  # else the branch has gone on without it
+            found = info
+            line.add(info.root)
+    if found is None:
+        return resolve(view, name)
+    return Resolved(found, name, branch.root if branch is not None else None)
+
+
+def _tag_or_root(view: RefTable, base: str) -> SnapshotInfo | None:
+    if not _ROOT.fullmatch(base):
+        validate_ref_name(base)
+        root = view.tag(base)
+        return view.by_root(root) if root else None
+    roots = view.roots_with_prefix(base)
+    if len(roots) > 1:
+        raise AmbiguousAddressError(f"{base!r} fits {len(roots)} snapshots or more: give more digits of the root", object_id=base)
+    if roots:
+        return view.by_root(roots[0])
+    return next((info for _, info in view.all_staged() if info.root.hex().startswith(base)), None)
+
+
+def _nothing_at(view: RefTable, base: str) -> str:
+    names = [*view.branches(), *view.tags()]
+    known = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "") if names else "the store has no refs yet"
+    return f"there is no ref or snapshot {base!r} (refs: {known})"

@@ -1,0 +1,149 @@
+"""The block index: where a block with a given id lies, as far as this host knows. A cache over `Table`.
+
+It only makes saves smaller: a lost or empty index costs dedup against other jobs, never correctness. It is kept in the same
+table as the ref table, at the same log entry, so that an entry can never outlive the fold that vouches for it. Only blocks
+without a delta base are kept.
+"""
+
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from tensorstore_ck.common.fork_lock import ProcessLock
+from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid
+from tensorstore_ck.errors import StoreError
+from tensorstore_ck.log import ObjectKey, RefTable
+from tensorstore_ck.log.cache import Batch, Table, TableBusyError
+
+_KEY: Final = b"b/"
+_PACK_KEY: Final = b"p/"
+"""Pack -> its blocks, so that they can be dropped together."""
+_VALUE: Final = struct.Struct("<16sIQIIH")
+_FIELDS: Final = 6
+_MAX_WAITING: Final = 1000
+"""Packs."""
+_TRIES: Final = 3
+_CLOSE_SECONDS: Final = 1.0
+
+
+class Location(NamedTuple):
+    """Where an encoded block lies."""
+
+    pack: Ulid
+    entry: int
+    offset: int
+    stored: int
+    raw: int
+    codec: int
+    bases: tuple["Base", ...] = ()
+    """What it cannot be decoded without."""
+    flags: int = 0
+    """As in its extent: how many snapshots lie between it and its base, or how many bases it has."""
+
+
+class Base(NamedTuple):
+    """A block that another one is encoded against."""
+
+    block: Digest
+    place: Location | None
+    """Where it lies; None for a block that the same put writes."""
+
+
+class BlockIndex:
+    """Block id -> location."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._lock = ProcessLock()
+        self._waiting: deque[_Note] = deque(maxlen=_MAX_WAITING)
+        """What is still to be noted, as another process had the table."""
+        self._thread: threading.Thread | None = None
+
+    def get(self, block: Digest) -> Location | None:
+        """Where the block lies, or None."""
+        value = self._table.get(_KEY + block)
+        return None if value is None or len(value) != _VALUE.size else Location(*_VALUE.unpack(value))
+
+    def add(self, blocks: Iterable[tuple[Digest, Location]], *, published_at: int) -> None:
+        """Notes blocks of a snapshot that log entry `published_at` published; or of one that may be published later, whose packs were
+        durable and in their places at that entry.
+
+        Other processes of this host may have folded on since: what was swept meanwhile, perhaps so long ago that its tombstone
+        is forgotten, is not noted.
+        """
+        by_pack: dict[Ulid, list[tuple[Digest, Location]]] = {}
+        for block, location in blocks:
+            if not location.bases:
+                by_pack.setdefault(location.pack, []).append((block, location))
+        with self._lock:
+            self._waiting.extend(_Note(published_at, pack, items) for pack, items in by_pack.items())
+        if not self._write_waiting(wait=False):  # no save waits for the cache
+            self._write_later()
+
+    def close(self) -> None:
+        """Waits a moment for what is still to be noted."""
+        if self._thread is not None:
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _write_later(self) -> None:
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():
+                thread = threading.Thread(target=self._write_patiently, name="tsck block index", daemon=True)
+                with suppress(RuntimeError):  # no more threads are to be had: the next save tries again
+                    thread.start()
+                    self._thread = thread
+
+    def _write_patiently(self) -> None:
+        for _ in range(_TRIES):  # the one after a lock that is not to be had goes into memory
+            if self._write_waiting(wait=True):
+                return
+
+    def _write_waiting(self, *, wait: bool) -> bool:
+        """Writes what waits; false, and it waits on, where another process has the table."""
+        with self._lock:
+            notes = list(self._waiting)
+            self._waiting.clear()
+        try:
+            with self._table.batch(wait=wait) as batch:
+                for note in notes:
+                    _write(batch, note)
+        except TableBusyError:
+            with self._lock:
+                self._waiting.extend(notes)
+            return False
+        except StoreError:  # nor fails a save because of it, even where the log cannot be read to fill another one: it may be published
+            pass
+        return True
+
+
+class _Note(NamedTuple):
+    """Blocks of one pack."""
+
+    published_at: int
+    pack: Ulid
+    blocks: list[tuple[Digest, Location]]
+
+
+def _write(batch: Batch, note: _Note) -> None:
+    view = RefTable(batch)
+    head, state = view.head(), view.object_state(ObjectKey("pack", note.pack))
+    if head is None or not view.horizon() <= note.published_at <= head.n or (state is not None and state.swept):
+        return
+    for block, location in note.blocks:
+        batch.put(_KEY + block, _VALUE.pack(*location[:_FIELDS]))
+    batch.put(_PACK_KEY + note.pack + note.blocks[0][0], b"".join(block for block, _ in note.blocks))
+
+
+def forget_packs(batch: Batch, packs: Sequence[Ulid]) -> None:
+    """Drops the blocks of packs that were swept, in the batch that folds that."""
+    for pack in packs:
+        for key, blocks in list(batch.scan(_PACK_KEY + pack)):
+            for at in range(0, len(blocks), DIGEST_BYTES):
+                block = blocks[at : at + DIGEST_BYTES]
+                value = batch.get(_KEY + block)
+                if value is not None and value.startswith(pack):
+                    batch.delete(_KEY + block)
+            batch.delete(key)

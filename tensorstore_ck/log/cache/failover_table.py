@@ -1,0 +1,147 @@
+"""A table on disk, and one in memory that takes its place when the disk's fails: the cache is never in the way of a save.
+
+Readers and the fold of the log see one table that always answers. When the table on disk fails, or another process stands
+still with its lock, a table in memory is filled from the log, and used instead: until the lock is free, or, after a failure,
+for as long as this handle is open.
+"""
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from tensorstore_ck.common.fork_lock import ProcessLock
+from tensorstore_ck.log.cache.memory_table import MemoryTable
+from tensorstore_ck.log.cache.protocol import Batch, CacheWarning, Item, Table, TableBusyError, TableError
+
+_logger: Final = logging.getLogger("tensorstore_ck")
+_STUCK_SECONDS: Final = 5.0
+"""After so long without the lock, a warning names the process that holds it."""
+
+
+class FailoverTable:
+    """A `Table` whose reads never raise `TableError`; a batch raises it at most once, and works when it is tried again."""
+
+    def __init__(self, disk: Table, fill: Callable[[Table], object], *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`fill` brings a table to the log's head. It may raise what a backend raises, and `TableError`."""
+        self._disk = disk
+        self._fill = fill
+        self._clock = clock
+        self._lock = ProcessLock()
+        self._memory: MemoryTable | None = None
+        self._busy_since: float | None = None
+        """Since when the disk is left because its lock was held; None: it is in use, or it failed."""
+        self._warned = False
+        self._pid = os.getpid()
+
+    def get(self, key: bytes) -> bytes | None:
+        """See `Reader.get`."""
+        while True:
+            table = self._current()
+            try:
+                return table.get(key)
+            except TableError as exc:
+                self._leave(table, exc)
+
+    def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
+        """See `Reader.scan`. Goes on in memory behind the last item that the disk gave."""
+        last: bytes | None = None
+        while True:
+            table = self._current()
+            items = table.scan(prefix, start=start if last is None else last, reverse=reverse)
+            while True:
+                try:
+                    item = next(items, None)
+                except TableError as exc:
+                    self._leave(table, exc)
+                    break
+                if item is None:
+                    return
+                if item[0] != last:
+                    last = item[0]
+                    yield item
+
+    @contextmanager
+    def batch(self, *, wait: bool = True) -> Iterator[Batch]:
+        """See `Table.batch`. After a `TableError` the next batch is in memory."""
+        table = self._current()
+        try:
+            with table.batch(wait=wait) as batch:
+                yield batch
+        except TableBusyError as exc:
+            if wait:
+                self._leave(table, exc)
+            raise
+        except TableError as exc:
+            self._leave(table, exc)
+            raise
+
+    def use_memory(self) -> None:
+        """Leaves the disk for good: what it holds makes no sense."""
+        self._leave(self._disk, TableError("it holds what was never put there", object_id="cache"))
+
+    def return_to_disk(self) -> None:
+        """Goes back to the table on disk if it was left because of its lock, and the lock is free. Never waits for it."""
+        since = self._busy_since
+        if since is None or self._pid != os.getpid():
+            return
+        try:
+            with self._disk.batch(wait=False):
+                pass
+            self._fill(self._disk)
+        except TableBusyError as exc:
+            if self._clock() - since > _STUCK_SECONDS:
+                self._warn(f"{exc}: it may be stopped. Using memory until the lock is free")
+            return
+        except TableError as exc:
+            self._busy_since = None
+            self._warn(_advice(exc))
+            return
+        with self._lock:
+            self._memory = self._busy_since = None
+
+    def close(self) -> None:
+        """See `Table.close`."""
+        self._disk.close()
+
+    def _current(self) -> Table:
+        if self._pid != os.getpid():
+            self._enter_child()
+        return self._disk if self._memory is None else self._memory
+
+    def _enter_child(self) -> None:
+        """A forked child reads the log itself: the parent's files and locks are not its own."""
+        memory = MemoryTable()
+        self._fill(memory)
+        with self._lock:
+            if self._pid != os.getpid():
+                self._memory, self._busy_since, self._pid = memory, None, os.getpid()
+
+    def _leave(self, table: Table, cause: TableError) -> None:
+        """Uses memory instead of `table`, the disk's; unless another thread was faster."""
+        if table is not self._disk or table is not self._current():
+            return
+        is_busy = isinstance(cause, TableBusyError)
+        memory = MemoryTable()
+        self._fill(memory)
+        with self._lock:
+            is_first = table is self._current()
+            if is_first:
+                self._memory, self._busy_since = memory, self._clock() if is_busy else None
+        if is_first and not is_busy:
+            self._warn(_advice(cause))
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            self._warned = True
+            try:
+                warnings.warn(CacheWarning(message), stacklevel=2)
+            except CacheWarning:  # warnings are errors: raised here, it would make a save that is published look as if it had failed
+                _logger.warning("%s", message)
+
+
+def _advice(cause: TableError) -> str:
+    return f"the cache cannot be used ({cause}); using memory. Nothing is lost: free space there, or delete the folder"

@@ -1,0 +1,351 @@
+"""One LMDB environment of this process, shared by all who open its folder.
+
+The only file that touches LMDB. py-lmdb refuses a second open of a path in one process (closing one would drop the
+other's file locks), therefore `lmdb_table` counts users in a process-wide registry. Invariants: an environment is never
+used by a forked child; `set_mapsize` never runs while a transaction of this process is open (`_map_lock`, and
+`_write_lock` before it); a batch holds `batch.lock` in the folder from start to end, so that it can begin again, when
+the map has to grow, without any other process's batch in between; an environment that failed is not used again, and stays
+open until it is closed, as a thread may have a transaction. LMDB has no checksums: each value ends with a CRC.
+"""
+
+import os
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+import lmdb
+
+from tensorstore_ck.log.cache.batch_lock import BatchLock
+from tensorstore_ck.log.cache.protocol import (
+    MAX_KEY_BYTES,
+    PAGE_ITEMS,
+    Batch,
+    Item,
+    TableBusyError,
+    TableDamagedError,
+    check_key,
+    scan_pages,
+)
+
+with suppress(ImportError):  # of some versions, which else import it at the first `lmdb.open`: a child forked meanwhile would wait for ever
+    import_module("lmdb._envid")
+
+INITIAL_MAP_BYTES: Final = 64 << 20
+_CRC_BYTES = 4
+_LOOKS: Final = 3
+_LOOK_AGAIN_SECONDS: Final = 0.002
+_META: Final = struct.Struct("<16xII112xQ")
+"""Of LMDB's meta page: magic, version, number of the last page in use."""
+_META_MAGIC: Final = 0xBEEFC0DE
+_DAMAGE: Final = (
+    lmdb.CorruptedError,
+    lmdb.InvalidError,
+    lmdb.PageNotFoundError,
+    lmdb.PanicError,
+    lmdb.VersionMismatchError,
+    lmdb.IncompatibleError,
+)
+"""What another opening would meet again, as the files stay as they are."""
+
+
+class Environment:
+    """The table in one folder."""
+
+    def __init__(self, folder: Path, map_bytes: int, patience_seconds: float, *, wait: bool) -> None:
+        """Raises:
+        TableBusyError: another process holds the lock.
+        lmdb.Error, OSError: the folder cannot be used.
+        """
+        self.folder = folder
+        self.users = 0
+        self._map_bytes = map_bytes
+        self._pid = os.getpid()
+        self._failure = ""
+        self._data_file, self._page_bytes, self._intact = -1, 0, (0, 0)
+        self._write_lock = threading.RLock()
+        self._map_lock = threading.RLock()
+        self.lock = BatchLock(folder / "batch.lock", patience_seconds)
+        try:
+            with self.lock.held(wait=wait):  # LMDB's own open is not safe against another process's close
+                try:
+                    self._lmdb = self._open()
+                except lmdb.Error:
+                    self._remove()
+                    self._lmdb = self._open()
+        except BaseException:
+            self._close_data_file()
+            self.lock.close()
+            raise
+
+    def get(self, key: bytes) -> bytes | None:
+        """The value of `key`."""
+        if not 0 < len(key) <= MAX_KEY_BYTES:
+            return None
+        with self._reading() as txn:
+            return _get(txn, key)
+
+    def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
+        """See `scan_pages`."""
+        with self._reading() as txn:
+            return _read_page(txn, low, high, reverse)
+
+    @contextmanager
+    def batch(self, *, wait: bool = True) -> Iterator[Batch]:
+        """A batch that excludes those of all threads and processes."""
+        self._require_usable()  # a child's locks may be held by a thread that it does not have
+        with self._write_lock:
+            self._require_usable()  # another thread may have closed it: the numbers of its files may be those of other files by now
+            try:
+                with self.lock.held(wait=wait):
+                    batch = _LmdbBatch(self)
+                    try:
+                        yield batch
+                        batch.commit()
+                    except BaseException:
+                        batch.abort()
+                        raise
+            except lmdb.Error as exc:
+                raise self._failed(exc) from exc
+
+    def begin(self, *, write: bool) -> Any:
+        """A transaction."""
+        self._require_usable()
+        self._require_intact()
+        try:
+            return self._lmdb.begin(write=write)
+        except lmdb.ReadersFullError:
+            self._lmdb.reader_check()
+            return self._lmdb.begin(write=write)
+
+    def begin_writing(self) -> Any:
+        """A write transaction, in a map as large as other processes made it; the caller holds the batch."""
+        with self._map_lock:
+            try:
+                return self.begin(write=True)
+            except lmdb.MapResizedError:
+                self._lmdb.set_mapsize(0)
+                return self.begin(write=True)
+
+    def grow(self) -> None:
+        """Doubles the map; the caller holds the batch and has no transaction open."""
+        with self._map_lock:
+            self._lmdb.set_mapsize(2 * self._lmdb.info()["map_size"])
+
+    def cover_last_page(self) -> None:
+        """Makes the file as long as its last page needs; the caller holds the batch, which it has committed.
+
+        LMDB writes no page that a batch took at the file's end and gave back, so a file may end before it though nothing was cut.
+        """
+        size_bytes = (self._lmdb.info()["last_pgno"] + 1) * self._page_bytes
+        with suppress(OSError):  # then `_require_intact` takes it for one that was cut
+            if os.fstat(self._data_file).st_size < size_bytes:
+                os.ftruncate(self._data_file, size_bytes)
+
+    def close(self) -> None:
+        """Closes the files, unless they are a parent's."""
+        if self._pid == os.getpid():
+            with self._write_lock, self._map_lock:
+                self._failure = self._failure or f"{self.folder} was closed"
+                self._lmdb.close()
+                self._close_data_file()
+                self.lock.close()
+
+    @contextmanager
+    def _reading(self) -> Iterator[Any]:
+        self._require_usable()
+        try:
+            try:
+                with self._map_lock, self.begin(write=False) as txn:
+                    yield txn
+            except lmdb.MapResizedError:  # only `begin` raises it: nothing was yielded
+                # Another process made the map larger. Its size can be adopted only while no thread of ours writes.
+                with self._write_lock, self._map_lock:
+                    self._lmdb.set_mapsize(0)
+                    with self.begin(write=False) as txn:
+                        yield txn
+        except lmdb.Error as exc:
+            raise self._failed(exc) from exc
+
+    def _require_usable(self) -> None:
+        if self._pid != os.getpid():
+            raise TableDamagedError(f"{self.folder} belongs to the parent process", object_id=str(self.folder))
+        if self._failure:
+            raise TableDamagedError(self._failure, object_id=str(self.folder))
+
+    def _failed(self, cause: lmdb.Error) -> TableDamagedError:
+        """Not to be used again. What is damaged is removed, so that other processes, and later ones, begin with an empty table."""
+        if not self._failure:
+            self._failure = f"{self.folder}: {cause}"
+            if isinstance(cause, _DAMAGE) and self._write_lock.acquire(blocking=False):  # else a thread of ours holds `lock` in a batch
+                try:
+                    with suppress(OSError, TableBusyError), self.lock.held(wait=False):
+                        self._remove()
+                finally:
+                    self._write_lock.release()
+        return TableDamagedError(self._failure, object_id=str(self.folder))
+
+    def _open(self) -> Any:
+        # With sync or metasync off a power failure leaves LMDB damaged, or back in time.
+        opened = lmdb.open(
+            str(self.folder), map_size=self._map_bytes, sync=True, metasync=True, writemap=False, max_readers=1024, mode=0o600
+        )
+        try:
+            opened.reader_check()  # readers that were killed keep their slots, and the pages that they read
+            self._page_bytes = opened.stat()["psize"]
+            self._close_data_file()
+            self._data_file, self._intact = os.open(self.folder / "data.mdb", os.O_RDWR | os.O_CLOEXEC), (0, 0)
+            self._require_intact()
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+    def _require_intact(self) -> None:
+        """Refuses a file that was cut short or overwritten: LMDB would read beyond its end, which is a SIGBUS and not an error.
+
+        Looks at both meta pages (struct MDB_meta in LMDB's mdb.c), whenever the file was written since the last look.
+        """
+        for tries_left in reversed(range(_LOOKS)):
+            try:
+                self._look()
+            except lmdb.CorruptedError:
+                if not tries_left:
+                    raise
+                time.sleep(_LOOK_AGAIN_SECONDS)  # another process may be between its commit and `cover_last_page`
+            else:
+                return
+
+    def _look(self) -> None:
+        found = os.fstat(self._data_file)
+        if (found.st_mtime_ns, found.st_size) == self._intact:
+            return
+        metas = [os.pread(self._data_file, _META.size, at) for at in (0, self._page_bytes)]
+        size_bytes = os.fstat(self._data_file).st_size  # after the metas: other processes commit, and the file grows before its metas do
+        for meta in metas:
+            if len(meta) < _META.size:
+                raise lmdb.CorruptedError("data.mdb is cut short")
+            magic, version, last_page = _META.unpack(meta)
+            if magic != _META_MAGIC or version != 1 or (last_page + 1) * self._page_bytes > size_bytes:
+                raise lmdb.CorruptedError("data.mdb is cut short or overwritten")
+        self._intact = found.st_mtime_ns, found.st_size
+
+    def _close_data_file(self) -> None:
+        if self._data_file >= 0:
+            os.close(self._data_file)
+            self._data_file = -1
+
+    def _remove(self) -> None:
+        for name in ("data.mdb", "lock.mdb"):
+            (self.folder / name).unlink(missing_ok=True)  # other processes go on with the files that they have open
+
+
+class _LmdbBatch:
+    """A write transaction that can begin again in a larger map."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._journal: list[tuple[bytes, bytes | None]] = []
+        self._txn = environment.begin_writing()
+
+    def get(self, key: bytes) -> bytes | None:
+        return _get(self._txn, key)
+
+    def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
+        return scan_pages(self._page, prefix, start, reverse)
+
+    def put(self, key: bytes, value: bytes) -> None:
+        check_key(key)
+        self._write(key, value + _checksum(key, value))
+
+    def delete(self, key: bytes) -> None:
+        self._write(key, None)
+
+    def clear(self, prefix: bytes) -> None:
+        for key in [key for key, _ in self.scan(prefix)]:
+            self._write(key, None)
+
+    def commit(self) -> None:
+        while True:
+            try:
+                self._txn.commit()
+            except lmdb.MapFullError:
+                self._grow()
+            else:
+                self._environment.cover_last_page()
+                return
+
+    def abort(self) -> None:
+        self._txn.abort()
+
+    def _page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
+        self._environment.lock.show_progress()
+        return _read_page(self._txn, low, high, reverse)
+
+    def _write(self, key: bytes, value: bytes | None) -> None:
+        self._journal.append((key, value))
+        if len(self._journal) % PAGE_ITEMS == 0:
+            self._environment.lock.show_progress()
+        try:
+            self._apply(key, value)
+        except lmdb.MapFullError:
+            self._grow()
+
+    def _apply(self, key: bytes, value: bytes | None) -> None:
+        if value is None:
+            self._txn.delete(key)
+        else:
+            self._txn.put(key, value)
+
+    def _grow(self) -> None:
+        """Writes everything so far again. Nobody else wrote meanwhile, so what was read from this batch still holds."""
+        while True:
+            self._txn.abort()
+            self._environment.lock.show_progress()
+            self._environment.grow()
+            self._txn = self._environment.begin_writing()
+            try:
+                for key, value in self._journal:
+                    self._apply(key, value)
+                return
+            except lmdb.MapFullError:
+                continue
+
+
+def _get(txn: Any, key: bytes) -> bytes | None:
+    stored = txn.get(key)
+    return None if stored is None else _unprotect(key, stored)
+
+
+def _checksum(key: bytes, value: bytes) -> bytes:
+    return zlib.crc32(value, zlib.crc32(key)).to_bytes(_CRC_BYTES, "little")
+
+
+def _unprotect(key: bytes, stored: bytes) -> bytes:
+    value = stored[:-_CRC_BYTES]
+    if _checksum(key, value) != stored[-_CRC_BYTES:]:
+        raise lmdb.CorruptedError("a value does not match its checksum")
+    return value
+
+
+def _read_page(txn: Any, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
+    items: list[Item] = []
+    with txn.cursor() as cursor:
+        if not reverse:
+            found = cursor.set_range(low)
+        elif high is not None and cursor.set_range(high):
+            found = cursor.prev()
+        else:
+            found = cursor.last()
+        while found and len(items) < PAGE_ITEMS:
+            key, stored = cursor.item()
+            if key < low if reverse else (high is not None and key >= high):
+                break
+            items.append((key, _unprotect(key, stored)))
+            found = cursor.prev() if reverse else cursor.next()
+    return items

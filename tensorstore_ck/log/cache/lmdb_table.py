@@ -1,0 +1,126 @@
+"""A user's handle on an environment; several in one process share it.
+
+The registry below is the package's one piece of global state. It must be: LMDB environments are per process and path by
+nature. A forked child inherits it but never what it holds: there an inherited table raises `TableDamagedError`.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Final
+
+import lmdb
+
+from tensorstore_ck.log.cache.lmdb_environment import INITIAL_MAP_BYTES, Environment
+from tensorstore_ck.log.cache.memory_table import MemoryTable
+from tensorstore_ck.log.cache.protocol import Batch, Item, Table, TableBusyError, TableDamagedError, scan_pages
+
+DEFAULT_PATIENCE_SECONDS: Final = 1.0
+
+
+class _Registry:
+    def __init__(self, inherited: "_Registry | None" = None) -> None:
+        self.pid = os.getpid()
+        self.lock = threading.Lock()
+        self.environments: dict[Path, Environment] = {}
+        # Kept alive, and never looked at: dropping a parent's environment would close it.
+        self.inherited = inherited
+
+    def has_inherited(self, folder: Path) -> bool:
+        return self.inherited is not None and (folder in self.inherited.environments or self.inherited.has_inherited(folder))
+
+
+_registry = _Registry()
+
+
+def _own_registry() -> _Registry:
+    global _registry  # noqa: PLW0603 - see the module docstring
+    if _registry.pid != os.getpid():
+        _registry = _Registry(inherited=_registry)  # the old one's lock may be held by a thread that does not exist here
+    return _registry
+
+
+def open_lmdb_table(folder: Path, *, map_bytes: int = INITIAL_MAP_BYTES, patience_seconds: float = DEFAULT_PATIENCE_SECONDS) -> Table:
+    """The table in `folder`, which exists and is ours; in memory in a child whose parent has it open.
+
+    Args:
+        folder: Where.
+        map_bytes: The map's size at first.
+        patience_seconds: How long to wait for another process's batch that makes no progress.
+
+    Raises:
+        lmdb.Error, OSError: the folder cannot be used.
+    """
+    folder = folder.resolve()
+    registry = _own_registry()
+    with registry.lock:
+        if registry.has_inherited(folder):
+            return MemoryTable()
+    table = LmdbTable(folder, map_bytes, patience_seconds)
+    with suppress(TableBusyError):  # then it is opened when the lock is free
+        table.open(wait=True)
+    return table
+
+
+class LmdbTable:
+    """A `Table` on local disk, shared with the other processes of this host."""
+
+    def __init__(self, folder: Path, map_bytes: int, patience_seconds: float) -> None:
+        self._folder = folder
+        self._map_bytes = map_bytes
+        self._patience_seconds = patience_seconds
+        self._environment: Environment | None = None
+        self._closed = False
+        self._pid = os.getpid()
+
+    def open(self, *, wait: bool) -> Environment:
+        """The environment, opened by the first call that gets the lock.
+
+        Raises:
+            TableBusyError: another process holds it.
+            lmdb.Error, OSError: the folder cannot be used.
+        """
+        if self._environment is None:
+            registry = _own_registry()
+            with registry.lock:
+                if self._pid != os.getpid() or registry.has_inherited(self._folder):
+                    raise TableDamagedError(f"{self._folder} belongs to the parent process", object_id=str(self._folder))
+                environment = registry.environments.get(self._folder)
+                if environment is None:
+                    environment = Environment(self._folder, self._map_bytes, self._patience_seconds, wait=wait)
+                    registry.environments[self._folder] = environment
+                environment.users += 1
+                self._environment = environment
+        return self._environment
+
+    def get(self, key: bytes) -> bytes | None:
+        """See `Reader.get`."""
+        return self._opened(wait=False).get(key)
+
+    def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
+        """See `Reader.scan`."""
+        return scan_pages(lambda *page: self._opened(wait=False).page(*page), prefix, start, reverse)
+
+    def batch(self, *, wait: bool = True) -> AbstractContextManager[Batch]:
+        """See `Table.batch`."""
+        return self._opened(wait=wait).batch(wait=wait)
+
+    def close(self) -> None:
+        """See `Table.close`."""
+        registry, environment = _own_registry(), self._environment
+        with registry.lock:
+            if environment is None or self._closed or registry.environments.get(environment.folder) is not environment:
+                return
+            self._closed = True
+            environment.users -= 1
+            if not environment.users:
+                del registry.environments[environment.folder]
+                environment.close()
+
+    def _opened(self, *, wait: bool) -> Environment:
+        try:
+            return self.open(wait=wait)
+        except (OSError, lmdb.Error) as exc:
+            raise TableDamagedError(f"{self._folder}: {exc}", object_id=str(self._folder)) from exc

@@ -1,0 +1,84 @@
+"""A table in memory: for tests, for forked children, and where no local disk may be used.
+
+A batch writes in place under the table's lock and keeps an undo list, so that other threads never see half of it.
+"""
+
+import threading
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tensorstore_ck.log.cache.protocol import PAGE_ITEMS, Batch, Item, check_key, prefix_end, scan_pages
+
+
+class MemoryTable:
+    """A `Table` that lives as long as its process."""
+
+    def __init__(self) -> None:
+        self._values: dict[bytes, bytes] = {}
+        self._keys: list[bytes] = []
+        self._lock = threading.RLock()
+
+    def get(self, key: bytes) -> bytes | None:
+        """See `Reader.get`."""
+        with self._lock:
+            return self._values.get(key)
+
+    def scan(self, prefix: bytes, *, start: bytes | None = None, reverse: bool = False) -> Iterator[Item]:
+        """See `Reader.scan`."""
+        return scan_pages(self._page, prefix, start, reverse)
+
+    @contextmanager
+    def batch(self, *, wait: bool = True) -> Iterator[Batch]:
+        """See `Table.batch`."""
+        with self._lock:
+            batch = _MemoryBatch(self)
+            try:
+                yield batch
+            except BaseException:
+                batch.undo()
+                raise
+
+    def close(self) -> None:
+        """See `Table.close`."""
+
+    def _set(self, key: bytes, value: bytes | None) -> None:
+        if value is None:
+            if self._values.pop(key, None) is not None:
+                del self._keys[bisect_left(self._keys, key)]
+            return
+        if key not in self._values:
+            insort(self._keys, key)
+        self._values[key] = value
+
+    def _page(self, low: bytes, high: bytes | None, reverse: bool, limit: int = PAGE_ITEMS) -> list[Item]:
+        with self._lock:
+            first = bisect_left(self._keys, low)
+            last = len(self._keys) if high is None else bisect_left(self._keys, high)
+            keys = self._keys[max(first, last - limit) : last][::-1] if reverse else self._keys[first : min(last, first + limit)]
+            return [(key, self._values[key]) for key in keys]
+
+
+class _MemoryBatch:
+    def __init__(self, table: MemoryTable) -> None:
+        self._table = table
+        self._undo: list[tuple[bytes, bytes | None]] = []
+        self.get = table.get
+        self.scan = table.scan
+
+    def put(self, key: bytes, value: bytes) -> None:
+        check_key(key)
+        self._undo.append((key, self._table.get(key)))
+        self._table._set(key, value)
+
+    def delete(self, key: bytes) -> None:
+        self._undo.append((key, self._table.get(key)))
+        self._table._set(key, None)
+
+    def clear(self, prefix: bytes) -> None:
+        for key, _ in self._table._page(prefix, prefix_end(prefix), False, len(self._table._keys)):
+            self.delete(key)
+
+    def undo(self) -> None:
+        while self._undo:
+            self._table._set(*self._undo.pop())

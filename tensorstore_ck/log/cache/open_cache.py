@@ -1,0 +1,135 @@
+"""Where a host keeps a cache: a private folder on a local disk, or memory.
+
+Caches of two kernels, users or containers never meet: LMDB tells dead readers by their process ids, which mean nothing
+elsewhere. Never on a network filesystem: LMDB needs memory maps that are coherent, and locks that work.
+"""
+
+import contextlib
+import glob
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Final
+
+import platformdirs
+
+from tensorstore_ck.common.owned_files import FOLDER_MODE, open_own_folder
+from tensorstore_ck.errors import PermissionDeniedError
+from tensorstore_ck.log.cache.memory_table import MemoryTable
+from tensorstore_ck.log.cache.protocol import CacheWarning, Table
+
+NETWORK_FILESYSTEM: Final = re.compile(
+    r"nfs\d*|lustre|ceph|cifs|smb\w*|fuse(\..*|blk)?|9p|virtiofs|gpfs|beegfs\w*|afs|ocfs2|gfs2|pvfs2|orangefs|glusterfs|panfs|wekafs"
+)
+_UNUSED_SECONDS: Final = 30 * 24 * 3600
+
+
+def open_table(cache_dir: Path | None, key: str) -> Table:
+    """The host's table for `key`, which is fit for a file name: in `cache_dir` or the user's cache directory, else local tmp, else memory.
+
+    Never fails: a cache that cannot be had costs time only, and a `CacheWarning` says so.
+    """
+    name = host_key(key)
+    user_cache = platformdirs.user_cache_path("tensorstore_ck", appauthor=False) if cache_dir is None else cache_dir
+    reasons = []
+    for base in (user_cache, Path(tempfile.gettempdir()) / f"tensorstore_ck-{os.getuid()}"):
+        try:
+            import lmdb  # noqa: PLC0415 - costs nothing where memory is used
+
+            from tensorstore_ck.log.cache.lmdb_table import open_lmdb_table  # noqa: PLC0415
+        except ImportError as exc:
+            reasons.append(str(exc))
+            break
+        try:
+            folder = _private_folder(base, name)
+            table = open_lmdb_table(folder)
+            _remove_unused(base, name)
+            return table
+        except (OSError, PermissionDeniedError, lmdb.Error) as exc:
+            reasons.append(f"{base}: {exc}")
+    warnings.warn(
+        CacheWarning(
+            f"no cache on a local disk ({'; '.join(reasons)}); using memory, so that every process reads the log anew. "
+            "Give a private folder on a local filesystem as cache_dir"
+        ),
+        stacklevel=2,
+    )
+    return MemoryTable()
+
+
+def host_key(key: str) -> str:
+    """`key` with what tells this user, running kernel and PID namespace from all others."""
+    return f"{key}-{os.getuid()}-{_boot_id()}-{_pid_namespace()}"
+
+
+def _boot_id() -> str:
+    try:
+        text = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        text = os.uname().nodename  # not Linux
+    return re.sub(r"[^A-Za-z0-9]", "", text)
+
+
+def _pid_namespace() -> str:
+    try:
+        return re.sub(r"\D", "", os.readlink("/proc/self/ns/pid"))
+    except OSError:
+        return "0"
+
+
+def _private_folder(base: Path, name: str) -> Path:
+    """``base/name``, both made if they are missing; ours alone, and local.
+
+    Raises:
+        PermissionDeniedError: it is somebody else's, or a link.
+        OSError: it can be written by others, or is on a network filesystem.
+    """
+    base.parent.mkdir(parents=True, exist_ok=True)
+    for folder in (base, base / name):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=FOLDER_MODE)
+        fd = open_own_folder(str(folder), os.geteuid())
+        try:
+            if os.fstat(fd).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise PermissionError(f"{folder} can be written by others; chmod go-w it")
+        finally:
+            os.close(fd)
+    kind = filesystem_of(base / name)
+    if NETWORK_FILESYSTEM.fullmatch(kind):
+        raise OSError(f"it is on a {kind} filesystem, where LMDB is not safe")
+    return base / name
+
+
+def filesystem_of(folder: Path) -> str:
+    """The type of the filesystem that holds `folder`; empty where the system does not tell."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    path = folder.resolve()
+    best, kind = -1, ""
+    for line in lines:
+        # https://docs.kernel.org/filesystems/proc.html (3.5): id parent dev root mount-point options [tags] - type source options
+        before, _, after = line.partition(" - ")
+        fields = before.split(" ")
+        mount = Path(re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), fields[4]))
+        depth = len(mount.parts)
+        if depth >= best and path.is_relative_to(mount):  # of several on one mount point the last hides the others
+            best, kind = depth, after.split(" ", 1)[0]
+    return kind
+
+
+def _remove_unused(base: Path, name: str) -> None:
+    """Removes what earlier boots and containers left. One that is in use after all goes on with its open files."""
+    store_and_user = name.rsplit("-", 2)[0]
+    for folder in base.glob(f"{glob.escape(store_and_user)}-*"):
+        try:
+            if folder.name != name and (folder / "data.mdb").stat().st_mtime < time.time() - _UNUSED_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            continue

@@ -1,0 +1,148 @@
+"""The log as it lies in the backend: numbered entries, read in order, each checked against the one before.
+
+Knows nothing of the ref table. Entries are created in order, so the log ends at the first number that is not there; one
+that is missing before another is damage.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, MissingObjectError
+from tensorstore_ck.format.sealed import object_hash
+from tensorstore_ck.log.entry import ENTRIES_A_FOLDER, MAX_ENTRY_BYTES, Entry, decode_entry, entry_name, folder_name, genesis_hash
+
+_LOG_NAME: Final = re.compile(r"(log(?:-[A-Za-z0-9-]+)?)/([0-9]{17})/\2[0-9]{3}")
+MAX_BATCH_ENTRIES: Final = 500
+_READERS: Final = 16
+_GENEROUS: Final = MAX_ENTRY_BYTES + 1  # so that an entry that is too long is told by its decoder, as damage of that entry
+
+
+class Chain:
+    """The entries of one log."""
+
+    def __init__(self, backend: Backend, *, uuid: bytes, prefix: str) -> None:
+        self._backend = backend
+        self._prefix = prefix
+        self.genesis: Digest = genesis_hash(uuid)
+        self._last: Entry | None = None
+
+    def name(self, n: int) -> str:
+        """Where entry `n` lies."""
+        return entry_name(self._prefix, n)
+
+    def read(self, n: int) -> Entry | None:
+        """Entry `n`, or None when it is not there.
+
+        Raises:
+            BrokenLogError: it is damaged.
+        """
+        try:
+            data, last = self._backend.get(self.name(n), max_bytes=_GENEROUS), self._last
+            if last is None or last.n != n or last.hash != object_hash(data):  # each refresh reads the head again
+                self._last = last = decode_entry(data, self.name(n), n)
+            return last
+        except MissingObjectError:
+            return None
+        except CorruptObjectError as exc:
+            raise self.broken(n, f"is damaged ({exc})") from exc
+
+    def entries(self, after: int, prev: Digest | None, *, at_least: int = 0, window: int = 1) -> Iterator[list[Entry]]:
+        """The entries from ``after + 1`` on, in batches, until the first that is not there.
+
+        Args:
+            after: The number of the entry to begin after.
+            prev: Its hash; None: the first entry may follow any.
+            at_least: An entry that is known to be there; where the log ends before it, it is broken.
+            window: How many to read first, side by side where requests are slow.
+
+        Raises:
+            BrokenLogError: an entry is damaged, off the hash chain, or missing before others.
+        """
+        while True:
+            window = min(MAX_BATCH_ENTRIES, max(window, at_least - after))
+            found = self._read_window(after + 1, window)
+            for entry in found:
+                if prev is not None and entry.prev != prev:
+                    raise chain_break(self.name(entry.n))
+                prev = entry.hash
+            if found:
+                yield found
+            after += len(found)
+            if len(found) < window and after < at_least:
+                raise self.broken(after + 1, f"is missing, though entry {at_least} was written")
+            if len(found) < window:
+                return
+            window = min(2 * window, _READERS)
+
+    def last_listed(self, start: int) -> int:
+        """The highest number from `start` on that listing finds: folder by folder, up to the second one without an entry."""
+        highest, number, missing = start, start, 0
+        while missing < 2:
+            inside = max(self.listed(folder_name(self._prefix, number)), default=0)
+            missing = 0 if inside else missing + 1
+            highest = max(highest, inside)
+            number += ENTRIES_A_FOLDER
+        return highest
+
+    def listed(self, prefix: str) -> Iterator[int]:
+        """The numbers of the entries whose names begin with `prefix`, in no order; what is not an entry is skipped."""
+        pattern = re.compile(rf"{re.escape(self._prefix)}/([0-9]{{17}})/(\1[0-9]{{3}})")
+        for info in self._backend.list(prefix):
+            match = pattern.fullmatch(info.name)
+            if match:
+                yield int(match[2])
+
+    def broken(self, n: int, what: str) -> BrokenLogError:
+        """The error for a damaged entry."""
+        name = self.name(n)
+        return BrokenLogError(
+            f"log entry {name} {what}: restore it from a copy; or see what is hit with `tsck fsck`, and make a new log "
+            "of what is left with `tsck salvage`",
+            object_id=name,
+        )
+
+    def _read_window(self, first: int, count: int) -> list[Entry]:
+        """Entries from `first` on, until one is not there; several at a time where requests are slow."""
+        found: list[Entry] = []
+        for entry in self._read_all(range(first, first + count)):
+            if entry is not None and entry.n == first + len(found):
+                found.append(entry)
+            elif entry is not None:
+                # Read while others were appending: what was not there before its successors were may be there now.
+                between = self.read(first + len(found))
+                if between is None:
+                    raise self.broken(first + len(found), f"is missing, though entry {entry.n} is there")
+                return [*found, between]
+        return found
+
+    def _read_all(self, numbers: range) -> Iterable[Entry | None]:
+        if self._backend.is_local or len(numbers) == 1:
+            yield from self._read_in_order(numbers)
+            return
+        with ThreadPoolExecutor(min(_READERS, len(numbers)), thread_name_prefix="tsck-log") as pool:
+            yield from pool.map(self.read, numbers)
+
+    def _read_in_order(self, numbers: range) -> Iterator[Entry]:
+        for n in numbers:
+            entry = self.read(n)
+            if entry is None:
+                return
+            yield entry
+
+
+def logs_in(backend: Backend) -> list[str]:
+    """The prefixes of the logs that are there, the newest last."""
+    return sorted({match[1] for info in backend.list("") if (match := _LOG_NAME.fullmatch(info.name)) is not None})
+
+
+def chain_break(name: str) -> BrokenLogError:
+    """The error for an entry that does not follow the one before it."""
+    return BrokenLogError(
+        f"log entry {name} does not follow the entry before it: one of them was replaced. See what is hit with `tsck fsck`, "
+        "and make a new log of what is left with `tsck salvage`",
+        object_id=name,
+    )

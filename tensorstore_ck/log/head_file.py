@@ -1,0 +1,155 @@
+"""A small file in the user's state folder: the highest entry of a store's log that processes of this user have seen.
+
+It is written without fsync, by an atomic rename; only a process that found what it expects replaces it. What cannot be read counts as
+lost: then nothing is known. Many ranks of a job may share the folder, over NFS.
+"""
+
+import json
+import os
+import stat
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from tensorstore_ck.common.ids import DIGEST_BYTES, Digest
+from tensorstore_ck.log.table_rows import Head
+
+_MAX_BYTES: Final = 1024
+_ABANDONED_SECONDS: Final = 60
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a planted FIFO must not block us
+_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class NotOwnError(PermissionError):
+    """Another user of the host may have written what lies there."""
+
+
+class Known(NamedTuple):
+    """What the file holds."""
+
+    head: Head
+    """The highest entry that was seen."""
+    accepted_ns: int = 0
+    """When a person last accepted a log that had gone back or forked; 0: never."""
+    dismissed_n: int = 0
+    """The highest entry that was known then: caches of other hosts may still hold it, or one before it."""
+    log: str = "log"
+    """The prefix of the log."""
+
+
+class HeadFile:
+    """The file of one store."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        """`key` names the store: it is fit for a file name."""
+        self._folder = folder
+        self._name = f"head-{key}.json"
+
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+        return self._folder / self._name
+
+    def read(self) -> Known | None:
+        """What it holds; None where there is none, it is damaged, or others could have written it, of which this warns."""
+        try:
+            with self._opened(make=False) as folder:
+                return self._read(folder)
+        except NotOwnError as exc:
+            warnings.warn(f"{exc}: until then a log that goes back or forks is not noticed on this host", stacklevel=2)
+        except OSError:
+            pass
+        return None
+
+    def swap(self, old: Known | None, new: Known) -> Known | None:
+        """Replaces `old` with `new`, unless it holds something else, or another process replaces it just now. What it holds then.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with self._opened(make=True) as folder:
+            found = self._read(folder)
+            if found != old:
+                return found
+            temporary = f"{self._name}.new"
+            try:
+                file = os.fdopen(os.open(temporary, _NEW, 0o600, dir_fd=folder), "wb")
+            except FileExistsError:
+                self._remove_abandoned(folder, temporary)
+                return found
+            try:
+                found = self._read(folder)  # the temporary is also the lock
+                with file:
+                    file.write(_encode(new))
+                if found != old:
+                    os.unlink(temporary, dir_fd=folder)
+                    return found
+                os.rename(temporary, self._name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(temporary, dir_fd=folder)
+                raise
+            return new
+
+    @contextmanager
+    def _opened(self, *, make: bool) -> Iterator[int]:
+        if make:
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                self._folder.mkdir(mode=0o700)
+        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            _require_own(os.fstat(folder), self._folder)
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _read(self, folder: int) -> Known | None:
+        try:
+            fd = os.open(self._name, _READ, dir_fd=folder)
+        except FileNotFoundError:
+            return None
+        try:
+            found = os.fstat(fd)
+            _require_own(found, self.path)
+            return _decode(os.read(fd, _MAX_BYTES)) if stat.S_ISREG(found.st_mode) else None
+        finally:
+            os.close(fd)
+
+    @staticmethod
+    def _remove_abandoned(folder: int, temporary: str) -> None:
+        """Removes what a killed process left."""
+        with suppress(OSError):
+            if os.stat(temporary, dir_fd=folder, follow_symlinks=False).st_mtime < time.time() - _ABANDONED_SECONDS:
+                os.unlink(temporary, dir_fd=folder)
+
+
+def _require_own(found: os.stat_result, path: Path) -> None:
+    if found.st_uid != os.getuid():
+        raise NotOwnError(f"{path} is not owned by user {os.getuid()}: name another folder with state_dir= or --state-dir")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise NotOwnError(f"{path} can be written by others: `chmod go-w` it")
+
+
+def _encode(known: Known) -> bytes:
+    head = known.head
+    body = {"n": head.n, "hash": head.hash.hex(), "accepted_ns": known.accepted_ns, "dismissed_n": known.dismissed_n, "log": known.log}
+    return json.dumps(body).encode() + b"\n"
+
+
+def _decode(data: bytes) -> Known | None:
+    try:
+        body = json.loads(data)
+        n, accepted_ns, dismissed_n = (body[name] for name in ("n", "accepted_ns", "dismissed_n"))
+        digest, log = bytes.fromhex(body["hash"]), body["log"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    is_sound = (
+        type(log) is str
+        and all(type(value) is int and value >= 0 for value in (n, accepted_ns, dismissed_n))
+        and len(digest) == DIGEST_BYTES
+    )
+    return Known(Head(n, Digest(digest)), accepted_ns, dismissed_n, log) if is_sound else None

@@ -1,0 +1,58 @@
+"""Sets of stored objects, as the operations of gc name them. Pure."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from tensorstore_ck.common.ids import ULID_BYTES, Ulid, ulid_text
+
+FOLDERS: Final[Mapping[str, str]] = {"pack": "packs", "part": "parts", "snapshot": "snapshots", "moved": "moved"}
+"""Kind of object -> the folder it lies in, which is also the field of an operation that lists such."""
+
+
+class ObjectKey(NamedTuple):
+    """One stored object with a ULID for a name."""
+
+    kind: str
+    """A key of `FOLDERS`."""
+    ulid: Ulid
+
+    @property
+    def name(self) -> str:
+        """Where it lies in the store."""
+        text = ulid_text(self.ulid)
+        return f"{FOLDERS[self.kind]}/{text[-2:]}/{text}"
+
+
+class Objects(frozenset[ObjectKey]):
+    """A set of stored objects."""
+
+    def fields(self) -> dict[str, bytes]:
+        """The fields of an operation on them."""
+        return {folder: join_ulids(key.ulid for key in self if key.kind == kind) for kind, folder in FOLDERS.items()}
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, Any]) -> "Objects":
+        """The set that an operation names."""
+        return cls(ObjectKey(kind, ulid) for kind, folder in FOLDERS.items() for ulid in split_ulids(fields[folder]))
+
+
+def join_ulids(ulids: Iterable[Ulid]) -> bytes:
+    """The ULIDs, in order, one after another."""
+    return b"".join(sorted(ulids))
+
+
+def split_ulids(joined: bytes) -> Iterator[Ulid]:
+    """The ULIDs of `join_ulids`."""
+    return (Ulid(joined[at : at + ULID_BYTES]) for at in range(0, len(joined), ULID_BYTES))
+
+
+def is_ulids(value: object) -> bool:
+    """Whether `value` is what `join_ulids` makes."""
+    return type(value) is bytes and len(value) % ULID_BYTES == 0
+
+
+def pieces(objects: Collection[ObjectKey], size: int) -> Iterator[Objects]:
+    """The objects in sets of up to `size`, so that an operation on one fits into an entry."""
+    ordered = sorted(objects)
+    for at in range(0, len(ordered), size):
+        yield Objects(ordered[at : at + size])

@@ -1,0 +1,354 @@
+"""The operations of a log entry: made and checked here, applied by `fold`.
+
+An operation is a map with ``op`` and ``critical``. A build that does not know a critical one stops writing; it keeps and
+ignores others. A known operation may carry fields that this build does not know. Format: FORMAT.md, "Operations".
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
+from tensorstore_ck.errors import AlreadyExistsError, InvalidOptionError, NotFoundError
+from tensorstore_ck.format.record import Record
+from tensorstore_ck.format.sealed import object_hash
+from tensorstore_ck.log.object_set import Objects, is_ulids, join_ulids
+from tensorstore_ck.log.ref_names import is_ref_glob, is_ref_name
+
+if TYPE_CHECKING:
+    from tensorstore_ck.log.ref_table import RefTable
+
+MAX_METRICS: Final = 1024
+MAX_METRIC_NAME_CHARS: Final = 256
+MAX_REASON_CHARS: Final = 4096
+MAX_OP_NAME_CHARS: Final = 64
+MAX_OWNER_BYTES: Final = 256
+MAX_RULES: Final = 64
+MAX_RULE_ITEMS: Final = 1000
+MAX_URL_CHARS: Final = 1024
+MARKS: Final = ("bad", "damaged", "drift", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation."""
+
+    fields: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """What it does."""
+        return str(self.fields["op"])
+
+    @property
+    def critical(self) -> bool:
+        """Whether a build that does not know it must stop writing."""
+        return bool(self.fields["critical"])
+
+    @classmethod
+    def put(
+        cls, ref: str, snapshot: Ulid, record: Record, sealed_record: bytes, *, anchor: int, txn: bytes, staged: bytes | None = None
+    ) -> "Op":
+        """Publishes a snapshot and moves branch `ref` to it; without effect if `txn` was aborted or put before.
+
+        `staged`: under which transaction it was staged, which is over with it.
+        """
+        origin: dict[str, Any] = {} if staged is None else {"staged": staged}
+        return _op(
+            "put",
+            **origin,
+            ref=ref,
+            snapshot=snapshot,
+            root=record.root(),
+            record=object_hash(sealed_record),
+            parent=record.parent,
+            step=record.step,
+            txn=txn,
+            anchor=anchor,
+            metrics=record.metrics,
+            logical_bytes=record.logical_bytes,
+            new_bytes=record.new_bytes,
+        )
+
+    @classmethod
+    def staged(cls, ref: str, snapshot: Ulid, record: Record, sealed_record: bytes, *, txn: bytes) -> "Op":
+        """Says that a snapshot is durable on its hosts; it is published by a later put, or given up by ``abort(txn)``."""
+        return _op(
+            "staged",
+            critical=False,
+            txn=txn,
+            ref=ref,
+            snapshot=snapshot,
+            root=record.root(),
+            record=object_hash(sealed_record),
+            parent=record.parent,
+            step=record.step,
+            metrics=record.metrics,
+            logical_bytes=record.logical_bytes,
+            new_bytes=record.new_bytes,
+        )
+
+    @classmethod
+    def branch(cls, name: str, root: Digest) -> "Op":
+        """Makes a branch."""
+        return _op("branch", name=name, root=root)
+
+    @classmethod
+    def reset(cls, name: str, root: Digest) -> "Op":
+        """Moves a branch to any snapshot."""
+        return _op("reset", name=name, root=root)
+
+    @classmethod
+    def tag(cls, name: str, root: Digest) -> "Op":
+        """Makes a tag."""
+        return _op("tag", name=name, root=root)
+
+    @classmethod
+    def untag(cls, name: str, view: "RefTable") -> "Op":
+        """Removes a tag."""
+        operation = _op("untag", name=name)
+        operation.check(view)
+        return operation
+
+    @classmethod
+    def annotate(cls, root: Digest, metrics: Mapping[str, float]) -> "Op":
+        """Adds metrics to a snapshot."""
+        return _op("annotate", critical=False, root=root, metrics={name: float(value) for name, value in metrics.items()})
+
+    @classmethod
+    def mark(cls, root: Digest, mark: str, reason: str = "") -> "Op":
+        """Marks a snapshot, or takes the mark back."""
+        return _op("mark", critical=False, root=root, mark=mark, reason=reason)
+
+    @classmethod
+    def abort(cls, txn: bytes) -> "Op":
+        """Gives a put up: of put and abort the first in the log counts."""
+        return _op("abort", txn=txn)
+
+    @classmethod
+    def pin(cls, root: Digest, owner: str, reason: str, expires_ns: int | None) -> "Op":
+        """Holds a snapshot; another pin of the same owner on it is replaced.
+
+        Raises:
+            InvalidOptionError: an owner, a reason or a date that no pin can have.
+        """
+        if not is_owner(owner):
+            raise InvalidOptionError(f"a pin's owner must be 1 to {MAX_OWNER_BYTES} bytes of UTF-8 without zero bytes", object_id="owner")
+        if not is_reason(reason):
+            raise InvalidOptionError(f"a pin's reason must be a text of at most {MAX_REASON_CHARS:,} characters", object_id="reason")
+        if not is_date(expires_ns):
+            raise InvalidOptionError(
+                "a pin must expire within the next centuries: leave `expires` out to hold it for good", object_id="expires"
+            )
+        return _op("pin", root=root, owner=owner, reason=reason, expires_ns=expires_ns)
+
+    @classmethod
+    def unpin(cls, snapshot: Ulid, owner: str, view: "RefTable") -> "Op":
+        """Takes a pin back."""
+        operation = _op("unpin", snapshot=snapshot, owner=owner)
+        operation.check(view)
+        return operation
+
+    @classmethod
+    def policy(cls, glob: str, rules: Mapping[str, Any] | None) -> "Op":
+        """Says what stays of the branches that fit `glob`, instead of what was said before; None: nothing is said any more."""
+        return _op("policy", glob=glob, rules=rules)
+
+    @classmethod
+    def expire(cls, name: str, snapshots: Collection[Ulid] | None) -> "Op":
+        """Takes snapshots out of a branch's history, all but its head; None: the whole branch. They stay until `purge`."""
+        return _op("expire", name=name, snapshots=None if snapshots is None else join_ulids(snapshots))
+
+    @classmethod
+    def undo(cls, n: int, name: str, snapshots: Collection[Ulid]) -> "Op":
+        """Brings back what entry `n` took from `name`."""
+        return _op("undo", n=n, name=name, snapshots=join_ulids(snapshots))
+
+    @classmethod
+    def purge(cls, n: int, name: str) -> "Op":
+        """Ends the undo window of what entry `n` took from `name`."""
+        return _op("purge", n=n, name=name)
+
+    @classmethod
+    def condemn(cls, objects: Objects) -> "Op":
+        """Lists objects for deletion; may be rescued until they are swept."""
+        return cls({"op": "condemn", "critical": True, **objects.fields()})
+
+    @classmethod
+    def rescue(cls, objects: Objects) -> "Op":
+        """Takes condemned objects off the list."""
+        return cls({"op": "rescue", "critical": True, **objects.fields()})
+
+    @classmethod
+    def sweep(cls, objects: Objects) -> "Op":
+        """Condemned objects are never used again, and may vanish at any time; a moved object's relocation ends."""
+        return cls({"op": "sweep", "critical": True, **objects.fields()})
+
+    @classmethod
+    def relocate(cls, pack: Ulid, moved: Ulid, moved_hash: Digest, targets: Collection[Ulid]) -> "Op":
+        """From here on the entries of `pack` that `moved` lists are in the packs `targets`."""
+        return _op("relocate", pack=pack, moved=moved, hash=moved_hash, targets=join_ulids(targets))
+
+    @classmethod
+    def place(cls, packs: Collection[Ulid], url: str) -> "Op":
+        """Says that packs lie at another place than the store's own; said once of each, by the entry that first needs it."""
+        return _op("place", packs=join_ulids(packs), url=url)
+
+    @classmethod
+    def settle(cls, n: int) -> "Op":
+        """Forgets what was swept at entry `n` or before; nothing anchored before `n` commits any more."""
+        return _op("settle", n=n)
+
+    def check(self, view: "RefTable") -> None:
+        """Its preconditions at `view`, but those of a put, which its caller knows.
+
+        Raises:
+            AlreadyExistsError: a branch or tag of that name is there.
+            NotFoundError: there is no such branch, tag or snapshot.
+        """
+        name, root = self.fields.get("name"), self.fields.get("root")
+        if self.name in ("branch", "tag"):
+            kind = "branch" if view.branch(name or "") else "tag" if view.tag(name or "") else None
+            if kind is not None:
+                advice = "move it with reset" if (kind, self.name) == ("branch", "branch") else "take another name"
+                raise AlreadyExistsError(f"there is a {kind} {name!r} already: {advice}", object_id=str(name))
+        if self.name == "reset" and view.branch(name or "") is None:
+            raise NotFoundError(f"there is no branch {name!r}: make it with branch", object_id=str(name))
+        if self.name == "untag" and view.tag(name or "") is None:
+            raise NotFoundError(f"there is no tag {name!r}: see the list of tags", object_id=str(name))
+        if self.name == "unpin" and not view.is_pinned(self.fields["snapshot"], self.fields["owner"]):
+            owner = self.fields["owner"]
+            raise NotFoundError(f"{owner!r} has no pin on that snapshot: see the list of pins", object_id=owner)
+        if self.name not in ("put", "staged") and root is not None and view.by_root(root) is None:
+            raise NotFoundError(f"there is no snapshot {root.hex()}", object_id=root.hex())
+
+
+def _op(kind: str, /, *, critical: bool = True, **fields: Any) -> Op:
+    return Op({"op": kind, "critical": critical, **fields})
+
+
+def op_problem(fields: object) -> str | None:
+    """What is wrong with a decoded operation; None when nothing is."""
+    if type(fields) is not dict:
+        return "an operation is not a map"
+    name = fields.get("op")
+    if type(name) is not str or not 0 < len(name) <= MAX_OP_NAME_CHARS or type(fields.get("critical")) is not bool:
+        return "an operation has no name, or no critical bit"
+    for field, is_valid in SCHEMA.get(name, {}).items():
+        if field not in fields or not is_valid(fields[field]):
+            return f"operation {name} has no valid {field}"
+    return None
+
+
+def _bytes(length: int) -> "Check":
+    return lambda value: type(value) is bytes and len(value) == length
+
+
+def _integer(low: int) -> "Check":
+    return lambda value: type(value) is int and low <= value < 1 << 63
+
+
+def _optional(check: "Check") -> "Check":
+    return lambda value: value is None or check(value)
+
+
+def _is_metrics(value: object) -> bool:
+    return (
+        type(value) is dict
+        and len(value) <= MAX_METRICS
+        and all(type(name) is str and len(name) <= MAX_METRIC_NAME_CHARS and type(number) is float for name, number in value.items())
+    )
+
+
+def _is_reason(value: object) -> bool:
+    return type(value) is str and len(value) <= MAX_REASON_CHARS
+
+
+def _is_mark(value: object) -> bool:
+    return type(value) is str and value in MARKS
+
+
+def _is_owner(value: object) -> bool:
+    return type(value) is str and 0 < len(value.encode("utf-8", "replace")) <= MAX_OWNER_BYTES and "\0" not in value
+
+
+def _is_url(value: object) -> bool:
+    return type(value) is str and 0 < len(value) <= MAX_URL_CHARS and value.isprintable()
+
+
+def _is_rules(value: object) -> bool:
+    """Whether a policy may have these: what they mean is for `retention.policy` to say."""
+    return (
+        type(value) is dict and 0 < len(value) <= MAX_RULES and all(type(name) is str and _is_rule(rule, 3) for name, rule in value.items())
+    )
+
+
+def _is_rule(value: object, depth: int) -> bool:
+    if type(value) is list:
+        return depth > 0 and len(value) <= MAX_RULE_ITEMS and all(_is_rule(each, depth - 1) for each in value)
+    return type(value) in (int, float, bool) or (type(value) is str and len(value) <= MAX_METRIC_NAME_CHARS)
+
+
+Check = Callable[[object], bool]
+is_digest: Final = _bytes(DIGEST_BYTES)
+is_ulid: Final = _bytes(ULID_BYTES)
+is_count: Final = _integer(0)
+is_step: Final = _optional(_integer(-(1 << 63)))
+is_parent: Final = _optional(is_digest)
+is_metrics: Final = _is_metrics
+is_mark: Final = _is_mark
+is_reason: Final = _is_reason
+is_owner: Final = _is_owner
+is_rules: Final = _is_rules
+is_url: Final = _is_url
+is_date: Final = _optional(is_count)
+
+_OBJECTS: Final[Mapping[str, Check]] = dict.fromkeys(("packs", "parts", "snapshots", "moved"), is_ulids)
+
+SCHEMA: Final[Mapping[str, Mapping[str, Check]]] = {
+    "put": {
+        "ref": is_ref_name,
+        "snapshot": is_ulid,
+        "root": is_digest,
+        "record": is_digest,
+        "parent": is_parent,
+        "step": is_step,
+        "txn": is_ulid,
+        "anchor": is_count,
+        "metrics": is_metrics,
+        "logical_bytes": is_count,
+        "new_bytes": is_count,
+    },
+    "staged": {
+        "txn": is_ulid,
+        "ref": is_ref_name,
+        "snapshot": is_ulid,
+        "root": is_digest,
+        "record": is_digest,
+        "parent": is_parent,
+        "step": is_step,
+        "metrics": is_metrics,
+        "logical_bytes": is_count,
+        "new_bytes": is_count,
+    },
+    "branch": {"name": is_ref_name, "root": is_digest},
+    "reset": {"name": is_ref_name, "root": is_digest},
+    "tag": {"name": is_ref_name, "root": is_digest},
+    "untag": {"name": is_ref_name},
+    "annotate": {"root": is_digest, "metrics": is_metrics},
+    "mark": {"root": is_digest, "mark": is_mark, "reason": is_reason},
+    "abort": {"txn": is_ulid},
+    "pin": {"root": is_digest, "owner": is_owner, "reason": is_reason, "expires_ns": is_date},
+    "unpin": {"snapshot": is_ulid, "owner": is_owner},
+    "policy": {"glob": is_ref_glob, "rules": _optional(_is_rules)},
+    "expire": {"name": is_ref_name, "snapshots": _optional(is_ulids)},
+    "undo": {"n": is_count, "name": is_ref_name, "snapshots": is_ulids},
+    "purge": {"n": is_count, "name": is_ref_name},
+    "condemn": _OBJECTS,
+    "rescue": _OBJECTS,
+    "sweep": _OBJECTS,
+    "relocate": {"pack": is_ulid, "moved": is_ulid, "hash": is_digest, "targets": is_ulids},
+    "place": {"packs": is_ulids, "url": _is_url},
+    "settle": {"n": is_count},
+}
+"""Operation -> its fields and what makes each valid."""

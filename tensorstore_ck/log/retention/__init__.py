@@ -1,0 +1,27 @@
+"""What stays of a branch's history, by rules that are stored in the store.
+
+policy.py     the rules, as users write them and as the log has them
+choice.py     which snapshots a policy keeps, and why: pure
+branches.py   policies at work on a branch, at one entry of the log
+ageing.py     where snapshots are to lie as they age, and how they are encoded
+"""
+
+from tensorstore_ck.log.retention.age_rules import Wish, wishes
+from tensorstore_ck.log.retention.expiry import candidates, expire, expire_at_put, policies_of, verdicts
+from tensorstore_ck.log.retention.keep_rules import Candidate, Verdict, choose
+from tensorstore_ck.log.retention.policy import Best, Policy
+
+__all__ = [
+    "Best",
+    "Candidate",
+    "Policy",
+    "Verdict",
+    "Wish",
+    "candidates",
+    "choose",
+    "expire",
+    "expire_at_put",
+    "policies_of",
+    "verdicts",
+    "wishes",
+]

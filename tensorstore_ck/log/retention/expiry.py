@@ -1,0 +1,106 @@
+"""Policies at work: which snapshots of a branch go, at one entry of the log, and the operations that let them go."""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+from fnmatch import fnmatchcase
+from typing import Final
+
+from tensorstore_ck.common.ids import ZERO_DIGEST, Ulid
+from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.format.record import Record
+from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.log.retention.keep_rules import Candidate, Verdict, choose, held_anyhow
+from tensorstore_ck.log.retention.policy import Policy
+
+LONG: Final = 256
+"""Snapshots of a branch: up to so many, policies are applied with each put."""
+LONG_EVERY: Final = 64
+"""And else with every so many."""
+
+
+def policies_of(view: RefTable, ref: str) -> dict[str, Policy]:
+    """Glob -> policy, of all that are for a branch.
+
+    Raises:
+        InvalidOptionError: a newer build made one of them, with rules that this one does not know.
+    """
+    found = {}
+    for glob, row in view.policies().items():
+        if fnmatchcase(ref, glob):
+            try:
+                found[glob] = Policy.decode(row.rules)
+            except InvalidOptionError as exc:
+                raise InvalidOptionError(f"the policy for {glob!r} cannot be used: {exc}", object_id=glob) from exc
+    return found
+
+
+def verdicts(
+    view: RefTable,
+    ref: str,
+    policies: Iterable[Policy],
+    now_ns: int,
+    *,
+    coming: SnapshotInfo | None = None,
+    added_bytes: Callable[[SnapshotInfo], int] | None = None,
+) -> list[Verdict]:
+    """What becomes of each snapshot of a branch, oldest first.
+
+    `coming`: what the branch will be at when the entry that is about to be made has been folded.
+    """
+    return choose(candidates(view, ref, coming), list(policies), now_ns, added_bytes)
+
+
+def candidates(view: RefTable, ref: str, coming: SnapshotInfo | None = None) -> list[Candidate]:
+    """The snapshots of a branch, oldest first, each once: where it came back to, it is now."""
+    holders = _holders(view)
+    history: dict[Ulid, SnapshotInfo] = {}
+    visits = view.history(ref, newest_first=False) if view.branch(ref) is not None else ()
+    for info in [*visits, *([coming] if coming is not None else [])]:
+        history.pop(info.ulid, None)
+        history[info.ulid] = info
+    return [Candidate(info, tuple(holders.get(info.ulid, ()))) for info in history.values()]
+
+
+def expire(view: RefTable, ref: str, going: Collection[Ulid]) -> list[Op]:
+    """The operation that lets go what was planned to go, if any of it is still there, and nothing has come to hold it."""
+    if not going or view.branch(ref) is None:
+        return []
+    left = [ulid for ulid, why in held_anyhow(candidates(view, ref)).items() if ulid in going and not why]
+    return [Op.expire(ref, left)] if left else []
+
+
+def expire_at_put(view: RefTable, ref: str, snapshot: Ulid, record: Record, now_ns: int) -> list[Op]:
+    """What is to be in the entry that puts a snapshot; limits of bytes are not looked at, as that needs more than the log.
+
+    All of the branch's history is read for that, so where it is long it is done with some puts only. A policy that this build does not
+    understand lets nothing go.
+    """
+    try:
+        policies = policies_of(view, ref)
+    except InvalidOptionError:
+        return []
+    if not any(policy.keeps for policy in policies.values()) or not _is_due(view, ref):
+        return []
+    said = (record.step, 0, now_ns, record.metrics, "", "", record.logical_bytes, record.new_bytes)
+    coming = SnapshotInfo(snapshot, record.root(), ZERO_DIGEST, record.parent, ref, *said)
+    going = [verdict.info.ulid for verdict in verdicts(view, ref, policies.values(), now_ns, coming=coming) if not verdict.stays]
+    return [Op.expire(ref, going)] if going else []
+
+
+def _is_due(view: RefTable, ref: str) -> bool:
+    branch = view.branch(ref)
+    if branch is None or branch.length % LONG_EVERY == 0:
+        return True
+    return sum(1 for _ in view.moves(ref, limit=LONG + 1)) <= LONG
+
+
+def _holders(view: RefTable) -> dict[Ulid, list[str]]:
+    """What holds snapshots besides branches."""
+    found: defaultdict[Ulid, list[str]] = defaultdict(list)
+    for tag in view.tags():
+        row = view.tag_row(tag)
+        if row is not None:
+            found[row.ulid].append(f"tag {tag}")
+    for pin in view.pins():
+        found[pin.ulid].append(f"pinned by {pin.owner}")
+    return found

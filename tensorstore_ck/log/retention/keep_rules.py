@@ -1,0 +1,144 @@
+"""Which snapshots of a branch its policies keep, and why. Pure: no clock, no store."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log.retention.policy import Best, Policy
+
+NS: Final = 1_000_000_000
+NEWEST: Final = "newest"
+FALLBACK: Final = "fallback"
+
+
+class Candidate(NamedTuple):
+    """A snapshot in a branch's history."""
+
+    info: SnapshotInfo
+    held_by: tuple[str, ...] = ()
+    """Tags and pins, as a user calls them: these hold it whatever a policy says."""
+
+
+class Verdict(NamedTuple):
+    """What becomes of a snapshot."""
+
+    info: SnapshotInfo
+    stays: bool
+    why: tuple[str, ...]
+    """All that keeps it; or what makes it go."""
+
+
+def choose(
+    history: Sequence[Candidate], policies: Sequence[Policy], now_ns: int, added_bytes: Callable[[SnapshotInfo], int] | None = None
+) -> list[Verdict]:
+    """What becomes of each snapshot of a branch.
+
+    Args:
+        history: Oldest first, each snapshot once; the last one is where the branch is.
+        policies: All that are for this branch: what any of them keeps stays. None that says what stays: all of it stays.
+        now_ns: When.
+        added_bytes: Asked for the snapshots that stay and then for those that rules keep, the newest first: what each of them takes
+            of the store that none before it does. None: no limit of bytes is looked at.
+    """
+    policies = [policy for policy in policies if policy.keeps]
+    if not history or not policies:
+        return [Verdict(each.info, stays=True, why=("no policy",)) for each in history]
+    reasons = held_anyhow(history)
+    certain = {ulid for ulid, why in reasons.items() if why}
+    gone: dict[Ulid, str] = {}
+    for policy in policies:
+        kept = _kept(history, policy, now_ns)
+        for ulid, limit in _beyond(
+            [each.info for each in reversed(history)], policy, kept.keys(), certain, now_ns=now_ns, added_bytes=added_bytes
+        ):
+            if ulid not in certain:
+                del kept[ulid]
+                gone[ulid] = limit
+        for ulid, why in kept.items():
+            reasons[ulid] += [each for each in why if each not in reasons[ulid]]
+    return [
+        Verdict(each.info, stays=bool(why), why=tuple(why) or (gone.get(each.info.ulid, "no rule keeps it"),))
+        for each in history
+        for why in [reasons[each.info.ulid]]
+    ]
+
+
+def held_anyhow(history: Sequence[Candidate]) -> dict[Ulid, list[str]]:
+    """What keeps each snapshot of a branch whatever a policy says."""
+    reasons = {each.info.ulid: list(each.held_by) for each in history}
+    sound = [each.info for each in history[:-1] if not each.info.mark]
+    for info, why in [(history[-1].info, NEWEST), *((info, FALLBACK) for info in sound[-1:])]:
+        reasons[info.ulid].append(why)
+    return reasons
+
+
+def _kept(history: Sequence[Candidate], policy: Policy, now_ns: int) -> dict[Ulid, list[str]]:
+    """What the rules of a policy keep, before its limits."""
+    found: dict[Ulid, list[str]] = {}
+
+    def keep(infos: Iterable[SnapshotInfo], why: str) -> None:
+        for info in infos:
+            found.setdefault(info.ulid, []).append(why)
+
+    everything = [each.info for each in history]
+    sound = [info for info in everything if not info.mark]
+    if policy.keep_last:
+        keep(sound[-policy.keep_last :], "keep_last")
+    for best in policy.keep_best:
+        keep(_best(sound, best), f"keep_best {best.metric}")
+    of_step = {info.step: info for info in sound if info.step is not None}  # the newest of each step
+    if policy.keep_every:
+        steps: dict[int, int] = {}
+        for step in sorted(of_step):
+            steps.setdefault(step // policy.keep_every, step)
+        keep([of_step[step] for step in steps.values()], "keep_every")
+    if policy.keep_every_seconds:
+        periods: dict[int, SnapshotInfo] = {}
+        for info in sound:
+            periods.setdefault(int(info.time_ns // (policy.keep_every_seconds * NS)), info)
+        keep(periods.values(), "keep_every_seconds")
+    keep([of_step[step] for step in policy.keep_steps if step in of_step], "keep_steps")
+    if policy.keep_first:
+        keep(sound[:1], "keep_first")
+    if policy.keep_younger:
+        keep([info for info in everything if _age_seconds(info, now_ns) < policy.keep_younger], "keep_younger")
+    return found
+
+
+def _best(sound: Sequence[SnapshotInfo], best: Best) -> list[SnapshotInfo]:
+    """Those with the best values; of equal ones the newer. What has no such metric, or one that is no number, is not among them."""
+    sign = 1 if best.direction == "min" else -1
+    values = [sign * info.metrics.get(best.metric, math.nan) for info in sound]
+    ranked = sorted((value, -number) for number, value in enumerate(values) if not math.isnan(value))
+    return [sound[-number] for _, number in ranked[: best.snapshots]]
+
+
+def _beyond(
+    newest_first: Sequence[SnapshotInfo],
+    policy: Policy,
+    kept: Collection[Ulid],
+    certain: Collection[Ulid],
+    *,
+    now_ns: int,
+    added_bytes: Callable[[SnapshotInfo], int] | None,
+) -> Iterator[tuple[Ulid, str]]:
+    """What of `kept` is beyond the limits of a policy, and which; some of it may be certain all the same."""
+    left: list[SnapshotInfo] = []
+    for info in newest_first:
+        if info.ulid in kept:
+            if policy.expire_after and _age_seconds(info, now_ns) > policy.expire_after:
+                yield info.ulid, "expire_after"
+            elif info.ulid not in certain:
+                left.append(info)
+    if policy.max_bytes and added_bytes is not None:
+        total = sum(added_bytes(info) for info in newest_first if info.ulid in certain)
+        for info in left:
+            total += added_bytes(info)
+            if total > policy.max_bytes:
+                yield info.ulid, "max_bytes"
+
+
+def _age_seconds(info: SnapshotInfo, now_ns: int) -> float:
+    return (now_ns - info.time_ns) / NS

@@ -1,0 +1,205 @@
+"""The rules of a policy: what each keeps, how far the limits go, and what becomes of what stays as it ages. Pure."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final, NamedTuple, Self
+
+from tensorstore_ck.backend.cold.locations import check_place
+from tensorstore_ck.common.units import human_bytes, parse_bytes, parse_seconds
+from tensorstore_ck.errors import InvalidOptionError
+
+MAX_COUNT: Final = 1 << 53
+MAX_STEPS: Final = 1000
+MAX_METRICS: Final = 16
+MAX_STAGES: Final = 8
+DIRECTIONS: Final = ("min", "max")
+
+
+class Best(NamedTuple):
+    """So many snapshots with the best values of a metric."""
+
+    snapshots: int
+    metric: str
+    direction: str
+    """``min``: the lowest are best; ``max``: the highest."""
+
+
+class Stage(NamedTuple):
+    """Where packs go when nothing younger needs them."""
+
+    after_seconds: float
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What stays is what any of the rules ``keep_...`` keeps, as far as the limits let it.
+
+    The newest snapshot, the newest other one that is not marked, and all that is tagged or pinned stay in any case. Those that are marked
+    bad or damaged are kept by `keep_younger` alone.
+    """
+
+    keep_last: int = 0
+    """So many of the newest."""
+    keep_best: tuple[Best, ...] = ()
+    keep_every: int = 0
+    """The first at or after each multiple of so many steps."""
+    keep_every_seconds: float = 0.0
+    """The first in each period of so many seconds since 1970."""
+    keep_steps: tuple[int, ...] = ()
+    """Milestones: those of these steps."""
+    keep_first: bool = False
+    keep_younger: float = 0.0
+    """All that were put less than so many seconds ago."""
+    expire_after: float = 0.0
+    """Limit: what was put longer ago goes."""
+    max_bytes: int = 0
+    """Limit: what is kept takes so many bytes of the store at most; the oldest go first."""
+    recode_after: float = 0.0
+    """Ageing: what has been there for so many seconds is encoded as small as it gets."""
+    move_after: tuple[Stage, ...] = ()
+    """Ageing: and goes to a colder place."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it says what stays; else it says of ageing alone, and all stays."""
+        return any(getattr(self, each.name) for each in fields(self) if each.name.startswith("keep_"))
+
+    @property
+    def ages(self) -> bool:
+        """Whether it says anything of ageing."""
+        return bool(self.recode_after or self.move_after)
+
+    @classmethod
+    def of(cls, **rules: object) -> Self:
+        """A policy of rules as users write them: ``keep_best=(3, "val_loss", "min")``, ``expire_after="30d"``, ``max_bytes="2TB"``.
+
+        Raises:
+            InvalidOptionError: an unknown rule, a value that makes no sense, rules that contradict each other, or none that keeps anything.
+        """
+        known = {field.name for field in fields(cls)}
+        for name in rules.keys() - known:
+            raise InvalidOptionError(f"there is no rule {name!r}: there are {', '.join(sorted(known))}", object_id=str(name))
+        parsed: dict[str, Any] = {name: _PARSERS[name](value, name) for name, value in rules.items() if value is not None}
+        policy = cls(**parsed)
+        if not policy.keeps and (policy.expire_after or policy.max_bytes or not policy.ages):
+            raise InvalidOptionError(
+                "a policy needs a rule that keeps something, such as keep_last=5 or keep_younger='30d': limits alone would keep nothing",
+                object_id="policy",
+            )
+        if policy.expire_after and policy.keep_younger > policy.expire_after:
+            raise InvalidOptionError("keep_younger is longer than expire_after: what it keeps would go", object_id="keep_younger")
+        return policy
+
+    @classmethod
+    def decode(cls, rules: Mapping[str, Any]) -> Self:
+        """The policy that the log has.
+
+        Raises:
+            InvalidOptionError: it has a rule that this build does not know, or one that makes no sense.
+        """
+        return cls.of(**rules)
+
+    def encode(self) -> dict[str, Any]:
+        """What the log has: the rules that say something, as lists, numbers and texts."""
+        said = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) != field.default}
+        return {name: _listed(value) for name, value in said.items()}
+
+    def __str__(self) -> str:
+        """As `tsck policy` shows it."""
+        return ", ".join(f"{name} {_shown(name, value)}" for name, value in self.encode().items())
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _count(value: object, name: str) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_COUNT:
+        return value
+    raise InvalidOptionError(f"{name} must be a whole number from 1 on, not {value!r}", object_id=name)
+
+
+def _seconds(value: object, name: str) -> float:
+    seconds = parse_seconds(value, name)
+    if seconds <= 0:
+        raise InvalidOptionError(f"{name} must be longer than nothing", object_id=name)
+    return seconds
+
+
+def _bytes(value: object, name: str) -> int:
+    return _count(parse_bytes(value, name), name)
+
+
+def _steps(value: object, name: str) -> tuple[int, ...]:
+    if isinstance(value, list | tuple) and 0 < len(value) <= MAX_STEPS and all(type(step) is int for step in value):
+        return tuple(sorted(set(value)))
+    raise InvalidOptionError(f"{name} must be a list of at most {MAX_STEPS:,} steps, not {value!r}", object_id=name)
+
+
+def _bests(value: object, name: str) -> tuple[Best, ...]:
+    several = value if isinstance(value, list | tuple) and value and all(isinstance(each, list | tuple) for each in value) else [value]
+    if len(several) > MAX_METRICS:
+        raise InvalidOptionError(f"{name} may name at most {MAX_METRICS} metrics", object_id=name)
+    found = []
+    for each in several:
+        if not (isinstance(each, list | tuple) and len(each) == 3 and isinstance(each[1], str) and each[1] and each[2] in DIRECTIONS):
+            raise InvalidOptionError(f'{name} must be like (3, "val_loss", "min"), not {each!r}', object_id=name)
+        found.append(Best(_count(each[0], name), each[1], each[2]))
+    for one in found:
+        if any(one.metric == other.metric and one != other for other in found):
+            raise InvalidOptionError(f"{name} says two things of {one.metric!r}", object_id=name)
+    return tuple(dict.fromkeys(found))
+
+
+def _stages(value: object, name: str) -> tuple[Stage, ...]:
+    several = value if isinstance(value, list | tuple) and value and all(isinstance(each, list | tuple) for each in value) else [value]
+    found = []
+    for each in several:
+        if not (isinstance(each, list | tuple) and len(each) == 2):
+            raise InvalidOptionError(f'{name} must be like ("30d", "s3://bucket/prefix"), not {each!r}', object_id=name)
+        found.append(Stage(_seconds(each[0], name), check_place(each[1])))
+    if len(found) > MAX_STAGES or len({stage.after_seconds for stage in found}) < len(found):
+        raise InvalidOptionError(f"{name} must have at most {MAX_STAGES} stages, at different ages", object_id=name)
+    return tuple(sorted(found))
+
+
+def _flag(value: object, name: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise InvalidOptionError(f"{name} must be True or False, not {value!r}", object_id=name)
+
+
+_PARSERS: Final = {
+    "keep_last": _count,
+    "keep_best": _bests,
+    "keep_every": _count,
+    "keep_every_seconds": _seconds,
+    "keep_steps": _steps,
+    "keep_first": _flag,
+    "keep_younger": _seconds,
+    "expire_after": _seconds,
+    "max_bytes": _bytes,
+    "recode_after": _seconds,
+    "move_after": _stages,
+}
+_UNITS: Final = (("w", 604_800), ("d", 86_400), ("h", 3600), ("m", 60))
+
+
+def _shown(name: str, value: Any) -> str:
+    if name == "keep_best":
+        return "; ".join(f"{count} by {direction} {metric}" for count, metric, direction in value)
+    if name == "max_bytes":
+        return human_bytes(value)
+    if name == "move_after":
+        return "; ".join(f"{_length(seconds)} to {url}" for seconds, url in value)
+    if isinstance(value, float):
+        return _length(value)
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _length(seconds: float) -> str:
+    return next(
+        (f"{seconds / size:g}{unit}" for unit, size in _UNITS if seconds >= size and math.fmod(seconds, size) == 0), f"{seconds:g}s"
+    )

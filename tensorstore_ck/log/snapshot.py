@@ -1,0 +1,133 @@
+"""What users see of a snapshot."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tensorstore_ck.common.ids import Ulid, ulid_text
+from tensorstore_ck.errors import SnapshotMarkedBadError
+from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.redaction import one_line
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One published snapshot."""
+
+    root: str
+    """The Merkle root, 64 hex digits: the same content, step, parent and metadata have the same root on any store."""
+    id: str
+    """The ULID of its record."""
+    ref: str
+    """The ref that it was put to."""
+    step: int | None
+    time_ns: int
+    """Nanoseconds since 1970, by the clock of the host that put it."""
+    parent: str | None
+    metrics: Mapping[str, float]
+    mark: str
+    """``bad``, or empty."""
+    reason: str
+    logical_bytes: int
+    """Bytes of its tensors and large values."""
+    new_bytes: int
+    """Bytes that it added to the store."""
+    entry: int
+    """The log entry that published it."""
+
+    @classmethod
+    def from_info(cls, info: SnapshotInfo) -> "Snapshot":
+        """The public form of a row of the ref table."""
+        return cls(
+            info.root.hex(),
+            ulid_text(info.ulid),
+            info.ref,
+            info.step,
+            info.time_ns,
+            info.parent.hex() if info.parent else None,
+            dict(info.metrics),
+            info.mark,
+            info.reason,
+            info.logical_bytes,
+            info.new_bytes,
+            info.n,
+        )
+
+
+def refuse_marked(snapshot: Snapshot, address: str, advice: str) -> None:
+    """Refuses to resume from what somebody, or `tsck fsck --repair`, marked; warns of what is whole, but of which replicas differed.
+
+    Raises:
+        SnapshotMarkedBadError: it is marked.
+    """
+    if snapshot.mark == "drift":
+        warnings.warn(
+            f"{address!r} ({snapshot.root[:16]}, step {snapshot.step}) is marked drift: {one_line(snapshot.reason)}", stacklevel=5
+        )
+    elif snapshot.mark:
+        raise SnapshotMarkedBadError(
+            f"{address!r} ({snapshot.root[:16]}, step {snapshot.step}) is marked {snapshot.mark}: {snapshot.reason or 'no reason given'}. "
+            f"Take an earlier one (see `tsck log`), or {advice}",
+            object_id=address,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedSnapshot:
+    """A pin, and what it holds."""
+
+    snapshot: Snapshot
+    owner: str
+    reason: str
+    expires_ns: int | None
+    time_ns: int
+
+
+def pinned_snapshots(view: RefTable) -> tuple[PinnedSnapshot, ...]:
+    """Every pin, by snapshot."""
+    pins = ((view.snapshot(pin.ulid), pin) for pin in view.pins())
+    return tuple(
+        PinnedSnapshot(Snapshot.from_info(info), pin.owner, pin.reason, pin.expires_ns, pin.time_ns)
+        for info, pin in pins
+        if info is not None
+    )
+
+
+def pinned_with_root(view: RefTable, info: SnapshotInfo, owner: str) -> list[Ulid]:
+    """The snapshots with the root of `info` (a content that was put twice has two) that `owner` has pinned; `info` itself when none is."""
+    pinned = ((view.snapshot(pin.ulid), pin.owner) for pin in view.pins())
+    return [other.ulid for other, name in pinned if other is not None and other.root == info.root and name == owner] or [info.ulid]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCost:
+    """What the tensors take whose names begin alike, up to the first dot."""
+
+    name: str
+    raw_bytes: int
+    stored_bytes: int
+    """Of their distinct blocks; what these are encoded against is not among it."""
+    codecs: Mapping[str, int]
+    """Codec -> raw bytes of the distinct blocks that it encodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotDetails:
+    """A snapshot with what its record and layout say."""
+
+    snapshot: Snapshot
+    metadata: Mapping[str, Any]
+    ranks: int
+    """How many put it together."""
+    tensors: tuple[tuple[str, str, tuple[int, ...], int], ...]
+    """(name, dtype, shape, bytes) of each."""
+    values: Mapping[str, Any]
+    """Path -> value, for display; large ones by type and size."""
+    stored_bytes: int
+    """Bytes of the distinct encoded blocks that it refers to."""
+    packs: tuple[str, ...]
+    placements: Mapping[str, str]
+    """Tensor -> how the ranks that put it held it, short: ``R,S(0) on 2x4`` (replicated along the first dim of a 2x4 mesh, and dim 0
+    sharded along the second), ``boxes`` or ``flat``. Tensors that each of them held whole are left out."""
+    groups: tuple[GroupCost, ...] = ()

@@ -1,0 +1,198 @@
+"""Policies as users meet them: set, shown, and applied to all branches at once, with what that frees."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from tensorstore_ck.common.ids import Ulid, ulid_text
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.errors import InvalidOptionError, NotFoundError
+from tensorstore_ck.gc.exclusive_bytes import Increments
+from tensorstore_ck.gc.roots import UNDO, roots
+from tensorstore_ck.log import Op, RefTable
+from tensorstore_ck.log.ref_names import is_ref_glob
+from tensorstore_ck.log.retention import Policy, Verdict, candidates, expire, policies_of, verdicts
+from tensorstore_ck.log.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotVerdict:
+    """What becomes of one snapshot of a branch."""
+
+    snapshot: Snapshot
+    stays: bool
+    why: tuple[str, ...]
+    """All that keeps it; or what makes it go."""
+    frees_bytes: int | None
+    """What gc will free of the store with it, when the undo window has ended: each block counts with one snapshot alone. None where it
+    stays, and but in a dry run: it takes reading the parts of all that stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class BranchVerdicts:
+    """What becomes of a branch's history."""
+
+    ref: str
+    policies: tuple[str, ...]
+    """The globs of those that are for it."""
+    snapshots: tuple[SnapshotVerdict, ...]
+    """Oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionReport:
+    """What was let go; in a dry run, what would be."""
+
+    dry_run: bool
+    branches: tuple[BranchVerdicts, ...]
+    """Those that a policy is for."""
+
+    @property
+    def going(self) -> int:
+        """How many places in histories are given up."""
+        return sum(not verdict.stays for branch in self.branches for verdict in branch.snapshots)
+
+    @property
+    def frees_bytes(self) -> int | None:
+        """What gc will free, when the undo windows have ended; None but in a dry run."""
+        return sum(verdict.frees_bytes or 0 for branch in self.branches for verdict in branch.snapshots) if self.dry_run else None
+
+
+def set_policy(engine: Engine, glob: str, policy: Policy | None) -> None:
+    """Says what stays of the branches that fit `glob`, in one log entry; None: nothing is said any more.
+
+    Raises:
+        InvalidOptionError: no ref can fit that, or packs cannot be moved where it says.
+        InvalidUrlError, MissingExtraError: where it says cannot be opened.
+        NotFoundError: there is no policy to take away.
+    """
+    engine.require_writable()
+    if not is_ref_glob(glob):
+        raise InvalidOptionError(f"{glob!r} fits no ref: write a name, with * for any characters, such as runs/*", object_id=str(glob))
+
+    for stage in policy.move_after if policy is not None else ():
+        engine.placed.check(stage.url)
+
+    def build(view: RefTable) -> list[Op]:
+        if policy is None and glob not in view.policies():
+            raise NotFoundError(f"there is no policy for {glob!r}: see `tsck policy show`", object_id=glob)
+        return [Op.policy(glob, None if policy is None else policy.encode())]
+
+    engine.log.append(build)
+
+
+def policies(engine: Engine) -> dict[str, Policy]:
+    """Glob -> policy.
+
+    Raises:
+        InvalidOptionError: a newer build made one of them.
+    """
+    found = {}
+    for glob, row in engine.log.view().policies().items():
+        try:
+            found[glob] = Policy.decode(row.rules)
+        except InvalidOptionError as exc:
+            raise InvalidOptionError(f"the policy for {glob!r} cannot be used: {exc}", object_id=glob) from exc
+    return found
+
+
+def kept_by(engine: Engine, ref: str) -> dict[str, tuple[str, ...]]:
+    """Id of each snapshot of a branch -> tags, pins and rules that keep it; what goes with the next put has "goes" and why.
+
+    Limits of bytes are not looked at, and no policies if a newer build made one of them: then none lets anything go here.
+    """
+    view = engine.log.view()
+    if view.branch(ref) is None:
+        return {}
+    own: dict[str, Policy] = {}
+    with suppress(InvalidOptionError):
+        own = policies_of(view, ref)
+    if not own:
+        return {ulid_text(each.info.ulid): each.held_by for each in candidates(view, ref) if each.held_by}
+    found = verdicts(view, ref, own.values(), engine.clock())
+    return {ulid_text(each.info.ulid): each.why if each.stays else ("goes", *each.why) for each in found}
+
+
+def retain(engine: Engine, refs: Sequence[str] = (), *, dry_run: bool = False, instead: Policy | None = None) -> RetentionReport:
+    """Lets go what the policies let go, in one log entry for all branches.
+
+    Args:
+        engine: The store, whose log was synced.
+        refs: These branches; none: all.
+        dry_run: Only look.
+        instead: Look what this policy would do, instead of those that are set; for a dry run.
+
+    Raises:
+        NotFoundError: there is no such branch.
+        InvalidOptionError: a newer build made one of the policies.
+        DamageError: a snapshot whose size is asked for cannot be read.
+    """
+    view = engine.log.view()
+    for ref in refs:
+        if view.branch(ref) is None:
+            raise NotFoundError(f"there is no branch {ref!r}", object_id=ref)
+    now_ns = engine.clock()
+    of_branch = {ref: {"(given)": instead} if instead is not None else policies_of(view, ref) for ref in refs or view.branches()}
+    found = {
+        ref: verdicts(view, ref, own.values(), now_ns, added_bytes=Increments(engine) if _has_limit(own) else None)
+        for ref, own in of_branch.items()
+        if own
+    }
+    report = _report(engine, view, of_branch, found, dry_run=dry_run)
+    if not dry_run:
+        engine.require_writable()
+        planned = {ref: {verdict.info.ulid for verdict in each if not verdict.stays} for ref, each in found.items()}
+
+        def build(head: RefTable) -> list[Op]:
+            return [op for ref, going in planned.items() for op in expire(head, ref, going)]
+
+        engine.log.append(build)
+    return report
+
+
+def _has_limit(own: Mapping[str, Policy]) -> bool:
+    return any(policy.max_bytes for policy in own.values())
+
+
+def _report(
+    engine: Engine, view: RefTable, of_branch: Mapping[str, Mapping[str, Policy]], found: Mapping[str, list[Verdict]], *, dry_run: bool
+) -> RetentionReport:
+    going = {(ref, verdict.info.ulid) for ref, each in found.items() for verdict in each if not verdict.stays}
+    frees = _freed(engine, view, going) if going and dry_run else {}
+    told: set[Ulid] = set()
+
+    def freed(verdict: Verdict) -> int | None:
+        if verdict.stays or not dry_run:
+            return None
+        if verdict.info.ulid in told:
+            return 0
+        told.add(verdict.info.ulid)
+        return frees.get(verdict.info.ulid, 0)
+
+    return RetentionReport(
+        dry_run,
+        tuple(
+            BranchVerdicts(
+                ref,
+                tuple(of_branch[ref]),
+                tuple(SnapshotVerdict(Snapshot.from_info(each.info), each.stays, each.why, freed(each)) for each in verdicts_of_ref),
+            )
+            for ref, verdicts_of_ref in found.items()
+        ),
+    )
+
+
+def _freed(engine: Engine, view: RefTable, going: set[tuple[str, Ulid]]) -> dict[Ulid, int]:
+    """What each snapshot that nothing will hold takes beyond those that something does, and those that go before it."""
+    added = Increments(engine)
+    gone: list[Ulid] = []
+    for ulid, labels in sorted(roots(view).items()):
+        left = [label for label in labels if label != UNDO and (label, ulid) not in going]
+        info = view.snapshot(ulid)
+        if info is None:
+            continue
+        if left:
+            added(info)
+        elif labels != [UNDO]:
+            gone.append(ulid)
+    return {ulid: added(info) for ulid in gone if (info := view.snapshot(ulid)) is not None}

@@ -1,0 +1,162 @@
+"""Carries encoded blocks from the packs of one store into new packs of another: the work that may run anywhere.
+
+`copy_piece` depends on its arguments alone, and may run more than once: what it wrote counts only where its result is used,
+and else is left to gc. Each block is decoded and compared with its id before it is written; what is written is what was read.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.common.ids import Digest, IdSource, Ulid, block_id
+from tensorstore_ck.common.rate_limit import RateLimit
+from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.engine.write.pack_writer import EncodedBlock, PackWriter
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.codec import Codec, decode
+from tensorstore_ck.format.pack import pack_name
+from tensorstore_ck.log.block_index import Location
+
+BLOCK_DTYPE: Final = np.dtype([("id", "V32"), ("pack", "<u4"), ("offset", "<u8"), ("stored", "<u4"), ("raw", "<u4"), ("codec", "<u2")])
+PIECE_BYTES: Final = 256 << 20
+"""A copy that is killed in the middle of a large snapshot goes on where a piece ended."""
+RUN_BYTES: Final = 4 << 20
+"""Neighbouring blocks are read together up to this size."""
+MAX_GAP_BYTES: Final = 1 << 16
+REMOTE_THREADS: Final = 8
+MAX_OPEN_PACKS: Final = 4
+
+Blocks = npt.NDArray[Any]
+"""Rows of `BLOCK_DTYPE`, by pack and offset; ``pack`` counts in a table of packs."""
+
+
+class Piece(NamedTuple):
+    """Blocks that are copied together."""
+
+    packs: Sequence[Ulid]
+    blocks: Blocks
+
+
+class Copied(NamedTuple):
+    """What became of a piece."""
+
+    locations: dict[Digest, Location]
+    """Where its blocks are in the target, durably."""
+    read_bytes: int
+    written_bytes: int
+
+
+class Pace(NamedTuple):
+    """How fast the source may be read and the target written, by this process."""
+
+    reads: RateLimit
+    writes: RateLimit
+    wait: Callable[[threading.Event, float], object] = threading.Event.wait
+
+    @property
+    def run_bytes(self) -> int:
+        """How much to read at a time, so that nobody waits for long."""
+        return min(RUN_BYTES, self.reads.burst_bytes, self.writes.burst_bytes)
+
+    def take(self, read_bytes: int, written_bytes: int, failed: threading.Event) -> bool:
+        """Waits until so much may be read and then written: for the slower of both. False when `failed` is set meanwhile."""
+        self.wait(failed, max(self.reads.take(read_bytes), self.writes.take(written_bytes)))
+        return not failed.is_set()
+
+    @classmethod
+    def limited(cls, bytes_per_second: float | None) -> "Pace | None":
+        """The same for both; None: no limit."""
+        return None if bytes_per_second is None else cls(RateLimit(bytes_per_second), RateLimit(bytes_per_second))
+
+
+def cut_pieces(packs: Sequence[Ulid], blocks: Blocks) -> Iterator[Piece]:
+    """The blocks in pieces of about `PIECE_BYTES`, in the order of the source's packs."""
+    ordered = blocks[np.lexsort((blocks["offset"], blocks["pack"]))]
+    numbers = np.cumsum(ordered["stored"], dtype=np.int64) // PIECE_BYTES
+    for piece in np.split(ordered, np.flatnonzero(np.diff(numbers)) + 1):
+        if len(piece):
+            yield Piece(packs, piece)
+
+
+def copy_piece(
+    source: Backend,
+    target: Backend,
+    new_id: IdSource,
+    pace: Pace | None,
+    piece: Piece,
+    *,
+    advance: Callable[[int], None] = lambda count: None,
+) -> Copied:
+    """Reads, verifies and writes the blocks of a piece; all of them are durable when it returns.
+
+    Raises:
+        DamageError: a block of the source is missing, or not what its id says; the message names it.
+    """
+    is_local = source.is_local and target.is_local
+    writer = PackWriter(target, new_id, lambda _: None, open_packs=min(cpu_threads(), MAX_OPEN_PACKS) if target.is_local else 1)
+    buffers = threading.local()
+    lock = threading.Lock()
+    failed = threading.Event()
+    read_bytes = 0
+
+    def copy(run: Blocks) -> None:
+        nonlocal read_bytes
+        size = _span(run)
+        if pace is not None and not pace.take(size, int(run["stored"].sum()), failed):
+            return
+        buffer = getattr(buffers, "buffer", None)
+        if buffer is None or len(buffer) < size:
+            buffer = buffers.buffer = bytearray(max(size, RUN_BYTES))
+        fetched = memoryview(buffer)[:size]
+        name = pack_name(piece.packs[int(run["pack"][0])])
+        source.read_into(name, int(run["offset"][0]), fetched)
+        encoded = list(_verified(name, run, fetched))
+        writer.add_encoded(encoded)
+        with lock:
+            read_bytes += size
+        advance(sum(block.raw_bytes for block in encoded))
+
+    try:
+        runs = _runs(piece.blocks, RUN_BYTES if pace is None else pace.run_bytes)
+        for_each(runs, copy, cpu_threads() + 1 if is_local else REMOTE_THREADS, failed=failed)
+        writer.close()
+    except BaseException:
+        writer.abort()
+        raise
+    return Copied(writer.added, read_bytes, writer.new_bytes)
+
+
+def _runs(blocks: Blocks, run_bytes: int = RUN_BYTES) -> Iterator[Blocks]:
+    """Blocks that lie side by side, or nearly, and are worth fetching in one request: one, or up to `run_bytes`."""
+    first = start = end = 0
+    rows = zip(blocks["pack"].tolist(), blocks["offset"].tolist(), blocks["stored"].tolist(), strict=True)
+    in_pack = -1
+    for row, (pack, offset, stored) in enumerate(rows):
+        is_far = pack != in_pack or offset - end > MAX_GAP_BYTES or offset + stored - start > run_bytes
+        if is_far and row:
+            yield blocks[first:row]
+        if is_far:
+            first, start, end, in_pack = row, offset, offset, pack
+        end = max(end, offset + stored)
+    yield blocks[first:]
+
+
+def _span(run: Blocks) -> int:
+    return int((run["offset"] + run["stored"]).max() - run["offset"][0])
+
+
+def _verified(name: str, run: Blocks, fetched: memoryview) -> Iterator[EncodedBlock]:
+    start = int(run["offset"][0])
+    for expected, _, offset, stored, raw_bytes, codec in run.tolist():
+        encoded = fetched[offset - start : offset - start + stored]
+        if block_id(decode(codec, encoded, raw_bytes, name)) != expected:
+            raise CorruptObjectError(
+                f"{name}: the block {expected.hex()[:16]} at offset {offset} does not match its hash: the pack was damaged; "
+                "run `tsck fsck --read-data` on the source to see what it hits",
+                object_id=name,
+            )
+        yield EncodedBlock(Digest(expected), Codec(codec), (encoded,), raw_bytes)

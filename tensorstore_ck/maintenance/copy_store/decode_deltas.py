@@ -1,0 +1,49 @@
+"""Copies blocks that are encoded against others, which the target may never have, as blocks that stand for themselves."""
+
+from collections.abc import Callable, Mapping
+
+from tensorstore_ck.common.ids import Digest, block_id
+from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.part_extents import chain_of, location_of
+from tensorstore_ck.engine.reachability import Places
+from tensorstore_ck.engine.read.block_reader import decode_at
+from tensorstore_ck.engine.write.pack_writer import Encoding, PackWriter
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.codec import HEAD_BYTES, Encoder, elements_in
+from tensorstore_ck.format.pack import pack_name
+from tensorstore_ck.format.part import Part
+from tensorstore_ck.maintenance.copy_store.blocks import Copied
+
+
+def copy_decoded(
+    source: Engine, target: Engine, part: Part, places: Places, rows: Mapping[Digest, int], *, advance: Callable[[int], None]
+) -> Copied:
+    """Copies the blocks in these extent `rows`; all of them are durable when it returns.
+
+    Raises:
+        DamageError: one of them, or one that it is encoded against, is missing or not what it was.
+    """
+    located = {block: location_of(part, places.packs, places.extents, row) for block, row in rows.items()}
+    writer = PackWriter(target.backend, target.new_id, lambda _: None)
+
+    def copy(block: Digest) -> None:
+        place = located[block]
+        name = pack_name(place.pack)
+        raw = decode_at(source.backend, place)
+        if block_id(raw) != block:
+            raise CorruptObjectError(
+                f"{name}: the block at offset {place.offset}, or one that it is encoded against, is damaged", object_id=name
+            )
+        head = bytearray(min(place.stored, HEAD_BYTES))
+        source.backend.read_into(name, place.offset, memoryview(head))
+        writer.add([raw], lambda _: Encoding(Encoder("fast").numbers(raw, elements_in(place.codec, head))))
+        advance(len(raw))
+
+    try:
+        for_each(located, copy, cpu_threads())
+        writer.close()
+    except BaseException:
+        writer.abort()
+        raise
+    return Copied(writer.added, sum(each.stored for place in located.values() for each in chain_of(place)), writer.new_bytes)

@@ -1,0 +1,303 @@
+"""Copies refs, with their histories, from one store to another: what is missing, oldest first, each snapshot published when it is whole.
+
+A copy that was killed is run again, and goes on. The target's own histories are never rewritten: where the two went apart, the ref is
+left as it is. Metrics and marks that came later travel too; pins, and what was forgotten, do not.
+"""
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Final, NamedTuple
+
+from tensorstore_ck.common.executor import Executor
+from tensorstore_ck.common.ids import Digest, Ulid
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.reachability import revive
+from tensorstore_ck.engine.write.branch_conflict import moved_by
+from tensorstore_ck.errors import (
+    ConflictError,
+    DamageError,
+    FormatVersionError,
+    InvalidOptionError,
+    NotFoundError,
+    SnapshotExpiredError,
+    StoreError,
+)
+from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.maintenance.copy_store.blocks import Pace
+from tensorstore_ck.maintenance.copy_store.branch_plan import BranchPlan, plan_branch
+from tensorstore_ck.maintenance.copy_store.report import CopiedRef, CopyReport, Progress
+from tensorstore_ck.maintenance.copy_store.snapshots import Meter, SnapshotCopier
+
+NOTES_AN_ENTRY: Final = 64
+MAX_NAMES_SHOWN: Final = 8
+DAMAGED: Final = "damaged"
+
+
+class _RefPlan(NamedTuple):
+    """A ref of the source and what its target lacks."""
+
+    name: str
+    kind: str
+    held: list[Ulid]
+    """Its snapshots in the source, oldest first."""
+    branch: BranchPlan | None
+    missing: list[Ulid]
+    """Where a branch must still go; the snapshot that a tag must still name."""
+    error: StoreError | None
+
+
+def copy_refs(
+    source: Engine,
+    target: Engine,
+    *,
+    refs: Sequence[str] = (),
+    pace: Pace | None = None,
+    progress: Progress = lambda done, total: None,
+    executor: Executor | None = None,
+) -> CopyReport:
+    """Copies branches with their histories, and tags; only blocks that the target lacks travel, each verified.
+
+    A ref that cannot be copied is told of in the report, and the others go on.
+
+    Args:
+        source: Where from.
+        target: Where to.
+        refs: Globs over names of branches and tags; all of them by default.
+        pace: How fast; by default as fast as it goes.
+        progress: Told of the content that has to be copied.
+        executor: Where pieces of up to `PIECE_BYTES` are copied; by default here, one after another.
+
+    Raises:
+        NotFoundError: a glob fits no ref.
+        InvalidOptionError: the two are one store, or cut blocks differently.
+        RetryableError: a backend did not answer; what was copied stays, and the next copy goes on from there.
+    """
+    _require_compatible(source, target)
+    if pace is not None and executor is not None and executor.is_remote:
+        raise InvalidOptionError(
+            "a rate limit holds for this process only: leave it out, or copy without the cluster", object_id="rate limit"
+        )
+    target.require_writable()
+    source.log.sync()
+    target.log.sync()
+    return _Copy(source, target, pace, progress, executor).run(refs)
+
+
+def _require_compatible(source: Engine, target: Engine) -> None:
+    one, other = source.backend.url, target.backend.url
+    if source.config.uuid == target.config.uuid:
+        raise InvalidOptionError(
+            f"{one} and {other} are the same store, or one was made from the other's files: copy to a store of its own (`tsck init`)",
+            object_id=other,
+        )
+    if source.config.block_bytes != target.config.block_bytes:
+        raise InvalidOptionError(
+            f"{one} cuts blocks at {source.config.block_bytes} bytes, and {other} at {target.config.block_bytes}: their snapshots differ; "
+            "copy to a store that was made with the same block size",
+            object_id=other,
+        )
+
+
+class _Copy:
+    """One copy under way."""
+
+    def __init__(self, source: Engine, target: Engine, pace: Pace | None, progress: Progress, executor: Executor | None) -> None:
+        self._source = source
+        self._target = target
+        self._pace = pace
+        self._progress = progress
+        self._executor = executor
+        self._from, self._to = source.log.view(), target.log.view()
+        self._warnings: list[str] = []
+
+    def run(self, globs: Sequence[str]) -> CopyReport:
+        plans = [self._plan(name, kind) for name, kind in _chosen(self._from, globs)]
+        there = {info.root for plan in plans for info in self._infos(plan.held) if self._to.by_root(info.root) is not None}
+        needed = {info.root: info.logical_bytes for plan in plans for info in self._infos(plan.missing) if info.root not in there}
+        self._meter = Meter(self._progress, sum(needed.values()))
+        self._copier = SnapshotCopier(self._source, self._target, self._pace, self._meter, self._executor)
+        copied = [self._copy(plan) for plan in plans]
+        meter = self._meter
+        return CopyReport(
+            tuple(copied),
+            meter.snapshots,
+            len(there),
+            meter.blocks,
+            meter.blocks_there,
+            meter.read_bytes,
+            meter.written_bytes,
+            tuple(dict.fromkeys(self._warnings)),
+        )
+
+    def _infos(self, ulids: Sequence[Ulid]) -> list[SnapshotInfo]:
+        return [info for ulid in dict.fromkeys(ulids) if (info := self._from.snapshot(ulid)) is not None]
+
+    # --- plan ---------------------------------------------------------------------------------------------------------
+
+    def _plan(self, name: str, kind: str) -> _RefPlan:
+        held = [move.ulid for move in self._from.moves(name, newest_first=False)] if kind == "branch" else self._tagged(name)
+        try:
+            if kind == "branch":
+                branch = plan_branch(self._source, self._target, name)
+                return _RefPlan(name, kind, held, branch, [move.ulid for move in branch.moves], None)
+            return _RefPlan(name, kind, held, None, [] if self._is_tag_there(name) else held, None)
+        except (ConflictError, DamageError) as exc:
+            return _RefPlan(name, kind, held, None, [], exc)
+
+    def _tagged(self, name: str) -> list[Ulid]:
+        row = self._from.tag_row(name)
+        return [row.ulid] if row is not None else []
+
+    def _is_tag_there(self, name: str) -> bool:
+        found, there = self._from.tag(name), self._to.tag(name)
+        if there is not None and there == found:
+            return True
+        _require_free(self._to, name, self._target.backend.url)
+        return False
+
+    # --- act ----------------------------------------------------------------------------------------------------------
+
+    def _copy(self, plan: _RefPlan) -> CopiedRef:
+        copied_before, error = self._meter.snapshots, plan.error
+        outcome = "ahead" if plan.branch and plan.branch.is_ahead else "copied" if plan.missing else "there"
+        if error is None:
+            try:
+                if not self._bring_all(plan):
+                    outcome, error = "behind", self._why_behind(plan)
+                self._copy_notes(plan)
+            except (ConflictError, DamageError, FormatVersionError) as exc:
+                error = exc
+        copied = self._meter.snapshots - copied_before
+        if error is not None and outcome != "behind":
+            outcome = "failed"
+        branch = self._to.branch(plan.name)
+        root = branch.root if branch is not None else self._to.tag(plan.name)
+        return CopiedRef(plan.name, plan.kind, outcome, root.hex() if root is not None else None, copied, error)
+
+    def _bring_all(self, plan: _RefPlan) -> bool:
+        """Moves the target's ref through all that is missing; whether it came to the last of it."""
+        head = plan.branch.head if plan.branch is not None else None
+        last_brought: Ulid | None = None
+        for ulid in plan.missing:
+            info = self._from.snapshot(ulid)
+            if info is None:
+                self._warnings.append(f"a snapshot of {plan.name!r} was left out: it was forgotten in the source while it was copied")
+                continue
+            what = f"snapshot {info.root.hex()[:16]} (step {info.step}) of {plan.name!r}"
+            if info.mark == DAMAGED:
+                self._warnings.append(f"{what} was left out: it is marked damaged in the source")
+                continue
+            arrange = self._to_branch(plan.name, head, info) if plan.kind == "branch" else self._to_tag(plan.name, info)
+            try:
+                if not self._bring(info, plan.name, arrange):
+                    self._warnings.append(f"{what} was left out: it was forgotten in the source while it was copied")
+                    continue
+            except DamageError as exc:
+                raise type(exc)(f"{what} cannot be copied: {exc}", object_id=exc.object_id) from exc
+            head, last_brought = info.root, ulid
+        return not plan.missing or last_brought == plan.missing[-1]
+
+    def _why_behind(self, plan: _RefPlan) -> DamageError | None:
+        """None: it was forgotten while it was copied, and the next copy looks anew."""
+        info = self._from.snapshot(plan.missing[-1])
+        if info is None or info.mark != DAMAGED:
+            return None
+        name = plan.name
+        advice = f"`tsck reset {name} {name}~1`, or train on from there" if plan.kind == "branch" else f"`tsck untag {name}`"
+        return DamageError(
+            f"{plan.kind} {name!r} is at snapshot {info.root.hex()[:16]} (step {info.step}) in the source, which is marked damaged and was "
+            f"left out: the target stays without it. Move it in the source ({advice}), and copy again",
+            object_id=info.root.hex(),
+        )
+
+    def _bring(self, info: SnapshotInfo, ref: str, arrange: "_Arrange") -> bool:
+        """Brings the ref to a snapshot, copied if the target lacks it; whether the source still has it."""
+
+        def build(view: RefTable) -> list[Op]:
+            there = view.by_root(info.root)
+            if there is None:
+                raise SnapshotExpiredError(f"snapshot {info.root.hex()} was freed", object_id=info.root.hex())
+            return [*arrange(view, None), *revive(self._target, view, there)]
+
+        if self._to.by_root(info.root) is not None:
+            try:
+                self._target.log.append(build)
+            except SnapshotExpiredError:
+                pass  # it is copied anew
+            else:
+                return True
+        return self._copier.copy(info, ref, arrange) is not None
+
+    def _to_branch(self, name: str, head: Digest | None, info: SnapshotInfo) -> "_Arrange":
+        def arrange(view: RefTable, put: Op | None) -> list[Op]:
+            branch = view.branch(name)
+            if (branch.root if branch is not None else None) != head or view.tag(name) is not None:
+                how = "" if branch is None else f" ({moved_by(self._target, branch)})"
+                raise ConflictError(
+                    f"{name!r} was moved in {self._target.backend.url} by another process while it was copied{how}: run the copy again",
+                    object_id=name,
+                )
+            move = put or (Op.branch(name, info.root) if branch is None else Op.reset(name, info.root))
+            return [move, *_notes(info, view, put)]
+
+        return arrange
+
+    def _to_tag(self, name: str, info: SnapshotInfo) -> "_Arrange":
+        def arrange(view: RefTable, put: Op | None) -> list[Op]:
+            _require_free(view, name, self._target.backend.url)
+            tag = [Op.tag(name, info.root), *_notes(info, view, put)]
+            if put is None:
+                return tag
+            # A put moves a branch: one of that name is made and let go for good within this very entry, which leaves the tag alone.
+            head = view.head()
+            return [put, Op.expire(name, None), Op.purge(head.n + 1 if head else 1, name), *tag]
+
+        return arrange
+
+    def _copy_notes(self, plan: _RefPlan) -> None:
+        """Metrics and marks that came after the snapshots were copied."""
+        infos = [info for info in self._infos(plan.held) if _notes(info, self._to, None)]
+        for at in range(0, len(infos), NOTES_AN_ENTRY):
+            some = infos[at : at + NOTES_AN_ENTRY]
+            self._target.log.append(lambda view, some=some: [op for info in some for op in _notes(info, view, None)])  # type: ignore[misc]
+
+
+_Arrange = Callable[[RefTable, Op | None], list[Op]]
+"""An `Arrange` that also brings the ref to a snapshot that is there already: then without a put."""
+
+
+def _chosen(view: RefTable, globs: Sequence[str]) -> list[tuple[str, str]]:
+    """Branches, then tags, whose names fit."""
+    every = [(name, "branch") for name in view.branches()] + [(name, "tag") for name in view.tags()]
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name, _ in every):
+            names = [name for name, _ in every]
+            shown = ", ".join(names[:MAX_NAMES_SHOWN]) + (", ..." if len(names) > MAX_NAMES_SHOWN else "")
+            known = f"refs: {shown}" if names else "it has no refs yet"
+            raise NotFoundError(f"no branch or tag of the source fits {glob!r} ({known})", object_id=glob)
+    return [(name, kind) for name, kind in every if not globs or any(fnmatchcase(name, glob) for glob in globs)]
+
+
+def _require_free(view: RefTable, name: str, url: str) -> None:
+    kind = "branch" if view.branch(name) is not None else "tag" if view.tag(name) is not None else None
+    if kind is not None:
+        what = "another snapshot has that tag" if kind == "tag" else "a branch has that name"
+        advice = "`tsck untag` it" if kind == "tag" else "`tsck branch` it under another name and `tsck forget` this one"
+        raise ConflictError(
+            f"tag {name!r} was not copied: in {url} {what}; tags never move. To take the source's, {advice} there, and copy again",
+            object_id=name,
+        )
+
+
+def _notes(info: SnapshotInfo, view: RefTable, put: Op | None) -> list[Op]:
+    """What was said of a snapshot after it was put, as far as the target does not know it."""
+    there = view.by_root(info.root)
+    if there is None and put is None:
+        return []
+    known = dict(put.fields["metrics"]) if put is not None else dict(there.metrics) if there is not None else {}
+    fresh = {name: value for name, value in info.metrics.items() if repr(known.get(name)) != repr(value)}  # NaN is NaN
+    mark, reason = (there.mark, there.reason) if there is not None else ("", "")
+    ops = [Op.annotate(info.root, fresh)] if fresh else []
+    if info.mark not in ("", DAMAGED) and mark != DAMAGED and (mark, reason) != (info.mark, info.reason):
+        ops.append(Op.mark(info.root, info.mark, info.reason))
+    return ops

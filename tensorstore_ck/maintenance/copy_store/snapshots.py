@@ -1,0 +1,224 @@
+"""Copies one snapshot, in the order that makes a crash harmless: packs, parts, record, log entry.
+
+The logical content stays as it is, and so do block ids, part ids and the root; where the blocks lie is made anew for the target,
+under the rules of any other put. Knows no refs: which operations publish the snapshot is its caller's choice.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from tensorstore_ck.backend.protocol import Buffer
+from tensorstore_ck.common.executor import Executor
+from tensorstore_ck.common.ids import Digest, Ulid
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.part_extents import extents_of
+from tensorstore_ck.engine.reachability import Places, require_live, resolve
+from tensorstore_ck.engine.write.dedup import KnownBlocks
+from tensorstore_ck.engine.write.put import MAX_TRIES, commit_rescue
+from tensorstore_ck.errors import DamageError, SnapshotAbortedError, SnapshotExpiredError
+from tensorstore_ck.format.codec import BASED
+from tensorstore_ck.format.part import Part, part_name
+from tensorstore_ck.format.record import Record, record_name
+from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.log.block_index import Location
+from tensorstore_ck.maintenance.copy_store.blocks import BLOCK_DTYPE, Blocks, Copied, Pace, Piece, copy_piece, cut_pieces
+from tensorstore_ck.maintenance.copy_store.decode_deltas import copy_decoded
+from tensorstore_ck.maintenance.copy_store.report import Progress
+
+Arrange = Callable[[RefTable, Op], list[Op]]
+"""Given the target at its head and a put: checks the ref, and returns the operations that publish the snapshot under it."""
+
+
+class Meter:
+    """Adds up what was copied, and reports how far that is."""
+
+    def __init__(self, progress: Progress, total_bytes: int) -> None:
+        self.snapshots = self.blocks = self.blocks_there = self.read_bytes = self.written_bytes = 0
+        self._progress = progress
+        self._total = total_bytes
+        self._lock = threading.Lock()
+        self._before = self._within = self._size = 0
+
+    def begin(self, content_bytes: int) -> None:
+        """A snapshot with so much content is begun, perhaps again."""
+        self._within, self._size = 0, content_bytes
+
+    def advance(self, content_bytes: int) -> None:
+        """So much of its content is in the target; called by several threads."""
+        with self._lock:
+            self._within = min(self._within + content_bytes, self._size)  # small tensors have no blocks, and layouts do not count
+            self._progress(self._before + self._within, self._total)
+
+    def end(self) -> None:
+        """The snapshot is done with."""
+        self.advance(self._size)
+        self._before += self._size
+        self._within = self._size = 0
+
+
+class SnapshotCopier:
+    """Copies snapshots from one store to another, one at a time."""
+
+    def __init__(self, source: Engine, target: Engine, pace: Pace | None, meter: Meter, executor: Executor | None = None) -> None:
+        """Without an executor, pieces are copied one after another, each by the threads of this process."""
+        self._source = source
+        self._target = target
+        self._pace = pace
+        self._meter = meter
+        self._executor = executor
+
+    def copy(self, info: SnapshotInfo, ref: str, arrange: Arrange) -> SnapshotInfo | None:
+        """Copies a snapshot and publishes it; None when the source has forgotten and freed it meanwhile.
+
+        When gc of the target freed something that this relied on, as after a long sleep of this process, it starts anew.
+
+        Raises:
+            ConflictError: from `arrange`; nothing is visible.
+            DamageError: the source's snapshot cannot be read; nothing is visible.
+        """
+        for last_try in (*[False] * (MAX_TRIES - 1), True):
+            anchor = self._anchor()
+            written_before = self._meter.written_bytes
+            self._meter.begin(info.logical_bytes)
+            try:
+                record, parts = self._copy_parts(info, ref, anchor)
+            except SnapshotExpiredError:
+                self._meter.end()
+                return None
+            new_bytes = self._meter.written_bytes - written_before
+            try:
+                published = self._publish(record._replace(ref=ref, parts=[ulid for ulid, _ in parts], new_bytes=new_bytes), parts, arrange)
+            except SnapshotExpiredError:
+                if last_try:
+                    raise
+                self._target.log.sync()
+            else:
+                self._meter.end()
+                return published
+        raise AssertionError("unreachable")
+
+    def _anchor(self) -> int:
+        """The entry of the target that everything is chosen under.
+
+        The index of blocks is kept beside the fold of a log, and an empty log has none: so that a copy into a new store can go on where
+        it was killed, that log gets a first entry, which gives up a put that never was.
+        """
+        log = self._target.log
+        head = log.view().head()
+        return log.append(lambda view: [] if view.head() else [Op.abort(self._target.new_id())]).n if head is None else head.n
+
+    def _copy_parts(self, info: SnapshotInfo, ref: str, anchor: int) -> tuple[Record, list[tuple[Ulid, Part]]]:
+        parts = []
+        try:
+            record = self._source.read_record(info)
+            nearest = self._nearest(record, ref)
+            for rank in range(len(record.parts)):
+                theirs = self._source.read_part(record, rank)
+                known = KnownBlocks(self._target, nearest, theirs.rank, theirs.world_size)
+                part = self._copy_part(info, theirs, known, anchor)
+                ulid, encoded = self._target.new_id(), part.encode()
+                self._put(part_name(ulid), encoded)
+                parts.append((ulid, part))
+        except DamageError as exc:
+            require_live(self._source, info, exc)
+            raise
+        return record, parts
+
+    def _nearest(self, record: Record, ref: str) -> Digest | None:
+        """The snapshot of the target that is likely to share most blocks."""
+        view = self._target.log.view()
+        parent, branch = view.by_root(record.parent or b""), view.branch(ref)
+        if parent is not None and view.is_live(parent.ulid):
+            return parent.root
+        return branch.root if branch is not None else None
+
+    def _copy_part(self, info: SnapshotInfo, part: Part, known: Callable[[Digest], Location | None], anchor: int) -> Part:
+        """The part as it is to be in the target; every block that it needs is durable there."""
+        ids = [part.block_id(row) for row in range(part.block_count)]
+        located: dict[Digest, Location] = {}
+        missing: dict[Digest, int] = {}
+        for row, (block, raw) in enumerate(zip(ids, part.extents["raw"][: len(ids)].tolist(), strict=True)):
+            if block in located or block in missing:
+                continue
+            place = known(block)
+            if place is not None and place.raw == raw:
+                located[block] = place
+                self._meter.advance(raw)
+            else:
+                missing[block] = row
+        self._meter.blocks_there += len(ids) - len(missing)
+        places = resolve(self._source, self._source.log.view(), part)
+        while missing:
+            try:
+                based = {block: row for block, row in missing.items() if places.extents["codec"][row] in BASED}
+                plain = {block: row for block, row in missing.items() if block not in based}
+                for copied in self._run(cut_pieces(places.packs, _rows(places, plain))):
+                    self._note(copied, anchor)
+                    located.update(copied.locations)
+                if based:
+                    copied = copy_decoded(self._source, self._target, part, places, based, advance=self._meter.advance)
+                    self._note(copied, anchor)
+                    located.update(copied.locations)
+            except DamageError as exc:
+                view = require_live(self._source, info, exc)
+                now = resolve(self._source, view, part)
+                missing = {block: row for block, row in missing.items() if block not in located}
+                if all(places.packs[places.extents[row]["pack"]] == now.packs[now.extents[row]["pack"]] for row in missing.values()):
+                    raise
+                places = now  # compaction moved some: they are looked for where they are now
+            else:
+                break
+        return _relocated(part, ids, located, anchor)
+
+    def _run(self, pieces: Iterable[Piece]) -> Iterator[Copied]:
+        source, target = self._source.backend, self._target.backend
+        work = partial(copy_piece, source, target, self._target.new_id, self._pace)
+        if self._executor is not None:
+            return self._executor.run(work, pieces)
+        return (work(piece, advance=self._meter.advance) for piece in pieces)
+
+    def _note(self, copied: Copied, anchor: int) -> None:
+        """Notes blocks that are durable in the target, for later snapshots, and for the next try if this one is killed."""
+        self._meter.blocks += len(copied.locations)
+        self._meter.read_bytes += copied.read_bytes
+        self._meter.written_bytes += copied.written_bytes
+        self._target.index.add(copied.locations.items(), published_at=anchor)
+
+    def _publish(self, record: Record, parts: Sequence[tuple[Ulid, Part]], arrange: Arrange) -> SnapshotInfo:
+        """Record and log entry: as `writer` does it."""
+        ulid, encoded = self._target.new_id(), record.encode()
+        self._put(record_name(ulid), encoded)
+        put = Op.put(record.ref, ulid, record, encoded, anchor=min(part.anchor for _, part in parts), txn=ulid)
+
+        def build(view: RefTable) -> list[Op]:
+            return [*arrange(view, put), *commit_rescue(self._target, view, ulid, parts)]
+
+        info = self._target.log.published(self._target.log.append(build), ulid)
+        if info is None:
+            raise SnapshotAbortedError(f"the copy to {record.ref!r} was given up by another process: run it again", object_id=record.ref)
+        for part_ulid, part in parts:
+            self._target.keep_part(part_ulid, part)
+        self._meter.snapshots += 1
+        return info
+
+    def _put(self, name: str, data: Buffer) -> None:
+        self._target.backend.put(name, data)
+        self._meter.written_bytes += len(data)
+
+
+def _rows(places: Places, missing: dict[Digest, int]) -> Blocks:
+    rows = np.zeros(len(missing), BLOCK_DTYPE)
+    extents = places.extents[list(missing.values())]
+    for field in ("pack", "offset", "stored", "raw", "codec"):
+        rows[field] = extents[field]
+    rows["id"] = np.frombuffer(b"".join(missing), BLOCK_DTYPE["id"])
+    return rows
+
+
+def _relocated(part: Part, ids: Sequence[Digest], located: dict[Digest, Location], anchor: int) -> Part:
+    """The same logical section over the target's packs."""
+    extents = extents_of(ids, located)
+    return part._replace(packs=extents.packs, extents=extents.rows, base_ids=extents.base_ids, anchor=anchor)

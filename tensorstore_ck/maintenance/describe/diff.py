@@ -1,0 +1,266 @@
+"""What `diff` tells of two snapshots: a tensor's blocks are read only where it must.
+
+Snapshots of one layout are compared part by part, those of one id unread. Elsewhere blocks that hold the same elements of a tensor of the
+same dtype and shape are compared by their ids, whichever ranks stored them; where the snapshots cut it at other borders (another world
+size or placement), what is left is read from both and compared; where dtype or shape changed, blocks are compared as sets.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.backend.protocol import Buffer
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.read.block_reader import MemoryTarget
+from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
+from tensorstore_ck.format.layout import WantedBox
+from tensorstore_ck.format.part import Part, part_name
+from tensorstore_ck.format.part_index import Held
+from tensorstore_ck.format.sharding import Box
+from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.maintenance.describe.contents import Contents, OpenSnapshot, Tensor, form, identity, shown
+
+COMPARE_BYTES: Final = 64 << 20
+"""Of each snapshot, what is read at a time."""
+
+Change = Literal["added", "removed", "changed"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChange:
+    """One tensor that two snapshots do not hold alike."""
+
+    name: str
+    change: Change
+    old: tuple[str, tuple[int, ...], int] | None
+    """(dtype, shape, bytes) in the old snapshot."""
+    new: tuple[str, tuple[int, ...], int] | None
+    changed_bytes: int
+    """Bytes of the new tensor's blocks that are not the old one's; of a small tensor, the bytes that differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueChange:
+    """One value that two snapshots do not hold alike."""
+
+    path: str
+    change: Change
+    old: Any
+    """For display."""
+    new: Any
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotDiff:
+    """What changed from one snapshot to another. Metrics, metadata and step are in the snapshots themselves."""
+
+    old: Snapshot
+    new: Snapshot
+    tensors: tuple[TensorChange, ...]
+    values: tuple[ValueChange, ...]
+    unchanged_tensors: int
+    unchanged_values: int
+    changed_bytes: int
+    """Of all tensors that were added or changed."""
+    tensor_bytes: int
+    """Of all tensors of the new snapshot."""
+    layout_changed: bool
+    """Names, dtypes, shapes, order, containers or ``requires_grad`` differ."""
+
+
+def diff_snapshots(engine: Engine, old_info: SnapshotInfo, new_info: SnapshotInfo) -> SnapshotDiff:
+    """What changed from `old_info` to `new_info`."""
+    old, new = OpenSnapshot(engine, old_info), OpenSnapshot(engine, new_info)
+    tensors, values = list[TensorChange](), list[ValueChange]()
+    tensor_count = value_count = tensor_bytes = 0
+    layout_changed = False
+    for rank in (None, *range(max(old.rank_states, new.rank_states))):
+        before, after = (each.shared if rank is None else each.rank_state(rank) for each in (old, new))
+        changed = _changed_by_part(old, new, before, after) if rank is None else {}
+        tensors += _tensor_changes(before, after, changed)
+        values += _value_changes(before, after)
+        tensor_count, value_count = tensor_count + len(after.tensors), value_count + len(after.values)
+        tensor_bytes += sum(tensor.spec.size_bytes for tensor in after.tensors.values())
+        layout_changed |= _forms(before) != _forms(after)
+    return SnapshotDiff(
+        Snapshot.from_info(old.info),
+        Snapshot.from_info(new.info),
+        tuple(tensors),
+        tuple(values),
+        tensor_count - sum(change.new is not None for change in tensors),
+        value_count - sum(change.change != "removed" for change in values),
+        sum(change.changed_bytes for change in tensors),
+        tensor_bytes,
+        layout_changed,
+    )
+
+
+def _forms(contents: Contents) -> list[object]:
+    """What a state looks like, however it is spread over ranks."""
+    layouts = [reader.layout for reader in contents.readers]
+    return [(list(layout.tensors), layout.tree, list(layout.storages)) for layout in layouts]
+
+
+# --- tensors ------------------------------------------------------------------------------------------------------------
+
+
+_Changed = dict[tuple[SnapshotReader, int], int]
+"""(reader of the new snapshot, tensor) -> bytes of its blocks that differ."""
+
+
+def _changed_by_part(opened_old: OpenSnapshot, opened_new: OpenSnapshot, old: Contents, new: Contents) -> _Changed:
+    """Of layouts that both snapshots have for the same ranks: part by part, and parts with one id are not read."""
+    if [reader.ranks for reader in old.readers] != [reader.ranks for reader in new.readers]:
+        return {}
+    found: _Changed = {}
+    for one, two in zip(old.readers, new.readers, strict=True):
+        if one.part.layout_id != two.part.layout_id or one.part.layout_of != two.part.layout_of:
+            continue
+        changed = dict.fromkeys(((two, number) for number in range(len(two.layout.tensors))), 0)
+        for rank in two.ranks:
+            if opened_old.part_id(rank) == opened_new.part_id(rank):
+                continue
+            before, after = opened_old.part(rank), opened_new.part(rank)
+            if before.regions != after.regions:
+                break
+            one.plan_of(before, part_name(opened_old.record.parts[rank]))
+            plan = two.plan_of(after, part_name(opened_new.record.parts[rank]))
+            for number in range(len(two.layout.tensors)):
+                changed[two, number] += sum(_changed_in_part(before, after, held) for held in plan.of(number))
+        else:
+            found |= changed
+    return found
+
+
+def _changed_in_part(old: Part, new: Part, held: Held) -> int:
+    """Bytes of what two parts have in one place that differ."""
+    if held.is_inline:
+        stop = held.first + held.lengths[0]
+        return _differing(old.inline[held.first : stop], new.inline[held.first : stop])
+    return sum(length for row, length in zip(held.rows, held.lengths, strict=True) if old.block_id(row) != new.block_id(row))
+
+
+def _tensor_changes(old: Contents, new: Contents, changed: _Changed) -> list[TensorChange]:
+    before = dict(old.tensors)
+    changes = []
+    for name, tensor in new.tensors.items():
+        found = before.pop(name, None)
+        if found is None:
+            changes.append(TensorChange(name, "added", None, form(tensor.spec), tensor.spec.size_bytes))
+            continue
+        is_same_form = tensor.spec[1:] == found.spec[1:]
+        known = changed.get((tensor.reader, tensor.number))
+        if known is not None and _is_same_place(found, tensor, old, new):
+            changed_bytes = known
+        else:
+            changed_bytes = _changed_bytes(found, tensor) if is_same_form else _new_bytes(found, tensor)
+        if changed_bytes or not is_same_form:
+            changes.append(TensorChange(name, "changed", form(found.spec), form(tensor.spec), changed_bytes))
+    changes += [TensorChange(name, "removed", form(tensor.spec), None, 0) for name, tensor in before.items()]
+    return changes
+
+
+def _is_same_place(one: Tensor, two: Tensor, old: Contents, new: Contents) -> bool:
+    return one.number == two.number and old.readers.index(one.reader) == new.readers.index(two.reader)
+
+
+class _Block(NamedTuple):
+    """Some elements of a tensor, and their content: the id of a block, or the bytes themselves where they lie inside a part."""
+
+    boxes: tuple[Box, ...]
+    size_bytes: int
+    content: bytes
+    is_inline: bool
+
+
+def _blocks(tensor: Tensor) -> Iterator[_Block]:
+    """What all parts have of a tensor."""
+    spec = tensor.spec
+    for part, held in tensor.reader.stored(tensor.number):
+        start, row = held.start, held.first
+        for length in held.lengths:
+            stop = start + length
+            boxes = tuple(box for box, _ in held.region.pieces(spec, start // spec.item_bytes, stop // spec.item_bytes))
+            content = part.inline[row : row + length] if held.is_inline else part.block_id(row)
+            yield _Block(boxes, length, content, held.is_inline)
+            start, row = stop, row + 1
+
+
+def _changed_bytes(old: Tensor, new: Tensor) -> int:
+    """Of two tensors of one dtype and shape."""
+    before = {block.boxes: block for block in _blocks(old)}
+    changed_bytes, unknown = 0, list[_Block]()
+    for block in _blocks(new):
+        same = before.get(block.boxes)
+        if same is None:
+            unknown.append(block)
+        elif block.is_inline:
+            changed_bytes += _differing(same.content, block.content)
+        elif same.content != block.content:
+            changed_bytes += block.size_bytes
+    return changed_bytes + sum(_read_changed_bytes(old, new, blocks) for blocks in _batches(unknown))
+
+
+def _new_bytes(old: Tensor, new: Tensor) -> int:
+    """Of blocks of `new` whose content is nowhere in `old`."""
+    known = {block.content for block in _blocks(old)}
+    return sum(block.size_bytes for block in _blocks(new) if block.content not in known)
+
+
+def _batches(blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
+    batch, size_bytes = list[_Block](), 0
+    for block in blocks:
+        batch.append(block)
+        size_bytes += block.size_bytes
+        if size_bytes >= COMPARE_BYTES:
+            yield batch
+            batch, size_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _read_changed_bytes(old: Tensor, new: Tensor, blocks: Sequence[_Block]) -> int:
+    """Of blocks of `new` that `old` has no like of: both tensors are read there."""
+    before, after = _read(old, blocks), _read(new, blocks)
+    changed_bytes = at = 0
+    for block in blocks:
+        one, two = before[at : at + block.size_bytes], after[at : at + block.size_bytes]
+        changed_bytes += _differing(one, two) if block.is_inline else block.size_bytes * (one != two)
+        at += block.size_bytes
+    return changed_bytes
+
+
+def _read(tensor: Tensor, blocks: Sequence[_Block]) -> memoryview:
+    memory = memoryview(bytearray(sum(block.size_bytes for block in blocks)))
+    wanted, at = list[WantedBox](), 0
+    for block in blocks:
+        for box in block.boxes:
+            stop = at + prod(box.sizes) * tensor.spec.item_bytes
+            wanted.append(WantedBox(tensor.number, box, MemoryTarget(memory[at:stop])))
+            at = stop
+    tensor.reader.read_boxes(wanted)
+    return memory
+
+
+def _differing(one: Buffer, two: Buffer) -> int:
+    return int(np.count_nonzero(np.frombuffer(one, np.uint8) != np.frombuffer(two, np.uint8)))
+
+
+# --- values ------------------------------------------------------------------------------------------------------------
+
+
+def _value_changes(old: Contents, new: Contents) -> list[ValueChange]:
+    before = dict(old.values)
+    changes = []
+    for path, value in new.values.items():
+        earlier = before.pop(path, None)
+        if earlier is None:
+            changes.append(ValueChange(path, "added", None, shown(value)))
+        elif identity(earlier) != identity(value):
+            changes.append(ValueChange(path, "changed", shown(earlier), shown(value)))
+    changes += [ValueChange(path, "removed", shown(value), None) for path, value in before.items()]
+    return changes

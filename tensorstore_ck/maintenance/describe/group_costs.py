@@ -1,0 +1,56 @@
+"""What each group of tensors takes, and how it is encoded. A group is all tensors whose names begin alike, up to the first dot."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.engine.reachability import Places
+from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
+from tensorstore_ck.format.codec import codec_name
+from tensorstore_ck.format.part import Part
+from tensorstore_ck.log.snapshot import GroupCost
+from tensorstore_ck.maintenance.describe.contents import part_prefix
+
+
+class Costs:
+    """Adds up parts, of which none is kept; each block counts once in its group."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, _Group] = {}
+
+    def add(self, reader: SnapshotReader, part: Part, places: Places) -> None:
+        """The tensors of a part; `reader` knows its layout."""
+        plan = reader.plan_of(part, reader.name)
+        for number, spec in enumerate(reader.layout.tensors):
+            group = self._groups.setdefault((part_prefix(part) + spec.name).split(".", 1)[0], _Group())
+            for held in plan.of(number):
+                if held.is_inline:
+                    group.add_inline(sum(held.lengths))
+                    continue
+                extents = places.extents[held.rows.start : held.rows.stop]
+                ids = map(part.block_id, held.rows)
+                group.add(zip(ids, extents["raw"].tolist(), extents["stored"].tolist(), extents["codec"].tolist(), strict=True))
+
+    def groups(self) -> tuple[GroupCost, ...]:
+        """The groups, by name."""
+        found = sorted(self._groups.items())
+        return tuple(GroupCost(name, group.raw_bytes, group.stored_bytes, dict(group.codecs)) for name, group in found)
+
+
+class _Group:
+    def __init__(self) -> None:
+        self.raw_bytes = self.stored_bytes = 0
+        self.codecs: Counter[str] = Counter()
+        self._seen: set[Digest] = set()
+
+    def add_inline(self, size_bytes: int) -> None:
+        self.raw_bytes += size_bytes
+        self.stored_bytes += size_bytes
+
+    def add(self, blocks: Iterable[tuple[Digest, int, int, int]]) -> None:
+        for block, raw, stored, codec in blocks:
+            self.raw_bytes += raw
+            if block not in self._seen:
+                self._seen.add(block)
+                self.stored_bytes += stored
+                self.codecs[codec_name(codec)] += raw

@@ -1,0 +1,75 @@
+"""What `show` tells of one snapshot."""
+
+import threading
+from itertools import chain
+from typing import Any, Final
+
+from tensorstore_ck.common.ids import Ulid, ulid_text
+from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.reachability import resolve
+from tensorstore_ck.format.layout import Sharding
+from tensorstore_ck.format.record import decode_metadata, record_name
+from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log.snapshot import Snapshot, SnapshotDetails
+from tensorstore_ck.maintenance.describe.contents import OpenSnapshot, Tensor, form, shown
+from tensorstore_ck.maintenance.describe.group_costs import Costs
+
+REMOTE_THREADS: Final = 8
+
+
+def describe(engine: Engine, info: SnapshotInfo) -> SnapshotDetails:
+    """Metadata, tensors and values of a snapshot."""
+    opened = OpenSnapshot(engine, info)
+    tensors: list[tuple[str, str, tuple[int, ...], int]] = []
+    values: dict[str, Any] = {}
+    costs = Costs()
+    for contents in chain([opened.shared], map(opened.rank_state, range(opened.rank_states))):
+        tensors += [(name, *form(tensor.spec)) for name, tensor in contents.tensors.items()]
+        values |= {path: shown(value) for path, value in contents.values.items()}
+        for reader in contents.readers if contents is not opened.shared else ():
+            costs.add(reader, reader.part, resolve(engine, engine.log.view(), reader.part))
+    spread = {name: _placement(tensor) for name, tensor in opened.shared.tensors.items()}
+    return SnapshotDetails(
+        Snapshot.from_info(info),
+        decode_metadata(opened.record, record_name(info.ulid)),
+        opened.ranks,
+        tuple(tensors),
+        values,
+        *_stored(engine, opened, costs),
+        {name: placement for name, placement in spread.items() if placement},
+        costs.groups(),
+    )
+
+
+def _placement(tensor: Tensor) -> str:
+    """How a tensor is spread, as `SnapshotDetails.placements` says it."""
+    layout = tensor.reader.layout
+    spread = layout.spreads[tensor.number] if layout.spreads else None
+    if not isinstance(spread, Sharding):
+        return spread or ""
+    along = [
+        "R" if shard is None else f"S({shard.dim})" if shard.split_factor == 1 else f"_S({shard.dim}, {shard.split_factor})"
+        for shard in spread.placements
+    ]
+    return f"{','.join(along)} on {'x'.join(map(str, layout.meshes[spread.mesh].shape))}"
+
+
+def _stored(engine: Engine, opened: OpenSnapshot, costs: Costs) -> tuple[int, tuple[str, ...]]:
+    """What the distinct blocks of all parts take, and the packs that they are in; adds those that all ranks hold together to `costs`."""
+    reader_of = {rank: reader for reader in opened.shared.readers for rank in reader.ranks}
+    packs: dict[Ulid, dict[int, int]] = {}
+    lock = threading.Lock()
+
+    def add(rank: int) -> None:
+        part = opened.part(rank)
+        places = resolve(engine, engine.log.view(), part)
+        rows = places.extents[["pack", "entry", "stored"]].tolist()
+        with lock:
+            if rank in reader_of:
+                costs.add(reader_of[rank], part, places)
+            for pack, entry, stored in rows:
+                packs.setdefault(places.packs[pack], {})[entry] = stored
+
+    for_each(range(len(opened.record.parts)), add, cpu_threads() if engine.backend.is_local else REMOTE_THREADS)
+    return sum(sum(blocks.values()) for blocks in packs.values()), tuple(ulid_text(pack) for pack in sorted(packs))

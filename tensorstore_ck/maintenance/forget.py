@@ -1,0 +1,183 @@
+"""Forget and undo: what leaves a history, and comes back within the undo window. Each is one log entry.
+
+Forgetting frees nothing by itself: gc lets go of what was forgotten longer ago than the undo window, and frees what nothing else
+holds then.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from tensorstore_ck.common.ids import Digest, Ulid, ulid_text
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.errors import ConflictError, NotFoundError
+from tensorstore_ck.gc.roots import UNDO, roots
+from tensorstore_ck.log import Move, Op, RefTable, UndoWindow
+from tensorstore_ck.log.address import resolve
+from tensorstore_ck.log.snapshot import Snapshot
+
+MIN_ROOT_DIGITS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """What one log entry took from one ref."""
+
+    entry: int
+    ref: str
+    kind: str
+    """``branch``: all of it; ``snapshots`` of one; ``tag``."""
+    time_ns: int
+    snapshots: tuple[Snapshot, ...]
+    held_by: Mapping[str, tuple[str, ...]]
+    """Id of a snapshot -> what else holds it: branches, tags and ``pin:owner``. The others go when the undo window ends."""
+
+
+def forget(engine: Engine, addresses: Sequence[str]) -> tuple[Forgotten, ...]:
+    """Takes snapshots out of the histories of branches, or whole branches and tags; all in one entry.
+
+    Args:
+        engine: The store.
+        addresses: ``ref@step`` and ``ref~n``: all that has the root of that snapshot, from that branch's history. A root: from the
+            history of every branch. A branch or a tag: the branch with its history, or the tag.
+
+    Raises:
+        NotFoundError: nothing there, or no branch holds it.
+        ConflictError: a snapshot is where its branch is.
+    """
+    engine.require_writable()
+
+    def build(view: RefTable) -> list[Op]:
+        whole: set[str] = set()
+        taken: dict[str, set[Ulid]] = {}
+        histories = _Histories(view)
+        for address in addresses:
+            if view.branch(address) is not None or view.tag(address) is not None:
+                whole.add(address)
+            else:
+                for branch, ulids in histories.held(address):
+                    taken.setdefault(branch, set()).update(ulids)
+        ops = [Op.untag(name, view) if view.tag(name) is not None else Op.expire(name, None) for name in sorted(whole)]
+        return ops + [Op.expire(branch, ulids) for branch, ulids in sorted(taken.items()) if branch not in whole]
+
+    appended = engine.log.append(build)
+    view = engine.log.view()
+    windows = list(view.windows(appended.n))
+    return _told(view, windows, _held_besides(view, windows))
+
+
+def undo(engine: Engine, address: str | None = None) -> tuple[Forgotten, ...]:
+    """Brings back what was forgotten last; with an address (ref, ``ref@step``, ``ref~n``, root), what was last forgotten there.
+
+    Raises:
+        NotFoundError: nothing that can be undone: never forgotten, or the undo window has ended.
+    """
+    engine.require_writable()
+    found: list[tuple[UndoWindow, set[Ulid]]] = []
+
+    def build(view: RefTable) -> list[Op]:
+        found[:] = _to_undo(view, address)
+        for window, _ in found:
+            _refuse_taken_name(view, window)
+        return [Op.undo(window.n, window.name, ulids) for window, ulids in found]
+
+    engine.log.append(build)
+    view = engine.log.view()
+    windows = [window._replace(moves=[move for move in window.moves if move.ulid in ulids]) for window, ulids in found]
+    return _told(view, windows, roots(view))
+
+
+def forgotten(engine: Engine) -> tuple[Forgotten, ...]:
+    """What can be undone, newest first."""
+    view = engine.log.view()
+    windows = list(view.windows(newest_first=True))
+    return _told(view, windows, _held_besides(view, windows))
+
+
+class _Histories:
+    """Histories of branches, each read once: which snapshots have which root."""
+
+    def __init__(self, view: RefTable) -> None:
+        self._view = view
+        self._by_branch: dict[str, dict[Digest, set[Ulid]]] = {}
+
+    def held(self, address: str) -> list[tuple[str, set[Ulid]]]:
+        """(branch, snapshots) with the root that is at `address`; none of it where a branch is."""
+        view = self._view
+        found = resolve(view, address)
+        branches = [found.branch] if found.branch is not None else view.branches()
+        held = [(name, ulids) for name in branches if (ulids := self._of(name).get(found.info.root))]
+        if not held:
+            raise NotFoundError(f"no branch has {address!r} in its history: there is nothing to forget", object_id=address)
+        for name, _ in held:
+            branch = view.branch(name)
+            if branch is not None and branch.root == found.info.root:
+                raise ConflictError(
+                    f"{address!r} is where branch {name!r} is: move that first (`tsck reset {name} {name}~1`), "
+                    f"or forget all of it (`tsck forget {name}`)",
+                    object_id=address,
+                )
+        return held
+
+    def _of(self, branch: str) -> dict[Digest, set[Ulid]]:
+        if branch not in self._by_branch:
+            by_root = self._by_branch[branch] = {}
+            for move in self._view.moves(branch):
+                by_root.setdefault(move.root, set()).add(move.ulid)
+        return self._by_branch[branch]
+
+
+def _to_undo(view: RefTable, address: str | None) -> list[tuple[UndoWindow, set[Ulid]]]:
+    newest_first = view.windows(newest_first=True)
+    if address is None:
+        newest = next(newest_first, None)
+        if newest is None:
+            raise NotFoundError("nothing can be undone: nothing was forgotten, or the undo window has ended and gc let it go")
+        return [(window, {move.ulid for move in window.moves}) for window in view.windows(newest.n)]
+    is_meant = _meant_by(view, address)
+    for window in newest_first:
+        chosen = {move.ulid for move in window.moves if is_meant(window, move)}
+        if chosen:
+            return [(window, chosen)]
+    raise NotFoundError(
+        f"{address!r} cannot be undone: it was not forgotten, or the undo window has ended and gc let it go; `tsck forget` lists what can",
+        object_id=address,
+    )
+
+
+def _meant_by(view: RefTable, address: str) -> Callable[[UndoWindow, Move], bool]:
+    if "~" in address:
+        found = resolve(view, address)
+        return lambda window, move: move.root == found.info.root and found.branch in (None, window.name)
+    name, _, step = address.partition("@")
+    wanted_step = step and (step.lstrip("0") or "0")
+
+    def is_meant(window: UndoWindow, move: Move) -> bool:
+        is_root = len(name) >= MIN_ROOT_DIGITS and move.root.hex().startswith(name)
+        return (window.name == name or is_root) and (not step or str(move.step) == wanted_step)
+
+    return is_meant
+
+
+def _refuse_taken_name(view: RefTable, window: UndoWindow) -> None:
+    kind = "tag" if view.tag(window.name) else "branch" if window.kind == "tag" and view.branch(window.name) else None
+    if kind is not None:
+        raise ConflictError(
+            f"{window.name!r} is a {kind} now: remove or rename it before what had that name can come back", object_id=window.name
+        )
+
+
+def _held_besides(view: RefTable, windows: Sequence[UndoWindow]) -> Mapping[Ulid, Sequence[str]]:
+    """What holds the snapshots of undo windows; only where more does than those windows is all that is held looked through."""
+    within = Counter(move.ulid for window in windows for move in window.moves)
+    return roots(view) if any(view.holds(ulid) > count for ulid, count in within.items()) else {}
+
+
+def _told(view: RefTable, windows: Sequence[UndoWindow], held: Mapping[Ulid, Sequence[str]]) -> tuple[Forgotten, ...]:
+    found = []
+    for window in windows:
+        infos = [info for ulid in dict.fromkeys(move.ulid for move in window.moves) if (info := view.snapshot(ulid)) is not None]
+        held_by = {ulid_text(info.ulid): tuple(label for label in held.get(info.ulid, ()) if label != UNDO) for info in infos}
+        found.append(Forgotten(window.n, window.name, window.kind, window.time_ns, tuple(map(Snapshot.from_info, infos)), held_by))
+    return tuple(found)

@@ -1,0 +1,222 @@
+"""Reads blocks and compares them with their hashes, in pieces of packs that may be checked anywhere and in any order.
+
+`check_piece` is what a worker does: it writes nothing, its argument and result are small and picklable. Where it runs is the executor's
+choice, by default threads of this process. `DataCheck` chooses the packs, keeps the time and gathers results.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.common.executor import Executor, LocalThreads
+from tensorstore_ck.common.ids import Ulid, block_id
+from tensorstore_ck.common.threads import cpu_threads
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.errors import StoreError
+from tensorstore_ck.format.codec import BASED, Codec, decode
+from tensorstore_ck.format.pack import Footer, pack_name, stored_check
+from tensorstore_ck.maintenance.fsck.check_packs import Packs
+from tensorstore_ck.maintenance.fsck.findings import require_reachable
+from tensorstore_ck.maintenance.fsck.last_verified import Verified
+from tensorstore_ck.maintenance.fsck.options import FsckOptions
+
+PIECE_BYTES: Final = 32 << 20
+RUN_BYTES: Final = 4 << 20
+"""What is read at once."""
+REMOTE_THREADS: Final = 8
+DISK_QUEUE: Final = 1
+"""Reads that wait for the disk while all cores hash."""
+
+Rows = npt.NDArray[Any]
+
+
+class Piece(NamedTuple):
+    """Neighbouring blocks of one pack, from entry `first` on."""
+
+    pack: Ulid
+    first: int
+    entries: Rows
+    """Rows of the footer."""
+
+
+class PieceResult(NamedTuple):
+    """What became of a piece."""
+
+    piece: Piece
+    read_bytes: int
+    bad: Sequence[tuple[int, str]]
+    """(entry, what is wrong with it)."""
+
+
+def check_piece(backend: Backend, piece: Piece) -> PieceResult:
+    """Reads every block of a piece and compares it with its hash."""
+    bad: list[tuple[int, str]] = []
+    buffer = memoryview(bytearray(max(map(_stored_bytes, _runs(piece.entries)), default=0)))
+    number = piece.first
+    for run in _runs(piece.entries):
+        bad += _check_run(backend, piece.pack, number, run, buffer[: _stored_bytes(run)])
+        number += len(run)
+    return PieceResult(piece, _stored_bytes(piece.entries), bad)
+
+
+class DataCheck:
+    """The data of a store's packs, those first that were never verified, or longest ago."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        packs: Packs,
+        options: FsckOptions,
+        *,
+        deadline_ns: int | None = None,
+        chosen: list[Ulid] | None = None,
+        suspects: Collection[Ulid] = (),
+    ) -> None:
+        """Reads `chosen`; else what `options` say, and, whatever they say, the `suspects` and packs in which damage was found earlier.
+
+        `deadline_ns` is by the engine's clock.
+        """
+        self._engine = engine
+        self._packs = packs
+        self._deadline_ns = deadline_ns
+        self._verified = Verified(engine.table, packs.listed)
+        self._left: dict[Ulid, int] = {}
+        self.chosen = self._choose(options, suspects) if chosen is None else chosen
+        """Packs to be read, in order."""
+        self.read: set[Ulid] = set()
+        """Packs of which every block was read."""
+        self.read_bytes = 0
+        """Bytes of blocks that were read."""
+        self.packs = 0
+        """Packs that were read whole."""
+        self.is_out_of_time = False
+
+    @property
+    def never_verified(self) -> int:
+        """Packs that this host never found sound."""
+        return self._verified.never()
+
+    @property
+    def oldest_verified_ns(self) -> int | None:
+        """When the pack was verified that waits longest; None where none was."""
+        return self._verified.oldest_ns()
+
+    def run(self, advance: Callable[[int], None], executor: Executor | None = None) -> None:
+        """Checks the chosen packs as far as the time allows; what is bad is noted in `packs`."""
+        backend = self._engine.backend
+        executor = executor or LocalThreads(cpu_threads() + DISK_QUEUE if backend.is_local else REMOTE_THREADS)
+        work = partial(check_piece, backend) if executor.is_remote else self._check_in_time
+        try:
+            for result in executor.run(work, self._pieces()):
+                if result is not None:
+                    self._take(result)
+                    advance(result.read_bytes)
+        finally:
+            self._verified.flush()
+
+    def read_also(self, packs: list[Ulid]) -> None:
+        """Reads these packs now, however late it is."""
+        was_late = self.is_out_of_time
+        self.chosen, self._deadline_ns, self.is_out_of_time = packs, None, False
+        self.run(lambda count: None)
+        self.is_out_of_time = was_late
+
+    def _check_in_time(self, piece: Piece) -> PieceResult | None:
+        """Pieces are drawn some time before it is their turn."""
+        return None if self._is_late() else check_piece(self._engine.backend, piece)
+
+    def _is_late(self) -> bool:
+        if self._deadline_ns is not None and self._engine.clock() >= self._deadline_ns:
+            self.is_out_of_time = True
+        return self.is_out_of_time
+
+    def _choose(self, options: FsckOptions, suspects: Collection[Ulid]) -> list[Ulid]:
+        listed = self._packs.listed
+        chosen = sorted(listed.keys() & {*self._verified.damaged(), *suspects})
+        if not options.reads_data:
+            return chosen
+        first = frozenset(chosen)
+        wanted_bytes = (options.sample_fraction or 1) * sum(found.size_bytes for found in listed.values())
+        wanted_bytes -= sum(listed[pack].size_bytes for pack in chosen)
+        for pack in self._verified.order():
+            if pack in first:
+                continue
+            if wanted_bytes <= 0 and options.sample_fraction is not None:
+                break
+            chosen.append(pack)
+            wanted_bytes -= listed[pack].size_bytes
+        return chosen
+
+    def _pieces(self) -> Iterator[Piece]:
+        for pack in self.chosen:
+            footer = self._packs.footer(pack)
+            if not isinstance(footer, Footer) or not len(footer.entries):
+                self._finish(pack, is_sound=isinstance(footer, Footer))
+                continue
+            self._left[pack] = len(footer.entries)
+            first = 0
+            for entries in _cut(footer.entries, PIECE_BYTES):
+                if self._is_late():
+                    return
+                yield Piece(pack, first, entries)
+                first += len(entries)
+
+    def _take(self, result: PieceResult) -> None:
+        pack = result.piece.pack
+        for entry, message in result.bad:
+            self._packs.note_bad(pack, entry, message)
+        self.read_bytes += result.read_bytes
+        self._left[pack] -= len(result.piece.entries)
+        if not self._left[pack]:
+            self._finish(pack, is_sound=pack not in self._packs.bad)
+
+    def _finish(self, pack: Ulid, *, is_sound: bool) -> None:
+        self.packs += 1
+        if pack not in self._packs.problems:
+            self.read.add(pack)
+        self._verified.note(pack, self._packs.listed[pack].size_bytes, self._engine.clock() if is_sound else None)
+
+
+def _runs(entries: Rows) -> Iterator[Rows]:
+    return _cut(entries, RUN_BYTES)
+
+
+def _cut(entries: Rows, size_bytes: int) -> Iterator[Rows]:
+    """Neighbouring entries, in runs of up to that size, or of one."""
+    ends = np.cumsum(entries["stored"], dtype=np.int64)
+    first = 0
+    while first < len(ends):
+        start = int(ends[first - 1]) if first else 0
+        stop = max(first + 1, int(np.searchsorted(ends, start + size_bytes, "right")))
+        yield entries[first:stop]
+        first = stop
+
+
+def _stored_bytes(entries: Rows) -> int:
+    return int(entries["stored"].sum(dtype=np.int64))
+
+
+def _check_run(backend: Backend, pack: Ulid, first: int, entries: Rows, buffer: memoryview) -> Iterator[tuple[int, str]]:
+    name, start = pack_name(pack), int(entries["offset"][0])
+    try:
+        backend.read_into(name, start, buffer)
+    except StoreError as exc:
+        require_reachable(backend, exc)
+        yield from ((first + number, str(exc)) for number in range(len(entries)))
+        return
+    for number, (block, offset, check, stored, raw, codec, _, _) in enumerate(entries.tolist()):
+        data = buffer[offset - start : offset - start + stored]
+        problem = None
+        try:
+            if codec != Codec.RAW and stored_check(data) != check:
+                problem = "does not match its check"
+            elif codec not in BASED and block_id(decode(codec, data, raw, name)) != block:
+                problem = "does not match its hash"
+        except StoreError as exc:
+            problem = f"cannot be decoded ({exc})"
+        if problem is not None:
+            yield first + number, f"{name}: the block at offset {offset} {problem}: the pack was damaged"

@@ -1,0 +1,312 @@
+"""Reads a whole log, damaged or not, for fsck and salvage: every entry and checkpoint is checked, and what is left is folded.
+
+Where entries are gone the fold goes on behind the gap, and from a checkpoint behind it that can be trusted. Uses no host's cache, and
+never raises for damage.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, zip_longest
+from typing import Final, NamedTuple
+
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.common.threads import for_each
+from tensorstore_ck.errors import BrokenLogError, DamageError, FormatVersionError, MissingObjectError, StoreError
+from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
+from tensorstore_ck.log import Chain, Entry, Head, Log, RefTable, chain_break
+from tensorstore_ck.log.cache import MemoryTable
+from tensorstore_ck.log.checkpoint import Checkpoint, checkpoint_folder, checkpoint_number, decode_checkpoint, dump, load
+from tensorstore_ck.log.fold import fold
+from tensorstore_ck.maintenance.fsck.findings import require_reachable
+
+CACHE_NAME: Final = "cache of this host"
+MAX_NUMBER: Final = (1 << 63) - 1
+_WINDOW: Final = 256
+_READERS: Final = 16
+_UNLISTED_TRIES: Final = 16
+"""A listing that runs beside writers can miss an entry that is there: so many are looked for by name before they count as missing."""
+
+
+_DERIVED: Final = "it is derived from the log, and ignored; `tsck fsck --repair` makes it anew"
+
+
+class LogProblem(NamedTuple):
+    """Something wrong with the log or a checkpoint."""
+
+    kind: str
+    object: str
+    message: str
+    is_error: bool = True
+
+
+@dataclass(slots=True)
+class LogCheck:
+    """What a log holds, as far as it can be read."""
+
+    table: MemoryTable = field(default_factory=MemoryTable)
+    """The fold of all that was readable."""
+    problems: list[LogProblem] = field(default_factory=list)
+    last: int = 0
+    """The highest number that an entry or a trusted checkpoint has."""
+    last_hash: Digest | None = None
+    entries: int = 0
+    """Entries that were read."""
+    lost: list[range] = field(default_factory=list)
+    """Numbers of entries whose operations are not in `table`."""
+    checkpoints: dict[str, bytes] = field(default_factory=dict)
+    """Damaged checkpoints, and what they should be."""
+    vouched: dict[int, Digest] = field(default_factory=dict)
+    """Hashes of entries that sound checkpoints name."""
+
+    @property
+    def view(self) -> RefTable:
+        """The ref table."""
+        return RefTable(self.table)
+
+    def follow(self, chain: Chain) -> bool:
+        """Folds what was appended meanwhile; whether there was anything. Damage ends it: whoever reads the log next will tell."""
+        before, last_hash = self.last, self.last_hash if self.last else chain.genesis
+        if last_hash is None:
+            return False
+        with contextlib.suppress(DamageError):
+            for entries in chain.entries(before, last_hash):
+                with self.table.batch() as batch:
+                    for entry in entries:
+                        fold(entry, batch)
+                self.last, self.last_hash = entries[-1].n, entries[-1].hash
+        return self.last > before
+
+
+def check_log(backend: Backend, *, prefix: str, uuid: bytes | None, fill: Mapping[int, Sequence[Entry]] | None = None) -> LogCheck:
+    """Reads the log under `prefix`.
+
+    Args:
+        backend: Where it lies.
+        prefix: Its folder.
+        uuid: The store's; without it, it is not checked what entry 1 follows.
+        fill: What to fold in place of lost entries, and behind the last one, by their numbers.
+
+    Raises:
+        BackendUnavailableError: the backend does not answer.
+    """
+    return _LogChecker(backend, prefix, uuid, fill or {}).run()
+
+
+class _LogChecker:
+    def __init__(self, backend: Backend, prefix: str, uuid: bytes | None, fill: Mapping[int, Sequence[Entry]]) -> None:
+        self._backend = backend
+        self._fill = fill
+        self._prefix = prefix
+        self._chain = Chain(backend, uuid=uuid or bytes(16), prefix=prefix)
+        self._check = LogCheck()
+        self._prev: Digest | None = self._chain.genesis if uuid is not None else None
+        """The hash of the entry before; None where that is not known."""
+        self._unverified: Checkpoint | None = None
+        """A checkpoint whose own entry is lost: the next entry must name its hash."""
+
+    def run(self) -> LogCheck:
+        checkpoints = self._list_checkpoints()  # before the entries, so that each has its own
+        for n, entry in self._entries(self._list_entries()):
+            behind = self._check.last + 1
+            if n > behind:
+                self._lose(range(behind, n), checkpoints)
+            if isinstance(entry, LogProblem):
+                self._check.problems.append(entry)
+                self._lose(range(n, n + 1), checkpoints, reported=True)
+            else:
+                self._take(entry)
+                if n in checkpoints:
+                    checkpoints.discard(n)
+                    self._compare(n)
+        if self._unverified is not None:  # nothing came behind it that could contradict it
+            self._adopt(self._unverified)
+        for n in sorted(checkpoints):
+            found = self._load_checkpoint(n)
+            if found is not None:
+                self._lose(range(self._check.last + 1, n + 1), set())
+                self._adopt(found)
+                self._check.last, self._check.last_hash = n, found.entry_hash
+        self._fold_instead(range(self._check.last + 1, MAX_NUMBER))
+        return self._check
+
+    # --- entries ------------------------------------------------------------------------------------------------------
+
+    def _list_entries(self) -> list[int]:
+        pattern = re.compile(rf"{re.escape(self._prefix)}/([0-9]{{17}})/(\1[0-9]{{3}})")
+        numbers = []
+        for info in self._backend.list(f"{self._prefix}/"):
+            match = pattern.fullmatch(info.name)
+            if match and 0 < int(match[2]) <= MAX_NUMBER:
+                numbers.append(int(match[2]))
+            else:
+                self._check.problems.append(_foreign(info.name, "log entry"))
+        return sorted(numbers)
+
+    def _entries(self, listed: list[int]) -> Iterator[tuple[int, Entry | LogProblem]]:
+        """The entries that are there, in order; instead of a damaged one, what is wrong with it."""
+        pending = iter(self._with_unlisted(listed))
+        while window := list(islice(pending, _WINDOW)):
+            found: dict[int, Entry | LogProblem | None] = {}
+
+            def read(n: int, found: dict[int, Entry | LogProblem | None] = found) -> None:
+                try:
+                    found[n] = self._chain.read(n)
+                except StoreError as exc:
+                    require_reachable(self._backend, exc)
+                    found[n] = LogProblem(exc.kind, self._chain.name(n), str(exc))
+
+            for_each(window, read, 1 if self._backend.is_local else _READERS)
+            for n in window:
+                entry = found[n]
+                if entry is not None:
+                    yield n, entry
+
+    @staticmethod
+    def _with_unlisted(listed: list[int]) -> Iterator[int]:
+        behind = 1
+        for n in listed:
+            yield from range(behind, n) if n - behind <= _UNLISTED_TRIES else ()
+            yield n
+            behind = n + 1
+
+    def _take(self, entry: Entry) -> None:
+        check = self._check
+        if self._unverified is not None and entry.prev == self._unverified.entry_hash:
+            self._adopt(self._unverified)
+        elif self._prev is not None and entry.prev != self._prev:
+            exc = chain_break(self._chain.name(entry.n))
+            self._note("broken_log", self._chain.name(entry.n), str(exc))
+            check.lost.append(range(entry.n, entry.n))
+        self._unverified = None
+        with check.table.batch() as batch:
+            fold(entry, batch)
+        self._prev = check.last_hash = entry.hash
+        check.last = entry.n
+        check.entries += 1
+
+    def _lose(self, numbers: range, checkpoints: set[int], *, reported: bool = False) -> None:
+        """Entries that are missing or damaged; a checkpoint among them may hold what they did."""
+        check = self._check
+        first, last = self._chain.name(numbers[0]), self._chain.name(numbers[-1])
+        if not reported:
+            these = f"log entry {first} is" if len(numbers) == 1 else f"log entries {first} to {last} are"
+            message = f"{these} missing: restore from a copy, or make a new log of what is left with `tsck salvage`"
+            self._note("broken_log", first, message)
+        check.lost.append(numbers)
+        self._fold_instead(numbers)
+        self._prev = check.last_hash = None
+        check.last = numbers[-1]
+        self._unverified = None
+        for n in sorted(n for n in checkpoints if n in numbers):
+            checkpoints.discard(n)
+            found = self._load_checkpoint(n)
+            self._unverified = found if n == numbers[-1] else None
+
+    def _fold_instead(self, numbers: range) -> None:
+        for n in sorted(n for n in self._fill if n in numbers):
+            with self._check.table.batch() as batch:
+                for entry in self._fill[n]:
+                    fold(entry, batch)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _list_checkpoints(self) -> set[int]:
+        listed = set()
+        for info in self._backend.list(checkpoint_folder(self._prefix)):
+            number = checkpoint_number(info.name)
+            if number and number <= MAX_NUMBER and info.name == self._checkpoint_name(number):
+                listed.add(number)
+            else:
+                self._check.problems.append(_foreign(info.name, "checkpoint"))
+        return listed
+
+    def _checkpoint_name(self, n: int) -> str:
+        return f"{checkpoint_folder(self._prefix)}{n:020d}"
+
+    def _load_checkpoint(self, n: int) -> Checkpoint | None:
+        name = self._checkpoint_name(n)
+        try:
+            found = decode_checkpoint(self._backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
+        except (MissingObjectError, FormatVersionError):  # made by a build that knew other operations: ignored, as `Log` does
+            return None
+        except StoreError as exc:
+            require_reachable(self._backend, exc)
+            self._note(exc.kind, name, f"{exc}; {_DERIVED}")
+            return None
+        if found.n != n:
+            self._note("corrupt_object", name, f"it is the checkpoint of entry {found.n}; {_DERIVED}")
+            return None
+        self._check.vouched[n] = found.entry_hash
+        return found
+
+    def _compare(self, n: int) -> None:
+        """A checkpoint whose entry was just folded must be what the log folds to."""
+        check, name = self._check, self._checkpoint_name(n)
+        before = len(check.problems)
+        found = self._load_checkpoint(n)
+        if check.last_hash is None or (found is None and len(check.problems) == before):
+            return
+        if found is not None and found.entry_hash != check.last_hash:
+            self._note("corrupt_object", name, f"it was not made from this log; {_DERIVED}")
+        elif found is not None and check.lost:
+            self._adopt(found)
+        if check.lost:
+            return
+        with check.table.batch() as batch:
+            expected = dump(batch, n, check.last_hash)
+        if expected is None:
+            return
+        if len(check.problems) == before and decode_checkpoint(expected, name) != found:
+            self._note("corrupt_object", name, f"it differs from what the log folds to; {_DERIVED}")
+        if len(check.problems) > before:
+            check.checkpoints[name] = expected
+
+    def _adopt(self, checkpoint: Checkpoint) -> None:
+        """Takes the ref table from a checkpoint: no operation up to there is lost."""
+        with self._check.table.batch() as batch:
+            load(batch, checkpoint)
+        self._check.lost.clear()
+
+    def _note(self, kind: str, object_name: str, message: str) -> None:
+        self._check.problems.append(LogProblem(kind, object_name, message))
+
+
+def _foreign(name: str, kind: str) -> LogProblem:
+    return LogProblem("foreign_object", name, f"it is no {kind}, and nothing reads it: delete it if nobody knows it", is_error=False)
+
+
+def host_saw_more(check: LogCheck, head: Head | None, chain: Chain) -> LogProblem | None:
+    """Whether this host's cache, or this user, has seen the entry `head` before the check, and the log does not hold it any more."""
+    if head is None or (head.n == check.last and check.last_hash in (None, head.hash)):
+        return None
+    if head.n < check.last:
+        try:
+            there = chain.read(head.n)
+        except StoreError:
+            return None
+        if there is None or there.hash == head.hash:  # one that is missing before others is told anyhow
+            return None
+    name = chain.name(head.n)
+    message = (
+        f"this host read log entry {name} earlier, and it is not there any more: if the store was restored from a copy, `tsck accept-log` "
+        "says that all is well; if not, entries were destroyed or replaced, and `tsck salvage` makes a new log that holds every complete "
+        "snapshot"
+    )
+    return LogProblem("broken_log", name, message)
+
+
+def cache_problem(check: LogCheck, log: Log) -> LogProblem | None:
+    """Whether this host's cache of the log, at the same entry, says something else than the log itself."""
+    if check.last_hash is None or any(problem.kind == BrokenLogError.kind for problem in check.problems):
+        return None
+    head = Head(check.last, check.last_hash)
+    if log.view().head() != head:
+        return None
+    is_same = all(one == other for one, other in zip_longest(log.view().items(), check.view.items()))
+    if is_same or log.view().head() != head:
+        return None
+    message = f"what this host's cache says of the log is not what the log says, at entry {check.last}: `tsck fsck --repair` makes it anew"
+    return LogProblem("damaged_cache", CACHE_NAME, message)

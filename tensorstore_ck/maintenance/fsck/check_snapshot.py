@@ -1,0 +1,269 @@
+"""Checks one snapshot: record, parts, layout, and that every extent is where the packs say. For fsck and salvage.
+
+Reads past every cache. Damage is returned, never raised, with the tensors that it hits: what a restore would fail on.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorstore_ck.common.ids import DIGEST_BYTES, Ulid
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.reachability import Places, grouped, resolve
+from tensorstore_ck.errors import CorruptObjectError, StoreError
+from tensorstore_ck.format.codec import base_count
+from tensorstore_ck.format.pack import Footer, pack_name
+from tensorstore_ck.format.part import Extents, Part, decode_part, part_name
+from tensorstore_ck.format.record import Record, decode_record, record_name
+from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
+from tensorstore_ck.log import ObjectKey, SnapshotInfo
+from tensorstore_ck.maintenance.fsck.affected import Hits
+from tensorstore_ck.maintenance.fsck.block_tables import Ids
+from tensorstore_ck.maintenance.fsck.check_packs import Packs
+from tensorstore_ck.maintenance.fsck.findings import require_reachable
+
+MAX_NAMED: Final = 10
+"""Tensors that are named for each snapshot."""
+
+
+class Damage(NamedTuple):
+    """What makes a snapshot unreadable, wholly or in part."""
+
+    kind: str
+    object: str
+    message: str
+    names: tuple[str, ...]
+    """Tensors and values that are hit; empty for all of them."""
+    blocks: "DamagedBlocks | None" = None
+    """Those that are hit, where the object is a pack."""
+
+
+class DamagedBlocks(NamedTuple):
+    """Blocks of a pack that are not where a part says, or not what it says."""
+
+    pack: Ulid
+    extents: Extents
+    ids: Ids
+
+
+class SnapshotCheck(NamedTuple):
+    """Outcome for one snapshot."""
+
+    damages: Sequence[Damage]
+    needs: frozenset[ObjectKey]
+    """Its closure: record, parts, moved objects, packs."""
+    object_bytes: int
+    """Of its record and parts."""
+    is_complete: bool
+    """Whether `needs` is all that it refers to."""
+    anchor: int = 0
+    """The highest of its parts: its log entry came later."""
+
+
+class _PartProblem(NamedTuple):
+    kind: str
+    object: str
+    message: str
+    rows: npt.NDArray[np.bool_]
+    """Which extents are hit."""
+    blocks: DamagedBlocks
+
+
+def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_data: bool) -> SnapshotCheck:
+    """Checks a snapshot at the head that `engine` has folded.
+
+    `read_data` says that `packs` had its data checked, and reads blocks that this could not reach.
+    """
+    damages: list[Damage] = []
+    needs = {ObjectKey("snapshot", info.ulid)}
+    record, size = _read_record(engine, info, damages)
+    if record is None:
+        return SnapshotCheck(damages, frozenset(needs), size, is_complete=False)
+    needs.update(ObjectKey("part", part) for part in record.parts)
+    anchor, hits, lost = 0, Hits(engine, info, record, 0, None), dict[int, Damage]()
+    for rank, ulid in enumerate(record.parts):
+        part, part_bytes = _read_part(engine, record, rank)
+        size += part_bytes
+        if isinstance(part, Damage):
+            lost[rank] = part
+            continue
+        if not hits.is_known(rank):
+            hits = Hits(engine, info, record, part.world_size, part.layout_of)
+        anchor = max(anchor, part.anchor)
+        places = _resolve(engine, part)
+        if isinstance(places, Damage):
+            lost[rank] = places
+            continue
+        needs.update(places.objects())
+        problems = list(_extent_problems(packs, part, places, record, rank, read_data=read_data))
+        misfit = hits.problem(part, part_name(ulid))
+        layout_rows = slice(0, int(part.blobs["blocks"][0]))
+        if misfit is not None and not any(problem.rows[layout_rows].any() for problem in problems):
+            damages.append(Damage(misfit.kind, misfit.object_id or part_name(ulid), str(misfit), tuple(hits.names_of_lost(rank))))
+        damages += [
+            Damage(problem.kind, problem.object, problem.message, tuple(hits.names(part, problem.rows)), problem.blocks)
+            for problem in problems
+        ]
+    damages += [damage._replace(names=tuple(hits.names_of_lost(rank))) for rank, damage in lost.items()]
+    return SnapshotCheck(damages, frozenset(needs), size, not lost, anchor)
+
+
+def parts_of(engine: Engine, info: SnapshotInfo) -> Iterator[Part]:
+    """The parts of a snapshot that can be read."""
+    damages: list[Damage] = []
+    record, _ = _read_record(engine, info, damages)
+    if record is not None:
+        parts = (_read_part(engine, record, rank)[0] for rank in range(len(record.parts)))
+        yield from (part for part in parts if isinstance(part, Part))
+
+
+def placed_parts(engine: Engine, info: SnapshotInfo) -> Iterator[tuple[Part, Places]]:
+    """The parts of a snapshot that can be read, and where their blocks are."""
+    for part in parts_of(engine, info):
+        places = _resolve(engine, part)
+        if isinstance(places, Places):
+            yield part, places
+
+
+def block_ids(part: Part) -> Ids:
+    """The ids of a part's extents, row by row."""
+    return np.frombuffer(part.ids + part.base_ids, np.uint8).reshape(-1, DIGEST_BYTES)
+
+
+def by_pack(places: Places) -> Iterator[tuple[Ulid, npt.NDArray[np.int64]]]:
+    """(pack, rows of the extents) for each pack in use; a pack may come twice."""
+    for number, rows in grouped(places.extents["pack"]):
+        yield places.packs[number], rows
+
+
+def remade_record(info: SnapshotInfo, found: Record, parts: Sequence[Ulid]) -> Record:
+    """A record that repair makes anew: what the log says of it, and what is under its root; the only one that may take another's place."""
+    return found._replace(
+        ref=info.ref,
+        step=info.step,
+        parent=info.parent,
+        metrics={},
+        time_ns=info.time_ns,
+        parts=list(parts),
+        logical_bytes=info.logical_bytes,
+        new_bytes=info.new_bytes,
+    )
+
+
+def _read_record(engine: Engine, info: SnapshotInfo, damages: list[Damage]) -> tuple[Record | None, int]:
+    name, size = record_name(info.ulid), 0
+    try:
+        data = engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
+        size = len(data)
+        record = decode_record(data, name)
+        is_remade = record == remade_record(info, record, record.parts)
+        if (object_hash(data) != info.record and not is_remade) or record.root() != info.root:
+            raise CorruptObjectError(f"{name} is not the record that the log names", object_id=name)
+    except StoreError as exc:
+        require_reachable(engine.backend, exc)
+        damages.append(Damage(exc.kind, name, str(exc), ()))
+        return None, size
+    return record, size
+
+
+def _read_part(engine: Engine, record: Record, rank: int) -> tuple[Part | Damage, int]:
+    """A part, or why it cannot be read; and its bytes."""
+    ulid = record.parts[rank]
+    name, size = part_name(ulid), 0
+    try:
+        data = engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
+        size = len(data)
+        part = decode_part(data, name)
+        if part.part_id() != record.part_ids[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES] or part.rank != rank:
+            raise CorruptObjectError(f"{name} is not the part that its snapshot names", object_id=name)
+    except StoreError as exc:
+        require_reachable(engine.backend, exc)
+        return Damage(exc.kind, name, str(exc), ()), size
+    engine.keep_part(ulid, part)  # what the reader takes next
+    return part, size
+
+
+def _resolve(engine: Engine, part: Part) -> Places | Damage:
+    """Where the blocks of a part are, or why there is no telling."""
+    try:
+        return resolve(engine, engine.log.view(), part)
+    except StoreError as exc:
+        require_reachable(engine.backend, exc)
+        return Damage(exc.kind, exc.object_id, f"{exc} (it says where blocks are that were moved)", ())
+
+
+def _extent_problems(packs: Packs, part: Part, places: Places, record: Record, rank: int, *, read_data: bool) -> Iterator[_PartProblem]:
+    """Compares extents with the packs' footers, with the packs' sizes, and with the blocks that were found bad."""
+    ids = block_ids(part)
+    for pack, rows in by_pack(places):
+        name, extents = pack_name(pack), places.extents[rows]
+        footer = packs.footer(pack)
+        if isinstance(footer, Footer):
+            wrong: npt.NDArray[np.bool_] = _not_in_footer(footer, extents, ids[rows])
+            kind, message = (
+                "corrupt_object",
+                f"{name} does not hold what {part_name(record.parts[rank])} refers to: it was replaced or swapped",
+            )
+            bad = packs.bad.get(pack)
+            if bad is not None:
+                message = message if wrong.any() else bad.message
+                wrong |= np.isin(extents["entry"], np.fromiter(bad.entries, np.int64))
+        else:
+            kind, message = footer
+            wrong = _unreachable(packs, pack, extents, ids[rows], read_data=read_data and kind != "missing_object")
+        if wrong.any():
+            hit = np.zeros(len(part.extents), np.bool_)
+            hit[rows[wrong]] = True
+            _spread(places.extents, hit)
+            yield _PartProblem(kind, name, message, hit, DamagedBlocks(pack, extents[wrong], ids[rows][wrong]))
+
+
+def _spread(extents: Extents, hit: npt.NDArray[np.bool_]) -> None:
+    """What hits a block hits those that are encoded against it, which come before it."""
+    for row in np.flatnonzero(extents["base"] != -1)[::-1].tolist():
+        first = int(extents["base"][row])
+        count = base_count(int(extents["codec"][row]), int(extents["flags"][row]))
+        hit[row] |= bool(hit[first : first + count].any())
+
+
+def _not_in_footer(footer: Footer, extents: Extents, ids: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    inside = extents["entry"] < len(footer.entries)
+    entries = footer.entries[np.where(inside, extents["entry"], 0)] if len(footer.entries) else None
+    if entries is None:
+        return ~inside
+    same = inside & (np.ascontiguousarray(entries["id"]).view(np.uint8).reshape(-1, DIGEST_BYTES) == ids).all(axis=1)
+    for column in ("offset", "stored", "raw", "codec"):
+        same &= entries[column] == extents[column]
+    differs: npt.NDArray[np.bool_] = ~same
+    return differs
+
+
+def _unreachable(packs: Packs, pack: Ulid, extents: Extents, ids: npt.NDArray[np.uint8], *, read_data: bool) -> npt.NDArray[np.bool_]:
+    """In a pack without a usable footer: blocks beyond its end, and with `read_data` those whose bytes are wrong."""
+    listed = packs.listed.get(pack)
+    if listed is None:
+        return np.ones(len(extents), np.bool_)
+    wrong: npt.NDArray[np.bool_] = extents["offset"] + extents["stored"] > listed.size_bytes
+    if read_data:
+        for at in np.flatnonzero(~wrong).tolist():
+            wrong[at] = not packs.is_intact(pack, extents[at].item(), ids[at].tobytes())
+    return wrong
+
+
+def merged(damages: Iterable[Damage]) -> Iterator[Damage]:
+    """One for each kind and object, with all the names that it hits in any part; without the blocks."""
+    found: dict[tuple[str, str], Damage] = {}
+    for damage in damages:
+        known = found.setdefault((damage.kind, damage.object), damage)
+        names = tuple(dict.fromkeys((*known.names, *damage.names))) if known.names and damage.names else ()
+        found[damage.kind, damage.object] = known._replace(names=names, blocks=None)
+    yield from found.values()
+
+
+def hit_text(addresses: Sequence[str], info: SnapshotInfo, names: Sequence[str]) -> str:
+    """``runs/gpt@1000 (root 9f86d081...): tensors``."""
+    where, more = ", ".join(addresses) or "no ref", len(names) - MAX_NAMED
+    shown = [*names[:MAX_NAMED], *([f"and {more} more"] if more > 0 else [])]
+    return f"{where} (root {info.root.hex()[:12]}): {', '.join(shown) or 'all of it'}"

@@ -1,0 +1,394 @@
+"""Checks a whole store and changes nothing: configuration, log, snapshots, packs and leftovers; and as much data as `FsckOptions` says.
+
+Damage becomes findings; an error at one object never stops the rest. Runs beside writers and gc: the log is read first, so that whatever
+its snapshots need is there when the packs are listed, but for what gc frees meanwhile; so what seems damaged is looked at again as of what
+the log says then, until it was damaged while it was needed. What no snapshot refers to is told as a notice.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Final, NamedTuple
+from uuid import UUID
+
+from tensorstore_ck.common.executor import Executor
+from tensorstore_ck.common.ids import Ulid, parse_ulid
+from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.reachability import relocations_in_order
+from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, InvalidOptionError, MissingObjectError, StoreError
+from tensorstore_ck.format.part import decode_part
+from tensorstore_ck.format.record import Record, decode_record
+from tensorstore_ck.format.relocation import decode_moved
+from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, unseal
+from tensorstore_ck.format.store_config import CONFIG_NAME
+from tensorstore_ck.gc.roots import roots
+from tensorstore_ck.log import FOLDERS, ObjectKey, Relocation, SnapshotInfo
+from tensorstore_ck.log.checkpoint import checkpoint_folder
+from tensorstore_ck.maintenance.fsck.block_tables import BlockTables, find_copies
+from tensorstore_ck.maintenance.fsck.check_config import config_problem, is_of_log
+from tensorstore_ck.maintenance.fsck.check_data import DataCheck
+from tensorstore_ck.maintenance.fsck.check_log import LogCheck, cache_problem, check_log, host_saw_more
+from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks, Listed, Packs
+from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, hit_text, merged, parts_of
+from tensorstore_ck.maintenance.fsck.findings import Finding, Findings, FsckReport, Severity, require_reachable
+from tensorstore_ck.maintenance.fsck.freeable import Freeing, why_unreferenced
+from tensorstore_ck.maintenance.fsck.marked_damaged import judge_marks, packs_of_marked
+from tensorstore_ck.maintenance.fsck.options import FsckOptions, Progress
+from tensorstore_ck.maintenance.fsck.read_only_engine import still_engine
+from tensorstore_ck.maintenance.fsck.repairable import (
+    command,
+    from_other,
+    is_moved_intact,
+    pack_advice,
+    readable_parts,
+    rebuild_moved,
+    relocations_in_force,
+)
+from tensorstore_ck.maintenance.fsck.unfinished_uploads import stale_uploads
+
+__all__ = ["Finding", "Fsck", "FsckReport", "run_fsck"]
+
+REMOTE_THREADS: Final = 8
+CONFIRM_ROUNDS: Final = 5
+_NS: Final = 1_000_000_000
+_KIND_OF: Final = {folder: kind for kind, folder in FOLDERS.items()}
+
+
+def run_fsck(
+    engine: Engine,
+    options: FsckOptions | None = None,
+    *,
+    read_data: bool = False,
+    progress: Progress | None = None,
+    executor: Executor | None = None,
+) -> FsckReport:
+    """Checks the store, as `options` say; `read_data` and `progress` are short for these options. `executor` reads the data.
+
+    Raises:
+        BackendUnavailableError: the backend does not answer. Damage is never raised.
+        InvalidOptionError: a rate limit that is no rate, or for work that runs elsewhere.
+    """
+    options = options or FsckOptions(read_data=read_data, progress=progress)
+    if options.max_bytes_per_second is not None and executor is not None and executor.is_remote:
+        raise InvalidOptionError(
+            "a rate limit holds for this process only: leave it out, or check without the cluster", object_id="rate limit"
+        )
+    return Fsck(engine.limited_to(options.max_bytes_per_second), options, executor=executor).run()
+
+
+class Objects(NamedTuple):
+    """What was listed."""
+
+    by_kind: dict[str, dict[Ulid, Listed]]
+    other_logs: list[str]
+    """Objects of logs that are not in force."""
+
+
+class Fsck:
+    """One check of a store; what it found out is there for repair."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        options: FsckOptions,
+        *,
+        known_bad: Mapping[Ulid, BadBlocks] | None = None,
+        reads_marked: bool = False,
+        executor: Executor | None = None,
+    ) -> None:
+        """`known_bad`: blocks that an earlier check found bad; where it is given, no data is read, and marks are not judged.
+
+        `reads_marked`: reads, whatever `options` say, the data of snapshots that are marked as damaged.
+        """
+        self._backend = engine.backend
+        self._options = options
+        self._known_bad = known_bad
+        self._reads_marked = reads_marked
+        self._executor = executor
+        self._started_ns = engine.clock()
+        self._found = Findings()
+        self._lock = threading.Lock()
+        self._done_bytes = self._total_bytes = 0
+        self.needed: set[ObjectKey] = set()
+        """What the snapshots need, as far as it could be read."""
+        self._broken: list[str] = []
+        """Log entries that are missing or damaged."""
+        self._rebuilt: dict[Ulid, bytes | None] = {}
+        self._freeing = Freeing(engine)
+        self._unsure = False
+        """Whether there are records or parts that could not be read, so that what they refer to is not known."""
+        self.engine = engine
+        self.log = LogCheck()
+        self.at_log: Engine = engine
+        """At the log as this check folded it."""
+        self.anchor = 0
+        """The entry up to which the log had been folded when the store was looked at."""
+        self.objects = Objects({kind: {} for kind in FOLDERS}, [])
+        self.packs = Packs(self._backend, {})
+        self.hit = BlockTables()
+        """Blocks that snapshots need and cannot be read."""
+        self.damaged: dict[Ulid, SnapshotCheck] = {}
+        """Snapshots that are damaged."""
+        self.read: Collection[Ulid] = ()
+        """Packs of which every block was read."""
+
+    def run(self) -> FsckReport:
+        """Looks at everything."""
+        self._check_config()
+        self._check_log()
+        self._list()
+        self.packs = packs = Packs(self._backend, self.objects.by_kind["pack"])
+        packs.bad.update(self._known_bad or {})
+        packs.check_footers()
+        max_seconds = self._options.max_seconds
+        deadline_ns = None if max_seconds is None else self._started_ns + int(max_seconds * _NS)
+        suspects = packs_of_marked(self.at_log) if self._reads_marked else ()
+        chosen: list[Ulid] | None = None if self._known_bad is None else []
+        data = DataCheck(self.engine, packs, self._options, deadline_ns=deadline_ns, chosen=chosen, suspects=suspects)
+        sizes = (listed.size_bytes for kind in ("part", "snapshot") for listed in self.objects.by_kind[kind].values())
+        self._total_bytes = sum(sizes) + sum(packs.listed[pack].size_bytes for pack in data.chosen)
+        data.run(self._advance, self._executor)
+        self.read, self._data = data.read, data
+        snapshots = self._check_snapshots()
+        if self._known_bad is None:
+            judge_marks(self.at_log, self._found, damaged=self.damaged, read=data.read)
+        self._judge_packs()
+        self._check_leftovers()
+        self._advise()
+        if self._options.progress is not None:
+            self._options.progress(self._total_bytes, self._total_bytes)
+        return FsckReport(
+            self._found.all(),
+            self.log.entries,
+            snapshots,
+            len(packs.listed),
+            packs.blocks,
+            data.read_bytes,
+            data.packs,
+            data.never_verified,
+            data.oldest_verified_ns,
+            data.is_out_of_time,
+            self._freeing.freeable,
+        )
+
+    # --- configuration and log ----------------------------------------------------------------------------------------
+
+    def _check_config(self) -> None:
+        problem = config_problem(self.engine)
+        if problem is not None:
+            self._found.add(problem.error.kind, CONFIG_NAME, str(problem.error), hit="every ref: the store cannot be opened")
+            self._found.advise(CONFIG_NAME, problem.advice, repairable=problem.is_repairable)
+
+    def _check_log(self) -> None:
+        config, head, seen = self.engine.config, None, self.engine.log.seen()
+        with contextlib.suppress(StoreError):  # a host's cache that cannot be read tells nothing
+            head = self.engine.log.view().head()
+        uuid = None if self._found.names(CONFIG_NAME) and is_of_log(self._backend, config) is False else UUID(config.uuid).bytes
+        self.log = log = check_log(self._backend, prefix=config.log, uuid=uuid)
+        self.at_log, self.anchor = still_engine(self.engine, log), log.last
+        if head is None and not log.problems:  # a later first sync would empty the host's cache, and lose what this check notes there
+            with contextlib.suppress(StoreError):
+                self.engine.log.sync()
+        more = [*(host_saw_more(log, saw, self.engine.log.chain) for saw in {head, seen}), cache_problem(log, self.engine.log)]
+        for problem in [*log.problems, *(found for found in more if found)]:
+            severity: Severity = "error" if problem.is_error else "notice"
+            self._found.add(problem.kind, problem.object, problem.message, severity=severity, repairable=problem.is_error)
+            if problem.kind == "broken_log":
+                self._broken.append(problem.object)
+
+    # --- snapshots and packs ------------------------------------------------------------------------------------------
+
+    def _list(self) -> None:
+        config = self.engine.config
+        in_force = (f"{config.log}/", checkpoint_folder(config.log))
+        for name, size_bytes, modified_ns in self._backend.list(""):
+            if name == CONFIG_NAME or name.startswith(in_force):
+                continue
+            folder, ulid = name.partition("/")[0], parse_ulid(name[-26:])
+            kind = _KIND_OF.get(folder)
+            if kind is not None and ulid is not None and ObjectKey(kind, ulid).name == name:
+                self.objects.by_kind[kind][ulid] = Listed(size_bytes, modified_ns)
+            elif folder in {"log", "checkpoint"} or folder.startswith("log-"):
+                self.objects.other_logs.append(name)
+            elif folder not in {"gc", "probe", "writers"}:
+                self._found.add("foreign_object", name, "it is none of a store's objects: delete it if nobody knows it", severity="notice")
+
+    def _check_snapshots(self) -> int:
+        """Checks all snapshots; those that seem damaged again, as of what the log says then.
+
+        An object that is missing although the log, read later, still says that it is needed was not freed by gc.
+        """
+        infos = {info.ulid: info for info in self.log.view.snapshots()}
+        suspects = self._check_all(infos.values())
+        met = {damage.object for found in suspects.values() for damage in found.damages if damage.blocks is None}
+        unread = self.packs.unread(met)
+        if unread:  # met on the way to a layout: reading all of a pack tells which of its blocks are damaged
+            self._data.read_also(unread)
+            suspects = self._check_all(infos.values())
+        for _ in range(CONFIRM_ROUNDS):
+            if not suspects or not self.log.follow(self.engine.log.chain):
+                break
+            before = {(ulid, damage.object) for ulid, found in suspects.items() for damage in found.damages}
+            suspects = self._check_all(infos[ulid] for ulid in suspects if self.log.view.is_live(ulid))
+            if all((ulid, damage.object) in before for ulid, found in suspects.items() for damage in found.damages):
+                break
+        self.damaged = suspects
+        refs = roots(self.log.view)
+        for ulid, found in suspects.items():
+            self._unsure = self._unsure or not found.is_complete
+            step = "" if infos[ulid].step is None else f"@{infos[ulid].step}"
+            addresses = [f"{ref}{step}" for ref in refs.get(ulid, ())]
+            for damage in found.damages:
+                if damage.blocks is not None:
+                    self.hit.add(*damage.blocks)
+            for damage in merged(found.damages):
+                self._found.add(damage.kind, damage.object, damage.message, hit=hit_text(addresses, infos[ulid], damage.names))
+        return len(infos)
+
+    def _check_all(self, infos: Iterable[SnapshotInfo]) -> dict[Ulid, SnapshotCheck]:
+        """Checks snapshots, and returns the damaged ones."""
+        damaged: dict[Ulid, SnapshotCheck] = {}
+
+        def check(info: SnapshotInfo) -> None:
+            checked = check_snapshot(self.at_log, self.packs, info, read_data=self._options.reads_data)
+            with self._lock:
+                self.needed |= checked.needs
+                if checked.damages:
+                    damaged[info.ulid] = checked
+            self._advance(checked.object_bytes)
+
+        for_each(infos, check, cpu_threads() if self._backend.is_local else REMOTE_THREADS)
+        return damaged
+
+    def _judge_packs(self) -> None:
+        """What was found about packs, but hits no snapshot."""
+        for pack, listed in self.packs.listed.items():
+            key, problem, bad = ObjectKey("pack", pack), self.packs.problems.get(pack), self.packs.bad.get(pack)
+            is_needed = key in self.needed
+            if self._found.names(key.name) or (not is_needed and listed.modified_ns >= self._started_ns):
+                continue
+            if problem is not None and problem.kind == MissingObjectError.kind:
+                continue  # freed meanwhile: whoever had needed it was hit
+            if not is_needed:
+                self._left_behind(
+                    key, (problem.kind, problem.message) if problem else (CorruptObjectError.kind, bad.message) if bad else None
+                )
+            elif problem is not None:
+                rest = (
+                    f"what snapshots refer to in it is intact: {command()} copies that to a new pack"
+                    if self._options.reads_data
+                    else "its data was not read: run `tsck fsck --read-data`"
+                )
+                self._found.add(problem.kind, key.name, f"{problem.message}; {rest}", repairable=True)
+            elif bad is not None:
+                self._found.add(CorruptObjectError.kind, key.name, f"{bad.message}; no snapshot refers to that block", severity="notice")
+
+    def _advise(self) -> None:
+        """Says of what is damaged how it can be mended."""
+        for pack, (advice, repairable) in pack_advice(self.packs, self.hit, reads_data=self._options.reads_data).items():
+            self._found.advise(ObjectKey("pack", pack).name, advice, repairable=repairable)
+        moved = {ObjectKey("moved", moved).name: relocation for moved, relocation in relocations_in_force(self.log.view).items()}
+        objects = {damage.object for found in self.damaged.values() for damage in found.damages if damage.blocks is None}
+        for name in objects:
+            relocation = moved.get(name)
+            if relocation is not None and (self.rebuild(relocation) is not None or self._has_blocks_of(name)):
+                self._found.advise(name, f"{command()} makes it again, or what needs it", repairable=True)
+            elif name.partition("/")[0] in _KIND_OF:
+                self._found.advise(name, from_other(), repairable=False)
+
+    def _has_blocks_of(self, name: str) -> bool:
+        """Whether all blocks of the snapshots that an object hits are somewhere."""
+        hit = (ulid for ulid, found in self.damaged.items() if any(damage.object == name for damage in found.damages))
+        infos = (info for ulid in hit if (info := self.log.view.snapshot(ulid)) is not None)
+        wanted = {part.block_id(row) for info in infos for part in parts_of(self.at_log, info) for row in range(part.block_count)}
+        return wanted == find_copies(self.packs, wanted, unless={}).keys()
+
+    def rebuild(self, relocation: Relocation) -> bytes | None:
+        """The moved object of a relocation made anew, if it is damaged."""
+        if relocation.moved not in self._rebuilt:
+            if is_moved_intact(self._backend, relocation):
+                return None
+            parts = readable_parts(self.at_log, self.objects.by_kind["part"])
+            self._rebuilt[relocation.moved] = rebuild_moved(self.packs, relocation, parts)
+        return self._rebuilt[relocation.moved]
+
+    # --- leftovers ----------------------------------------------------------------------------------------------------
+
+    def _check_leftovers(self) -> None:
+        decoders: Mapping[str, Callable[[bytes, str], object]] = {"part": decode_part, "moved": partial(unseal, "moved")}
+        in_force = relocations_in_force(self.log.view)
+        try:
+            relocations_in_order(self.log.view, sorted({relocation.pack for relocation in in_force.values()}))
+        except CorruptObjectError as exc:
+            if not self._found.names(exc.object_id):
+                self._found.add(exc.kind, exc.object_id, f"{exc}; no snapshot needs them", severity="notice")
+        for kind, decode in decoders.items():
+            for ulid, listed in self.objects.by_kind[kind].items():
+                key = ObjectKey(kind, ulid)
+                if key not in self.needed and ulid not in in_force and listed.modified_ns < self._started_ns:
+                    with contextlib.suppress(MissingObjectError):
+                        self._left_behind(key, self._problem_of(key.name, decode))
+        for ulid, relocation in in_force.items():
+            key = ObjectKey("moved", ulid)
+            if key not in self.needed and not self._found.names(key.name):
+                with contextlib.suppress(MissingObjectError):
+                    problem = self._problem_of(key.name, partial(decode_moved, expected=relocation.hash))
+                    if problem is not None:
+                        self._left_behind(key, problem)
+        for ulid, listed in self.objects.by_kind["snapshot"].items():
+            key = ObjectKey("snapshot", ulid)
+            if key not in self.needed and listed.modified_ns < self._started_ns:
+                with contextlib.suppress(MissingObjectError):
+                    self._check_stray_record(key)
+        for name in self.objects.other_logs:
+            kind = "checkpoint" if "checkpoint/" in name else "log"
+            with contextlib.suppress(MissingObjectError):
+                problem = self._problem_of(name, partial(unseal, kind))
+                detail = f" ({problem[1]})" if problem else ""
+                self._found.add("old_log", name, f"it belongs to a log that is not in force any more{detail}", severity="notice")
+        for name in stale_uploads(self.engine):
+            message = "an unfinished write of more than a day ago: `tsck fsck --abort-uploads` frees it"
+            self._found.add("stale_upload", name, message, severity="notice", repairable=True)
+
+    def _check_stray_record(self, key: ObjectKey) -> None:
+        records: list[Record] = []
+        self._left_behind(key, self._problem_of(key.name, lambda data, name: records.append(decode_record(data, name))))
+        if self.log.view.snapshot(key.ulid) is not None:
+            return  # nothing holds it any more
+        for record in records:
+            for entry in self._broken:
+                step = "" if record.step is None else f"@{record.step}"
+                hit = f"perhaps {record.ref}{step} (root {record.root().hex()[:12]}), which no other entry publishes"
+                self._found.add(BrokenLogError.kind, entry, "", hit=hit)
+
+    def _problem_of(self, name: str, decode: Callable[[bytes, str], object]) -> tuple[str, str] | None:
+        """What is wrong with an object that nothing needs.
+
+        Raises:
+            MissingObjectError: it was freed meanwhile.
+        """
+        try:
+            decode(self._backend.get(name, max_bytes=MAX_OBJECT_BYTES), name)
+        except MissingObjectError:
+            raise
+        except StoreError as exc:
+            require_reachable(self._backend, exc)
+            return exc.kind, str(exc)
+        return None
+
+    def _left_behind(self, key: ObjectKey, problem: tuple[str, str] | None) -> None:
+        if problem is not None and problem[0] == MissingObjectError.kind:
+            return  # freed meanwhile
+        who = why_unreferenced(self.log.view, key) + self._freeing.when(key)
+        if self._unsure or self._broken:
+            who = "no snapshot that can be read refers to it"
+        kind, message = ("unreferenced", who) if problem is None else (problem[0], f"{problem[1]}; {who}")
+        self._found.add(kind, key.name, message, severity="notice")
+
+    def _advance(self, count: int) -> None:
+        with self._lock:
+            self._done_bytes = min(self._done_bytes + count, self._total_bytes)
+            if self._options.progress is not None:
+                self._options.progress(self._done_bytes, self._total_bytes)

@@ -1,0 +1,141 @@
+"""What fsck finds. A finding names the object, what is wrong with it, and which refs, steps and tensors that hits.
+
+Damage to one object is one finding, however many snapshots it hits; the first few of them are named and the rest counted.
+"""
+
+import re
+import threading
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.errors import BackendUnavailableError, PlaceUnavailableError, StoreError
+from tensorstore_ck.format.store_config import CONFIG_NAME
+from tensorstore_ck.gc.report import Freeable
+
+MAX_HITS: Final = 10
+_RUN_FSCK: Final = re.compile(r"; run `tsck fsck[^`]*`( to see what it hits, and restore an older snapshot)?")
+"""What errors advise everybody but fsck."""
+
+Severity = Literal["error", "notice"]
+"""``error``: something that a ref reaches, or the store needs, is damaged. ``notice``: worth knowing, and nothing is lost by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One result of fsck."""
+
+    kind: str
+    """``corrupt_object``, ``missing_object``, ``broken_log``, ``unreferenced`` ..."""
+    object: str
+    """Its name in the store."""
+    message: str
+    hits: tuple[str, ...]
+    """``ref@step (root): tensors`` for each snapshot that is hit; at the most `MAX_HITS`, then how many more."""
+    repairable: bool
+    """Whether a command can put it right with what is in the store; the message tells which, or what else is needed."""
+    severity: Severity
+
+
+@dataclass(frozen=True, slots=True)
+class FsckReport:
+    """What fsck looked at, and what it found."""
+
+    findings: tuple[Finding, ...]
+    """Errors first."""
+    log_entries: int
+    snapshots: int
+    packs: int
+    blocks: int
+    """Blocks in the packs' footers."""
+    data_bytes: int
+    """Bytes of blocks that were read and hashed in this run."""
+    read_packs: int = 0
+    """Packs whose blocks were all read in this run."""
+    never_verified: int = 0
+    """Packs whose blocks this host never found all sound."""
+    oldest_verified_ns: int | None = None
+    """Of the other packs, when this host last found that one sound that waits longest; nanoseconds since 1970."""
+    out_of_time: bool = False
+    """Whether there was no time to read all that was asked for."""
+    freeable: Freeable | None = None
+    """What gc can free, where something was found that nothing refers to, and gc can run."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything that refs reach is there and intact, as far as it was read."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+
+@dataclass(slots=True)
+class _Gathered:
+    message: str
+    severity: Severity
+    repairable: bool
+    hits: list[str] = field(default_factory=list)
+    hit_count: int = 0
+
+
+def require_reachable(backend: Backend, exc: StoreError) -> None:
+    """Raises `exc` when it is the backend that cannot be read, and not just one object of it."""
+    if isinstance(exc, PlaceUnavailableError):
+        raise exc
+    if isinstance(exc, BackendUnavailableError):
+        try:
+            backend.size(CONFIG_NAME)
+        except BackendUnavailableError:
+            raise exc from None
+        except StoreError:
+            return
+
+
+DAMAGED: Final = "damaged"
+"""The mark of snapshots that repair left damaged."""
+
+
+class Findings:
+    """Gathers findings from several threads, one per object and kind."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[tuple[str, str], _Gathered] = {}
+
+    def add(
+        self, kind: str, object_name: str, message: str, *, hit: str | None = None, severity: Severity = "error", repairable: bool = False
+    ) -> None:
+        """Notes damage; of several messages for one object the first is kept, and of several severities the worst."""
+        message = _RUN_FSCK.sub("", message)
+        with self._lock:
+            gathered = self._found.setdefault((object_name, kind), _Gathered(message, severity, repairable))
+            if severity == "error":
+                gathered.severity = severity
+            if hit is not None:
+                gathered.hit_count += 1
+                if len(gathered.hits) < MAX_HITS:
+                    gathered.hits.append(hit)
+
+    def advise(self, object_name: str, advice: str, *, repairable: bool) -> None:
+        """Says how an object can be mended."""
+        with self._lock:
+            for (name, _), gathered in self._found.items():
+                if name == object_name:
+                    gathered.message, gathered.repairable = f"{gathered.message}; {advice}", repairable
+
+    def names(self, object_name: str) -> bool:
+        """Whether anything was found about an object."""
+        with self._lock:
+            return any(name == object_name for name, _ in self._found)
+
+    def all(self) -> tuple[Finding, ...]:
+        """All findings, errors first, by object."""
+        with self._lock:
+            ordered = sorted(self._found.items(), key=lambda item: (item[1].severity != "error", item[0]))
+        return tuple(
+            Finding(kind, name, gathered.message, _hits(gathered), gathered.repairable, gathered.severity)
+            for (name, kind), gathered in ordered
+        )
+
+
+def _hits(gathered: _Gathered) -> tuple[str, ...]:
+    more = gathered.hit_count - len(gathered.hits)
+    return (*sorted(gathered.hits), *([f"and {more} more"] if more else []))

@@ -1,0 +1,101 @@
+"""Where repair takes good bytes from: blocks in place, other copies of them in this store, and in another one. All are verified.
+
+Copies are found by the packs' footers. That a pack is listed says nothing about how long it stays, so what is found here is read and
+written anew, never referred to.
+"""
+
+import contextlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.common.ids import Digest, Ulid, block_id, parse_ulid
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.errors import DamageError, StoreError
+from tensorstore_ck.format.codec import BASED, Codec, StoredBlock, decode
+from tensorstore_ck.format.pack import Footer, pack_name
+from tensorstore_ck.log import FOLDERS, ObjectKey
+from tensorstore_ck.maintenance.fsck.block_tables import Place, find_copies
+from tensorstore_ck.maintenance.fsck.check_packs import Listed, Packs
+from tensorstore_ck.maintenance.fsck.findings import require_reachable
+
+
+class Other(NamedTuple):
+    """Another store, whose objects may be what this one lost."""
+
+    engine: Engine
+    packs: Packs
+    parts: list[Ulid]
+
+
+def open_other(engine: Engine) -> Other:
+    """Looks at what another store has."""
+    with contextlib.suppress(DamageError):  # what it has of its log may be enough
+        engine.log.sync()
+    listed: dict[str, dict[Ulid, Listed]] = {}
+    for kind in ("pack", "part"):
+        found = listed.setdefault(kind, {})
+        for info in engine.backend.list(f"{FOLDERS[kind]}/"):
+            ulid = parse_ulid(info.name[-26:])
+            if ulid is not None and ObjectKey(kind, ulid).name == info.name:
+                found[ulid] = Listed(info.size_bytes, info.modified_ns)
+    return Other(engine, Packs(engine.backend, listed["pack"]), sorted(listed["part"]))
+
+
+class BlockSource:
+    """Blocks by their ids."""
+
+    def __init__(self, backend: Backend, packs: Packs, other: Other | None, wanted: Iterable[Digest]) -> None:
+        """Looks for the `wanted` blocks."""
+        self._stores = [(backend, packs), *([(other.engine.backend, other.packs)] if other is not None else [])]
+        self._copies: list[dict[Digest, list[Place]]] = [{} for _ in self._stores]
+        ids = set(wanted)
+        while ids:  # then their bases
+            bases: set[Digest] = set()
+            for (_, there), copies in zip(self._stores, self._copies, strict=True):
+                found = find_copies(there, ids, unless={})
+                copies |= found
+                bases.update(base for places in found.values() for place in places for base in _bases_of(there, place))
+            ids = {base for base in bases if not any(base in copies for copies in self._copies)}
+
+    def get(self, block: Digest) -> StoredBlock | None:
+        """A block, from the first copy that verifies; as it is where others are needed to decode it."""
+        for (backend, packs), copies in zip(self._stores, self._copies, strict=True):
+            for place in copies.get(block, ()):
+                found = read_block(backend, place, block)
+                if found is None:
+                    found = self._from_bases(backend, packs, place, block)
+                if found is not None:
+                    return found
+        return None
+
+    def _from_bases(self, backend: Backend, packs: Packs, place: Place, block: Digest) -> StoredBlock | None:
+        name, row = pack_name(place.pack), place.row[0]
+        bases = [self.get(base) for base in _bases_of(packs, place)]
+        try:
+            raws = [decode(base.codec, base.stored, base.raw_bytes, name) for base in bases if base is not None]
+            stored = memoryview(bytearray(int(row["stored"])))
+            backend.read_into(name, int(row["offset"]), stored)
+            raw = decode(int(row["codec"]), stored, int(row["raw"]), name, bases=raws)
+        except StoreError as exc:
+            require_reachable(backend, exc)
+            return None
+        return StoredBlock(Codec.RAW, raw, len(raw)) if block_id(raw) == block else None
+
+
+def _bases_of(packs: Packs, place: Place) -> list[Digest]:
+    footer = packs.footer(place.pack) if int(place.row[0]["codec"]) in BASED else None
+    return footer.bases_of(place.entry) if isinstance(footer, Footer) else []
+
+
+def read_block(backend: Backend, place: Place, block: Digest) -> StoredBlock | None:
+    """What is at a place, if it is that block, and can be decoded without others."""
+    name, row = pack_name(place.pack), place.row[0]
+    stored = memoryview(bytearray(int(row["stored"])))
+    try:
+        backend.read_into(name, int(row["offset"]), stored)
+        raw = decode(int(row["codec"]), stored, int(row["raw"]), name)
+    except StoreError as exc:
+        require_reachable(backend, exc)
+        return None
+    return StoredBlock(Codec(int(row["codec"])), stored, len(raw)) if block_id(raw) == block else None

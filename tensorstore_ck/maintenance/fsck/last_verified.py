@@ -1,0 +1,71 @@
+"""When this host last read a pack whole and found it sound. A cache: what is lost is only the order in which packs are read.
+
+Kept in the host's table, so each host has its own opinion, and goes through the store by itself; a host that begins anew, or whose
+cache was emptied, begins with any pack. Keys ``f/<pack>``, values nanoseconds since 1970; 0 where damage was found, until the pack is
+read again and found sound.
+"""
+
+import contextlib
+from collections.abc import Collection
+from typing import Final
+
+from tensorstore_ck.common.ids import ULID_BYTES, Ulid
+from tensorstore_ck.log.cache import Table, TableError
+
+_KEY: Final = b"f/"
+_FLUSH_PACKS: Final = 256
+_FLUSH_BYTES: Final = 4 << 30
+
+
+class Verified:
+    """Pack -> when it was verified, for the packs that are there. Not thread-safe."""
+
+    def __init__(self, table: Table, packs: Collection[Ulid]) -> None:
+        self._table = table
+        self._times = dict.fromkeys(packs, 0)
+        self._damaged: set[Ulid] = set()
+        self._pending: dict[Ulid, int | None] = {}
+        self._pending_bytes = 0
+        for key, value in table.scan(_KEY):
+            pack = Ulid(key[len(_KEY) :])
+            if pack in self._times and len(pack) == ULID_BYTES:
+                self._times[pack] = int.from_bytes(value, "big")
+                if not self._times[pack]:
+                    self._damaged.add(pack)
+            else:
+                self._pending[pack] = None
+
+    def order(self) -> list[Ulid]:
+        """The packs: those first in which damage was found, then those that were never verified, or longest ago."""
+        return sorted(self._times, key=lambda pack: (pack not in self._damaged, self._times[pack], pack))
+
+    def damaged(self) -> list[Ulid]:
+        """The packs in which damage was found when they were last read."""
+        return sorted(self._damaged)
+
+    def note(self, pack: Ulid, size_bytes: int, time_ns: int | None) -> None:
+        """Notes that a pack was found sound; without a time, that it was not: every later check reads it."""
+        self._times[pack] = time_ns or 0
+        self._pending[pack] = time_ns or 0
+        self._pending_bytes += size_bytes
+        if len(self._pending) >= _FLUSH_PACKS or self._pending_bytes >= _FLUSH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what was noted."""
+        with contextlib.suppress(TableError), self._table.batch() as batch:
+            for pack, time_ns in self._pending.items():
+                if time_ns is None:
+                    batch.delete(_KEY + pack)
+                else:
+                    batch.put(_KEY + pack, time_ns.to_bytes(8, "big"))
+        self._pending.clear()
+        self._pending_bytes = 0
+
+    def never(self) -> int:
+        """How many packs were never verified."""
+        return sum(not time_ns for time_ns in self._times.values())
+
+    def oldest_ns(self) -> int | None:
+        """When the pack was verified that waits longest; None where none was."""
+        return min((time_ns for time_ns in self._times.values() if time_ns), default=None)

@@ -1,0 +1,48 @@
+"""Snapshots that repair marked as damaged, on whichever host: the store's own memory of damage that only reading data finds."""
+
+from collections.abc import Collection, Iterator
+
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.format.record import record_name
+from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.maintenance.fsck.check_snapshot import hit_text, placed_parts
+from tensorstore_ck.maintenance.fsck.findings import DAMAGED, Findings, Severity
+from tensorstore_ck.maintenance.fsck.repairable import command, from_other
+
+
+def packs_of_marked(engine: Engine) -> set[Ulid]:
+    """The packs of the snapshots that are marked as damaged at the log of `engine`."""
+    return {pack for info in _marked(engine) for pack in packs_of(engine, info)}
+
+
+def packs_of(engine: Engine, info: SnapshotInfo) -> set[Ulid]:
+    """The packs of a snapshot, as far as its parts can be read."""
+    return {pack for _, places in placed_parts(engine, info) for pack in places.packs}
+
+
+def judge_marks(engine: Engine, found: Findings, *, damaged: Collection[Ulid], read: Collection[Ulid]) -> None:
+    """A marked snapshot counts as damaged until all its data was read: a check that read less does not say that all is well.
+
+    Args:
+        engine: At the log that was checked.
+        found: Takes the findings.
+        damaged: Snapshots that this check found damaged.
+        read: Packs of which this check read every block.
+    """
+    for info in _marked(engine):
+        if info.ulid in damaged:
+            continue
+        is_whole = packs_of(engine, info) <= set(read)
+        if is_whole:
+            message = f"it is marked as damaged ({info.reason}), and is whole now: {command(reads_data=True)} takes the mark back"
+        else:
+            message = f"it is marked as damaged ({info.reason}), and not all its data was read now: {from_other(reads_data=True)}"
+        address = info.ref if info.step is None else f"{info.ref}@{info.step}"
+        severity: Severity = "notice" if is_whole else "error"
+        hit = hit_text([address], info, ())
+        found.add("marked_damaged", record_name(info.ulid), message, hit=hit, severity=severity, repairable=is_whole)
+
+
+def _marked(engine: Engine) -> Iterator[SnapshotInfo]:
+    return (info for info in engine.log.view().snapshots() if info.mark == DAMAGED)

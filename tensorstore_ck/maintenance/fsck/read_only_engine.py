@@ -1,0 +1,35 @@
+"""An engine at a log that was folded apart from this host's cache: it follows nothing, and writes nothing.
+
+What fsck and repair read goes through it, so that a damaged cache, or one that lags behind, does not mislead them.
+"""
+
+import uuid
+
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.log import Head, Log
+from tensorstore_ck.log.block_index import BlockIndex
+from tensorstore_ck.maintenance.fsck.check_log import LogCheck
+
+
+class _StillLog(Log):
+    """A log that stays where it was folded to."""
+
+    def sync(self) -> Head:
+        """The head of the fold."""
+        return self.view().head() or Head(0, self.chain.genesis)
+
+
+def still_engine(engine: Engine, check: LogCheck) -> Engine:
+    """An engine over the same backend, whose ref table is that of `check`."""
+    config = engine.config
+    log = _StillLog(
+        engine.backend,
+        check.table,
+        uuid=uuid.UUID(config.uuid).bytes,
+        prefix=config.log,
+        clock=engine.clock,
+        actor="fsck",
+        new_id=engine.new_id,
+    )
+    engine.placed.learn(check.view.places())
+    return Engine(engine.backend, config, check.table, log, BlockIndex(check.table), engine.clock, engine.new_id, engine.placed)

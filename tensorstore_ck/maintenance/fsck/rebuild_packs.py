@@ -1,0 +1,106 @@
+"""Makes damaged packs anew: what snapshots need of pack P, in new packs, and a relocation that leads there.
+
+Each block is taken from P where it is good, else from another copy. Unlike compaction it never condemns P, so that it need not know all
+that is needed of it: what the relocation does not list stays where it was, and gc frees P when nothing needs it any more.
+"""
+
+import threading
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.common.ids import Digest, Ulid
+from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.reachability import rescue
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.codec import StoredBlock
+from tensorstore_ck.format.pack import BASE_DTYPE, Entries, Footer, pack_name
+from tensorstore_ck.gc.compact import Move, SparsePack, compact
+from tensorstore_ck.log import ObjectKey, Op, RefTable
+from tensorstore_ck.maintenance.fsck.block_tables import BlockTables, Place
+from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, read_block
+
+REMOTE_THREADS = 8
+
+
+class Repacked(NamedTuple):
+    """What became of one pack."""
+
+    pack: Ulid
+    blocks: int
+    """Blocks that are in a new pack now."""
+    lost: int
+    """Blocks of which there is no good copy."""
+
+
+def repack(engine: Engine, needed: BlockTables, source: BlockSource, anchor: int) -> list[Repacked]:
+    """Makes packs anew, each with its `needed` blocks; what is lost stays where it was.
+
+    Raises:
+        SnapshotExpiredError: gc settled what happened since `anchor`: look at the store again.
+    """
+    packs, outcomes = [], []
+    blocks = _Blocks(engine, source)
+    for pack, table in needed.packs.items():
+        entries = needed.entries(pack)
+        found = blocks.found(pack, table, entries)
+        outcomes.append(Repacked(pack, len(found), len(entries) - len(found)))
+        if found:
+            footer = Footer(table, np.zeros(0, BASE_DTYPE))
+            packs.append(SparsePack(pack, footer, np.array(found), int(table["stored"].sum(dtype=np.int64))))
+    done = compact(engine, packs, read=blocks.read)
+    for move in done.moves:
+        commit_move(engine, move, anchor)
+    moved = {move.pack for move in done.moves}
+    return [outcome if outcome.pack in moved else Repacked(outcome.pack, 0, outcome.blocks + outcome.lost) for outcome in outcomes]
+
+
+def commit_move(engine: Engine, move: Move, anchor: int, needed: Collection[ObjectKey] = ()) -> None:
+    """Puts a relocation in force, if all that it leads to, and `needed` besides, is there and stays.
+
+    Raises:
+        SnapshotExpiredError: gc freed some of it.
+    """
+    keys = [ObjectKey("moved", move.ulid), *(ObjectKey("pack", target) for target in move.targets), *needed]
+
+    def build(view: RefTable) -> list[Op]:
+        relocate = Op.relocate(move.pack, move.ulid, move.hash, move.targets)
+        return [relocate, *rescue(view, keys, anchor, f"repair of {pack_name(move.pack)}")]
+
+    engine.log.append(build)
+
+
+class _Blocks:
+    """Good blocks of damaged packs."""
+
+    def __init__(self, engine: Engine, source: BlockSource) -> None:
+        self._engine = engine
+        self._source = source
+        self._lock = threading.Lock()
+
+    def found(self, pack: Ulid, table: Entries, entries: list[int]) -> list[int]:
+        """The entries that can be had."""
+        good: set[int] = set()
+
+        def look(entry: int) -> None:
+            if self._get(pack, table, entry) is not None:
+                with self._lock:
+                    good.add(entry)
+
+        for_each(entries, look, cpu_threads() if self._engine.backend.is_local else REMOTE_THREADS)
+        return sorted(good)
+
+    def read(self, pack: Ulid, footer: Footer, entries: list[int]) -> list[StoredBlock]:
+        """What `compact` copies."""
+        blocks = [self._get(pack, footer.entries, entry) for entry in entries]
+        if any(block is None for block in blocks):
+            raise CorruptObjectError(f"{pack_name(pack)}: a block cannot be read any more", object_id=pack_name(pack))
+        return [block for block in blocks if block is not None]
+
+    def _get(self, pack: Ulid, table: Entries, entry: int) -> StoredBlock | None:
+        row = table[entry : entry + 1]
+        block = Digest(row["id"][0].tobytes())
+        found = read_block(self._engine.backend, Place(pack, entry, row), block)
+        return found if found is not None else self._source.get(block)

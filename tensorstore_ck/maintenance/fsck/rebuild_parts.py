@@ -1,0 +1,280 @@
+"""Makes lost parts and records anew: what they say is taken from another object of the same logical hash, where their blocks are from here.
+
+A part made anew must not refer to a pack just because that is listed. So it refers to a pack that never was, and a relocation, checked and
+put in force like any other, leads from there to blocks that live snapshots need, or that were copied for it. It gets a new name, since
+hosts remember what the part of a name needs, and the record, made anew too, names it. The relocation comes last: its entry rescues
+what a gc has condemned that did not see the new record, and one that condemns later marks anew, because it sees the relocation.
+What a copy of this very store has is taken byte for byte, if nothing that it leads to is on gc's lists.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.reachability import resolve
+from tensorstore_ck.engine.write.pack_writer import EncodedBlock, PackWriter
+from tensorstore_ck.errors import DamageError, MissingObjectError
+from tensorstore_ck.format.codec import BASED
+from tensorstore_ck.format.pack import HEADER
+from tensorstore_ck.format.part import EXTENT_DTYPE, Part, decode_part, encode_values, part_name
+from tensorstore_ck.format.record import Record, decode_record, record_name
+from tensorstore_ck.format.relocation import MOVED_DTYPE, Moved
+from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash, unseal
+from tensorstore_ck.gc.compact import Move
+from tensorstore_ck.log import ObjectKey, SnapshotInfo
+from tensorstore_ck.log.block_index import Location
+from tensorstore_ck.maintenance.fsck.block_tables import Place, find_copies
+from tensorstore_ck.maintenance.fsck.check_packs import Packs
+from tensorstore_ck.maintenance.fsck.check_snapshot import remade_record
+from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, Other
+from tensorstore_ck.maintenance.fsck.rebuild_packs import commit_move
+from tensorstore_ck.maintenance.fsck.repairable import readable_parts
+
+COPIED: Final = "copied from the other store"
+
+
+class Remaker:
+    """Makes parts and records of one store anew."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        packs: Packs,
+        listed: Mapping[str, Collection[Ulid]],
+        other: Other | None,
+        *,
+        safe: frozenset[Ulid],
+        anchor: int,
+    ) -> None:
+        """`listed`: objects by kind. `safe`: packs that live snapshots need as of entry `anchor`."""
+        self._engine = engine
+        self._packs = packs
+        self._listed = listed
+        self._safe = safe
+        self._other = other
+        self._anchor = anchor
+        self._hashes: dict[str, dict[Digest, str]] = {}
+        self._parts_by_id: dict[tuple[Digest, int], tuple[Engine, Ulid]] | None = None
+
+    def record(self, info: SnapshotInfo) -> str | None:
+        """Writes a record anew; how that was done, or None where there is none to take it from.
+
+        Raises:
+            SnapshotExpiredError: gc was at work: look again.
+            DamageError: a block is nowhere to be had.
+        """
+        name, theirs = record_name(info.ulid), None
+        found = self.exact(ObjectKey("snapshot", info.ulid), info.record)
+        if found is not None:
+            with contextlib.suppress(DamageError):
+                record = decode_record(found[0], name)
+                if not self._is_listed(ObjectKey("part", part) for part in record.parts):
+                    self.overwrite(ObjectKey("snapshot", info.ulid), found[0])
+                    return found[1]
+        with contextlib.suppress(DamageError):
+            theirs = self._their_record(info)
+        if theirs is None or not all(self._find_part(_part_id(theirs, rank), rank) for rank in range(len(theirs.parts))):
+            return None
+        anew = []
+        for rank in range(len(theirs.parts)):
+            part = self._logical_part(_part_id(theirs, rank), rank)
+            if part is None:
+                return None
+            anew.append(self._write_part(part))
+        self._publish(info, remade_record(info, theirs, [ulid for ulid, _ in anew]), anew)
+        return "made anew from the other store's, which has the same root"
+
+    def part(self, ulid: Ulid, rank: int, record: Record, info: SnapshotInfo) -> str | None:
+        """Writes a part anew; how that was done, or None where there is none to take it from. Raises what `record` raises."""
+        wanted, name = _part_id(record, rank), part_name(ulid)
+        with contextlib.suppress(DamageError):
+            data = self._from_copy(name)
+            part = decode_part(data, name)
+            objects = set(resolve(self._engine, self._engine.log.view(), part).objects())
+            is_here = all(key.kind != "pack" or key.ulid in self._packs.listed for key in objects)
+            if part.part_id() == wanted and is_here and not self._is_listed(objects):
+                self.overwrite(ObjectKey("part", ulid), data)
+                return COPIED
+        found = self._logical_part(wanted, rank) or self._empty_part(wanted, rank, record)
+        if found is None:
+            return None
+        anew = self._write_part(found)
+        parts = [*record.parts[:rank], anew[0], *record.parts[rank + 1 :]]
+        self._publish(info, remade_record(info, record, parts), [anew])
+        return "made anew from one of the same content"
+
+    def exact(self, key: ObjectKey, expected: Digest) -> tuple[bytes, str] | None:
+        """The object of that name and hash from the other store, or one of that hash that has another name here; and where it was."""
+        own = self._names_by_hash(key.kind).get(expected, key.name)
+        places = [(self._engine, own, f"copied from {own}")]
+        if self._other is not None:
+            places.insert(0, (self._other.engine, key.name, COPIED))
+        for engine, name, how in places:
+            with contextlib.suppress(DamageError):
+                data = engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
+                unseal(key.kind, data, name)
+                if object_hash(data) == expected:
+                    return data, how
+        return None
+
+    def overwrite(self, key: ObjectKey, data: bytes) -> None:
+        """Writes an object that was damaged. What is whole there, and only in the wrong place, is kept under a new name."""
+        with contextlib.suppress(DamageError):
+            there = self._engine.backend.get(key.name, max_bytes=MAX_OBJECT_BYTES)
+            if _identity(key.kind, there) != _identity(key.kind, data):
+                kept = ObjectKey(key.kind, self._engine.new_id())
+                self._engine.backend.put(kept.name, there)
+                self._names_by_hash(key.kind)[object_hash(there)] = kept.name
+                if key.kind == "part" and self._parts_by_id is not None:
+                    part = decode_part(there, kept.name)
+                    self._parts_by_id[part.part_id(), part.rank] = self._engine, kept.ulid
+        self._engine.backend.replace(key.name, data)
+
+    def _names_by_hash(self, kind: str) -> dict[Digest, str]:
+        """Hash that an object of this store ends with -> its name."""
+        if kind not in self._hashes:
+            found = self._hashes.setdefault(kind, {})
+            for ulid in self._listed[kind]:
+                name = ObjectKey(kind, ulid).name
+                with contextlib.suppress(DamageError):
+                    found[object_hash(self._engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES))] = name
+        return self._hashes[kind]
+
+    def _is_listed(self, objects: Iterable[ObjectKey]) -> bool:
+        """Whether gc condemned or swept any of them."""
+        view = self._engine.log.view()
+        return any(view.object_state(key) is not None for key in objects)
+
+    # --- what it says -------------------------------------------------------------------------------------------------
+
+    def _from_copy(self, name: str) -> bytes:
+        if self._other is None:
+            raise MissingObjectError(f"there is no other store to take {name} from", object_id=name)
+        return self._other.engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
+
+    def _their_record(self, info: SnapshotInfo) -> Record | None:
+        other = self._other
+        theirs = other.engine.log.view().by_root(info.root) if other is not None else None
+        return other.engine.read_record(theirs) if other is not None and theirs is not None else None
+
+    def _find_part(self, wanted: Digest, rank: int) -> tuple[Engine, Ulid] | None:
+        """Where there is a part of that id: in this store, else in the other."""
+        if self._parts_by_id is None:
+            self._parts_by_id = {}
+            stores = [
+                (self._engine, sorted(self._listed["part"])),
+                *([(self._other.engine, self._other.parts)] if self._other is not None else []),
+            ]
+            for engine, parts in stores:
+                for ulid, part in readable_parts(engine, parts):
+                    self._parts_by_id.setdefault((part.part_id(), part.rank), (engine, ulid))
+        return self._parts_by_id.get((wanted, rank))
+
+    def _logical_part(self, wanted: Digest, rank: int) -> Part | None:
+        """A part of that id."""
+        found = self._find_part(wanted, rank)
+        return next((part for _, part in readable_parts(found[0], [found[1]])), None) if found is not None else None
+
+    def _empty_part(self, wanted: Digest, rank: int, record: Record) -> Part | None:
+        """A part of that id, where a rank had nothing to store: it says what those beside it say."""
+        for other, ulid in enumerate(record.parts):
+            for _, part in readable_parts(self._engine, [ulid]) if other != rank else ():
+                blobs = part.blobs[:1].copy()
+                blobs["blocks"] = 0
+                empty = part._replace(rank=rank, blobs=blobs, ids=b"", values=encode_values(()), inline=b"", regions=b"")
+                if empty.part_id() == wanted:
+                    return empty
+        return None
+
+    # --- where it is --------------------------------------------------------------------------------------------------
+
+    def _publish(self, info: SnapshotInfo, record: Record, parts: Sequence[tuple[Ulid, Move | None]]) -> None:
+        """Writes a record that names parts made anew, and puts their relocations in force."""
+        self.overwrite(ObjectKey("snapshot", info.ulid), record.encode())
+        for ulid, move in parts:
+            if move is not None:
+                commit_move(self._engine, move, self._anchor, [ObjectKey("part", ulid), ObjectKey("snapshot", info.ulid)])
+
+    def _write_part(self, part: Part) -> tuple[Ulid, Move | None]:
+        """A part of the same content, whose blocks are in this store; and the relocation that leads to them, if it has any."""
+        if not part.block_count:
+            return self._put_part(part._replace(packs=[], extents=np.zeros(0, EXTENT_DTYPE))), None
+        places = self._places(part)
+        nowhere, numbers = self._engine.new_id(), dict[Digest, int]()
+        rows: list[tuple[int, ...]] = []
+        targets = sorted({place.pack for place in places.values()})
+        target_of = {target: number for number, target in enumerate(targets)}
+        extents = np.zeros(part.block_count, EXTENT_DTYPE)
+        offset = HEADER.size
+        offsets: list[int] = []
+        for row in range(part.block_count):
+            block = part.block_id(row)
+            place = places[block]
+            if block not in numbers:
+                numbers[block] = len(rows)
+                rows.append((len(rows), target_of[place.pack], place.entry, place.stored, place.offset, place.codec, 0, 0))
+                offsets.append(offset)
+                offset += place.stored
+            entry = numbers[block]
+            extents[row] = (0, entry, offsets[entry], place.stored, place.raw, -1, place.codec, 0)
+        moved = Moved(nowhere, targets, np.array(rows, MOVED_DTYPE)).encode()
+        key = ObjectKey("moved", self._engine.new_id())
+        self._engine.backend.put(key.name, moved)
+        move = Move(nowhere, key.ulid, object_hash(moved), tuple(targets), np.arange(len(rows)), len(moved))
+        return self._put_part(part._replace(packs=[nowhere], extents=extents)), move
+
+    def _put_part(self, part: Part) -> Ulid:
+        ulid = self._engine.new_id()
+        self._engine.backend.put(part_name(ulid), part._replace(base_ids=b"", anchor=self._anchor).encode())
+        return ulid
+
+    def _places(self, part: Part) -> Mapping[Digest, Location]:
+        ids = list(dict.fromkeys(part.block_id(row) for row in range(part.block_count)))
+        known = find_copies(self._packs, ids, unless={})
+        safe = {block: place for block, places in known.items() for place in places if place.pack in self._safe and _is_plain(place)}
+        source = BlockSource(self._engine.backend, self._packs, self._other, [block for block in ids if block not in safe])
+        writer = PackWriter(self._engine.backend, self._engine.new_id, lambda _: None)
+        try:
+            for block in ids:
+                if block not in safe:
+                    found = source.get(block)
+                    if found is None:
+                        raise MissingObjectError(f"block {block.hex()} is nowhere to be had", object_id=block.hex())
+                    writer.add_encoded([EncodedBlock(block, found.codec, (found.stored,), found.raw_bytes)])
+            writer.close()
+        except BaseException:
+            writer.abort()
+            raise
+        return {block: _location(safe[block]) if block in safe else writer.location(block) for block in ids}
+
+
+def _is_plain(place: Place) -> bool:
+    return int(place.row[0]["codec"]) not in BASED
+
+
+def _location(place: Place) -> Location:
+    row = place.row[0]
+    return Location(place.pack, place.entry, int(row["offset"]), int(row["stored"]), int(row["raw"]), int(row["codec"]))
+
+
+def _part_id(record: Record, rank: int) -> Digest:
+    return Digest(record.part_ids[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES])
+
+
+def _identity(kind: str, data: bytes) -> bytes:
+    """What an object is, wherever it lies; the same for all that may take its place.
+
+    Raises:
+        CorruptObjectError: it is none of that kind.
+    """
+    name = f"a {kind}"
+    if kind == "part":
+        return decode_part(data, name).part_id()
+    if kind == "snapshot":
+        return decode_record(data, name).root()
+    unseal(kind, data, name)
+    return object_hash(data)

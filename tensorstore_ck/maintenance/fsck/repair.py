@@ -1,0 +1,287 @@
+"""Mends what fsck finds, from what is in the store and in another one; marks what it cannot mend. It never deletes anything.
+
+In the order in which things depend on each other: store.json and log, records, moved objects, parts, packs; each step looks at the store
+again, since what was unreadable may hide more. What stays damaged is marked, so that nobody resumes from it; marks of what is whole again
+are taken back, when all its data was read.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.reachability import resolve
+from tensorstore_ck.errors import BrokenLogError, DamageError, SnapshotExpiredError, StoreError
+from tensorstore_ck.format.pack import pack_name
+from tensorstore_ck.format.part import part_name
+from tensorstore_ck.format.record import Record, record_name
+from tensorstore_ck.log import Head, ObjectKey, Op, RefTable, Relocation, SnapshotInfo
+from tensorstore_ck.maintenance.fsck.check_config import is_log_lost, is_of_log, mend_config
+from tensorstore_ck.maintenance.fsck.check_data import DataCheck
+from tensorstore_ck.maintenance.fsck.check_log import LogCheck, host_saw_more
+from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks
+from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, placed_parts
+from tensorstore_ck.maintenance.fsck.check_store import Fsck
+from tensorstore_ck.maintenance.fsck.findings import DAMAGED, FsckReport
+from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, Other, open_other
+from tensorstore_ck.maintenance.fsck.marked_damaged import packs_of
+from tensorstore_ck.maintenance.fsck.options import FsckOptions
+from tensorstore_ck.maintenance.fsck.rebuild_packs import repack
+from tensorstore_ck.maintenance.fsck.rebuild_parts import COPIED, Remaker
+from tensorstore_ck.maintenance.fsck.repair_log import mend_cache, mend_checkpoints, mend_entries
+from tensorstore_ck.maintenance.fsck.repairable import blocks_in, is_moved_intact, relocations_in_force
+
+GIVES_WAY: Final = ("", "drift")
+"""Marks that `DAMAGED` takes the place of: one may still resume from such a snapshot."""
+MAX_ROUNDS: Final = 8
+MARKS_AN_ENTRY: Final = 500
+MAX_REASON: Final = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Mended:
+    """One object that was mended."""
+
+    object: str
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class RepairReport:
+    """What was damaged, what was done, and what is left."""
+
+    before: FsckReport
+    mended: tuple[Mended, ...]
+    marked: tuple[str, ...]
+    """Roots of snapshots that are marked as damaged now."""
+    unmarked: tuple[str, ...]
+    """Roots of snapshots that were marked so, and are whole again."""
+    after: FsckReport
+    """The structure once more; data that was found bad before counts as bad."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing damaged is left."""
+        return self.after.ok
+
+
+def run_repair(engine: Engine, options: FsckOptions | None = None, *, other: Engine | None = None) -> RepairReport:
+    """Checks a store as `options` say, and mends what is found.
+
+    Args:
+        engine: The store.
+        options: How much is read to find damage.
+        other: Another store, which may have what this one lost: a copy of this store, or one with some of its snapshots.
+
+    Raises:
+        UnsafeBackendError: the backend does not let several processes write.
+        BackendUnavailableError: a backend does not answer. Damage is never raised.
+        InvalidOptionError: a rate limit that is no rate.
+    """
+    engine.require_writable()
+    options = options or FsckOptions()
+    rate = options.max_bytes_per_second
+    return _Repair(engine.limited_to(rate), options, None if other is None else other.limited_to(rate)).run()
+
+
+class _Repair:
+    def __init__(self, engine: Engine, options: FsckOptions, other: Engine | None) -> None:
+        self._engine = engine
+        self._options = options
+        self._other_engine = other
+        self._other: Other | None = None
+        self._mended: dict[str, str] = {}
+        self._bad: dict[Ulid, BadBlocks] = {}
+        """Blocks that were found bad; no pack is ever written twice, so they stay bad."""
+        self._read: Collection[Ulid] = ()
+        """Packs of which every block was read."""
+
+    def run(self) -> RepairReport:
+        host_head = _host_head(self._engine)
+        fsck = Fsck(self._engine, self._options, reads_marked=True)
+        before = after = fsck.run()
+        self._bad, self._read = fsck.packs.bad, fsck.read
+        fsck = self._mend_log(fsck, host_head)
+        if self._is_broken(fsck.log, host_head):
+            after = self._look_again()[1] if self._mended else before
+            return RepairReport(before, self._all_mended(), (), (), after)  # nothing can be appended to a broken log
+        if self._mended:
+            fsck, after = self._look_again()
+        if self._other_engine is not None:
+            self._other = open_other(self._other_engine)
+        for _ in range(MAX_ROUNDS):
+            if not self._mend_objects(fsck) and not self._mend_packs(fsck):
+                break
+            fsck, after = self._look_again()
+        marked, unmarked = self._mark(fsck)
+        if unmarked:
+            after = self._look_again()[1]
+        return RepairReport(before, self._all_mended(), marked, unmarked, after)
+
+    def _look_again(self) -> tuple[Fsck, FsckReport]:
+        fsck = Fsck(self._engine, FsckOptions(), known_bad=self._bad)
+        report = fsck.run()
+        self._bad = fsck.packs.bad
+        return fsck, report
+
+    def _all_mended(self) -> tuple[Mended, ...]:
+        return tuple(Mended(name, how) for name, how in sorted(self._mended.items()))
+
+    # --- log and what is derived from it ------------------------------------------------------------------------------
+
+    def _mend_log(self, fsck: Fsck, host_head: Head | None) -> Fsck:
+        if mend_config(self._engine, self._other_engine):
+            self._mended["store.json"] = "written again"
+        entries = mend_entries(self._engine, self._other_engine, fsck.log, host_head) if self._other_engine is not None else []
+        self._mended |= dict.fromkeys(entries, COPIED)
+        if entries:
+            fsck, _ = self._look_again()
+        self._mended |= dict.fromkeys(mend_checkpoints(self._engine, fsck.log), "made anew from the log")
+        if not self._is_broken(fsck.log, host_head):
+            self._mended |= dict.fromkeys(mend_cache(self._engine, fsck.log), "made anew from the log")
+        return fsck
+
+    def _is_broken(self, log: LogCheck, host_head: Head | None) -> bool:
+        """Whether entries are lost: what is appended then would take the place of others."""
+        is_damaged = any(problem.kind == BrokenLogError.kind for problem in log.problems)
+        is_damaged = is_damaged or is_of_log(self._engine.backend, self._engine.config) is False
+        is_damaged = is_damaged or (not log.last and is_log_lost(self._engine.backend, self._engine.config))
+        return is_damaged or host_saw_more(log, host_head, self._engine.log.chain) is not None
+
+    # --- records, parts, moved objects --------------------------------------------------------------------------------
+
+    def _mend_objects(self, fsck: Fsck) -> bool:
+        """Mends the small objects that were found damaged; whether any was, or another look is needed."""
+        before, is_expired = len(self._mended), False
+        relocations = {ObjectKey("moved", moved).name: relocation for moved, relocation in relocations_in_force(fsck.log.view).items()}
+        remaker = self._remaker(fsck)
+        for info, name in _damaged_objects(fsck):
+            if name in self._mended:
+                continue
+            try:
+                if name == record_name(info.ulid):
+                    how = remaker.record(info)
+                elif name in relocations:
+                    how = self._mend_moved(fsck, remaker, info, relocations[name])
+                else:
+                    how = self._mend_part(fsck, remaker, info, name)
+            except SnapshotExpiredError:
+                is_expired = True  # gc was at work meanwhile
+            except DamageError:
+                continue  # it stays as it is
+            else:
+                if how is not None:
+                    self._mended[name] = how
+        return is_expired or len(self._mended) > before
+
+    def _mend_moved(self, fsck: Fsck, remaker: Remaker, info: SnapshotInfo, relocation: Relocation) -> str | None:
+        """Makes a moved object anew, exactly as it was; where that cannot be done, or it closes a circle, the parts that need it."""
+        key, data = ObjectKey("moved", relocation.moved), fsck.rebuild(relocation)
+        is_intact = is_moved_intact(self._engine.backend, relocation)
+        exact = None if is_intact else remaker.exact(key, relocation.hash)
+        found = (data, "made anew from the footers of its packs") if data is not None else exact
+        if found is not None:
+            remaker.overwrite(key, found[0])
+            return found[1]
+        record = fsck.at_log.read_record(info)
+        for rank, part in enumerate(record.parts):
+            if _is_resolved(fsck.at_log, record, rank):
+                continue
+            remade = self._mend_part(fsck, remaker, info, part_name(part))
+            if remade is not None:
+                self._mended[part_name(part)] = f"{remade}: {key.name} is {'false' if is_intact else 'lost'}"
+        return None
+
+    def _mend_part(self, fsck: Fsck, remaker: Remaker, info: SnapshotInfo, name: str) -> str | None:
+        record = fsck.at_log.read_record(info)
+        for rank, part in enumerate(record.parts):
+            if part_name(part) == name:
+                return remaker.part(part, rank, record, info)
+        return None
+
+    def _remaker(self, fsck: Fsck) -> Remaker:
+        safe = frozenset(key.ulid for key in fsck.needed if key.kind == "pack") - fsck.hit.packs.keys()
+        listed = fsck.objects.by_kind
+        return Remaker(self._engine, fsck.packs, listed, self._other, safe=safe, anchor=fsck.anchor)
+
+    # --- packs --------------------------------------------------------------------------------------------------------
+
+    def _mend_packs(self, fsck: Fsck) -> bool:
+        """Makes packs anew that hold damaged blocks, or whose footer is damaged; whether any block was saved."""
+        damaged = {pack for pack in {*fsck.hit.packs, *fsck.packs.problems} if pack_name(pack) not in self._mended}
+        if not damaged:
+            return False
+        view = fsck.at_log.log.view()
+        parts = (found for info in view.snapshots() for found in placed_parts(fsck.at_log, info))
+        needed = blocks_in(damaged, parts)
+        wanted = [block for pack in needed.packs for block in needed.ids(pack)]
+        source = BlockSource(self._engine.backend, fsck.packs, self._other, wanted)
+        try:
+            outcomes = repack(self._engine, needed, source, fsck.anchor)
+        except SnapshotExpiredError:
+            return True  # gc was at work meanwhile: another look
+        for outcome in outcomes:
+            if outcome.blocks:
+                rest = f"; of {outcome.lost} blocks there is no good copy" if outcome.lost else ""
+                self._mended[pack_name(outcome.pack)] = f"{outcome.blocks} blocks are in a new pack{rest}"
+        return any(outcome.blocks for outcome in outcomes)
+
+    # --- marks --------------------------------------------------------------------------------------------------------
+
+    def _mark(self, fsck: Fsck) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Marks what is still damaged, and takes the marks back of what is not."""
+        view = fsck.at_log.log.view()
+        infos = list(view.snapshots())
+        whole = {info.root for info in infos if info.ulid not in fsck.damaged}
+        marked = {
+            info.root: Op.mark(info.root, DAMAGED, _reason(fsck.damaged[info.ulid]))
+            for info in infos
+            if info.ulid in fsck.damaged and info.root not in whole and info.mark in GIVES_WAY
+        }
+        suspects = [info for info in infos if info.mark == DAMAGED and info.ulid not in fsck.damaged]
+        unmarked = {info.root: Op.mark(info.root, "") for info in self._verified(fsck, suspects)}
+        self._append([*marked.items(), *unmarked.items()])
+        return tuple(root.hex() for root in marked), tuple(root.hex() for root in unmarked)
+
+    def _verified(self, fsck: Fsck, infos: list[SnapshotInfo]) -> Iterable[SnapshotInfo]:
+        """Those whose data is all there, now that it is read."""
+        packs = {pack for info in infos for pack in packs_of(fsck.at_log, info)} & fsck.packs.listed.keys()
+        DataCheck(self._engine, fsck.packs, FsckOptions(), chosen=sorted(packs - set(self._read))).run(lambda count: None)
+        return [info for info in infos if not check_snapshot(fsck.at_log, fsck.packs, info, read_data=True).damages]
+
+    def _append(self, marks: list[tuple[bytes, Op]]) -> None:
+        for at in range(0, len(marks), MARKS_AN_ENTRY):
+            ops = marks[at : at + MARKS_AN_ENTRY]
+
+            def build(view: RefTable, ops: list[tuple[bytes, Op]] = ops) -> list[Op]:
+                return [op for root, op in ops if view.by_root(root) is not None]
+
+            self._engine.log.append(build)
+
+
+def _host_head(engine: Engine) -> Head | None:
+    try:
+        return engine.log.view().head()
+    except StoreError:
+        return None  # a cache that cannot be read tells nothing
+
+
+def _is_resolved(engine: Engine, record: Record, rank: int) -> bool:
+    """Whether it is known where the blocks of a part are."""
+    try:
+        resolve(engine, engine.log.view(), engine.read_part(record, rank))
+    except DamageError:
+        return False
+    return True
+
+
+def _damaged_objects(fsck: Fsck) -> list[tuple[SnapshotInfo, str]]:
+    """(snapshot, name) of every damaged object that is no pack."""
+    view = fsck.at_log.log.view()
+    found = ((view.snapshot(ulid), checked) for ulid, checked in fsck.damaged.items())
+    return [(info, damage.object) for info, checked in found if info is not None for damage in checked.damages if damage.blocks is None]
+
+
+def _reason(checked: SnapshotCheck) -> str:
+    return f"found by fsck: {checked.damages[0].message}"[:MAX_REASON]

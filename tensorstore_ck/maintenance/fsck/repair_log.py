@@ -1,0 +1,70 @@
+"""Mends what holds everything together: log entries, from a copy of this very store; checkpoints and this host's cache, from the log.
+
+An entry is written again only if its hash is one that the rest of the log, or this host's memory of it, names. So it is what it was.
+"""
+
+import contextlib
+
+from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.errors import DamageError
+from tensorstore_ck.log import Entry, Head
+from tensorstore_ck.log.cache import TableError
+from tensorstore_ck.log.entry import MAX_ENTRY_BYTES
+from tensorstore_ck.maintenance.fsck.check_log import CACHE_NAME, LogCheck, cache_problem
+
+
+def mend_entries(engine: Engine, copy: Engine, log: LogCheck, host_head: Head | None) -> list[str]:
+    """Takes lost log entries from a copy of this store, newest first, as far as their hashes are known; returns their names."""
+    if (copy.config.uuid, copy.config.log) != (engine.config.uuid, engine.config.log):
+        return []
+    mended: list[str] = []
+    known = {**log.vouched, **({host_head.n: host_head.hash} if host_head else {})}
+    expected: Digest | None = None
+    for n in range(max([log.last, *known]), 0, -1):
+        entry, expected = _read(engine, n), expected or known.get(n)
+        if entry is None or (expected is not None and entry.hash != expected):
+            entry = _read(copy, n) if expected is not None else None
+            if entry is not None and entry.hash == expected:
+                _write(engine, copy, n)
+                mended.append(engine.log.chain.name(n))
+            else:
+                entry = None
+        expected = entry.prev if entry is not None else None
+    return mended
+
+
+def mend_checkpoints(engine: Engine, log: LogCheck) -> list[str]:
+    """Writes damaged checkpoints anew; returns their names."""
+    for name, data in log.checkpoints.items():
+        engine.backend.replace(name, data)
+    return list(log.checkpoints)
+
+
+def mend_cache(engine: Engine, log: LogCheck) -> list[str]:
+    """Follows the log; where this host's cache differs from it, makes the cache anew.
+
+    Raises:
+        BrokenLogError: the log is damaged.
+    """
+    engine.log.sync()
+    log.follow(engine.log.chain)
+    if cache_problem(log, engine.log) is None:
+        return []
+    with contextlib.suppress(TableError), engine.table.batch() as batch:
+        batch.clear(b"")
+    engine.log.sync()
+    return [CACHE_NAME]
+
+
+def _read(engine: Engine, n: int) -> Entry | None:
+    try:
+        return engine.log.chain.read(n)
+    except DamageError:
+        return None
+
+
+def _write(engine: Engine, copy: Engine, n: int) -> None:
+    name = engine.log.chain.name(n)
+    engine.backend.replace(name, copy.backend.get(copy.log.chain.name(n), max_bytes=MAX_ENTRY_BYTES + 1))
+    engine.backend.sync_folders(name)

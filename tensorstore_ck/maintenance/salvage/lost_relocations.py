@@ -1,0 +1,104 @@
+"""Moved objects whose log entry is lost: those that may be put in force again.
+
+A moved object lists verified copies, and its seal says that it is as it was written. Still it might be one that was never in force and
+whose targets never mattered. So it is used where it can make nothing worse: its pack is not there, so that what it lists cannot be read
+otherwise; or its targets are there and hold, by their footers, the very blocks that it says. What gc swept is never used. And whatever
+it leads to is checked again, for each snapshot, against the ids in its parts.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.backend.cold.cold_backend import PlacedBackend
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.common.ids import Digest, Ulid, parse_ulid
+from tensorstore_ck.errors import StoreError
+from tensorstore_ck.format.pack import Footer
+from tensorstore_ck.format.relocation import Moved, decode_moved
+from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
+from tensorstore_ck.log import ObjectKey, RefTable, Relocation, table_keys, table_rows
+from tensorstore_ck.log.cache import MemoryTable
+from tensorstore_ck.log.object_set import join_ulids
+from tensorstore_ck.maintenance.fsck.check_packs import Packs
+from tensorstore_ck.maintenance.fsck.findings import require_reachable
+
+
+class Unknown(NamedTuple):
+    """A moved object that the log does not put in force."""
+
+    ulid: Ulid
+    hash: Digest
+    moved: Moved
+
+
+def read_unknown(backend: Backend, view: RefTable) -> list[Unknown]:
+    """The moved objects that `view` does not know, and that gc did not sweep."""
+    in_force = {moved for _, moved in view.all_relocations()}
+    found = []
+    for info in backend.list("moved/"):
+        ulid = parse_ulid(info.name[-26:])
+        if ulid is None or ulid in in_force or info.name != ObjectKey("moved", ulid).name or _is_swept(view, ObjectKey("moved", ulid)):
+            continue
+        try:
+            data = backend.get(info.name, max_bytes=MAX_OBJECT_BYTES)
+            moved = decode_moved(data, info.name, object_hash(data))
+        except StoreError as exc:
+            require_reachable(backend, exc)
+            continue
+        found.append(Unknown(ulid, object_hash(data), moved))
+    return found
+
+
+def find_places(view: RefTable, unknown: Iterable[Unknown], placed: PlacedBackend) -> None:
+    """Lets `placed` learn where packs lie: by the log, by moved objects, and by what is there."""
+    placed.learn(view.places())
+    for each in unknown:
+        if each.moved.place is not None:
+            placed.learn(dict.fromkeys(each.moved.targets, each.moved.place))
+    for url in sorted(set(placed.places().values())):
+        found = (parse_ulid(info.name[-26:]) for info in placed.at(url).list("packs/"))
+        placed.learn({pack: url for pack in found if pack is not None})
+
+
+def find_relocations(packs: Packs, view: RefTable, unknown: Iterable[Unknown]) -> Iterator[Relocation]:
+    """Relocations that `view` does not know; older than all that it knows."""
+    for ulid, moved_hash, moved in unknown:
+        pack = ObjectKey("pack", moved.pack)
+        if pack.ulid not in packs.listed or _is_swept(view, pack) or _holds(packs, view, moved):
+            yield Relocation(moved.pack, ulid, 0, moved_hash, tuple(moved.targets))
+
+
+def put_in_force(table: MemoryTable, relocations: list[Relocation]) -> None:
+    """Adds relocations to a ref table."""
+    with table.batch() as batch:
+        for found in relocations:
+            row = table_rows.RelocationRow(found.n, found.hash, join_ulids(found.targets))
+            batch.put(table_keys.relocation_key(found.pack, found.moved), table_rows.encode_row(row))
+
+
+def _holds(packs: Packs, view: RefTable, moved: Moved) -> bool:
+    """Whether the targets hold what the pack does; of a pack without a footer, whether they hold such blocks at all."""
+    source = packs.footer(moved.pack)
+    for number, target in enumerate(moved.targets):
+        lines = moved.rows[moved.rows["target"] == number]
+        footer = packs.footer(target)
+        if target not in packs.listed or _is_swept(view, ObjectKey("pack", target)) or not isinstance(footer, Footer):
+            return False
+        if len(lines) and int(lines["entry"].max()) >= len(footer.entries):
+            return False
+        there = footer.entries[lines["entry"]]
+        if any(not np.array_equal(there[column], lines[column]) for column in ("offset", "stored", "codec")):
+            return False
+        if isinstance(source, Footer) and (
+            (len(lines) and int(lines["from"].max()) >= len(source.entries))
+            or not np.array_equal(there["id"], source.entries[lines["from"]]["id"])
+        ):
+            return False
+    return True
+
+
+def _is_swept(view: RefTable, key: ObjectKey) -> bool:
+    state = view.object_state(key)
+    return state is not None and state.swept

@@ -1,0 +1,228 @@
+"""The new log: operations that fold to what the old log did, less what is lost. Pure: it reads a fold, and folds in memory.
+
+It retells what the old entries did, in their order and with their times: moves of branches, those that can be undone with the forgetting
+behind them, tags and pins; policies come last. Relocations come first; then the snapshots whose own put nobody remembers as a move of a
+branch, because it was forgotten for good: they are put, and let go in the same entry, and what holds them comes later. Whatever is
+forgotten by name alone (`expire` of a whole branch) is followed by an `undo` of what had stayed.
+
+Invariant: every snapshot that was kept is held at the end, whatever the old entries said.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Final, NamedTuple
+
+from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, Ulid, ulid_text
+from tensorstore_ck.log import Entry, Move, Op, Pin, RefTable, Relocation, SnapshotInfo, UndoWindow, fold, table_keys, table_rows
+from tensorstore_ck.log.cache import MemoryTable
+from tensorstore_ck.log.table_rows import TagRow
+
+TAG: Final = "tag"
+RELOCATIONS_AN_ENTRY: Final = 500
+PACKS_AN_ENTRY: Final = 40_000
+REFS_AN_ENTRY: Final = 1000
+
+Make = Callable[[RefTable, int], list[Op]]
+"""Operations for the entry of that number, given what it follows and what it did before."""
+
+
+class Kept(NamedTuple):
+    """What goes into the new log."""
+
+    held: Sequence[SnapshotInfo]
+    doubtful: Sequence[SnapshotInfo]
+    """Held by nothing that is left; a lost entry may have held them."""
+    relocations: Sequence[Relocation]
+    places: Mapping[Ulid, str]
+    """Packs that lie elsewhere -> where."""
+    are_entries_lost: bool
+    """An undo may be among them: so undo windows begin anew."""
+
+
+class NewLog:
+    """A log as it grows, and its fold."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[int, list[Op]]] = []
+        """(time_ns, operations) of each."""
+        self._table = MemoryTable()
+
+    @property
+    def view(self) -> RefTable:
+        """The ref table."""
+        return RefTable(self._table)
+
+    def add(self, time_ns: int, makes: Sequence[Make]) -> None:
+        """Adds an entry, if there is anything to do."""
+        n, ops = len(self.entries) + 1, list[Op]()
+        with self._table.batch() as batch:
+            for make in makes:
+                made = make(RefTable(batch), n)
+                fold(Entry(n, ZERO_DIGEST, bytes(16), time_ns, "", tuple(made), ZERO_DIGEST, 0), batch)
+                ops += made
+        if ops:
+            self.entries.append((time_ns, ops))
+
+    def is_fold(self, view: RefTable) -> bool:
+        """Whether `view` is what the entries fold to."""
+        return list(_rows(view)) == list(_rows(self.view))
+
+
+def retell(old: MemoryTable, kept: Kept, make_put: Callable[[Ulid], Op], now_ns: int) -> NewLog:
+    """The new log, after a fold of the old one."""
+    return _Retold(old, kept, make_put, now_ns).run()
+
+
+class _Event(NamedTuple):
+    """Something that an old entry did."""
+
+    n: int
+    """That entry."""
+    time_ns: int
+    is_put: bool
+    make: Make
+
+
+class _Retold:
+    def __init__(self, old: MemoryTable, kept: Kept, make_put: Callable[[Ulid], Op], now_ns: int) -> None:
+        self._table = old
+        self._old = RefTable(old)
+        self._kept = kept
+        self._held = {info.ulid for info in kept.held}
+        self._make_put = make_put
+        self._now_ns = now_ns
+        self._new = NewLog()
+
+    def run(self) -> NewLog:
+        self._relocate()
+        events = [*self._moves(), *self._tags_and_pins(), *self._windows()]
+        put = {move.ulid for _, move in self._all_moves() if move.op == "put"}
+        self._put_apart([info for info in self._kept.held if info.ulid not in put])
+        events.sort(key=lambda event: (event.n, not event.is_put))  # stable: a branch's moves stay in order
+        for (_, time_ns), together in groupby(events, key=lambda event: (event.n, event.time_ns)):
+            self._new.add(time_ns, [event.make for event in together])
+        self._hold_the_rest()
+        self._annotate()
+        for glob, policy in self._old.policies().items():
+            self._new.add(policy.time_ns, [_just(Op.policy(glob, policy.rules))])
+        return self._new
+
+    # --- first: what the rest needs -----------------------------------------------------------------------------------
+
+    def _relocate(self) -> None:
+        """Of a pack that several lead away from, the newest counts first: so each entry of the old log makes one of its own."""
+        for url in sorted(set(self._kept.places.values())):
+            there = sorted(pack for pack, place in self._kept.places.items() if place == url)
+            for at in range(0, len(there), PACKS_AN_ENTRY):
+                self._new.add(self._now_ns, [_just(Op.place(there[at : at + PACKS_AN_ENTRY], url))])
+        ordered = sorted(self._kept.relocations, key=lambda relocation: (relocation.n, relocation.moved))
+        for _, together in groupby(ordered, key=lambda relocation: relocation.n):
+            ops = [Op.relocate(found.pack, found.moved, found.hash, found.targets) for found in together]
+            for at in range(0, len(ops), RELOCATIONS_AN_ENTRY):
+                self._new.add(self._now_ns, [_just(*ops[at : at + RELOCATIONS_AN_ENTRY])])
+
+    def _put_apart(self, apart: Sequence[SnapshotInfo]) -> None:
+        """Puts snapshots that no move of a branch puts; and those that are doubtful, into an undo window of their branch."""
+        for info in sorted(apart, key=lambda info: info.n):
+
+            def put_and_let_go(_: RefTable, n: int, info: SnapshotInfo = info) -> list[Op]:
+                return [self._make_put(info.ulid), Op.expire(info.ref, None), Op.purge(n, info.ref)]
+
+            self._new.add(info.time_ns, [put_and_let_go])
+        for info in sorted(self._kept.doubtful, key=lambda info: info.n):
+            self._new.add(info.time_ns, [_just(self._make_put(info.ulid))])
+        refs = sorted({info.ref for info in self._kept.doubtful})
+        for at in range(0, len(refs), REFS_AN_ENTRY):
+            self._new.add(self._now_ns, [_just(*(Op.expire(ref, None) for ref in refs[at : at + REFS_AN_ENTRY]))])
+
+    # --- what the old entries did -------------------------------------------------------------------------------------
+
+    def _all_moves(self) -> Iterator[tuple[str, Move]]:
+        """Moves of branches, with those that can be undone."""
+        for branch in self._old.branches():
+            for move in self._old.moves(branch, newest_first=False):
+                if move.ulid in self._held:
+                    yield branch, move
+        for window in self._old.windows():
+            if window.kind != TAG:
+                yield from ((window.name, move) for move in window.moves if move.ulid in self._held)
+
+    def _moves(self) -> Iterator[_Event]:
+        for name, move in self._all_moves():
+            is_put = move.op == "put"
+            yield _Event(move.n, move.time_ns, is_put, partial(self._put, move.ulid) if is_put else partial(_arrive, name, move.root))
+
+    def _put(self, ulid: Ulid, _view: RefTable, _n: int) -> list[Op]:
+        return [self._make_put(ulid)]
+
+    def _tags_and_pins(self) -> Iterator[_Event]:
+        for name in self._old.tags():
+            tag = self._old.tag_row(name)
+            if tag is not None and tag.ulid in self._held:
+                yield _tag_event(name, tag)
+        for pin in self._old.pins():
+            info = self._old.snapshot(pin.ulid)
+            if info is not None and pin.ulid in self._held:
+                yield _pin_event(pin, info)
+
+    def _windows(self) -> Iterator[_Event]:
+        for window in self._old.windows():
+            moves = [move for move in window.moves if move.ulid in self._held]
+            if window.kind == TAG:
+                yield from (_tag_event(window.name, TagRow(move.ulid, move.root, move.n, move.time_ns)) for move in moves)
+            if moves:
+                time_ns = self._now_ns if self._kept.are_entries_lost else window.time_ns
+                make = _untag if window.kind == TAG else _forget
+                yield _Event(window.n, time_ns, False, partial(make, window._replace(moves=moves)))
+
+    # --- last ---------------------------------------------------------------------------------------------------------
+
+    def _hold_the_rest(self) -> None:
+        """Where entries are lost, what is left may contradict itself: a tag that was made twice, say. Nothing may fall between."""
+        for info in self._kept.held:
+            there = self._new.view.by_root(info.root)
+            if there is None or not self._new.view.is_live(there.ulid):
+                self._new.add(self._now_ns, [partial(_arrive, f"salvaged/{ulid_text(info.ulid)}", info.root)])
+
+    def _annotate(self) -> None:
+        for root in dict.fromkeys(info.root for info in (*self._kept.held, *self._kept.doubtful)):
+            value = self._table.get(table_keys.note_key(root))
+            if value is not None:
+                note = table_rows.decode_row(table_rows.NoteRow, value)
+                self._new.add(self._now_ns, [_just(Op.annotate(root, note.metrics), Op.mark(root, note.mark, note.reason))])
+
+
+def _just(*ops: Op) -> Make:
+    return lambda _view, _n: list(ops)
+
+
+def _arrive(name: str, root: Digest, view: RefTable, _n: int) -> list[Op]:
+    return [Op.reset(name, root) if view.branch(name) is not None else Op.branch(name, root)]
+
+
+def _tag_event(name: str, tag: TagRow) -> _Event:
+    return _Event(tag.n, tag.time_ns, False, _just(Op.tag(name, tag.root)))
+
+
+def _pin_event(pin: Pin, info: SnapshotInfo) -> _Event:
+    return _Event(pin.n, pin.time_ns, False, _just(Op.pin(info.root, pin.owner, pin.reason, pin.expires_ns)))
+
+
+def _untag(window: UndoWindow, view: RefTable, _n: int) -> list[Op]:
+    return [Op.untag(window.name, view)] if view.tag(window.name) is not None else []
+
+
+def _forget(window: UndoWindow, view: RefTable, n: int) -> list[Op]:
+    """Into an undo window with `window.moves`, and nothing else. A branch's head goes with the whole branch only."""
+    branch, gone = view.branch(window.name), {move.ulid for move in window.moves}
+    if branch is None:
+        return []
+    if window.kind == "snapshots" and branch.ulid not in gone:
+        return [Op.expire(window.name, gone)]
+    stays: Collection[Ulid] = {move.ulid for move in view.moves(window.name)} - gone
+    return [Op.expire(window.name, None), *([Op.undo(n, window.name, stays)] if stays else [])]
+
+
+def _rows(view: RefTable) -> Iterator[tuple[bytes, bytes]]:
+    return (item for item in view.items() if item[0] != table_keys.HEAD_KEY)

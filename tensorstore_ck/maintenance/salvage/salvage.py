@@ -1,0 +1,324 @@
+"""Finds out what is left of a store, and writes a new log of it. Offline: no other process may write meanwhile.
+
+A snapshot is kept when something holds it, and its record, parts, layout and packs are there and fit each other. What holds it comes
+from the entries and checkpoints that survived; a record that none of them knows goes where its lost entry was, by the ref that it names
+and the entry that its part was made under. What gc swept stays gone, and what expired is no stray; but as a lost entry may have held it,
+it gets another undo window if it is intact. Nothing is deleted, and store.json is replaced last: a crash before leaves all as it was.
+"""
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple, cast
+
+from tensorstore_ck.backend import probe_create
+from tensorstore_ck.backend.cold.cold_backend import PlacedBackend
+from tensorstore_ck.backend.cold.locations import PlaceOpener
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.common.ids import Clock, Digest, IdSource, Ulid, new_ulid, parse_ulid, ulid_text
+from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.engine.engine import Engine, current_actor
+from tensorstore_ck.engine.opening import make_engine
+from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, DamageError, FormatVersionError, NotAStoreError, StoreError
+from tensorstore_ck.format.pack import pack_name
+from tensorstore_ck.format.record import Record, decode_record, record_name
+from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
+from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
+from tensorstore_ck.log import Entry, Log, ObjectKey, Op, RefTable, Relocation, SnapshotInfo, logs_in, validate_ref_name
+from tensorstore_ck.log.cache import MemoryTable
+from tensorstore_ck.maintenance.fsck.check_config import confirmed, is_log_lost
+from tensorstore_ck.maintenance.fsck.check_log import LogCheck, check_log
+from tensorstore_ck.maintenance.fsck.check_packs import Listed, Packs
+from tensorstore_ck.maintenance.fsck.check_snapshot import check_snapshot
+from tensorstore_ck.maintenance.fsck.findings import require_reachable
+from tensorstore_ck.maintenance.fsck.read_only_engine import still_engine
+from tensorstore_ck.maintenance.salvage.lost_relocations import find_places, find_relocations, put_in_force, read_unknown
+from tensorstore_ck.maintenance.salvage.rebuild_log import Kept, NewLog, retell
+from tensorstore_ck.maintenance.salvage.report import Salvaged, SalvageReport, told
+
+REMOTE_THREADS: Final = 8
+
+
+def salvage(
+    backend: Backend,
+    *,
+    dry_run: bool = False,
+    clock: Clock = time.time_ns,
+    new_id: IdSource = new_ulid,
+    open_place: Callable[[str], Backend] | None = None,
+) -> SalvageReport:
+    """Makes a new log of every snapshot that is intact, if the log or store.json is damaged; else does nothing.
+
+    `open_place` opens the places that packs were moved to.
+
+    Raises:
+        NotAStoreError: there is nothing of a store.
+        FormatVersionError: a newer build wrote to this store: salvage with that one.
+    """
+    return _Salvage(backend, clock, new_id, open_place or PlaceOpener(backend.url)).run(dry_run=dry_run)
+
+
+class _Stray(NamedTuple):
+    """A record that the surviving log does not name."""
+
+    info: SnapshotInfo
+    record: Record
+    data: bytes
+
+
+class _Intact(NamedTuple):
+    """A snapshot that can be read."""
+
+    anchor: int
+    """The highest of its parts: its log entry came later."""
+    moved: frozenset[Ulid]
+    """The moved objects that it needs."""
+
+
+class _Salvage:
+    def __init__(self, backend: Backend, clock: Clock, new_id: IdSource, open_place: Callable[[str], Backend]) -> None:
+        self._placed = PlacedBackend(backend, open_place)
+        self._backend = cast(Backend, self._placed)
+        self._clock = clock
+        self._new_id = new_id
+        self._problems: list[str] = []
+        self._lost: dict[Ulid, Salvaged] = {}
+        self._left_out: list[Salvaged] = []
+        self._lock = threading.Lock()
+
+    def run(self, *, dry_run: bool) -> SalvageReport:
+        config, genesis_uuid = self._read_config(dry_run=dry_run)
+        log = self._check_log(config, genesis_uuid, {})
+        self._problems += [problem.message for problem in log.problems if problem.kind == BrokenLogError.kind]
+        unknown = read_unknown(self._backend, log.view)
+        find_places(log.view, unknown, self._placed)
+        packs = self._list_packs()
+        found = list(find_relocations(packs, log.view, unknown))
+        put_in_force(log.table, found)
+        known = [info for live in (True, False) for info in log.view.snapshots(live=live)]
+        strays = {stray.info.ulid: stray for stray in self._read_strays(log.view)}
+        engine = make_engine(self._placed.at(None), config, MemoryTable(), clock=self._clock, new_id=self._new_id)
+        engine = still_engine(replace(engine, backend=self._backend, placed=self._placed), log)
+        intact = self._check_snapshots(engine, packs, [*known, *(stray.info for stray in strays.values())])
+        filled = self._check_log(config, genesis_uuid, self._place(log, strays, intact))
+        self._lost = {ulid: lost for ulid, lost in self._lost.items() if filled.view.expired_at(ulid) is None}
+        held = [info for info in filled.view.snapshots() if info.ulid in intact]
+        recovered = [told(info, "found by its record") for info in held if info.ulid in strays]
+        are_entries_lost = bool(log.lost or recovered)
+        doubtful = [info for info in filled.view.snapshots(live=False) if info.ulid in intact] if are_entries_lost else []
+        needed = {moved for info in (*held, *doubtful) for moved in intact[info.ulid].moved}
+        in_use = [relocation for relocation in _relocations(log.view) if relocation.moved in needed]
+        self._problems += [
+            f"no log entry says that what was in {pack_name(lost.pack)} is where {ObjectKey('moved', lost.moved).name} says"
+            for lost in found
+            if lost in in_use and lost.pack not in packs.listed
+        ]
+        if not self._problems and not recovered:
+            return self._report("", filled.view, held, [])
+        config = replace(config, log=f"log-{ulid_text(self._new_id()).lower()}")
+        if not dry_run:
+            self._write(
+                config,
+                retell(filled.table, Kept(held, doubtful, in_use, self._places_of(packs), are_entries_lost), self._put, self._clock()),
+            )
+            self._backend.replace(CONFIG_NAME, config.encode())
+            if genesis_uuid is None:  # store.json was lost, and with it the uuid that places are marked with
+                self._placed.take(config.uuid)
+        note = "nothing that is left holds it: `tsck undo` brings it back, until gc frees it"
+        return self._report(config.log, filled.view, held, [*recovered, *(told(info, note) for info in doubtful)])
+
+    # --- what is left -------------------------------------------------------------------------------------------------
+
+    def _read_config(self, *, dry_run: bool) -> tuple[StoreConfig, bytes | None]:
+        """The configuration, made anew where it is lost; and the uuid that the log began with, where that is known."""
+        data = b""
+        try:
+            data = self._backend.get(CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)
+            config = decode_config(data, self._backend.url)
+        except DamageError as exc:
+            self._problems.append(str(exc))
+        except FormatVersionError as exc:
+            raise FormatVersionError(f"{exc}; or, if it is just damaged, move it away and salvage again", object_id=CONFIG_NAME) from exc
+        else:
+            if is_log_lost(self._backend, config):
+                self._problems.append(f"{CONFIG_NAME} names the log {config.log}, which is not there")
+                config = replace(config, log=logs_in(self._backend)[-1])
+            return config, uuid.UUID(config.uuid).bytes
+        logs = logs_in(self._backend)
+        if not logs and next(iter(self._backend.list("snapshots/")), None) is None:
+            raise NotAStoreError(f"there is nothing of a store at {self._backend.url}", object_id=self._backend.url)
+        config = replace(new_config(exclusive_create=dry_run or probe_create(self._backend)), log=logs[-1] if logs else "log")
+        seen = confirmed(self._backend, data, config)
+        return (config, None) if seen is None else (seen, uuid.UUID(seen.uuid).bytes)
+
+    def _check_log(self, config: StoreConfig, genesis_uuid: bytes | None, fill: Mapping[int, list[Entry]]) -> LogCheck:
+        log = check_log(self._backend, prefix=config.log, uuid=genesis_uuid, fill=fill)
+        newer = [problem.message for problem in log.problems if problem.kind == FormatVersionError.kind]
+        stop = log.view.stop()
+        if stop is not None:
+            newer.append(f"entry {stop.n} of {config.log} holds the operation {stop.op!r}, which this build does not know")
+        if newer:
+            raise FormatVersionError(f"{newer[0]}: salvage with the newer tensorstore_ck that wrote it", object_id=config.log)
+        return log
+
+    def _list_packs(self) -> Packs:
+        listed: dict[Ulid, Listed] = {}
+        for info in self._backend.list("packs/"):
+            ulid = parse_ulid(info.name[-26:])
+            if ulid is not None:
+                listed[ulid] = Listed(info.size_bytes, info.modified_ns)
+        return Packs(self._backend, listed)
+
+    def _places_of(self, packs: Packs) -> dict[Ulid, str]:
+        """Where those packs lie that are there, and not at the store's own place."""
+        return {pack: url for pack, url in self._placed.places().items() if pack in packs.listed}
+
+    def _read_strays(self, view: RefTable) -> Iterator[_Stray]:
+        """Records that the log never published; those that expired and those that gc freed are none."""
+        for name in sorted(info.name for info in self._backend.list("snapshots/")):
+            ulid = parse_ulid(name[-26:])
+            if ulid is None or name != record_name(ulid) or _was_published(view, ulid):
+                continue
+            try:
+                data = self._backend.get(name, max_bytes=MAX_OBJECT_BYTES)
+                record = decode_record(data, name)
+                validate_ref_name(record.ref)
+            except StoreError as exc:
+                require_reachable(self._backend, exc)
+                self._lost[ulid] = Salvaged(ulid_text(ulid), "", None, "", str(exc))
+                continue
+            yield _Stray(_info(ulid, record, data), record, data)
+
+    def _check_snapshots(self, engine: Engine, packs: Packs, infos: list[SnapshotInfo]) -> dict[Ulid, _Intact]:
+        """The snapshots that are intact.
+
+        One that gc freed is not damaged: the log that is left says that something holds it, where the entry is lost that let it go.
+        """
+        view, intact = engine.log.view(), dict[Ulid, _Intact]()
+
+        def check(info: SnapshotInfo) -> None:
+            checked = check_snapshot(engine, packs, info, read_data=False)
+            is_freed = any((state := view.object_state(key)) is not None and state.swept for key in checked.needs)
+            with self._lock:
+                if checked.damages and not is_freed and view.object_state(ObjectKey("snapshot", info.ulid)) is None:
+                    self._lost[info.ulid] = told(info, "; ".join(damage.message for damage in checked.damages))
+                if not checked.damages and not is_freed:
+                    moved = frozenset(key.ulid for key in checked.needs if key.kind == "moved")
+                    intact[info.ulid] = _Intact(checked.anchor, moved)
+
+        for_each(infos, check, cpu_threads() if self._backend.is_local else REMOTE_THREADS)
+        return intact
+
+    def _place(self, log: LogCheck, strays: Mapping[Ulid, _Stray], intact: Mapping[Ulid, _Intact]) -> dict[int, list[Entry]]:
+        """Puts in place of the lost entries: by number.
+
+        A put's entry comes after its anchor, and one that may still matter after the entry at which gc found that nothing holds it. One
+        that can only come before or after all lost entries was never published, unless it continues its branch: then its entry was
+        the last, and left no trace.
+        """
+        after: dict[Ulid, int] = {}
+        for ulid in strays.keys() & intact.keys():
+            condemned = log.view.object_state(ObjectKey("snapshot", ulid))
+            after[ulid] = max(intact[ulid].anchor, condemned.n if condemned is not None else 0)
+        _put_parents_first(after, strays, log.view)
+        heads = {branch: head.root for branch in log.view.branches() if (head := log.view.branch(branch))}
+        fill: dict[int, list[Entry]] = {}
+        for ulid, anchor in sorted(after.items(), key=lambda item: (item[1], strays[item[0]].info.time_ns)):
+            stray, info, outcome = strays[ulid], strays[ulid].info, log.view.outcome(ulid)
+            n = next((max(gap.start, anchor + 1) for gap in log.lost if gap.stop > max(gap.start, anchor + 1)), log.last + 1)
+            continues = intact[ulid].anchor >= log.last or heads.get(info.ref) == info.parent
+            if outcome is not None or (n > log.last and not continues):
+                why = "it was aborted" if outcome else "no entry that could have published it is lost: it was never published"
+                self._left_out.append(told(info, why))
+                continue
+            if n > log.last:
+                heads[info.ref] = info.root
+            put = Op.put(info.ref, ulid, stray.record, stray.data, anchor=0, txn=ulid)
+            fill.setdefault(n, []).append(Entry(n, Digest(bytes(32)), bytes(16), info.time_ns, "", (put,), Digest(bytes(32)), 0))
+        return fill
+
+    # --- the new log --------------------------------------------------------------------------------------------------
+
+    def _write(self, config: StoreConfig, new: NewLog) -> None:
+        """Writes the new log and checks what it folds to. Its entries have the times of the old ones."""
+        now = [0]
+        log = Log(
+            self._backend,
+            MemoryTable(),
+            uuid=uuid.UUID(config.uuid).bytes,
+            prefix=config.log,
+            clock=lambda: now[0],
+            actor=current_actor(),
+            new_id=self._new_id,
+            shared=False,
+            is_made_anew=True,
+        )
+        for now[0], ops in new.entries:
+            log.append(lambda _, ops=ops: ops)  # type: ignore[misc]
+        written = check_log(self._backend, prefix=config.log, uuid=uuid.UUID(config.uuid).bytes)
+        if written.problems or not new.is_fold(written.view):
+            raise CorruptObjectError(
+                f"the new log {config.log} is not what was written: nothing was changed, try again", object_id=config.log
+            )
+
+    def _put(self, ulid: Ulid) -> Op:
+        name = record_name(ulid)
+        data = self._backend.get(name, max_bytes=MAX_OBJECT_BYTES)
+        record = decode_record(data, name)
+        return Op.put(record.ref, ulid, record, data, anchor=0, txn=ulid)
+
+    def _report(self, log: str, view: RefTable, held: Sequence[SnapshotInfo], recovered: Sequence[Salvaged]) -> SalvageReport:
+        roots = {info.root for info in held}
+        ulids = {info.ulid for info in held}
+        return SalvageReport(
+            log,
+            tuple(self._problems),
+            tuple(branch for branch in view.branches() if any(move.ulid in ulids for move in view.moves(branch))),
+            tuple(tag for tag in view.tags() if view.tag(tag) in roots),
+            len(held),
+            tuple(recovered),
+            tuple(self._lost.values()),
+            tuple(self._left_out),
+        )
+
+
+def _was_published(view: RefTable, ulid: Ulid) -> bool:
+    outcome, state = view.outcome(ulid), view.object_state(ObjectKey("snapshot", ulid))
+    return view.snapshot(ulid) is not None or (outcome is not None and outcome.put) or (state is not None and state.swept)
+
+
+def _put_parents_first(after: dict[Ulid, int], strays: Mapping[Ulid, _Stray], view: RefTable) -> None:
+    """A parent was published when its child was begun, whatever the anchor says of a part that repair made anew later."""
+    by_root: dict[Digest, list[Ulid]] = {}
+    for ulid in after:
+        by_root.setdefault(strays[ulid].info.root, []).append(ulid)
+    for ulid in sorted(after, key=lambda ulid: strays[ulid].info.time_ns, reverse=True):
+        parents = by_root.get(strays[ulid].info.parent or Digest(b""), [])
+        if len(parents) == 1 and view.object_state(ObjectKey("snapshot", parents[0])) is None:
+            after[parents[0]] = min(after[parents[0]], max(after[ulid] - 1, 0))
+
+
+def _relocations(view: RefTable) -> Iterator[Relocation]:
+    for pack in sorted({pack for pack, _ in view.all_relocations()}):
+        yield from view.relocations(pack)
+
+
+def _info(ulid: Ulid, record: Record, data: bytes) -> SnapshotInfo:
+    """What the log would say of a record."""
+    return SnapshotInfo(
+        ulid,
+        record.root(),
+        object_hash(data),
+        record.parent,
+        record.ref,
+        record.step,
+        0,
+        record.time_ns,
+        record.metrics,
+        "",
+        "",
+        record.logical_bytes,
+        record.new_bytes,
+    )

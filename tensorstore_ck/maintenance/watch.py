@@ -1,0 +1,99 @@
+"""Acts on snapshots as they are published, each held by a pin while somebody works on it."""
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from itertools import takewhile
+from typing import Final
+
+from tensorstore_ck.common.ids import ulid_text
+from tensorstore_ck.common.units import parse_seconds
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.reachability import revive
+from tensorstore_ck.errors import BackendUnavailableError, NotFoundError, SnapshotExpiredError
+from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.log.snapshot import pinned_with_root
+
+POLL_SECONDS: Final = 2.0
+PIN_SECONDS: Final = 86_400.0
+"""So long a pin holds at most: whoever dies while it works must not hold a snapshot for good."""
+
+
+def watch(
+    engine: Engine,
+    ref: str,
+    *,
+    since_step: int | None = None,
+    newest_only: bool = False,
+    owner: str | None = None,
+    pin_for: float | str | None = PIN_SECONDS,
+    poll_seconds: float = POLL_SECONDS,
+    sleep: Callable[[float], object] = time.sleep,
+    until: Callable[[], bool] = lambda: False,
+) -> Generator[SnapshotInfo]:
+    """The snapshots that are put to a branch from now on, each pinned until the next one is asked for.
+
+    A branch need not be there yet. What was let go before it could be pinned is left out. While the store does not answer it waits.
+
+    Args:
+        engine: The store.
+        ref: The branch.
+        since_step: Also those that are there already, of this step and later ones.
+        newest_only: Of several that came while one was worked on, only the newest.
+        owner: Of the pins; by default one of this watch alone, so that another one does not take them back.
+        pin_for: How long a pin holds at most; None: nothing is pinned, and the store not changed.
+        poll_seconds: How often to look.
+        sleep: Waits; for tests.
+        until: Ends it, between two looks.
+    """
+    if pin_for is not None:
+        engine.require_writable("watch() with pins (pin_for=None has none)")
+    owner = owner or f"watch {ulid_text(engine.new_id())}"
+    seconds = None if pin_for is None else parse_seconds(pin_for, "pin_for")
+    seen_n = engine.log.sync().n
+    new = [] if since_step is None else _put_after(engine.log.view(), ref, 0)
+    new = [info for info in new if info.step is not None and since_step is not None and info.step >= since_step]
+    while not until():
+        with suppress(BackendUnavailableError):
+            engine.log.sync()
+        head = engine.log.view().head()
+        new += _put_after(engine.log.view(), ref, seen_n)
+        seen_n = head.n if head is not None else seen_n
+        for info in new[-1:] if newest_only else new:
+            if seconds is None:
+                yield info
+                continue
+            if not _pin(engine, info, owner, engine.clock() + int(seconds * 1e9)):
+                continue
+            try:
+                yield info
+            finally:
+                _unpin(engine, info, owner)
+        if not new:
+            sleep(poll_seconds)
+        new = []
+
+
+def _put_after(view: RefTable, ref: str, n: int) -> list[SnapshotInfo]:
+    """What was put to a branch by later entries than that one, oldest first; the rest of its history is not read."""
+    moves = takewhile(lambda move: move.n > n, view.moves(ref))
+    found = [info for move in moves if move.op == "put" and (info := view.snapshot(move.ulid)) is not None]
+    return found[::-1]
+
+
+def _pin(engine: Engine, info: SnapshotInfo, owner: str, expires_ns: int) -> bool:
+    def build(view: RefTable) -> list[Op]:
+        if not view.is_live(info.ulid):
+            raise SnapshotExpiredError(f"snapshot {info.root.hex()[:16]} was let go", object_id=info.root.hex())
+        return [Op.pin(info.root, owner, "watched", expires_ns), *revive(engine, view, info)]
+
+    try:
+        engine.log.append(build)
+    except SnapshotExpiredError:
+        return False
+    return True
+
+
+def _unpin(engine: Engine, info: SnapshotInfo, owner: str) -> None:
+    with suppress(NotFoundError):  # it had run out
+        engine.log.append(lambda view: [Op.unpin(ulid, owner, view) for ulid in pinned_with_root(view, info, owner)])

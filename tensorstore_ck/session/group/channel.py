@@ -1,0 +1,361 @@
+"""Small records that the ranks of a group leave for each other in a key-value store.
+
+Knows no torch: a store is any `KeyValue`, reached through a `Runner`. What other ranks wrote is decoded strictly. A key is asked for
+only when it is there, since a store's `get` waits for it, up to half an hour; so whoever deletes a key must know that nobody asks for
+it any more. Every call has a deadline, on the `clock` of this rank.
+"""
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
+
+from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
+from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, unpack_body
+from tensorstore_ck.session.group.liveness import UNBORN, Watch
+from tensorstore_ck.session.group.rank_messages import unheard
+
+T = TypeVar("T")
+
+MAX_RECORD_BYTES: Final = 1 << 20
+PIECE_BYTES: Final = MAX_RECORD_BYTES - 1024
+"""Of something larger than a record."""
+BATCH: Final = 256
+"""Keys that are asked for at once: many enough to make round trips few, few enough to poll often."""
+CALL_SECONDS: Final = 3.0
+"""What a call may take that begins at its deadline."""
+LONGEST_PAUSE: Final = 0.25
+PAUSE_SHARE: Final = 1 / 32
+"""Of the time waited so far: what polling adds to it."""
+SHORTEST_PAUSE: Final = 0.001
+PAUSE_PER_RANK: Final = 20e-6
+"""So that all ranks together do not drown the one process that serves the store."""
+
+
+class ChannelError(Exception):
+    """The store of the group cannot be used, or holds no record where one should be. Never leaves this package."""
+
+
+class LateError(ChannelError):
+    """Nothing came by the deadline."""
+
+
+class SilentError(LateError):
+    """Whose record is waited for has not been heard of for too long."""
+
+
+class KeyValue(Protocol):
+    """What we use of `torch.distributed.Store`."""
+
+    def set(self, key: str, value: bytes, /) -> object:
+        """Sets or replaces a value."""
+
+    def multi_set(self, keys: list[str], values: list[bytes], /) -> object:
+        """Sets or replaces values."""
+
+    def get(self, key: str, /) -> bytes:
+        """The value; waits for it."""
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """All values; waits for them."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all of them are there; at once."""
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes, /) -> bytes:
+        """Sets a value that is as expected, where empty means absent; returns the one that counts now."""
+
+    def delete_key(self, key: str, /) -> bool:
+        """Deletes a key."""
+
+
+class Runner(Protocol):
+    """Reaches the store, so that a store that hangs does not hang the caller."""
+
+    def __call__(self, action: Callable[[KeyValue], T], seconds: float) -> T:
+        """What `action` returns on the store. An action may still have its effect after the error.
+
+        Raises:
+            TimeoutError: it did not return within `seconds`.
+            RuntimeError, OSError: from the store.
+        """
+
+
+class Collected(NamedTuple):
+    """What `Channel.collect` found."""
+
+    values: dict[str, bytes]
+    alarm: bytes | None
+    silent: Sequence[int]
+    """Ranks that were given up, since they are not heard of."""
+
+
+class Channel:
+    """The keys under one prefix. Thread-safe as far as its `Runner` is."""
+
+    def __init__(
+        self,
+        run: Runner,
+        prefix: str,
+        *,
+        ranks: int,
+        watch: Watch | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        """`ranks` is how many poll at the same time. Without a `watch` nobody is given up before the deadline."""
+        self._run = run
+        self._prefix = prefix
+        self.watch = watch or Watch("", every=math.inf, limit=math.inf)
+        self._shortest = min(max(SHORTEST_PAUSE, ranks * PAUSE_PER_RANK), LONGEST_PAUSE)
+        self.clock = clock
+        self.sleep = sleep
+        self.written: list[str] = []
+        """The keys that were put through this object."""
+
+    def put(self, key: str, record: Mapping[str, Any], deadline: float) -> None:
+        """Sets a record.
+
+        Raises:
+            UnsupportedValueError: too large, or of types that msgpack does not have.
+            ChannelError: the store cannot be used; the record may be there.
+        """
+        packed = encode_record(record, key)
+        self.written.append(key)
+        self._call(lambda store: store.set(self._prefix + key, packed), deadline)
+
+    def put_first(self, key: str, record: Mapping[str, Any], deadline: float) -> Body:
+        """Sets a record unless there is one already; returns the one that counts.
+
+        Raises:
+            UnsupportedValueError: too large, or of types that msgpack does not have.
+            ChannelError: the store cannot be used, and the record may be there; or this is no record.
+        """
+        packed = encode_record(record, key)
+        self.written.append(key)
+        return self._decode(self._call(lambda store: store.compare_set(self._prefix + key, b"", packed), deadline), key)
+
+    def put_large(self, key: str, data: bytes, deadline: float) -> None:
+        """Sets a record that stands for bytes of any size: see `whole`.
+
+        Raises:
+            ChannelError: the store cannot be used; the record may be there.
+        """
+        if len(data) <= PIECE_BYTES:
+            self.put(key, {"data": data}, deadline)
+            return
+        starts = range(0, len(data), PIECE_BYTES)
+        for number, start in enumerate(starts):
+            self.put(f"{key}/piece/{number}", {"data": data[start : start + PIECE_BYTES]}, deadline)
+        self.put(key, {"pieces": len(starts)}, deadline)
+
+    def whole(self, key: str, record: Body, deadline: float) -> bytes:
+        """The bytes that the record of `put_large` under `key` stands for.
+
+        Raises:
+            ChannelError: the store cannot be used, or this is no such record.
+        """
+        try:
+            if "data" in record:
+                return take(record, "data", bytes)
+            names = [f"{self._prefix}{key}/piece/{number}" for number in range(take_count(record, "pieces"))]
+            pieces = self._call(lambda store: store.multi_get(names), deadline)
+            return b"".join(take(self._decode(piece, key), "data", bytes) for piece in pieces)
+        except TypeError as exc:
+            raise ChannelError(f"the record {key} is malformed: {exc}") from exc
+
+    def try_get(self, key: str, deadline: float) -> Body | None:
+        """The record, None when there is none yet.
+
+        Raises:
+            ChannelError: the store cannot be used, or this is no record.
+        """
+        found = self._first_of([key], deadline)
+        return None if found is None else found[1]
+
+    def wait(self, keys: Sequence[str], deadline: float, *, writer: int | None = None) -> tuple[str, Body]:
+        """The first of `keys` that is there, with its record; asks at least once, however late it is.
+
+        Raises:
+            SilentError: none came, and the rank `writer` is not heard of.
+            LateError: none came by the deadline.
+            ChannelError: the store cannot be used, or this is no record.
+        """
+        started = self.clock()
+        while True:
+            silent = () if writer is None else self._silent([writer], deadline)
+            found = self._first_of(keys, deadline)
+            if found is not None:
+                return found
+            if silent:
+                raise SilentError(unheard(silent, self.watch.limit))
+            if not self._pause(started, deadline):
+                raise LateError(f"no answer within {self.clock() - started:.0f} s")
+
+    def collect(self, keys: Mapping[str, int], deadline: float, *, alarm: str) -> Collected:
+        """The raw values of `keys`: all of them, or what is there at the deadline, or as soon as `alarm` is there or a rank is given up.
+
+        Keys are asked for in batches, in order, and the next batch when one is complete: a poll costs one small question,
+        however many ranks there are, and all of it ``2 * len(keys) / BATCH`` round trips.
+
+        Args:
+            keys: Which rank writes each.
+            deadline: Until when to wait.
+            alarm: A key that ends the wait.
+
+        Raises:
+            ChannelError: the store cannot be used.
+        """
+        names = [self._prefix + key for key in keys]
+        alarm_name = self._prefix + alarm
+        values: list[bytes] = []
+        started = self.clock()
+
+        def more(store: KeyValue) -> tuple[dict[str, bytes], bytes | None]:
+            """The next complete batches."""
+            found: dict[str, bytes] = {}
+            for start in range(len(values), len(names), BATCH):
+                batch = names[start : start + BATCH]
+                if not store.check(batch):
+                    return found, store.get(alarm_name) if store.check([alarm_name]) else None
+                found |= zip(batch, store.multi_get(batch), strict=True)
+            return found, None
+
+        while True:
+            found, alarm_value = self._call(more, deadline)
+            values += found.values()
+            if len(values) == len(names):
+                return Collected(dict(zip(keys, values, strict=True)), None, ())
+            rest = dict(list(keys.items())[len(values) :])
+            silent = self._silent_without(rest, deadline)
+            if silent or alarm_value is not None or not self._pause(started, deadline):
+                break
+        there = dict(zip(keys, values, strict=False)) | self._there(list(rest), deadline)
+        return Collected(there, alarm_value, silent)
+
+    def set_unborn(self, ranks: int, prefix: str, deadline: float) -> None:
+        """Makes the counters of ranks 0 to `ranks` - 1, so that whoever looks at them finds all of them.
+
+        Raises:
+            ChannelError: the store cannot be used.
+        """
+
+        def set_all(store: KeyValue) -> None:
+            for start in range(0, ranks, BATCH):
+                batch = [f"{prefix}{rank}" for rank in range(start, min(start + BATCH, ranks))]
+                store.multi_set(batch, [UNBORN] * len(batch))
+
+        self._call(set_all, deadline)
+
+    def delete(self, keys: Sequence[str], deadline: float) -> None:
+        """Deletes keys that nobody asks for any more.
+
+        Raises:
+            ChannelError: the store cannot be used.
+        """
+
+        def delete_all(store: KeyValue) -> None:
+            for key in keys:
+                store.delete_key(self._prefix + key)
+
+        if keys:
+            self._call(delete_all, deadline)
+
+    def _silent(self, ranks: Collection[int], deadline: float) -> list[int]:
+        """Those of the ranks that are not heard of; looks at their counters when it is time, at two questions for each batch."""
+        if not self.watch.is_due(self.clock()):
+            return []
+        names = {f"{self.watch.prefix}{rank}": rank for rank in ranks}
+
+        def look(store: KeyValue) -> dict[int, bytes]:
+            found: dict[int, bytes] = {}
+            for start in range(0, len(names), BATCH):
+                batch = list(names)[start : start + BATCH]
+                if store.check(batch):
+                    found |= zip((names[name] for name in batch), store.multi_get(batch), strict=True)
+            return found
+
+        return self.watch.silent(self._call(look, deadline), self.clock())
+
+    def _silent_without(self, keys: Mapping[str, int], deadline: float) -> list[int]:
+        """The ranks that are not heard of and have not written their key."""
+        silent = set(self._silent(keys.values(), deadline))
+        awaited = [key for key, rank in keys.items() if rank in silent]
+        there = self._there(awaited, deadline)
+        return [keys[key] for key in awaited if key not in there]
+
+    def _there(self, keys: Sequence[str], deadline: float) -> dict[str, bytes]:
+        """The raw values of those keys that are there."""
+        names = [self._prefix + key for key in keys]
+        there: dict[str, bytes] = {}
+        for start in range(0, len(names), BATCH):
+            there |= self._call(lambda store, batch=names[start : start + BATCH]: _those_there(store, batch), deadline)  # type: ignore[misc]
+        return {name.removeprefix(self._prefix): value for name, value in there.items()}
+
+    def _first_of(self, keys: Sequence[str], deadline: float) -> tuple[str, Body] | None:
+        def look(store: KeyValue) -> tuple[str, bytes] | None:
+            for key in keys:
+                if store.check([self._prefix + key]):
+                    return key, store.get(self._prefix + key)
+            return None
+
+        found = self._call(look, deadline)
+        return None if found is None else (found[0], self._decode(found[1], found[0]))
+
+    def _decode(self, data: bytes, key: str) -> Body:
+        try:
+            return decode_record(data, key)
+        except CorruptObjectError as exc:
+            raise ChannelError(str(exc)) from exc
+
+    def _pause(self, started: float, deadline: float) -> bool:
+        """Sleeps for a while that grows with the time waited; False, at once, when the deadline has passed."""
+        now = self.clock()
+        if now >= deadline:
+            return False
+        self.sleep(min(max(self._shortest, (now - started) * PAUSE_SHARE), LONGEST_PAUSE, deadline - now))
+        return True
+
+    def _call(self, action: Callable[[KeyValue], T], deadline: float) -> T:
+        try:
+            return self._run(action, max(deadline - self.clock(), CALL_SECONDS))
+        except (RuntimeError, OSError) as exc:  # torch's store errors are RuntimeErrors
+            raise ChannelError(f"the process group's store cannot be used: {exc}") from exc
+
+
+def encode_record(record: Mapping[str, Any], name: str) -> bytes:
+    """The msgpack of a record.
+
+    Raises:
+        UnsupportedValueError: too large, or of types that msgpack does not have.
+    """
+    packed = pack_body(record)
+    if len(packed) > MAX_RECORD_BYTES:
+        raise UnsupportedValueError(
+            f"the record {name} takes {len(packed)} bytes, and ranks exchange at most {MAX_RECORD_BYTES}", object_id=name
+        )
+    return packed
+
+
+def decode_record(data: bytes, name: str) -> Body:
+    """The record that another rank wrote.
+
+    Raises:
+        CorruptObjectError: it is none.
+    """
+    if len(data) > MAX_RECORD_BYTES:
+        raise CorruptObjectError(f"the record {name} takes {len(data)} bytes, more than ranks exchange", object_id=name)
+    record = unpack_body(memoryview(data), name)
+    if type(record) is not dict:
+        raise CorruptObjectError(f"the record {name} is a {type(record).__name__}, not a map", object_id=name)
+    return record
+
+
+def _those_there(store: KeyValue, names: list[str]) -> dict[str, bytes]:
+    """The values of the names that are there: a question about many is answered for all of them only, so it halves."""
+    if store.check(names):
+        return dict(zip(names, store.multi_get(names), strict=True))
+    if len(names) == 1:
+        return {}
+    half = len(names) // 2
+    return _those_there(store, names[:half]) | _those_there(store, names[half:])

@@ -1,0 +1,33 @@
+"""What the first put of some states would refuse, found as that finds it, and before anything is written."""
+
+from tensorstore_ck.errors import MismatchError
+from tensorstore_ck.format.sealed import Body, take, take_count
+from tensorstore_ck.session.group.participant import Duties
+from tensorstore_ck.session.group.rank_messages import in_the_job
+from tensorstore_ck.session.group.rank_put import RankPut
+from tensorstore_ck.session.group.replica_check import Digests, differences
+
+
+class RankCheck(RankPut):
+    """One rank's side. All is compared but what only the written parts tell of states that cannot be united."""
+
+    def duties(self) -> Duties:
+        """For an attempt, which leaves nothing in the log."""
+        return Duties(self.hello, self.work, None, self.compare, self.commit)
+
+    def work(self, go: Body) -> Body:
+        """Plans the put, and hashes what this rank holds with others."""
+        if go["explain"]:
+            return super().work(go)
+        self._states = self._states._replace(shared=self._planning.follow(go, self._states.shared))
+        seat = self.take_seat()
+        return {"replicas": self._digests(seat).record(), "told_bytes": self._told_bytes(seat)}
+
+    def commit(self, records: list[Body]) -> Body:
+        """Compares that: the size of the snapshot in bytes."""
+        self.require_told_alike(records)
+        digests = [Digests.of_record(take(record, "replicas", dict)) for record in records]
+        problem = differences(digests, [None if self._planning.layout_of else self._states.shared.layout] * len(digests))
+        if problem:
+            raise MismatchError(problem + in_the_job(self._group.in_job), object_id="state")
+        return {"bytes": self._states.shared.logical_bytes + sum(take_count(record, "told_bytes") for record in records)}

@@ -1,0 +1,151 @@
+"""Whether what several ranks hold in their own ways is the same: regions that ranks tell, and tensors that they cut differently.
+
+Equal regions are compared by a digest of all that a set of ranks holds. Of different cuts no block is the same: there each rank adds up a
+number for each of its elements, drawn from its place in the whole tensor and its bits (the finalizer of SplitMix64: Steele et al., "Fast
+splittable pseudorandom number generators", 2014), modulo 2^64. The sum over all ranks of a cut does not depend on the cut.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorstore_ck.common.ids import block_id, derived_hash
+from tensorstore_ck.format.block_assignment import Region, regions
+from tensorstore_ck.format.layout import ByteSource, Captured, Layout, Sharding, TensorSpec
+from tensorstore_ck.format.sharding import Box
+from tensorstore_ck.session.group.mixed_regions import Cut, Placed
+from tensorstore_ck.session.group.planned_state import NOTHING, Kept, source_at, told_by, without_copies
+from tensorstore_ck.session.group.put_plan import SOLE, Known
+
+PIECE_ELEMENTS: Final = 1 << 20
+PIECE_BYTES: Final = 4 << 20
+SHARES: Final = 16
+
+_Words = npt.NDArray[np.uint64]
+
+
+class Share(NamedTuple):
+    """Which tensors are compared at a put: with the first one all, later one in `SHARES`, in turn."""
+
+    turn: int
+
+    def has(self, tensor: int) -> bool:
+        """Whether it is one of them."""
+        return not self.turn or tensor % SHARES == self.turn % SHARES
+
+
+class Sum(NamedTuple):
+    """What a rank adds up of a tensor that ranks hold in several ways."""
+
+    tensor: int
+    """Of the layout of all ranks."""
+    cut: int
+    replica: int
+    """Which of those who hold the same it is."""
+    total: int
+
+
+def contradicting(sums: Sequence[Sum]) -> int | None:
+    """A tensor whose cuts, or their replicas, do not add up to the same."""
+    totals: dict[tuple[int, int, int], int] = {}
+    for tensor, cut, replica, total in sums:
+        key = tensor, cut, replica
+        totals[key] = (totals.get(key, 0) + total) % (1 << 64)
+    first: dict[int, int] = {}
+    return next((tensor for (tensor, _, _), total in totals.items() if first.setdefault(tensor, total) != total), None)
+
+
+class Told(NamedTuple):
+    """A region that several ranks tell."""
+
+    set_key: bytes
+    """Names the set of these ranks."""
+    tensor: int
+    """As it is planned."""
+    digest: bytes
+
+
+def told_digests(captured: Captured, known: Known, rank: int, share: Share) -> list[Told]:
+    """Of each region that other ranks tell as well, in the same order on each of them; `captured` is this rank's own state, as it came."""
+    held: list[tuple[tuple[int, Box], Told]] = []
+    for tensor, mine, boxes, said in told_by(captured, known, rank):
+        start = 0
+        for box, number in zip(boxes, said, strict=True):
+            size_bytes = prod(box.sizes) * captured.layout.tensors[mine].item_bytes
+            if number != SOLE and share.has(tensor):
+                key = bytes(derived_hash("told set of ranks", (number >> 1).to_bytes(4, "little"))[:8])
+                held.append(((tensor, box), Told(key, tensor, _digest(captured.sources[mine], start, start + size_bytes))))
+            start += size_bytes
+    return [told for _, told in sorted(held)]
+
+
+def sums_of(captured: Captured, known: Known, rank: int, share: Share) -> list[Sum]:
+    """What this rank adds up; `captured` is its own state, as it came."""
+    layout = known.plan.layout
+    if not known.plan.compared or layout is None:
+        return []
+    told = {each.tensor: without_copies(captured, each) for each in told_by(captured, known, rank)}
+    cuts_of = {each.tensor: each.cuts for each in known.plan.compared if share.has(each.tensor)}
+    found: dict[int, Sum] = {}
+    for place in known.places:
+        tensor, spec = place.tensor, layout.tensors[place.tensor]
+        for number, cut in enumerate(cuts_of.get(tensor, ())):
+            if rank not in cut.ranks or tensor in found:
+                continue
+            if isinstance(cut.spread, Placed):
+                held, source = _regions(spec, cut.spread, rank, cut), source_at(captured, layout, place)
+            else:
+                kept = told.get(tensor, Kept(NOTHING, ()))
+                held, source = [Region(tensor, *box, cut.spread == "flat", (rank,)) for box in kept.boxes], kept.source
+            start = total = 0
+            for region in held:
+                total += _sum(region, spec, source, start)
+                start += region.size_bytes(spec)
+            replica = held[0].replicas.index(rank) if held else 0
+            found[tensor] = Sum(tensor, number, replica, total % (1 << 64))
+    return [*found.values()]
+
+
+def _regions(spec: TensorSpec, placed: Placed, rank: int, cut: Cut) -> list[Region]:
+    return regions(Layout([spec], 0, (), [placed.mesh], [Sharding(0, placed.placements)]), rank, cut.ranks)
+
+
+def _digest(source: ByteSource, start: int, stop: int) -> bytes:
+    ids = [block_id(source.read(at, min(at + PIECE_BYTES, stop))) for at in range(start, stop, PIECE_BYTES)]
+    return derived_hash("region of a replica", *ids)
+
+
+def _sum(region: Region, spec: TensorSpec, source: ByteSource, start: int) -> int:
+    """Of a region whose bytes begin at `start` of the source."""
+    total = 0
+    words = next(size for size in (8, 4, 2, 1) if spec.item_bytes % size == 0)
+    steps = [prod(spec.shape[dim + 1 :]) for dim in range(len(spec.shape))]
+    elements = prod(region.sizes)
+    for first in range(0, elements, PIECE_ELEMENTS):
+        last = min(first + PIECE_ELEMENTS, elements)
+        data = source.read(start + first * spec.item_bytes, start + last * spec.item_bytes)
+        bits = np.frombuffer(data, f"<u{words}").astype(np.uint64).reshape(last - first, -1)
+        whole = np.concatenate([*_places(region, spec, steps, first, last)])
+        places = (whole[:, None] * np.uint64(bits.shape[1]) + np.arange(bits.shape[1], dtype=np.uint64)).astype(np.uint64)
+        total += int(_mixed(bits, places).sum(dtype=np.uint64))
+    return total
+
+
+def _places(region: Region, spec: TensorSpec, steps: Sequence[int], first: int, last: int) -> Iterator[_Words]:
+    """Where the elements [first, last) of a region are in the flattened tensor."""
+    for (offsets, sizes), _ in region.pieces(spec, first, last):
+        places = np.zeros((), np.uint64)
+        for offset, size, step in zip(offsets, sizes, steps, strict=True):
+            places = places[..., None] + np.arange(offset, offset + size, dtype=np.uint64) * np.uint64(step)
+        yield places.ravel()
+
+
+def _mixed(bits: _Words, places: _Words) -> _Words:
+    mixed = bits * np.uint64(0x9E3779B97F4A7C15) + (places + np.uint64(1)) * np.uint64(0xD1B54A32D192ED03)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    final: _Words = mixed ^ (mixed >> np.uint64(31))
+    return final

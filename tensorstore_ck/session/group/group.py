@@ -1,0 +1,289 @@
+"""The ranks that put and restore together: a process group's nonce, its count of attempts, and the one thread that talks to its store.
+
+A group uses a clone of the process group's store, on a thread of its own: a store client serves one call at a time, and a call can
+hang for as long as the process that serves it is stopped. Here that costs an attempt, never the training thread.
+"""
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+from tensorstore_ck.common.ids import ULID_BYTES, IdSource, Ulid, derived_hash, new_ulid, ulid_text
+from tensorstore_ck.format.sealed import take, take_count
+from tensorstore_ck.session.group.attempt import GRACE_SECONDS, Attempt
+from tensorstore_ck.session.group.channel import Channel, ChannelError, KeyValue, Runner
+from tensorstore_ck.session.group.failure_reason import Reason
+from tensorstore_ck.session.group.liveness import DEAD_AFTER_SECONDS, Heart, Watch, beat_seconds
+from tensorstore_ck.session.group.rank_messages import named_ranks
+from tensorstore_ck.session.group.round_ledger import Ledger
+
+if TYPE_CHECKING:
+    import torch.distributed
+
+T = TypeVar("T")
+_Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[KeyValue], Any] | None] | None]
+"""A call without an action makes the clone anew."""
+
+ROOT: Final = "tsck/"
+_TIME_BYTES: Final = 6
+_NUMBER_BYTES: Final = 4
+_END_SECONDS: Final = 1.0
+RENEW_SECONDS: Final = 10.0
+"""What connecting anew may take: to a server that is gone, torch tries it for as long as the store's own timeout."""
+
+
+class StoreThread:
+    """Runs calls on a clone of a store, one after the other, on a thread of its own, until it is closed or dropped. A `Runner`."""
+
+    def __init__(self, store: Any) -> None:
+        calls: _Calls = queue.SimpleQueue()
+        self._calls = calls
+        self._is_broken = threading.Event()
+        # A daemon: a call that hangs must not keep the process from ending.
+        thread = threading.Thread(target=_serve, args=(store, calls, self._is_broken), name="tsck-group", daemon=True)
+        thread.start()
+        self.close = weakref.finalize(self, _end, calls, thread)
+        """Ends the thread; later calls find no answer. Idempotent."""
+
+    def __call__(self, action: Callable[[KeyValue], T], seconds: float) -> T:
+        """See `Runner`."""
+        result: T = self._ask(action, seconds)
+        return result
+
+    def renew(self) -> None:
+        """Makes the clone anew if a call to it failed: a connection that broke stays broken.
+
+        Raises:
+            TimeoutError, RuntimeError, OSError: the store is not there.
+        """
+        if self._is_broken.is_set():
+            self._ask(None, RENEW_SECONDS)
+            self._is_broken.clear()
+
+    def _ask(self, action: Callable[[KeyValue], Any] | None, seconds: float) -> Any:
+        call: Future[Any] = Future()
+        self._calls.put((call, action))
+        try:
+            return call.result(seconds)
+        except TimeoutError as exc:
+            call.cancel()  # what has not begun never will
+            raise TimeoutError(f"no answer within {seconds:.0f} s") from exc
+
+
+def _end(calls: _Calls, thread: threading.Thread) -> None:
+    """Ends the thread; also when the process ends, where C++ must not be left in the middle of a call."""
+    calls.put(None)
+    if thread is not threading.current_thread():
+        thread.join(_END_SECONDS)
+
+
+def _serve(store: Any, calls: _Calls, is_broken: threading.Event) -> None:
+    clone: Any = None
+    while (item := calls.get()) is not None:
+        call, action = item
+        if not call.set_running_or_notify_cancel():
+            continue
+        try:
+            clone = store.clone() if clone is None or action is None else clone
+            call.set_result(action and action(clone))
+        except BaseException as exc:  # noqa: BLE001 - whoever waits for the call raises it
+            if isinstance(exc, RuntimeError | OSError):
+                is_broken.set()
+            call.set_exception(exc)
+
+
+class _Agreed(NamedTuple):
+    """What rank 0 says to all when it first uses a group."""
+
+    nonce: Ulid
+    counters: str
+    """What the names of the ranks' counters begin with: see `alive`."""
+    dead_after: float
+
+
+class Group:
+    """One rank's place in a group. All ranks begin the same attempts in the same order."""
+
+    def __init__(
+        self,
+        run: Runner,
+        *,
+        rank: int,
+        ranks: int,
+        scope: str,
+        first: "Group | None" = None,
+        dead_after: float = DEAD_AFTER_SECONDS,
+        beat: Callable[[str, float], object] = lambda name, seconds: None,
+        renew: Callable[[], object] = lambda: None,
+        close: Callable[[], object] = lambda: None,
+        new_id: IdSource = new_ulid,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+        in_job: Sequence[int] | None = None,
+    ) -> None:
+        """`scope` keeps apart groups that share a store but not their attempts, such as those of two tensorstore_ck stores.
+
+        `renew` mends a runner whose connection broke in an earlier attempt, and `close` ends it: see `StoreThread`. `beat` begins to say
+        that this rank lives, when the group is first used: see `Heart`; who is silent for longer than `dead_after` of rank 0 is given up.
+        `first`: a group of the same ranks that has begun an attempt, and that says who lives for both. `in_job` is for messages: see
+        `named_ranks`.
+        """
+        self.rank = rank
+        self.ranks = ranks
+        self.in_job = in_job
+        self.run = run
+        self.renew = renew
+        """Mends `run` where its connection broke; raises what `StoreThread.renew` does."""
+        self.close = close
+        self._beat = beat
+        self._dead_after = dead_after
+        self._first = first
+        self._scope = f"{ROOT}{scope}/"
+        self._new_id = new_id
+        self._clock = clock
+        self._sleep = sleep
+        self._ledger = Ledger()
+        self._generation = 1
+        self._token = new_id()
+        self._agreed = None if first is None else first.agreed._replace(nonce=second_nonce(first.agreed.nonce))
+        self._misfit = ""
+        self._lock = threading.Lock()
+
+    def begin(
+        self,
+        title: str,
+        *,
+        object_id: str,
+        timeout: float,
+        grace: float = GRACE_SECONDS,
+        sleep: Callable[[float], object] | None = None,
+    ) -> Attempt:
+        """The next attempt of the group, which the caller then runs. Waits for rank 0 when it is the first one.
+
+        What `sleep` raises between two looks at the channel ends this rank's part in the attempt.
+
+        Raises:
+            SnapshotAbortedError: rank 0 did not begin it.
+        """
+        n = self._ledger.begin()
+        try:
+            self.renew()
+            agreed = self._agree(self._clock() + timeout + grace)
+        except (ChannelError, RuntimeError, OSError) as exc:  # torch's store errors are RuntimeErrors
+            self._ledger.end(n, None)
+            own, zero = (named_ranks([rank], self.in_job) for rank in (self.rank, 0))
+            raise Reason(f"{own} waited for {zero} to begin it: {exc}").error(title, object_id) from exc
+        # Whoever waits for rank 0 gives it up one after the other, so that the first one tells all.
+        watch = Watch(agreed.counters, every=beat_seconds(agreed.dead_after), limit=agreed.dead_after + grace * self.rank / self.ranks)
+        return Attempt(
+            self._channel(f"{ulid_text(agreed.nonce)}/{n}/", sleep, watch),
+            self._ledger,
+            n=n,
+            txn=attempt_id(agreed.nonce, n),
+            rank=self.rank,
+            ranks=self.ranks,
+            title=title,
+            object_id=object_id,
+            timeout=timeout,
+            grace=grace,
+            misfit=self._misfit,
+            in_job=self.in_job,
+        )
+
+    @property
+    def nonce(self) -> Ulid:
+        """What rank 0 drew for this group; known once an attempt was begun."""
+        return self.agreed.nonce
+
+    @property
+    def agreed(self) -> _Agreed:
+        """What rank 0 said to all; known once an attempt was begun."""
+        assert self._agreed is not None
+        return self._agreed
+
+    def _channel(self, prefix: str, sleep: Callable[[float], object] | None = None, watch: Watch | None = None) -> Channel:
+        return Channel(self.run, self._scope + prefix, ranks=self.ranks, watch=watch, clock=self._clock, sleep=sleep or self._sleep)
+
+    def _agree(self, deadline: float) -> _Agreed:
+        """What rank 0 says to this group; from then on this rank says that it lives.
+
+        A process group that was destroyed and made again has the same keys in the same store, so each rank counts its groups there.
+        """
+        with self._lock:
+            if self._agreed is None:
+                self._agreed = self._draw(deadline)
+                self._beat(f"{self._agreed.counters}{self.rank}", beat_seconds(self._agreed.dead_after))
+            return self._agreed
+
+    def _draw(self, deadline: float) -> _Agreed:
+        channel = self._channel("")
+        mine = False
+        while not mine:  # again with the same token after an error: it may have been counted
+            claimed = channel.put_first(f"groups/{self.rank}/{self._generation}", {"token": self._token}, deadline)
+            mine = claimed.get("token") == self._token
+            self._generation += not mine
+        key = f"nonce/{self._generation}"
+        if self.rank == 0:
+            nonce = self._new_id()
+            agreed = _Agreed(nonce, self._counters(nonce), self._dead_after)
+            channel.set_unborn(self.ranks, agreed.counters, deadline)
+            channel.put(key, {"nonce": nonce, "ranks": self.ranks, "dead_after": self._dead_after}, deadline)
+            return agreed
+        record = channel.wait([key], deadline)[1]
+        try:
+            nonce, ranks, dead_after = Ulid(take(record, "nonce", bytes)), take_count(record, "ranks"), take(record, "dead_after", float)
+        except TypeError as exc:
+            raise ChannelError(str(exc)) from exc
+        if len(nonce) != ULID_BYTES or not dead_after > 0:
+            raise ChannelError(f"the nonce has {len(nonce)} bytes, and ranks are given up after {dead_after} s")
+        if ranks != self.ranks:
+            self._misfit = f"it came with world size {self.ranks}, and rank 0 with {ranks}"
+        return _Agreed(nonce, self._counters(nonce), dead_after)
+
+    def _counters(self, nonce: Ulid) -> str:
+        return f"{self._scope}{ulid_text(nonce)}/alive/"
+
+
+def second_nonce(nonce: Ulid) -> Ulid:
+    """For a second group of the same ranks, which all of them know without asking: one may begin an attempt that another never does."""
+    return Ulid(nonce[:_TIME_BYTES] + derived_hash("second group of the same ranks", nonce)[: ULID_BYTES - _TIME_BYTES])
+
+
+def attempt_id(nonce: Ulid, n: int) -> Ulid:
+    """The ULID of the n-th attempt of a group: the nonce's time and the number, so that they sort; then what nobody else draws."""
+    drawn = derived_hash("attempt of a group", nonce, n.to_bytes(8, "big"))
+    return Ulid(nonce[:_TIME_BYTES] + n.to_bytes(_NUMBER_BYTES, "big") + drawn[: ULID_BYTES - _TIME_BYTES - _NUMBER_BYTES])
+
+
+def open_group(
+    group: "torch.distributed.ProcessGroup", scope: str, *, dead_after: float = DEAD_AFTER_SECONDS, first: Group | None = None
+) -> Group:
+    """This rank's place in a process group; whoever owns it keeps it, one per process group object. See `Group`."""
+    from torch.distributed import get_process_group_ranks  # noqa: PLC0415 - whoever has a group has loaded it
+
+    store, in_job = group.get_group_store(), None
+    with suppress(KeyError, ValueError):  # torch knows no group that was made by hand: then its ranks have no other numbers
+        in_job = get_process_group_ranks(group)
+    thread, heart = StoreThread(store), Heart(store)
+
+    def close() -> None:
+        heart.close()
+        thread.close()
+
+    return Group(
+        thread,
+        rank=group.rank(),
+        ranks=group.size(),
+        scope=scope,
+        first=first,
+        dead_after=dead_after,
+        beat=heart,
+        renew=thread.renew,
+        close=close,
+        in_job=in_job,
+    )

@@ -1,0 +1,386 @@
+"""Unites the states of ranks of several kinds into one layout, before they are put: dicts of equal paths become one.
+
+What lies at one path is one thing, whoever has it. A value must be the same on all ranks that have it, and a tensor must be held in full by
+those that have something of it, whatever else they hold. Knows no torch, and no bytes: whether tensors are equal is for `copies` to see.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.format.layout import Layout, Node, Sharding, SharedStorage, TensorSpec
+from tensorstore_ck.format.layout import Spread as LayoutSpread
+from tensorstore_ck.format.sharding import Box, Mesh
+from tensorstore_ck.format.tree import Branch, Leaf, Tree, leaves, parse
+from tensorstore_ck.format.values import describe
+from tensorstore_ck.session.group.mixed_regions import Cut, NotOneTensorError, Placed, Spread, cuts_of
+from tensorstore_ck.session.group.rank_kinds import Kind, Told
+from tensorstore_ck.session.group.rank_messages import sayings
+from tensorstore_ck.session.group.region_claims import Held, gap, once
+
+_DICTS: Final = ("d", "o", "f")
+_TYPED: Final = ("r", "n", "f")
+BY_NAME: Final = (
+    "key an optimizer's state by names, with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict and "
+    "flatten_optimizer_state_dict=True"
+)
+RANK_STATE: Final = "put what is a rank's own into rank_state="
+
+
+class MisfitError(Exception):
+    """The ranks cannot put one snapshot together: what differs where, and what to do. Never leaves this package."""
+
+    def __init__(self, path: str, text: str, advice: str) -> None:
+        super().__init__(f"the ranks cannot put {path!r} together: {text}; {advice}")
+        self.path = path
+
+
+class Hole(NamedTuple):
+    """A value: its path, and where it is on each side that has it."""
+
+    path: str
+    places: tuple[tuple[int, int], ...]
+    """(side, number of the value there)."""
+
+
+class Compared(NamedTuple):
+    """A tensor that ranks hold in several ways, each in full: the first one is stored, if they are the same."""
+
+    tensor: int
+    cuts: tuple[Cut, ...]
+
+
+class ToldTensor(NamedTuple):
+    """A tensor whose regions ranks tell."""
+
+    spec: TensorSpec
+    spread: Literal["boxes", "flat"]
+    boxes: Mapping[int, Sequence[Box]]
+    """Rank -> its regions, in order."""
+
+    @property
+    def held(self) -> list[Held]:
+        """Its regions, and who holds them."""
+        return [(rank, box) for rank, boxes in sorted(self.boxes.items()) for box in boxes]
+
+    def check(self) -> None:
+        """That the ranks hold all of it.
+
+        Raises:
+            MisfitError: they do not.
+        """
+        problem = gap(self.spec, once(self.held), is_flat=self.spread == "flat")
+        if problem:
+            raise MisfitError(self.spec.name, problem, "a region that several ranks hold is the same region on each of them")
+
+
+class United(NamedTuple):
+    """The state of all ranks."""
+
+    layout: Layout
+    holes: Sequence[Hole]
+    compared: Sequence[Compared]
+    told: Sequence[ToldTensor]
+    """In the order of the layout."""
+
+
+@dataclass(slots=True)
+class _Member:
+    """A tensor of the united layout."""
+
+    spec: TensorSpec
+    sides: dict[int, Leaf] = field(default_factory=dict)
+    """Side -> the leaf there: a tensor, or a view that has become one."""
+
+
+def unite(kinds: Sequence[Kind], told: Told) -> United:
+    """The state that all ranks have together.
+
+    Raises:
+        MisfitError: they have different things at one path, or do not hold a tensor in full.
+    """
+    return _Uniting(kinds, told).result()
+
+
+class _Uniting:
+    def __init__(self, kinds: Sequence[Kind], told: Told) -> None:
+        self._kinds = kinds
+        self._boxes = {rank: {each.tensor: each.boxes for each in explicit} for rank, explicit in told.items()}
+        self._members: list[_Member] = []
+        self._number_of: dict[tuple[int, int], int] = {}
+        """(side, its tensor) -> the united one that has its name."""
+        self._holes: list[Hole] = []
+        self._visited: list[list[tuple[int, Leaf]]] = []
+        """The leaves of all sides, in the order of the united tree."""
+        self._item_bytes = {spec.dtype: spec.item_bytes for kind in kinds for spec in kind.layout.tensors}
+        self._trees = [parse(kind.layout, len(kind.values), f"the layout of {kind.name}") for kind in kinds]
+        self._names = [frozenset(leaf.path for leaf in leaves(tree) if leaf.kind != "value") for tree in self._trees]
+
+    def result(self) -> United:
+        tree = self._node(list(enumerate(self._trees)), is_numbered=False)
+        parsed = parse(Layout([each.spec for each in self._members], tree), len(self._holes))
+        names: dict[int, str] = {}
+        for leaf, sides in zip(leaves(parsed), self._visited, strict=True):
+            other = next((side for side, own in sides if own.path != leaf.path), None)
+            if other is not None:  # such as the keys "a.b", and "a" over "b": a restore goes by paths
+                who = self._kinds[other].name
+                raise MisfitError(leaf.path.partition("#")[0], f"{who} have it in another place of the state", "rename one of them")
+            if leaf.kind == "tensor":
+                names.setdefault(leaf.index, leaf.path)
+        taken = {leaf.path for leaf in leaves(parsed)}
+        tensors, spreads, compared, told = [], list[LayoutSpread](), [], list[ToldTensor]()
+        meshes: dict[Mesh, int] = {}
+        found: dict[tuple[tuple[int, LayoutSpread], ...], tuple[list[Cut], LayoutSpread]] = {}
+        """Many tensors are held alike, and a mesh may have thousands of ranks."""
+        for number, member in enumerate(self._members):
+            name = names.get(number) or _free(member.spec.name, taken)
+            spec = member.spec._replace(name=name)
+            key = tuple((side, self._layout_spread(side, leaf)) for side, leaf in member.sides.items())
+            if key not in found:
+                cuts = self._cuts(spec, member)
+                found[key] = cuts, self._as_stored(cuts[0], meshes)
+            cuts, spread = found[key]
+            told += self._told(spec, member, cuts)
+            if len(cuts) > 1:
+                compared.append(Compared(number, tuple(cuts)))
+            spreads.append(spread)
+            tensors.append(spec)
+        layout = Layout(tensors, tree, self._storages(), list(meshes), spreads if any(each is not None for each in spreads) else ())
+        return United(layout, self._holes, compared, told)
+
+    # --- the tree -----------------------------------------------------------------------------------------------------
+
+    def _node(self, trees: Sequence[tuple[int, Tree]], *, is_numbered: bool) -> Node:
+        """The node of what lies at one path on some of the sides. `is_numbered`: below a dict with numbers for keys."""
+        first = trees[0][1]
+        if isinstance(first, Leaf):
+            self._check_alike(trees, lambda other: isinstance(other, Leaf) and (other.kind == "value") == (first.kind == "value"))
+            sides = [(number, other) for number, other in trees if isinstance(other, Leaf)]
+            self._visited.append(sides)
+            if first.kind != "value":
+                return self._tensor(sides)
+            self._holes.append(Hole(first.path, tuple((number, leaf.index) for number, leaf in sides)))
+            return None
+        tag, *rest = first.node
+        is_dict = tag in _DICTS
+        self._check_alike(
+            trees,
+            lambda other: (
+                isinstance(other, Branch)
+                and other.node[0] == tag
+                and (tag not in _TYPED or other.node[1] == first.node[1])
+                and (is_dict or [*map(repr, other.keys)] == [*map(repr, first.keys)])
+            ),
+        )
+        branches = [(number, branch) for number, branch in trees if isinstance(branch, Branch)]
+        children: dict[str, list[tuple[int, Tree]]] = {}
+        keys: dict[str, Any] = {}
+        for number, branch in branches:
+            for at, child in enumerate(branch.children):
+                key = branch.keys[at] if branch.keys else at
+                keys.setdefault(repr(key), key)
+                children.setdefault(repr(key), []).append((number, child))
+        if not is_numbered and is_dict and any(type(key) is int for key in keys.values()):
+            is_numbered = True
+            self._check_numbers(first.path, branches)
+        nodes = [self._node(several, is_numbered=is_numbered) for several in children.values()]
+        match tag:
+            case "l" | "u":
+                return [tag, nodes]
+            case "r":
+                return [tag, rest[0], nodes[0]]
+            case "n" | "f":
+                return [tag, rest[0], list(keys.values()), nodes]
+            case "o":
+                attributes = [(number, branch.attributes) for number, branch in branches if branch.attributes is not None]
+                return [tag, list(keys.values()), nodes, self._node(attributes, is_numbered=is_numbered) if attributes else False]
+        return [tag, list(keys.values()), nodes]
+
+    def _check_alike(self, trees: Sequence[tuple[int, Tree]], is_alike: Callable[[Tree], bool]) -> None:
+        if not all(map(is_alike, (tree for _, tree in trees))):
+            advice = f"what differs in length or kind needs a dict with names for keys; or {RANK_STATE}"
+            raise MisfitError(_path(trees), _each(self._kinds, {side: _what(tree) for side, tree in trees}), advice)
+
+    def _check_numbers(self, path: str, branches: Sequence[tuple[int, Branch]]) -> None:
+        """A number may mean another parameter on each side, unless all have the same parameters."""
+        first: dict[tuple[frozenset[str], frozenset[str]], int] = {}
+        for side, branch in branches:
+            first.setdefault((frozenset(leaf.path for leaf in leaves(branch) if leaf.kind != "value"), self._names[side]), side)
+        for ((one, its_names), side), ((two, other_names), other) in combinations(first.items(), 2):
+            if not one.isdisjoint(two) and (one != two or not (its_names <= other_names or its_names >= other_names)):
+                who, others = self._kinds[side].name, self._kinds[other].name
+                text = f"the same number may mean another parameter on {who} than on {others}, which have other tensors"
+                raise MisfitError(path, text, BY_NAME)
+
+    # --- tensors ------------------------------------------------------------------------------------------------------
+
+    def _tensor(self, sides: Sequence[tuple[int, Leaf]]) -> Node:
+        side, first = sides[0]
+        flags = first.flags
+        if all(leaf.kind == "view" and leaf.node[2:-1] == first.node[2:-1] for _, leaf in sides) and self._have_one_base(sides):
+            base = self._known(sides)
+            if base is None:
+                base = self._add(sides, self._kinds[side].layout.tensors[first.index], are_views=False)
+            return ["w", base, *first.node[2:-1], flags]
+        known = self._known(sides) if all(leaf.kind == "tensor" for _, leaf in sides) else None
+        number = self._add(sides, self._spec(first, side), are_views=True) if known is None else known
+        return ["t", number, flags] if flags else number
+
+    def _have_one_base(self, sides: Sequence[tuple[int, Leaf]]) -> bool:
+        """Whether views lie in memory of one form on all sides."""
+        return len({self._kinds[side].layout.tensors[leaf.index][1:] for side, leaf in sides}) == 1
+
+    def _known(self, sides: Sequence[tuple[int, Leaf]]) -> int | None:
+        """The united tensor that has all of these tensors, if there is one."""
+        numbers = {self._number_of.get((side, leaf.index)) for side, leaf in sides}
+        return numbers.pop() if len(numbers) == 1 else None
+
+    def _add(self, sides: Sequence[tuple[int, Leaf]], spec: TensorSpec, *, are_views: bool) -> int:
+        """`are_views`: views are tensors of their own here; else their bases are meant."""
+        number = len(self._members)
+        member = _Member(spec)
+        for side, leaf in sides:
+            own = self._spec(leaf, side) if are_views else self._kinds[side].layout.tensors[leaf.index]
+            if (own.dtype, own.shape) != (spec.dtype, spec.shape):
+                what = {sides[0][0]: f"{spec.dtype} {list(spec.shape)}", side: f"{own.dtype} {list(own.shape)}"}
+                raise MisfitError(leaf.path, _each(self._kinds, what), f"give what differs by rank names of its own, or {RANK_STATE}")
+            is_whole = leaf.kind == "tensor" or not are_views
+            member.sides[side] = Leaf(leaf.path, "tensor", leaf.index, leaf.index) if is_whole else leaf
+            if is_whole:
+                self._number_of.setdefault((side, leaf.index), number)
+        self._members.append(member)
+        return number
+
+    def _spec(self, leaf: Leaf, side: int) -> TensorSpec:
+        if leaf.kind == "tensor":
+            return self._kinds[side].layout.tensors[leaf.index]
+        dtype, shape = leaf.node[2], tuple(leaf.node[3])
+        item_bytes = self._item_bytes.get(dtype) or (np.dtype(dtype[3:]).itemsize if dtype.startswith("np:") else 0)
+        if not item_bytes:
+            raise MisfitError(leaf.path, "it shares memory with another tensor in different ways on the ranks", "put copies (.clone())")
+        return TensorSpec(leaf.path, dtype, item_bytes, shape)
+
+    def _cuts(self, spec: TensorSpec, member: _Member) -> list[Cut]:
+        """How the ranks hold a tensor, each way in full."""
+        sides = [(self._kinds[side].ranks, self._spread(side, leaf)) for side, leaf in member.sides.items()]
+        try:
+            return cuts_of(sides)
+        except NotOneTensorError as exc:
+            raise MisfitError(spec.name, str(exc), "all ranks of a mesh put its tensors, under one name") from exc
+
+    def _as_stored(self, cut: Cut, meshes: dict[Mesh, int]) -> LayoutSpread:
+        if not isinstance(cut.spread, Placed):
+            return cut.spread
+        if not any(cut.spread.placements) and len(cut.ranks) == sum(len(kind.ranks) for kind in self._kinds):
+            return None
+        return Sharding(meshes.setdefault(cut.spread.mesh, len(meshes)), cut.spread.placements)
+
+    def _told(self, spec: TensorSpec, member: _Member, cuts: Sequence[Cut]) -> list[ToldTensor]:
+        """What ranks tell of a tensor, for each cut."""
+        found = []
+        for cut in cuts:
+            if not isinstance(cut.spread, Placed):
+                sides = [(side, leaf) for side, leaf in member.sides.items() if self._layout_spread(side, leaf) == cut.spread]
+                boxes = {rank: self._boxes[rank].get(leaf.index, ()) for side, leaf in sides for rank in self._kinds[side].ranks}
+                found.append(ToldTensor(spec, cut.spread, boxes))
+                found[-1].check()
+        return found
+
+    def _layout_spread(self, side: int, leaf: Leaf) -> LayoutSpread:
+        spreads = self._kinds[side].layout.spreads
+        return spreads[leaf.index] if leaf.kind == "tensor" and spreads else None
+
+    def _spread(self, side: int, leaf: Leaf) -> Spread:
+        spread = self._layout_spread(side, leaf)
+        return Placed(self._kinds[side].layout.meshes[spread.mesh], spread.placements) if isinstance(spread, Sharding) else spread
+
+    def _storages(self) -> list[SharedStorage]:
+        """The allocations of which all sides with one of the tensors say the same."""
+        said: dict[SharedStorage, set[int]] = {}
+        for side, kind in enumerate(self._kinds):
+            for storage in kind.layout.storages:
+                numbers = [self._number_of.get((side, tensor)) for tensor in storage.tensors]
+                if None not in numbers:
+                    said.setdefault(storage._replace(tensors=tuple(number for number in numbers if number is not None)), set()).add(side)
+        return [storage for storage, sides in said.items() if all(set(self._members[number].sides) == sides for number in storage.tensors)]
+
+
+def difference(one: Kind, other: Kind) -> MisfitError:
+    """In which value two differ that have the same layout."""
+    paths = [leaf.path for leaf in leaves(parse(one.layout, len(one.values), one.name)) if leaf.kind == "value"]
+    for number, path in enumerate(paths):
+        try:
+            _check_value(Hole(path, ((0, number), (1, number))), [one, other])
+        except MisfitError as exc:
+            return exc
+    return MisfitError("the state", f"{one.name} and {other.name} have different values", RANK_STATE)
+
+
+def values_of(united: United, kinds: Sequence[Kind]) -> tuple[list[Any], list[bytes]]:
+    """The values of a united state, and its large ones.
+
+    Raises:
+        MisfitError: ranks have different ones at one path.
+    """
+    values: list[Any] = []
+    blobs: list[bytes] = []
+    bytes_of = {kind.blob_ids[number]: blob for kind in kinds for number, blob in kind.blobs.items()}
+    for hole in united.holes:
+        _check_value(hole, kinds)
+        side, number = hole.places[0]
+        value = kinds[side].values[number]
+        if _is_large(value):
+            blobs.append(bytes_of[kinds[side].blob_ids[value[2]]])
+            value = ["b", value[1], len(blobs) - 1]
+        values.append(value)
+    return values, blobs
+
+
+def _check_value(hole: Hole, kinds: Sequence[Kind]) -> None:
+    """That all have the same value."""
+    if len({_said(kinds[at], kinds[at].values[each]) for at, each in hole.places}) > 1:
+        shown = {at: _shown(kinds[at], kinds[at].values[each]) for at, each in hole.places}
+        raise MisfitError(hole.path, _each(kinds, shown), BY_NAME if "param_groups" in hole.path else RANK_STATE)
+
+
+def _said(kind: Kind, value: Any) -> str:
+    """What is equal for equal values: 1, True and 1.0 are equal in Python, and NaN is not itself."""
+    return repr((value[1], kind.blob_ids[value[2]])) if _is_large(value) else repr(value)
+
+
+def _is_large(value: object) -> bool:
+    return type(value) is list and bool(value) and value[0] == "b"
+
+
+def _shown(kind: Kind, value: Any) -> str:
+    return f"a large value with the hash {kind.blob_ids[value[2]].hex()[:16]}" if _is_large(value) else f"{describe(value)!r:.100}"
+
+
+def _path(trees: Sequence[tuple[int, Tree]]) -> str:
+    return next((tree.path for _, tree in trees if tree.path), "the state")
+
+
+def _each(kinds: Sequence[Kind], what: Mapping[int, str]) -> str:
+    """What the ranks of each side have."""
+    return sayings({rank: text for side, text in what.items() for rank in kinds[side].ranks})
+
+
+def _what(tree: Tree) -> str:
+    if isinstance(tree, Leaf):
+        return "a value" if tree.kind == "value" else "a tensor"
+    names = {"d": "a dict", "o": "an OrderedDict", "c": "a Counter", "f": "a defaultdict", "l": "a list", "u": "a tuple"}
+    what = names.get(tree.node[0], f"a {tree.node[1]}")
+    return f"{what} of {len(tree.children)}" if tree.node[0] in ("l", "u") else what
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """A name that no tensor has yet."""
+    found, again = name, 1
+    while found in taken:
+        again += 1
+        found = f"{name}#{again}"
+    taken.add(found)
+    return found

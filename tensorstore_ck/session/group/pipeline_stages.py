@@ -1,0 +1,117 @@
+"""Checks that ranks with different layouts, such as the stages of a pipeline, can be one snapshot: what several have is one thing.
+
+Else a restore could only guess whose is meant. Rank 0 does this from parts that no snapshot names yet, once for each set of layouts.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.common.threads import for_each
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.reachability import resolve
+from tensorstore_ck.engine.read.block_reader import MemoryTarget, OpenPart, read_unpublished, wanted_blocks
+from tensorstore_ck.format.layout import Layout, decode_layout
+from tensorstore_ck.format.layout_merge import ContradictionError, Union
+from tensorstore_ck.format.part import Part, decode_part, decode_values, part_name
+from tensorstore_ck.format.part_index import PartPlan
+from tensorstore_ck.session.group.rank_messages import named_ranks
+
+READERS: Final = 8
+ADVICE: Final = (
+    "stages and experts need names of their own, such as layer numbers that count from the first stage; key an optimizer's state by names, "
+    "with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict and flatten_optimizer_state_dict=True; and put what is a "
+    "rank's alone into rank_state="
+)
+
+Cut = dict[tuple[Any, ...], list[tuple[int, bytes]]]
+"""Region -> (where it begins, id or bytes) of each of its blocks."""
+
+
+def read_part(engine: Engine, ulid: Ulid) -> Part:
+    """A part, whether or not a snapshot names it."""
+    name = part_name(ulid)
+    return decode_part(engine.backend.get(name, max_bytes=1 << 28), name)
+
+
+class Stage:
+    """The ranks with one layout: `union.Side` over their parts."""
+
+    def __init__(self, engine: Engine, ranks: tuple[int, ...], ulids: Sequence[Ulid]) -> None:
+        """`ulids`: of the parts of these ranks."""
+        self.ranks = ranks
+        self.name = part_name(ulids[0])
+        self._engine = engine
+        self._ulids = ulids
+        self._first = read_part(engine, ulids[0])
+        self._held: list[tuple[Part, PartPlan]] = []
+        self.layout: Layout = decode_layout(self._blob(0), f"the layout of {self.name}")
+        self.values: Sequence[Any] = decode_values(self._first, self.name)
+
+    def blob(self, index: int) -> bytes:
+        """The verified bytes of a large value."""
+        return self._blob(index + 1)  # the layout comes first
+
+    def stored(self, tensor: int) -> Cut:
+        """What all ranks together have stored of a tensor."""
+        found: Cut = {}
+        for part, plan in self._plans():
+            for held in plan.of(tensor):
+                blocks = found.setdefault((held.region.is_flat, held.region.offsets, held.region.sizes), [])
+                if held.is_inline:
+                    blocks.append((held.start, bytes(part.inline[held.first : held.first + held.lengths[0]])))
+                start = held.start
+                for row in held.rows:
+                    blocks.append((start, part.block_id(row)))
+                    start += int(part.extents["raw"][row])
+        return {region: sorted(blocks) for region, blocks in found.items()}
+
+    def _plans(self) -> list[tuple[Part, PartPlan]]:
+        if not self._held:
+            plans: dict[int, tuple[Part, PartPlan]] = {}
+
+            def plan(number: int) -> None:
+                name = part_name(self._ulids[number])
+                part = read_part(self._engine, self._ulids[number])
+                plans[number] = part, PartPlan(self.layout, part, self.ranks, self._engine.config.block_bytes, name)
+
+            for_each(range(len(self._ulids)), plan, READERS)
+            self._held = [plans[number] for number in range(len(self._ulids))]
+        return self._held
+
+    def _blob(self, index: int) -> bytes:
+        part = self._first
+        memory = bytearray(int(part.blobs["size"][index]))
+        opened = OpenPart(part, self.name, resolve(self._engine, self._engine.log.view(), part), lambda _: "a large value")
+        first = int(part.blobs["blocks"][:index].sum())
+        rows = range(first, first + int(part.blobs["blocks"][index]))
+        read_unpublished(self._engine, wanted_blocks(opened, rows, 0, MemoryTarget(memoryview(memory))))
+        return bytes(memory)
+
+
+def contradiction(stages: Sequence[Stage]) -> str:
+    """What the stages do not agree on, in words; empty when they can be one snapshot."""
+
+    def words(what: str, path: str, sides: Sequence[int]) -> str:
+        who = " and ".join(named_ranks(stages[side].ranks) for side in sides)
+        return f"{who} {what} {path!r}: {ADVICE}"
+
+    try:
+        union = Union(stages)
+    except ContradictionError as exc:
+        return words("have different containers, shapes or types as", exc.path, exc.sides)
+    for each in union.numbered:
+        return words("have a tensor under the same number, which may mean another parameter on each,", each.path, each.sides)
+    for each in union.differing:
+        return words("have different values as", each.path, each.sides)
+    for tensor, places in union.shared.items():
+        (first, number), *others = places
+        expected = stages[first].stored(number)
+        for other, at in others:
+            found = stages[other].stored(at)
+            name, sides = union.layout.tensors[tensor].name, (first, other)
+            if found.keys() != expected.keys():
+                return words("cut one tensor in different ways, so that it cannot be seen whether it is the same on both,", name, sides)
+            if found != expected:
+                return words("have tensors that are not equal as", name, sides)
+    return ""

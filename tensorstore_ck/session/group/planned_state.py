@@ -1,0 +1,175 @@
+"""One rank's side of a planned put: its state as the plan has it. Knows no torch."""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.format.layout import ByteSource, Captured, Explicit, Frozen, Layout
+from tensorstore_ck.format.sharding import Box
+from tensorstore_ck.format.tree import Branch, Leaf, Tree, parse
+from tensorstore_ck.session.group.put_plan import KEEPS, SOLE, Known, Place, Plan
+
+
+class Kept(NamedTuple):
+    """What this rank stores of a tensor whose regions it tells."""
+
+    source: ByteSource
+    boxes: tuple[Box, ...]
+
+
+def planned(captured: Captured, known: Known, rank: int, values: Sequence[Any] = (), blobs: Sequence[bytes] = ()) -> Captured:
+    """What `rank` puts of its state. `values`, `blobs`: those of the united state, on the rank that stores them."""
+    layout = known.plan.layout
+    if layout is None and not known.plan.sets:
+        return captured
+    kept = {each.tensor: without_copies(captured, each) for each in told_by(captured, known, rank)}
+    if layout is None:
+        sources = [kept[number].source if number in kept else source for number, source in enumerate(captured.sources)]
+        return captured._replace(sources=sources, explicit=[Explicit(tensor, each.boxes) for tensor, each in sorted(kept.items())])
+    united: list[ByteSource] = [NOTHING] * len(layout.tensors)
+    frozen: dict[int, Frozen] = {}
+    for place in known.places:
+        united[place.tensor] = source_at(captured, layout, place)
+        if not place.is_view and place.mine.index in captured.frozen:
+            frozen[place.tensor] = captured.frozen[place.mine.index]
+    explicit = []
+    for tensor, spread in enumerate(layout.spreads):
+        if isinstance(spread, str):
+            own = kept.get(tensor, Kept(NOTHING, ()))
+            united[tensor] = own.source
+            explicit.append(Explicit(tensor, own.boxes))
+    return Captured(layout, values, blobs, united, explicit, frozen)
+
+
+class ToldHere(NamedTuple):
+    """A tensor whose regions this rank tells."""
+
+    tensor: int
+    """As it is planned."""
+    mine: int
+    """Here."""
+    boxes: tuple[Box, ...]
+    said: Sequence[int]
+    """What the plan says of each: see `Plan.sets`."""
+
+
+def told_by(captured: Captured, known: Known, rank: int) -> list[ToldHere]:
+    """The tensors whose regions a rank tells, in the order of the planned layout."""
+    boxes = {each.tensor: each.boxes for each in captured.explicit}
+    if known.plan.layout is None:
+        pairs = [(tensor, tensor) for tensor in sorted(boxes)]
+    else:
+        pairs = sorted({(place.tensor, place.mine.index) for place in known.places if not place.is_view and place.mine.index in boxes})
+    said = known.plan.regions_of(rank)
+    found, at = [], 0
+    for tensor, mine in pairs:
+        count = len(boxes[mine])
+        found.append(ToldHere(tensor, mine, boxes[mine], [SOLE] * count if said is None else said[at : at + count]))
+        at += count
+    return found
+
+
+def without_copies(captured: Captured, told: ToldHere) -> Kept:
+    """Without the regions that another rank stores."""
+    source, boxes = captured.sources[told.mine], told.boxes
+    own = [said == SOLE or bool(said & KEEPS) for said in told.said]
+    if all(own):
+        return Kept(source, boxes)
+    pieces = _pieces(boxes, own, captured.layout.tensors[told.mine].item_bytes)
+    return Kept(_Some(source, pieces), tuple(box for box, is_own in zip(boxes, own, strict=True) if is_own))
+
+
+def _pieces(boxes: Sequence[Box], own: Sequence[bool], item_bytes: int) -> list[tuple[int, int]]:
+    pieces, start = [], 0
+    for box, is_own in zip(boxes, own, strict=True):
+        size_bytes = prod(box.sizes) * item_bytes
+        if is_own:
+            pieces.append((start, size_bytes))
+        start += size_bytes
+    return pieces
+
+
+def source_at(captured: Captured, layout: Layout, place: Place) -> ByteSource:
+    """What this rank has of a tensor of the layout of all."""
+    source = captured.sources[place.mine.index]
+    return _View(source, layout.tensors[place.tensor].item_bytes, place.mine.node) if place.is_view else source
+
+
+def places_of(captured: Captured, plan: Plan) -> list[Place]:
+    """What the tensors of this rank are in the layout of all."""
+    assert plan.layout is not None
+    own = parse(captured.layout, len(captured.values), "the layout of this rank")
+    pairs = _pairs(own, parse(plan.layout, plan.holes, "the layout of all ranks"))
+    return [Place(ours.index, mine, mine.kind == "view" and ours.kind == "tensor") for mine, ours in pairs if mine.kind != "value"]
+
+
+def _pairs(own: Tree, ours: Tree) -> Iterator[tuple[Leaf, Leaf]]:
+    """The leaves of this rank's tree, and what they are in the tree of all, which has all that is in this one."""
+    pending: list[tuple[Tree, Tree]] = [(own, ours)]
+    while pending:
+        mine, other = pending.pop()
+        if isinstance(mine, Leaf) or isinstance(other, Leaf):
+            assert isinstance(mine, Leaf)
+            assert isinstance(other, Leaf)
+            yield mine, other
+            continue
+        children = {_key(other, at): child for at, child in enumerate(other.children)}
+        pending += [(child, children[_key(mine, at)]) for at, child in enumerate(mine.children)]
+        if mine.attributes is not None and other.attributes is not None:
+            pending.append((mine.attributes, other.attributes))
+
+
+def _key(branch: Branch, at: int) -> str:
+    return repr(branch.keys[at]) if branch.keys else str(at)
+
+
+class _Nothing:
+    """`ByteSource` of a tensor of which this rank has nothing."""
+
+    size_bytes = 0
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """No bytes."""
+        return memoryview(b"")
+
+
+NOTHING: Final = _Nothing()
+
+
+class _Some:
+    """`ByteSource` of some pieces of another one."""
+
+    def __init__(self, source: ByteSource, pieces: Sequence[tuple[int, int]]) -> None:
+        self._source = source
+        self._pieces = pieces
+        self.size_bytes = sum(size for _, size in pieces)
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes of one of them, which a block never leaves."""
+        for first, size in self._pieces:
+            if start < size:
+                return self._source.read(first + start, first + stop)
+            start, stop = start - size, stop - size
+        return memoryview(b"")
+
+
+class _View:
+    """`ByteSource` of a view into the memory of a tensor, which the ranks do not share alike: it is stored as a tensor of its own."""
+
+    def __init__(self, base: ByteSource, item_bytes: int, node: Any) -> None:
+        self._base = base
+        self._shape, self._strides, self._offset = node[3], [step * item_bytes for step in node[4]], node[5]
+        self._item_bytes = item_bytes
+        self.size_bytes = prod(self._shape) * item_bytes
+        self._data: memoryview | None = None
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes of a copy."""
+        if self._data is None:
+            memory = np.frombuffer(self._base.read(0, self._base.size_bytes), np.uint8)
+            shape, strides = (*self._shape, self._item_bytes), (*self._strides, 1)
+            view = np.lib.stride_tricks.as_strided(memory[self._offset :], shape, strides, writeable=False)
+            self._data = memoryview(np.ascontiguousarray(view).tobytes())
+        return self._data[start:stop]

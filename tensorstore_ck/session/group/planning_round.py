@@ -1,0 +1,160 @@
+"""One rank's side of planning a put, in the put's own attempt: see `plan`.
+
+Each rank says by a hash which layout it has. When all have the same one, or know the plan from an earlier put, nothing more is said but
+the values of a united state. Else the first rank of each kind tells rank 0 its layout and values, and rank 0 answers all with the plan.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tensorstore_ck.common.ids import DIGEST_BYTES, block_id, derived_hash
+from tensorstore_ck.errors import MismatchError
+from tensorstore_ck.format.block_assignment import alike, decode_regions, encode_regions
+from tensorstore_ck.format.layout import Captured, Layout, layout_id
+from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, take_digest
+from tensorstore_ck.session.group.attempt import Attempt
+from tensorstore_ck.session.group.duplicate_regions import Share, Sum, Told, sums_of, told_digests
+from tensorstore_ck.session.group.failure_reason import Reason, RefusedError
+from tensorstore_ck.session.group.merge_layouts import MisfitError, difference, values_of
+from tensorstore_ck.session.group.planned_state import places_of, planned
+from tensorstore_ck.session.group.put_plan import Known, Memory, Plan, decode_plan, plan_of, remember
+from tensorstore_ck.session.group.rank_kinds import Kind, decode_kind, encode_kind
+from tensorstore_ck.session.group.rank_messages import in_the_job
+
+
+class Planning:
+    """Of one put."""
+
+    def __init__(self, attempt: Attempt, memory: Memory, rank: int, ranks: int, in_job: Sequence[int] | None = None) -> None:
+        """`memory`: the plans that this rank knows; `in_job`: see `named_ranks`."""
+        self.turn = 0
+        """How many snapshots were put by this plan."""
+        self.layout_of = b""
+        """See `Part.layout_of`."""
+        self._attempt = attempt
+        self._memory = memory
+        self._in_job = in_job
+        self._rank = rank
+        self._ranks = ranks
+        self._known: Memory = {}
+        self._used = Known(Plan())
+        self._key = b""
+        self._regions: Sequence[bytes] = ()
+        self._own: Captured
+
+    def hello(self, shared: Captured) -> Body:
+        """What this rank says of its state."""
+        self._known = dict(self._memory)  # as told: puts beside this one may have the memory forget
+        return {
+            "layout": layout_id(shared.layout.encode()),
+            "regions": encode_regions(shared.explicit),
+            "values": derived_hash("values of a put", pack_body([list(shared.values), list(shared.blobs)])),
+            "plans": b"".join(self._known),
+        }
+
+    def follow(self, go: Body, shared: Captured) -> Captured:
+        """This rank's state as it is put with those of the others.
+
+        Raises:
+            RefusedError: on rank 0, the ranks cannot put one snapshot together.
+        """
+        self._own = shared
+        self._key, is_known, tellers = take_digest(go, "key"), take(go, "is_known", bool), list(map(int, take(go, "tellers", list)))
+        self.turn, self.layout_of = take_count(go, "turn"), take(go, "layout_of", bytes)
+        there = take(go, "blobs", bytes)
+        told = self._attempt.ask("kinds", tellers, lambda: encode_kind(shared, with_layout=not is_known, known_blobs=there))
+        values, blobs = self._lead(told, shared, is_known=is_known, differ=take(go, "differ", bool)) if self._rank == 0 else ([], [])
+        known = self._known.get(self._key, Known(Plan()))
+        if not is_known:
+            answer = self._attempt.answer("plan", known.plan.encode() if self._rank == 0 else None)
+            if self._rank:
+                known = Known(decode_plan(answer))
+                remember(self._memory, self._key, known)
+        if known.plan.layout is not None and not known.places:
+            known.places = places_of(shared, known.plan)
+        self._used = known
+        if known.plan.form != "apart":
+            self.layout_of = b""
+        return planned(shared, known, self._rank, values, blobs)
+
+    def told_digests(self) -> list[Told]:
+        """See `copies.told_digests`."""
+        return told_digests(self._own, self._used, self._rank, Share(self.turn))
+
+    def sums(self) -> list[Sum]:
+        """See `copies.sums_of`."""
+        return sums_of(self._own, self._used, self._rank, Share(self.turn))
+
+    # --- rank 0 -------------------------------------------------------------------------------------------------------
+
+    def compare(self, hellos: Sequence[Body], shared: Captured) -> Body:
+        """What is to be told, and by whom; `shared` is the state of rank 0."""
+        numbers: dict[bytes, int] = {}
+        layout_of = [numbers.setdefault(take_digest(hello, "layout"), len(numbers)) for hello in hellos]
+        self.layout_of = np.array(layout_of, "<u2").tobytes() if len(numbers) > 1 else b""
+        self._regions = [take(hello, "regions", bytes) for hello in hellos]
+        key = derived_hash("layouts of a put", *numbers, self.layout_of, *self._regions)
+        known = self._known.get(key)
+        is_known = known is not None and all(_has(take(hello, "plans", bytes), key) for hello in hellos)
+        first: dict[int, int] = {}
+        for rank, number in enumerate(layout_of):
+            first.setdefault(number, rank)
+        odd = next((rank for rank, number in enumerate(layout_of) if hellos[rank]["values"] != hellos[first[number]]["values"]), None)
+        if odd is not None:
+            tellers, is_known = [first[layout_of[odd]], odd], False
+        elif len(numbers) == 1:
+            tellers, is_known = [], is_known or not any(self._regions)
+        else:
+            tellers = [*first.values()]
+        return {
+            "key": key,
+            "turn": 0 if known is None else known.turn,
+            "layout_of": self.layout_of,
+            "is_known": is_known,
+            "tellers": tellers,
+            "differ": odd is not None,
+            "blobs": b"".join(map(block_id, shared.blobs)) if tellers else b"",
+        }
+
+    def count(self) -> None:
+        """A snapshot was put."""
+        self._used.turn += 1
+        remember(self._memory, self._key, self._used)
+
+    def _lead(self, told: Mapping[int, bytes], shared: Captured, *, is_known: bool, differ: bool) -> tuple[list[Any], list[bytes]]:
+        """Has a plan; the values of the state of all ranks, if that is united, and the large ones."""
+        known = self._known.get(self._key)
+        kinds = self._kinds(told, shared, is_known=is_known)
+        try:
+            if differ:
+                raise difference(*kinds)
+            if not is_known:
+                explicit = {rank: decode_regions(kind.layout, self._regions[rank], f"rank {rank}") for kind in kinds for rank in kind.ranks}
+                turn, known = self.turn, plan_of(kinds, explicit)
+                known.turn = turn
+            told_values = ([], []) if known is None or known.united is None else values_of(known.united, kinds)
+            if known is not None and not is_known:
+                self._known[self._key] = known
+                remember(self._memory, self._key, known)
+            return told_values
+        except MisfitError as exc:
+            raise RefusedError(Reason(str(exc) + in_the_job(self._in_job), MismatchError.kind, exc.path)) from exc
+
+    def _kinds(self, told: Mapping[int, bytes], shared: Captured, *, is_known: bool) -> list[Kind]:
+        """The kinds of ranks that told; or that of all, if none had to."""
+        found = []
+        for rank in told or (0,):
+            ranks = alike(self.layout_of, rank, self._ranks)
+            ranks = ranks if len({*ranks} & {*told}) < 2 else (rank,)
+            if rank == 0:
+                ids = [*map(block_id, shared.blobs)]
+                found.append(Kind(ranks, shared.layout, shared.values, dict(enumerate(shared.blobs)), ids))
+            else:
+                found.append(decode_kind(told[rank], ranks, Layout((), None) if is_known else None))
+        return found
+
+
+def _has(keys: bytes, key: bytes) -> bool:
+    return key in {keys[at : at + DIGEST_BYTES] for at in range(0, len(keys), DIGEST_BYTES)}

@@ -1,0 +1,180 @@
+"""How ranks put together: rank 0 plans it from what all say of their states, and all keep the plan for the puts after.
+
+    same     all ranks have one layout, and it says what each holds
+    apart    ranks of several kinds, each kind with a layout of its own: see `kinds.can_stay_apart`
+    united   ranks of several kinds under one layout, which has what any of them has: see `unite`
+
+The plan holds for all puts whose ranks come with these layouts and regions. Knows no torch.
+"""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.layout import Layout, decode_layout
+from tensorstore_ck.format.sealed import pack_body, take, take_count, unpack_body
+from tensorstore_ck.format.sharding import Mesh, Shard
+from tensorstore_ck.format.tree import Leaf
+from tensorstore_ck.session.group.merge_layouts import Compared, ToldTensor, United, unite
+from tensorstore_ck.session.group.mixed_regions import Cut, Placed
+from tensorstore_ck.session.group.rank_kinds import ZIP_LEVEL, Kind, Told, can_stay_apart
+from tensorstore_ck.session.group.region_claims import claims
+
+MAX_PLANS: Final = 8
+"""That a rank keeps of a group."""
+SOLE, KEEPS = 0, 1
+"""What a rank is told of a region: no other holds it; bit 0 of its set: it stores what they all hold."""
+
+
+class Plan(NamedTuple):
+    """What all ranks know."""
+
+    form: Literal["same", "apart", "united"] = "same"
+    layout: Layout | None = None
+    """Of all ranks, if united."""
+    holes: int = 0
+    """Values of the united layout."""
+    compared: Sequence[Compared] = ()
+    sets: Sequence[bytes] = ()
+    """For each rank, if any region that ranks tell is held by several: u4 for each of its regions, in the order of the layout: `SOLE`, or
+    twice the number of the set of ranks that hold it and `KEEPS`."""
+
+    def regions_of(self, rank: int) -> Sequence[int] | None:
+        """What the plan says of the regions that a rank tells; None: it is the only one to hold each."""
+        return np.frombuffer(self.sets[rank], "<u4").tolist() if self.sets else None
+
+    def encode(self) -> bytes:
+        """As it travels."""
+        body = {
+            "form": self.form,
+            "layout": b"" if self.layout is None else self.layout.encode(),
+            "holes": self.holes,
+            "compared": [[each.tensor, [_pack_cut(cut) for cut in each.cuts]] for each in self.compared],
+            "sets": list(self.sets),
+        }
+        return zlib.compress(pack_body(body), ZIP_LEVEL)
+
+
+class Place(NamedTuple):
+    """What a tensor of this rank is in the layout of all."""
+
+    tensor: int
+    """Of the layout of all."""
+    mine: Leaf
+    """Here: a tensor, or a view into one."""
+    is_view: bool
+    """Only here: there it is a tensor of its own."""
+
+
+@dataclass(slots=True)
+class Known:
+    """What a rank keeps of the puts of one plan."""
+
+    plan: Plan
+    turn: int = 0
+    """How many were published, on rank 0."""
+    places: Sequence[Place] = ()
+    """Of this rank's tensors in the layout of all, if united."""
+    united: United | None = None
+    """On rank 0: what ranks of several kinds have together."""
+
+
+Memory = dict[bytes, Known]
+"""The plans that a group has put by, under what names the layouts of all ranks."""
+
+
+def remember(memory: Memory, key: bytes, known: Known) -> None:
+    """Keeps a plan, and the newest ones beside it."""
+    memory.pop(key, None)
+    memory[key] = known
+    for old in [*memory][:-MAX_PLANS]:
+        del memory[old]
+
+
+def decode_plan(data: bytes) -> Plan:
+    """What `Plan.encode` made.
+
+    Raises:
+        CorruptObjectError: it is not that.
+    """
+    try:
+        body = unpack_body(memoryview(zlib.decompress(data)), "the plan of a put")
+        encoded = take(body, "layout", bytes)
+        compared = [Compared(int(tensor), tuple(map(_cut, cuts))) for tensor, cuts in take(body, "compared", list)]
+        layout = decode_layout(encoded, "the layout of all ranks") if encoded else None
+        form = take(body, "form", str)
+        if form not in ("same", "apart", "united"):
+            raise ValueError(f"no form is called {form!r}")
+        return Plan(form, layout, take_count(body, "holes"), compared, [bytes(each) for each in take(body, "sets", list)])  # type: ignore[arg-type]
+    except (TypeError, ValueError, IndexError, zlib.error) as exc:
+        raise CorruptObjectError(f"the plan of a put is malformed: {exc}", object_id="plan") from exc
+
+
+def plan_of(kinds: Sequence[Kind], told: Told) -> Known:
+    """Plans a put.
+
+    Raises:
+        MisfitError: the ranks cannot put one snapshot together.
+    """
+    if len(kinds) == 1:
+        return Known(Plan("same", sets=_sets(_told_of(kinds[0], told), len(kinds[0].ranks))))
+    united = unite(kinds, told)
+    if can_stay_apart(kinds, told):
+        return Known(Plan("apart"), united=united)
+    sets = _sets(united.told, sum(len(kind.ranks) for kind in kinds))
+    return Known(Plan("united", united.layout, len(united.holes), united.compared, sets), united=united)
+
+
+def _told_of(kind: Kind, told: Told) -> list[ToldTensor]:
+    """The tensors whose regions the ranks of the only kind tell.
+
+    Raises:
+        MisfitError: one of them is not held in full.
+    """
+    boxes = {rank: {each.tensor: each.boxes for each in told.get(rank, ())} for rank in kind.ranks}
+    found = []
+    for tensor, spread in enumerate(kind.layout.spreads):
+        if isinstance(spread, str):
+            found.append(ToldTensor(kind.layout.tensors[tensor], spread, {rank: own.get(tensor, ()) for rank, own in boxes.items()}))
+            found[-1].check()
+    return found
+
+
+def _sets(told: Sequence[ToldTensor], ranks: int) -> list[bytes]:
+    """See `Plan.sets`."""
+    found = claims((each.spec, each.held) for each in told)
+    if not any(found):
+        return []
+    numbers: dict[tuple[int, ...], int] = {}
+    said: list[list[int]] = [[] for _ in range(ranks)]
+    for each, claimed in zip(told, found, strict=True):
+        for rank, boxes in each.boxes.items():
+            for box in boxes:
+                claim = claimed.get(box)
+                if claim is None:
+                    said[rank].append(SOLE)
+                else:
+                    number = numbers.setdefault(claim.holders, len(numbers) + 1)
+                    said[rank].append(2 * number + (KEEPS if claim.keeper == rank else 0))
+    return [np.array(each, "<u4").tobytes() for each in said]
+
+
+def _pack_cut(cut: Cut) -> list[Any]:
+    ranks = np.array(cut.ranks, "<u4").tobytes()
+    if not isinstance(cut.spread, Placed):
+        return [cut.spread, ranks]
+    mesh, placements = cut.spread
+    return [[list(mesh.shape), np.array(mesh.ranks, "<u4").tobytes(), [each and list(each) for each in placements]], ranks]
+
+
+def _cut(item: Any) -> Cut:
+    spread, ranks = item
+    if spread not in ("boxes", "flat"):
+        shape, members, placements = spread
+        mesh = Mesh(tuple(shape), tuple(np.frombuffer(members, "<u4").tolist()))
+        spread = Placed(mesh, tuple(each and Shard(*each) for each in placements))
+    return Cut(spread, tuple(np.frombuffer(ranks, "<u4").tolist()))

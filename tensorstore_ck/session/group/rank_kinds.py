@@ -1,0 +1,116 @@
+"""The kinds of ranks in a put: ranks with one layout are of one kind, such as the stages of a pipeline. Knows no torch.
+
+Before anything is written, the first rank of each kind tells rank 0 its layout and values, from which rank 0 plans the put: see `plan`.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from tensorstore_ck.common.ids import block_id
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.block_assignment import MIN_RUN_BYTES, every_region
+from tensorstore_ck.format.layout import Captured, Explicit, Layout, decode_layout
+from tensorstore_ck.format.layout_merge import ContradictionError, Union
+from tensorstore_ck.format.sealed import pack_body, take, unpack_body
+from tensorstore_ck.format.sharding import Box
+from tensorstore_ck.session.group.rank_messages import named_ranks
+from tensorstore_ck.session.group.region_claims import uncovered
+
+MAX_SHARE_TWICE: Final = 1 / 10
+"""Of the bytes of a put: what kinds of ranks may store once each, although several have it."""
+ZIP_LEVEL: Final = 1
+
+Told = Mapping[int, Sequence[Explicit]]
+"""Rank -> its regions of tensors whose regions do not follow from its layout."""
+
+
+class Kind(NamedTuple):
+    """What the ranks with one layout put: a `union.Side`."""
+
+    ranks: tuple[int, ...]
+    layout: Layout
+    values: Sequence[Any]
+    blobs: Mapping[int, bytes]
+    """The large values, as far as they were told."""
+    blob_ids: Sequence[bytes]
+    """Of all large values."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return named_ranks(self.ranks)
+
+    def blob(self, index: int) -> bytes:
+        """What says whether a large value is the same."""
+        return self.blob_ids[index]
+
+
+def encode_kind(captured: Captured, *, with_layout: bool, known_blobs: bytes) -> bytes:
+    """What a rank tells of its kind. `known_blobs`: the ids of large values that rank 0 has itself."""
+    ids = [bytes(block_id(blob)) for blob in captured.blobs]
+    known = {known_blobs[at : at + 32] for at in range(0, len(known_blobs), 32)}
+    body = {
+        "layout": captured.layout.encode() if with_layout else b"",
+        "values": list(captured.values),
+        "blob_ids": ids,
+        "blobs": [[number, bytes(captured.blobs[number])] for number, blob in enumerate(ids) if blob not in known],
+    }
+    return zlib.compress(pack_body(body), ZIP_LEVEL)
+
+
+def decode_kind(data: bytes, ranks: tuple[int, ...], layout: Layout | None) -> Kind:
+    """What `encode_kind` made. `layout`: where it is known.
+
+    Raises:
+        CorruptObjectError: it is not that.
+    """
+    name = f"what rank {ranks[0]} told"
+    try:
+        body = unpack_body(memoryview(zlib.decompress(data)), name)
+        encoded = take(body, "layout", bytes)
+        return Kind(
+            ranks,
+            decode_layout(encoded, name) if layout is None else layout,
+            take(body, "values", list),
+            {int(number): bytes(blob) for number, blob in take(body, "blobs", list)},
+            [bytes(each) for each in take(body, "blob_ids", list)],
+        )
+    except (TypeError, ValueError, zlib.error) as exc:
+        raise CorruptObjectError(f"{name} is malformed: {exc}", object_id=name) from exc
+
+
+def can_stay_apart(kinds: Sequence[Kind], told: Told) -> bool:
+    """Whether each kind can have a layout of its own in the snapshot, without storing much twice.
+
+    That is so when no tensor is spread over ranks of several kinds, and what several kinds have is the same to them.
+    """
+    for kind in kinds:
+        own = set(kind.ranks)
+        if not all(own.issuperset(mesh.ranks) for mesh in kind.layout.meshes):
+            return False
+        if uncovered(kind.layout, {rank: told.get(rank, ()) for rank in kind.ranks}):
+            return False
+    try:
+        union = Union(kinds)
+    except ContradictionError:
+        return False
+    if union.numbered or union.differing:
+        return False
+    twice = 0
+    for places in union.shared.values():
+        if len({_cut(kinds[side], number, told) for side, number in places}) > 1:
+            return False
+        side, number = places[0]
+        twice += (len(places) - 1) * kinds[side].layout.tensors[number].size_bytes
+    once = sum(spec.size_bytes for spec in union.layout.tensors)
+    return twice <= max(MIN_RUN_BYTES, once * MAX_SHARE_TWICE)
+
+
+def _cut(kind: Kind, tensor: int, told: Told) -> frozenset[tuple[bool, tuple[int, ...], tuple[int, ...]]]:
+    """In which regions the ranks of a kind hold a tensor."""
+
+    def boxes_of(rank: int, tensor: int) -> Sequence[Box]:
+        return next((each.boxes for each in told.get(rank, ()) if each.tensor == tensor), ())
+
+    return frozenset((each.is_flat, each.offsets, each.sizes) for each in every_region(kind.layout, tensor, kind.ranks, boxes_of))

@@ -1,0 +1,364 @@
+"""Puts one snapshot of many ranks: each writes its part, and rank 0 commits for all what each has checked at its own head.
+
+What rank 0 handles is a small record of each rank. Knows no torch: it takes states that were taken apart.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, NamedTuple
+
+from tensorstore_ck.common.ids import Ulid, derived_hash
+from tensorstore_ck.common.put_progress import Meter
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.write.dedup import KnownBlocks
+from tensorstore_ck.engine.write.part_writer import Known, Seat, WrittenPart, write_part
+from tensorstore_ck.engine.write.put import MAX_TRIES, PutRequest
+from tensorstore_ck.engine.write.suspicious_save import Findings, merged
+from tensorstore_ck.errors import MismatchError, SnapshotExpiredError
+from tensorstore_ck.format.block_assignment import alike, first_ranks
+from tensorstore_ck.format.layout import Captured, Layout
+from tensorstore_ck.format.random_streams import RULE
+from tensorstore_ck.format.record import Record
+from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, take_digest, unpack_body
+from tensorstore_ck.log import Op, SnapshotInfo
+from tensorstore_ck.session.group import replica_drift
+from tensorstore_ck.session.group.attempt import Attempt
+from tensorstore_ck.session.group.group import Group
+from tensorstore_ck.session.group.matching_arguments import Differing, require_alike, telling
+from tensorstore_ck.session.group.participant import Duties
+from tensorstore_ck.session.group.pipeline_stages import Stage, contradiction
+from tensorstore_ck.session.group.planning_round import Planning
+from tensorstore_ck.session.group.publish import RankParts, checked_parts, publish, record_of
+from tensorstore_ck.session.group.put_plan import Memory
+from tensorstore_ck.session.group.rank_messages import Shown, disagreements, in_the_job
+from tensorstore_ck.session.group.replica_check import Digests, differences, digests_of
+
+COMPARED: Final = ("ref", "step", "parent", "expect", "rank_state")
+HASHED: Final = ("metadata", "metrics")
+
+TOLD: Final = ("snapshot", "root", "record", "logical_bytes", "new_bytes")
+
+
+class RankStates(NamedTuple):
+    """What one rank puts."""
+
+    shared: Captured
+    """Its side of the state that all ranks hold together."""
+    own: Captured | None
+    """What is this rank's alone."""
+
+
+class Prepared(NamedTuple):
+    """What one rank puts, and how."""
+
+    request: PutRequest
+    states: RankStates
+
+
+class Done(NamedTuple):
+    """What a rank tells of its work."""
+
+    parts: RankParts
+    told_bytes: int
+    """Logical bytes that rank 0 does not know."""
+    replicas: Digests | None
+    sightings: replica_drift.Sightings | None
+    findings: Findings
+
+    def record(self) -> Body:
+        """As it travels."""
+        return {
+            "parts": self.parts.record(),
+            "told_bytes": self.told_bytes,
+            "replicas": self.replicas and self.replicas.record(),
+            "sightings": self.sightings and self.sightings.record(),
+            "findings": self.findings.record(),
+        }
+
+    @classmethod
+    def of_record(cls, record: Body) -> "Done":
+        """What `record` made."""
+        return cls(
+            RankParts.of_record(take(record, "parts", dict)),
+            take_count(record, "told_bytes"),
+            None if record.get("replicas") is None else Digests.of_record(take(record, "replicas", dict)),
+            None if record.get("sightings") is None else replica_drift.Sightings.of_record(take(record, "sightings", dict)),
+            Findings.of_record(take(record, "findings", dict)),
+        )
+
+
+def put_ranks(engine: Engine, group: Group, prepare: Callable[[], Prepared], *, ref: str, memory: Memory, timeout: float) -> SnapshotInfo:
+    """Stores the state of all ranks as one snapshot, or nothing of it; every rank learns the same outcome. See `run_put`."""
+    return run_put(engine, group, begin_put(group, ref, timeout), prepare, memory=memory)
+
+
+def begin_put(group: Group, ref: str, timeout: float) -> Attempt:
+    """The next attempt of the group, for `run_put`.
+
+    Raises:
+        SnapshotAbortedError: rank 0 did not begin it.
+    """
+    return group.begin(f"the put to {ref!r}", object_id=ref, timeout=timeout)
+
+
+def run_put(
+    engine: Engine,
+    group: Group,
+    attempt: Attempt,
+    prepare: Callable[[], Prepared],
+    *,
+    memory: Memory,
+    meter: Meter | None = None,
+) -> SnapshotInfo:
+    """Puts in an attempt that was begun.
+
+    All that can fail on one rank alone belongs into `prepare`: a rank that has not begun an attempt when the others have is never
+    with them again.
+
+    `memory` keeps the plans by which this group has put, and how often. With the first put of one it is made sure that all replicas are
+    equal, and later that of each block one more is, in rotation.
+
+    Raises:
+        StoreError: as on all ranks, with the ranks named: what a rank came with cannot be put, or not together with what others did (an
+            `InputError`); stored data is damaged; the ref is elsewhere. Nothing is visible, and nothing needs to be cleaned up.
+        SnapshotAbortedError: a rank failed in another way, or is gone; likewise.
+        UndecidedError: on this rank alone: the log could not be asked for the outcome.
+    """
+    put = RankPut(engine, group, prepare, attempt=attempt, memory=memory, meter=meter)
+    outcome = attempt.run(put.duties())
+    info = put.published(outcome)
+    put.keep(info, outcome)
+    return info
+
+
+class RankPut:
+    """One rank's side."""
+
+    operation = "put"
+    """That decides the outcome in the log."""
+    apart = False
+    """See `write_part`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        group: Group,
+        prepare: Callable[[], Prepared],
+        *,
+        attempt: Attempt,
+        memory: Memory,
+        meter: Meter | None = None,
+    ) -> None:
+        self._engine = engine
+        self._meter = meter or Meter()
+        self._group = group
+        self._prepare = prepare
+        self._request: PutRequest
+        self._states: RankStates
+        self._txn = attempt.txn
+        self._planning = Planning(attempt, memory, group.rank, group.ranks, group.in_job)
+        self._differing_copies = ""
+        """On rank 0: which ranks no longer hold the same, though `drift` does not see it."""
+        self._seat: Seat
+        self._written: list[WrittenPart] = []
+
+    def duties(self) -> Duties:
+        """For an attempt."""
+        return Duties(self.hello, self.work, self.settle, self.compare, self.commit)
+
+    # --- duties of every rank -----------------------------------------------------------------------------------------
+
+    def hello(self) -> Body:
+        """What this rank is about to put."""
+        self._engine.require_writable()
+        self._request, self._states = self._prepare()  # here, so that all learn at once when it cannot be stored
+        request, shared = self._request, self._states.shared
+        return {
+            "ref": request.ref,
+            "step": request.step,
+            "parent": request.parent,
+            "expect": request.expect if request.expect is None or isinstance(request.expect, bytes) else repr(request.expect),
+            "metadata": derived_hash("metadata of a put", request.metadata),
+            "metrics": derived_hash("metrics of a put", pack_body(sorted(request.metrics.items()))),
+            "rank_state": self._states.own is not None,
+        } | self._planning.hello(shared)
+
+    def work(self, go: Body) -> Body:
+        """Writes this rank's part; or tells what it came with, where that differs."""
+        if go["explain"]:
+            return telling(self._told_options()) if self._group.rank in go["explain"] else {}
+        self.follow(go)
+        self._states = self._states._replace(shared=self._planning.follow(go, self._states.shared))
+        for _ in range(MAX_TRIES - 1):
+            try:
+                return self._write().record()
+            except SnapshotExpiredError:
+                continue  # gc freed something that this relies on: the bytes are still in memory
+        return self._write().record()
+
+    def _told_options(self) -> Body:
+        request = self._request
+        return {"metadata": unpack_body(memoryview(request.metadata), "metadata"), "metrics": request.metrics}
+
+    def follow(self, go: Body) -> None:
+        """All ranks look for blocks in the snapshot that rank 0 does: it alone has it held while one is staged."""
+        self._request = self._request._replace(base=None if go["nearest"] is None else take_digest(go, "nearest"))
+
+    def settle(self, reason: str) -> Body | None:
+        """The outcome is what the log says first."""
+        self._engine.log.append(lambda view: [] if view.outcome(self._txn) else [Op.abort(self._txn)])
+        found = self._engine.log.view().outcome(self._txn)
+        if found is None or not found.put:
+            return None
+        return self._outcome(found.n)
+
+    def published(self, outcome: Body) -> SnapshotInfo:
+        """The snapshot, without asking the log: once it is published, nothing may fail on this rank any more."""
+        request = self._request
+        return SnapshotInfo(
+            Ulid(take(outcome, "snapshot", bytes)),
+            take_digest(outcome, "root"),
+            take_digest(outcome, "record"),
+            request.parent,
+            request.ref,
+            request.step,
+            take_count(outcome, "n"),
+            take_count(outcome, "time_ns"),
+            request.metrics,
+            "",
+            "",
+            take_count(outcome, "logical_bytes"),
+            take_count(outcome, "new_bytes"),
+        )
+
+    def keep(self, info: SnapshotInfo, outcome: Body) -> None:
+        """Remembers what the next put is likely to need, and keeps what drifted."""
+        self._engine.note_published()
+        for written in self._written:
+            self._engine.keep_part(written.ulid, written.part)
+            self._engine.index.add(written.added.items(), published_at=info.n)
+        self.keep_drifted(self._engine, info, outcome)
+
+    def keep_drifted(self, engine: Engine, info: SnapshotInfo, outcome: Body) -> None:
+        """Keeps what this rank has in another way than those that wrote it; the first rank tells of others."""
+        pairs = [(int(rank), int(owner)) for rank, owner in outcome.get("drift", ())]
+        for rank, owner in pairs:
+            if rank == self._group.rank:
+                replica_drift.keep_copy(engine, self._states.shared, self._seat, info, owner)
+        if self._group.rank == 0 and any(rank for rank, _ in pairs):
+            replica_drift.tell_all(pairs, info)
+        if self._differing_copies:
+            warnings.warn(f"the snapshot of step {info.step} is marked as drift: {self._differing_copies}", stacklevel=2)
+
+    def _write(self) -> "Done":
+        engine, rank, ranks, own = self._engine, self._group.rank, self._group.ranks, self._states.own
+        turn, seat = self._planning.turn, self.take_seat()
+        anchor = engine.log.sync().n
+        known = self._known(rank)
+        write = partial(write_part, engine, anchor=anchor, coding=self._request.coding, meter=self._meter, sampling=self._request.sampling)
+        self._written = [write(self._states.shared, known, seat=seat, apart=self.apart)]
+        if own is not None:
+            alone = Seat(ranks + rank, ranks, (ranks + rank,), None)
+            known = self._known(ranks + rank)
+            self._written.append(write(own, known, seat=alone))
+        block_bytes = engine.config.block_bytes
+        replicas = self._digests(seat, only_copies=bool(turn))
+        sightings = replica_drift.sightings_of(self._states.shared, seat, self._written[0].part, block_bytes, turn) if turn else None
+        findings = self._request.examine(engine, self._written[0], self._states.shared)
+        return Done(checked_parts(engine, self._written, anchor), self._told_bytes(seat), replicas, sightings, findings)
+
+    def take_seat(self) -> Seat:
+        """This rank's place among all, by their layouts."""
+        rank, ranks, layout_of = self._group.rank, self._group.ranks, self._planning.layout_of
+        self._seat = Seat(rank, ranks, alike(layout_of, rank, ranks), layout_of)
+        return self._seat
+
+    def _digests(self, seat: Seat, *, only_copies: bool = False) -> Digests:
+        """Of all that this rank holds with others; or `only_copies`, of which `drift` knows nothing: a share of them at each put."""
+        told, sums = self._planning.told_digests(), self._planning.sums()
+        block_bytes = self._engine.config.block_bytes
+        return digests_of(self._states.shared, seat, block_bytes, told, only_told=only_copies)._replace(sums=sums)
+
+    def _known(self, number: int) -> Known:
+        return KnownBlocks(self._engine, self._request.nearest, number, self._group.ranks)
+
+    def _told_bytes(self, seat: Seat) -> int:
+        """Logical bytes that rank 0 does not know: of this rank's own state, and of a layout that begins with this rank."""
+        own, shared = self._states.own, self._states.shared
+        return (own.logical_bytes if own is not None else 0) + (shared.logical_bytes if seat.rank == seat.alike[0] > 0 else 0)
+
+    # --- duties of rank 0 ---------------------------------------------------------------------------------------------
+
+    def compare(self, hellos: list[Body]) -> Body | str:
+        """That all ranks put the same."""
+        if disagreements(hellos, COMPARED):
+            require_alike([self._in_words(hello) for hello in hellos], COMPARED, self._group.in_job)
+        self._differing = Differing(hellos, HASHED)
+        plan = self._planning.compare(hellos, self._states.shared)
+        return plan | {"nearest": self._request.nearest, "explain": self._differing.tellers}
+
+    def _in_words(self, hello: Body) -> Body:
+        """The same, with snapshots by the names that people know, as far as this rank knows them."""
+        view = self._engine.log.view()
+        known = {key: view.by_root(hello[key]) for key in ("parent", "expect") if isinstance(hello.get(key), bytes)}
+        at = {key: "" if info is None or info.step is None else f"@{info.step}" for key, info in known.items()}
+        return hello | {key: Shown(f"{info.root.hex()[:16]} ({info.ref}{at[key]})") for key, info in known.items() if info is not None}
+
+    def commit(self, records: list[Body]) -> Body:
+        """Appends the entry for all."""
+        self.require_told_alike(records)
+        dones = [Done.of_record(record) for record in records]
+        problem = self._difference(dones)
+        if problem and not self._planning.turn:
+            raise MismatchError(problem + in_the_job(self._group.in_job), object_id=self._request.ref)
+        self._differing_copies = problem
+        self._planning.count()
+        self._request = self._request.judged(self._engine, merged([done.findings for done in dones]))
+        drifted = replica_drift.drifted([done.sightings for done in dones])
+        with self._meter.timed("commit"):
+            n = self._append(dones, drifted)
+        return self._outcome(n) | {"drift": [[*pair] for pair in drifted]}
+
+    def require_told_alike(self, records: Sequence[Body]) -> None:
+        """Refuses what `compare` found to differ, now that a few ranks have told what it is.
+
+        Raises:
+            InvalidOptionError: it does.
+        """
+        if self._differing.tellers:
+            raise self._differing.error({rank: records[rank] for rank in self._differing.tellers}, self._group.in_job)
+
+    def _append(self, dones: Sequence[Done], drifted: Sequence[tuple[int, int]]) -> int:
+        """Says so in the log: the number of the entry."""
+        record = self._record(dones)
+        parts = [done.parts for done in dones]
+        return publish(self._engine, self._request, record, parts, txn=self._txn, mark=self._mark(drifted)).n
+
+    def _record(self, dones: Sequence[Done]) -> Record:
+        parts, logical = [done.parts for done in dones], self._states.shared.logical_bytes + sum(done.told_bytes for done in dones)
+        return record_of(self._engine, self._request, parts, logical_bytes=logical, streams="" if self._states.own is None else RULE)
+
+    def _mark(self, drifted: Sequence[tuple[int, int]]) -> tuple[str, str] | None:
+        if drifted:
+            return replica_drift.MARK, replica_drift.reason(drifted, self._request.ref)
+        return (replica_drift.MARK, self._differing_copies) if self._differing_copies else None
+
+    def _outcome(self, n: int) -> Body:
+        """What all ranks are told of the snapshot that entry `n` is about."""
+        entry = next(self._engine.log.entries(n))
+        op = next(op for op in entry.ops if op.name == self.operation and op.fields["txn"] == self._txn)
+        return {key: op.fields[key] for key in TOLD} | {"n": n, "time_ns": entry.time_ns}
+
+    def _difference(self, dones: Sequence[Done]) -> str:
+        """Which ranks that should hold the same do not, in words; empty when all do."""
+        layouts: dict[int, Layout] = {}
+        stages: list[Stage] = []
+        layout_of = self._planning.layout_of
+        for first in first_ranks(layout_of) if layout_of and not self._planning.turn else ():
+            own = alike(layout_of, first, len(dones))
+            stages.append(Stage(self._engine, own, [dones[rank].parts.ulids[0] for rank in own]))
+            layouts |= dict.fromkeys(own, stages[-1].layout)
+        digests = [done.replicas or Digests({}, b"") for done in dones]
+        problem = differences(digests, [layouts.get(rank, self._states.shared.layout) for rank in range(len(dones))])
+        return problem or (contradiction(stages) if stages else "")

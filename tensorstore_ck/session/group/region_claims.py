@@ -1,0 +1,100 @@
+"""Which rank stores what of tensors whose regions the ranks only tell: boxes, or intervals of the flattened tensor. Pure arithmetic.
+
+Regions that several ranks hold alike are stored by one of them. All others must not meet, and together they are the tensor.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from tensorstore_ck.format.layout import Explicit, Layout, TensorSpec
+from tensorstore_ck.format.sharding import Box
+from tensorstore_ck.session.group.rank_messages import named_ranks
+
+Held = tuple[int, Box]
+"""A rank, and a region of a tensor that it holds."""
+
+
+class Claim(NamedTuple):
+    """A region that several ranks hold."""
+
+    holders: tuple[int, ...]
+    keeper: int
+    """The rank that stores it."""
+
+
+def uncovered(layout: Layout, told: Mapping[int, Sequence[Explicit]]) -> str:
+    """Which tensor is not held exactly once by the ranks with a layout, in words; empty when all are.
+
+    `told`: rank -> its regions of tensors whose regions do not follow from the layout.
+    """
+    held = held_of(told)
+    for tensor, spread in enumerate(layout.spreads):
+        problem = gap(layout.tensors[tensor], held.get(tensor, ()), is_flat=spread == "flat") if isinstance(spread, str) else ""
+        if problem:
+            return problem
+    return ""
+
+
+def held_of(told: Mapping[int, Sequence[Explicit]]) -> dict[int, list[Held]]:
+    """Tensor -> its regions, and who holds them."""
+    held: dict[int, list[Held]] = {}
+    for rank, explicit in told.items():
+        for tensor, boxes in explicit:
+            held.setdefault(tensor, []).extend((rank, box) for box in boxes)
+    return held
+
+
+def gap(spec: TensorSpec, held: Sequence[Held], *, is_flat: bool) -> str:
+    """What of a tensor is not held exactly once, in words; empty when all of it is."""
+    problem = _problem((prod(spec.shape),) if is_flat else spec.shape, held)
+    return f"{problem} of tensor {spec.name!r}, of shape {list(spec.shape)}" if problem else ""
+
+
+def once(held: Sequence[Held]) -> list[Held]:
+    """Without what other ranks than the first one hold alike."""
+    first: dict[Box, int] = {}
+    for rank, box in held:
+        first.setdefault(box, rank)
+    return [(rank, box) for rank, box in held if first[box] == rank]
+
+
+def claims(tensors: Iterable[tuple[TensorSpec, Sequence[Held]]]) -> list[dict[Box, Claim]]:
+    """Who stores the regions that several ranks hold, one map for each tensor: each rank about as many bytes."""
+    found: list[dict[Box, Claim]] = []
+    several: list[tuple[int, int, Box, tuple[int, ...]]] = []
+    load: dict[int, int] = {}
+    for number, (spec, held) in enumerate(tensors):
+        found.append({})
+        holders: dict[Box, list[int]] = {}
+        for rank, box in sorted(set(held)):
+            holders.setdefault(box, []).append(rank)
+        for box, ranks in holders.items():
+            size_bytes = prod(box.sizes) * spec.item_bytes
+            if len(ranks) > 1:
+                several.append((size_bytes, number, box, tuple(sorted(ranks))))
+            else:
+                load[ranks[0]] = load.get(ranks[0], 0) + size_bytes
+    for size_bytes, number, box, together in sorted(several, key=lambda each: (-each[0], *each[1:])):
+        keeper = min(together, key=lambda rank: (load.get(rank, 0), rank))
+        load[keeper] = load.get(keeper, 0) + size_bytes
+        found[number][box] = Claim(together, keeper)
+    return found
+
+
+def _problem(shape: tuple[int, ...], held: Sequence[Held]) -> str:
+    elements = prod(shape)
+    total = sum(prod(box.sizes) for _, box in held)
+    if total < elements:
+        return f"no rank holds {elements - total} of {elements} elements"
+    # Sorted by their first elements, boxes that meet are neighbours in most cases; the others are found by comparing all.
+    starts = np.array([box.offsets for _, box in held], np.int64).reshape(len(held), len(shape))
+    ends = starts + np.array([box.sizes for _, box in held], np.int64).reshape(starts.shape)
+    for at in range(len(held)):
+        meets = ((starts[at + 1 :] < ends[at]) & (ends[at + 1 :] > starts[at])).all(axis=1)
+        if meets.any():
+            other = at + 1 + int(np.argmax(meets))
+            return f"{named_ranks(sorted({held[at][0], held[other][0]}))} hold some elements twice"
+    return "" if total == elements else f"{total} elements are held where there are {elements}"

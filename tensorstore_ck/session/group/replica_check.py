@@ -1,0 +1,140 @@
+"""Checks that ranks which should hold the same do: each hashes all that it holds with others, and rank 0 compares a few bytes.
+
+Ranks that hold the same region are known by arithmetic, so a rank tells one digest for each set of replicas that it belongs to, and
+a checksum for each of some runs of tensors, from which the tensors are named when a digest differs. Knows no torch.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Final, NamedTuple
+
+from tensorstore_ck.common.ids import block_id, derived_hash
+from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.engine.write.part_writer import Seat
+from tensorstore_ck.format.block_assignment import regions
+from tensorstore_ck.format.layout import Captured, Layout
+from tensorstore_ck.format.sealed import Body, take
+from tensorstore_ck.session.group.duplicate_regions import Sum, Told, contradicting
+from tensorstore_ck.session.group.rank_messages import named_ranks
+
+MAX_BUCKETS: Final = 1 << 16
+"""Of all ranks together, about: from them rank 0 names the tensors that differ."""
+MIN_BUCKETS: Final = 16
+CHECKSUM_BYTES: Final = 4
+DIGEST_BYTES: Final = 16
+MAX_NAMED: Final = 4
+DIFFERENT: Final = (
+    "do tensors of expert, tensor or pipeline parallelism have one name on several ranks? Make them DTensors, or give them names of their "
+    "own. Or are they buffers that each rank updates, as batch norm does under DDP? Put those into rank_state=, or broadcast them first"
+)
+
+
+class Digests(NamedTuple):
+    """What a rank tells of what it holds with others."""
+
+    sets: dict[bytes, bytes]
+    """Set of replicas -> digest of all that they hold."""
+    checksums: bytes
+    """Of each bucket of tensors."""
+    sums: Sequence[Sum] = ()
+    """Of tensors that ranks hold in several ways."""
+
+    def record(self) -> Body:
+        """As other ranks read it."""
+        return {
+            "sets": [[*pair] for pair in sorted(self.sets.items())],
+            "checksums": self.checksums,
+            "sums": [[*each] for each in self.sums],
+        }
+
+    @classmethod
+    def of_record(cls, record: Body) -> "Digests":
+        """What `record` made."""
+        sets = {bytes(key): bytes(digest) for key, digest in take(record, "sets", list)}
+        return cls(sets, take(record, "checksums", bytes), [Sum(*map(int, each)) for each in take(record, "sums", list)])
+
+
+def digests_of(captured: Captured, seat: Seat, block_bytes: int, told: Sequence[Told] = (), *, only_told: bool = False) -> Digests:
+    """Hashes all that this rank holds with others, in the blocks that it is stored in; `told` was hashed already."""
+    tensors = captured.layout.tensors
+    held = [] if only_told else regions(captured.layout, seat.rank, seat.alike, captured.explicit)
+    found: dict[int, bytes] = {}
+    ends: dict[int, int] = {}
+    tasks: list[tuple[int, int, list[int]]] = []
+    for number, region in enumerate(held):
+        spec = tensors[region.tensor]
+        base = ends.get(region.tensor, 0)
+        ends[region.tensor] = base + region.size_bytes(spec)
+        if len(region.replicas) > 1:
+            tasks.append((number, base, region.lengths(spec, block_bytes)))
+
+    def digest(task: tuple[int, int, list[int]]) -> None:
+        number, start, lengths = task
+        ids = []
+        for length in lengths:
+            ids.append(block_id(captured.sources[held[number].tensor].read(start, start + length)))
+            start += length
+        found[number] = derived_hash("region of a replica", *ids)
+
+    for_each(tasks, digest, cpu_threads())
+    of_sets: dict[bytes, list[bytes]] = {}
+    key_of = cache(set_key)
+    buckets = [0] * bucket_count(captured.layout, seat.world_size)
+    for number in sorted(found):
+        region = held[number]
+        of_sets.setdefault(key_of(region.replicas), []).append(found[number])
+        buckets[bucket_of(region.tensor, captured.layout, seat.world_size)] ^= int.from_bytes(found[number][:CHECKSUM_BYTES], "little")
+    for key, tensor, hashed in told:
+        of_sets.setdefault(key, []).append(hashed)
+        buckets[bucket_of(tensor, captured.layout, seat.world_size)] ^= int.from_bytes(hashed[:CHECKSUM_BYTES], "little")
+    sets = {key: bytes(derived_hash("set of replicas", *several)[:DIGEST_BYTES]) for key, several in of_sets.items()}
+    if not sets:
+        return Digests({}, b"")
+    return Digests(sets, b"".join(bucket.to_bytes(CHECKSUM_BYTES, "little") for bucket in buckets))
+
+
+def differences(said: Sequence[Digests], layouts: Sequence[Layout | None]) -> str:
+    """Which tensors differ between which ranks that should hold the same; empty when none do. `layouts`: as far as they are known."""
+    first: dict[bytes, int] = {}
+    for rank, digests in enumerate(said):
+        for key, digest in digests.sets.items():
+            other = first.setdefault(key, rank)
+            if said[other].sets[key] != digest:
+                return _explain(layouts[other], said, key, other)
+    tensor = contradicting([each for digests in said for each in digests.sums])
+    if tensor is None:
+        return ""
+    ranks = [rank for rank, digests in enumerate(said) if any(each.tensor == tensor for each in digests.sums)]
+    layout = layouts[ranks[0]]
+    name = repr(layout.tensors[tensor].name) if layout is not None else "a tensor"
+    return f"{name} is not the same on all of {named_ranks(ranks)}, which hold it in different ways, each in full: {DIFFERENT}"
+
+
+def _explain(layout: Layout | None, said: Sequence[Digests], key: bytes, first: int) -> str:
+    expected = said[first]
+    others = [rank for rank, digests in enumerate(said) if digests.sets.get(key, expected.sets[key]) != expected.sets[key]]
+    mine, theirs = expected.checksums, said[others[0]].checksums
+    size = CHECKSUM_BYTES
+    wrong = {at // size for at in range(0, min(len(mine), len(theirs)), size) if mine[at : at + size] != theirs[at : at + size]}
+    tensors = enumerate(layout.tensors) if layout is not None else ()
+    names = [spec.name for number, spec in tensors if layout is not None and bucket_of(number, layout, len(said)) in wrong]
+    shown = ", ".join(map(repr, names[:MAX_NAMED])) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
+    return (
+        f"tensors that should be equal on all ranks that hold them are not: rank {first} and {named_ranks(others)} differ in "
+        f"{shown or 'some tensor'}; {DIFFERENT}"
+    )
+
+
+def bucket_count(layout: Layout, ranks: int) -> int:
+    """How many checksums a rank tells."""
+    return min(len(layout.tensors), MAX_BUCKETS // ranks + MIN_BUCKETS)
+
+
+def bucket_of(tensor: int, layout: Layout, ranks: int) -> int:
+    """The bucket of a tensor."""
+    return tensor * bucket_count(layout, ranks) // len(layout.tensors)
+
+
+def set_key(replicas: tuple[int, ...]) -> bytes:
+    """Names a set of replicas among ranks."""
+    return bytes(derived_hash("ranks of a set", b"".join(rank.to_bytes(4, "little") for rank in replicas))[:8])

@@ -1,0 +1,77 @@
+"""What a rank keeps for others: which files, for which snapshots, and when they go. Thread-safe.
+
+A file is written under its final name, and counts once it is durable and verified; a manifest is written when all of its snapshot's
+files count. What was not kept to the end is deleted, and nothing that this rank did not write for a peer ever is.
+"""
+
+import threading
+from collections.abc import Mapping
+
+from tensorstore_ck.backend.staging import StagingFolder
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.errors import CorruptObjectError
+
+
+class Kept:
+    """The files of other ranks in a staging folder."""
+
+    def __init__(self, folder: StagingFolder) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._named: dict[Ulid, dict[str, frozenset[str]]] = {}
+        """Snapshot -> manifest -> the objects that it names."""
+        self._there: dict[str, int] = {}
+        """Durable and verified objects, and their sizes."""
+        self._complete: set[str] = set()
+        """Manifests."""
+
+    def begin(self, txn: Ulid, key: str, sizes: Mapping[str, int]) -> list[str]:
+        """From now on these objects are held for a manifest; returns those that are not there yet.
+
+        Raises:
+            CorruptObjectError: one is there with another size.
+        """
+        with self._lock:
+            wrong = next((name for name, size in sizes.items() if self._there.get(name, size) != size), None)
+            if wrong is not None:
+                raise CorruptObjectError(f"{wrong} was sent before with {self._there[wrong]} bytes, not {sizes[wrong]}", object_id=wrong)
+            self._named.setdefault(txn, {})[key] = frozenset(sizes)
+            return [name for name in sizes if name not in self._there]
+
+    def add(self, name: str, size_bytes: int) -> None:
+        """An object is durable and verified."""
+        with self._lock:
+            self._there[name] = size_bytes
+
+    def complete(self, txn: Ulid, key: str, manifest: bytes) -> bool:
+        """All objects of a manifest are there: writes it, unless the snapshot was forgotten meanwhile."""
+        with self._lock:
+            if key not in self._named.get(txn, {}):
+                return False
+            self._folder.write_manifest(key, manifest)
+            self._complete.add(key)
+            return True
+
+    def end(self, txn: Ulid, key: str) -> None:
+        """Nothing follows: if the manifest is not complete, it never will be."""
+        with self._lock:
+            if key not in self._complete:
+                self._named.get(txn, {}).pop(key, None)
+                self._sweep()
+
+    def forget(self, txn: Ulid) -> None:
+        """A snapshot needs no copies any more."""
+        with self._lock:
+            for key in self._named.get(txn, {}):
+                self._folder.delete_manifest(key)
+                self._complete.discard(key)
+            self._named.pop(txn, None)
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Deletes the objects that no manifest names."""
+        named: set[str] = set().union(*(names for each in self._named.values() for names in each.values()))
+        unneeded = [name for name in self._there if name not in named]
+        self._folder.unsent.delete(unneeded)
+        for name in unneeded:
+            del self._there[name]

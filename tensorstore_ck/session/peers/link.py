@@ -1,0 +1,220 @@
+"""Messages between the ranks of a block, over a gloo group that serves this alone.
+
+Of two ranks one sends, on the tag `FORTH`, and the other answers, on `BACK`; both may do so in both directions at the same time, from
+two threads. A send ends when the other rank takes the message, whose length that rank must know: so of a record its length goes first.
+What gloo does not deliver in time, or at all, is `PeerLostError`, after which the group must be broken off: gloo cannot go on either.
+
+gloo authenticates nobody. Each message ends with a MAC, keyed by a secret that the first rank of a block makes for each link, over who
+sends it to whom on which tag, its number there, and its bytes. What was changed, cut, swapped or sent before is not taken for a message.
+Knows nothing of files.
+"""
+
+import contextlib
+import hmac
+import re
+import secrets
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError
+from tensorstore_ck.format.sealed import Body, pack_body, unpack_body
+from tensorstore_ck.session.peers.ring import block_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Bytes = npt.NDArray[np.uint8]
+
+FORTH: Final = 1
+BACK: Final = 2
+_KEY_NAME: Final = "key"
+_NEVER: Final = 3
+"""A tag on which nobody sends."""
+MAX_RECORD_BYTES: Final = 4 << 20
+MAC_BYTES: Final = 32
+"""At the end of each message."""
+_LENGTH_BYTES: Final = 8
+_KEY_BYTES: Final = 32
+_HEADER: Final = struct.Struct("<IIBQQ")
+"""Under the MAC, but not sent: sender, receiver, tag, number of the message, its bytes."""
+
+
+class PeerLostError(Exception):
+    """A rank is gone, or too slow."""
+
+
+class PeerNonsenseError(PeerLostError):
+    """A rank says what makes no sense, and may wait for an answer."""
+
+
+class ForgedMessageError(PeerNonsenseError):
+    """A message is not what the rank sent to this one at this point."""
+
+
+def connect(group: "ProcessGroup", hosts: Sequence[bytes], copies: int, name: str, *, timeout_seconds: float) -> "Link":
+    """Connects this rank with those of its block; returns when all of them have called this.
+
+    The gloo group is made beside torch's registry: `new_group` would need ranks that are not in `group`, or would name the group by what
+    else each rank has made.
+
+    Args:
+        group: In whose store the ranks find each other.
+        hosts: The host of each rank, see `host_of_folder`.
+        copies: On how many other hosts each rank's files are kept.
+        name: The same on all ranks, and never used in that store before.
+        timeout_seconds: How long another rank may take to come, now and later, and for each message; after that it counts as lost.
+
+    Raises:
+        BackendUnavailableError: they did not come.
+    """
+    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415 - loads torch
+
+    ranks = block_of(group.rank(), hosts, copies)
+    gloo: Any = c10d.ProcessGroupGloo
+    store: Any = group.get_group_store()
+    try:
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=timeout_seconds)
+        # When ranks connect lazily, as the environment can ask torch for, one that comes late aborts the process that has given it up.
+        options._devices = [gloo.create_default_device(lazy_init=False)]
+        store = c10d.PrefixStore(f"tsck-peers/{name}/{ranks[0]}", store.clone())
+        is_first = group.rank() == ranks[0]
+        if is_first:
+            store.set(_KEY_NAME, secrets.token_bytes(_KEY_BYTES).hex())
+        store.wait([_KEY_NAME], timedelta(seconds=timeout_seconds))
+        key = bytes.fromhex(store.get(_KEY_NAME).decode())
+        made = gloo(store, ranks.index(group.rank()), len(ranks), options)
+        if is_first:  # all have read it
+            with contextlib.suppress(RuntimeError):  # some kinds of store keep what they have
+                store.delete_key(_KEY_NAME)
+    except (RuntimeError, OSError) as exc:  # torch's store errors are RuntimeErrors
+        raise BackendUnavailableError(
+            f"rank {group.rank()} could not connect to the ranks that keep copies of its files, {ranks}: {_said(exc)}; what is staged gets "
+            "no copies on other hosts",
+            object_id="replicate_to_peers",
+        ) from exc
+    return Link(made, ranks, group.rank(), key, timeout_seconds)
+
+
+class Link:
+    """This rank's way to the others of its block, which are named by their ranks in the whole group."""
+
+    def __init__(self, gloo: Any, ranks: Sequence[int], rank: int, key: bytes, timeout_seconds: float) -> None:
+        """`gloo`: the backend whose ranks are `ranks`, in this order; `key`: the same on all of them, and known to nobody else."""
+        self.gloo = gloo
+        self.ranks = ranks
+        self.rank = rank
+        self.key = key
+        self.timeout_seconds = timeout_seconds
+        self._sent: dict[tuple[int, int], int] = {}
+        """Peer and tag, which one thread serves -> messages."""
+        self._expected: dict[tuple[int, int], int] = {}
+
+    def send(self, peer: int, tag: int, data: Bytes) -> "Message":
+        """Begins to send `data`, which must not change until the other rank has it all; the MAC goes into its last `MAC_BYTES`."""
+        number = self._sent[peer, tag] = self._sent.get((peer, tag), 0) + 1
+        mac = message_mac(self.key, (self.rank, peer, tag, number), data.data[:-MAC_BYTES])
+        data[-MAC_BYTES:] = np.frombuffer(mac, np.uint8)
+        return Message(self, self.gloo.send, peer, tag, data)
+
+    def receive(self, peer: int, tag: int, data: Bytes) -> "Arrival":
+        """Begins to fill `data`, the MAC included."""
+        number = self._expected[peer, tag] = self._expected.get((peer, tag), 0) + 1
+        return Arrival(self, peer, tag, data, number)
+
+    def send_record(self, peer: int, tag: int, record: Body) -> None:
+        """Sends a few values."""
+        packed = pack_body(record)
+        for each in (len(packed).to_bytes(_LENGTH_BYTES, "little"), packed):
+            self.send(peer, tag, np.frombuffer(each + bytes(MAC_BYTES), np.uint8).copy()).wait()
+
+    def receive_record(self, peer: int, tag: int) -> Body:
+        """What `send_record` sent."""
+        length = int.from_bytes(self._received(peer, tag, _LENGTH_BYTES), "little")
+        if not 0 < length <= MAX_RECORD_BYTES:
+            raise PeerNonsenseError(f"rank {peer} announced a record of {length} bytes")
+        try:
+            record = unpack_body(self._received(peer, tag, length), f"a record of rank {peer}")
+        except CorruptObjectError as exc:
+            raise PeerNonsenseError(str(exc)) from exc
+        if type(record) is not dict:
+            raise PeerNonsenseError(f"rank {peer} sent a {type(record).__name__} as a record")
+        return record
+
+    def _received(self, peer: int, tag: int, length: int) -> memoryview:
+        data = np.zeros(length + MAC_BYTES, np.uint8)
+        self.receive(peer, tag, data).wait()
+        return data.data[:length]
+
+    def break_off(self) -> None:
+        """Has the others notice at once that this rank is with them no more: after a time-out gloo closes all connections."""
+        self.timeout_seconds = 0.001
+        for peer in self.ranks:
+            if peer != self.rank:
+                with contextlib.suppress(PeerLostError):
+                    self.receive(peer, _NEVER, np.empty(1, np.uint8)).wait()
+
+
+def message_mac(key: bytes, place: tuple[int, int, int, int], data: memoryview) -> bytes:
+    """Of a message; `place`: sender, receiver, tag, and its number among those, from 1."""
+    return blake3(_HEADER.pack(*place, len(data)), key=key).update(data).digest()
+
+
+class Message:
+    """One on its way; it holds on to its memory."""
+
+    def __init__(self, link: Link, action: Callable[[list[Any], int, int], Any], peer: int, tag: int, data: Bytes) -> None:
+        import torch  # noqa: PLC0415 - loads torch
+
+        self._link = link
+        self._peer = peer
+        self._tensors = [torch.from_numpy(data)]
+        with self._lost():
+            self._work = action(self._tensors, link.ranks.index(peer), tag)
+
+    def wait(self) -> None:
+        """Returns when it is there.
+
+        Raises:
+            PeerLostError: it will not come.
+        """
+        with self._lost():
+            self._work.wait(timedelta(seconds=self._link.timeout_seconds))
+
+    @contextlib.contextmanager
+    def _lost(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as exc:
+            raise PeerLostError(f"rank {self._peer} does not answer: {_said(exc)}") from exc
+
+
+class Arrival(Message):
+    """One that comes, the `number`-th of its sender on its tag."""
+
+    def __init__(self, link: Link, peer: int, tag: int, data: Bytes, number: int) -> None:
+        super().__init__(link, link.gloo.recv, peer, tag, data)
+        self._data = data.data
+        self._place = (peer, link.rank, tag, number)
+
+    def wait(self) -> None:
+        """Returns when it is there.
+
+        Raises:
+            ForgedMessageError: what came is not what the rank sent.
+            PeerLostError: it will not come.
+        """
+        super().wait()
+        if not hmac.compare_digest(message_mac(self._link.key, self._place, self._data[:-MAC_BYTES]), self._data[-MAC_BYTES:]):
+            raise ForgedMessageError(f"a message of rank {self._peer} was damaged on the way, or another process sent it")
+
+
+def _said(exc: Exception) -> str:
+    """What gloo says, without its advice, and where in its sources it does."""
+    return re.sub(r"^\[[^]]*\] ", "", str(exc).partition(". This is")[0])

@@ -1,0 +1,133 @@
+"""Sends a rank's staged files to other hosts and keeps those of others, both at the same time, once per put.
+
+The sender offers names and sizes; the receiver says which it takes, or why none; then the files follow in pieces, and
+the manifest last. What one rank cannot read or write costs that copy alone, as does a copy that takes too long as a whole; a rank
+that is gone, or silent for too long, ends it for good. What is staged waits for it before it is published; no put fails because of it.
+"""
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+
+from tensorstore_ck.backend.staging import StagingFolder
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.errors import BackendUnavailableError
+from tensorstore_ck.session.peers.exchange import Exchange
+from tensorstore_ck.session.peers.held_copies import Kept
+from tensorstore_ck.session.peers.link import Link, PeerLostError, PeerNonsenseError
+from tensorstore_ck.session.peers.piece_stream import PIECE_BYTES
+from tensorstore_ck.session.peers.receiver import Keeping
+from tensorstore_ck.session.peers.ring import copies_possible, sources_of, targets_of
+from tensorstore_ck.session.peers.sender import Sending
+
+
+class Replicator:
+    """One rank's side. All ranks of a group make theirs with the same hosts and copies; the link serves it alone."""
+
+    def __init__(
+        self,
+        link: Link,
+        folder: StagingFolder,
+        hosts: Sequence[bytes],
+        copies: int,
+        *,
+        piece_bytes: int = PIECE_BYTES,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """See `connect`.
+
+        Args:
+            link: Made for this replicator, with the same hosts and copies.
+            folder: Has this rank's files, and takes those that it keeps for others.
+            hosts: The host of each rank.
+            copies: On how many other hosts each file is kept.
+            piece_bytes: Of which four are in memory, two on their way out and two on their way in.
+            monotonic: The clock by which a copy is too slow.
+        """
+        self._link = link
+        self._monotonic = monotonic
+        self._kept = Kept(folder)
+        targets, sources = targets_of(link.rank, hosts, copies), sources_of(link.rank, hosts, copies)
+        self._sending = Sending(link, folder, targets, piece_bytes)
+        self._keeping = Keeping(link, folder, self._kept, sources, piece_bytes)
+        self.is_broken = False
+        """A rank was lost: nothing is copied any more."""
+        possible = copies_possible(hosts, copies)
+        if possible < copies and link.rank == 0:
+            warnings.warn(
+                f"replicate_to_peers={copies} needs {copies + 1} hosts, and the job has {possible + 1}: what is staged has "
+                f"{possible or 'no'} copies on other hosts; ranks with the same staging folder count as one host",
+                stacklevel=2,
+            )
+
+    def exchange(
+        self,
+        txn: Ulid,
+        manifest: bytes,
+        names: Sequence[str],
+        *,
+        warn: Callable[[str], object],
+        stop: Callable[[], object] = lambda: None,
+        on_bytes: Callable[[int], object] = lambda count: None,
+    ) -> list[str]:
+        """Sends what this rank has staged, and keeps what others have; all ranks call it for the same puts in the same order.
+
+        Args:
+            txn: Of the staging, the same on all ranks.
+            manifest: This rank's, encoded.
+            names: The objects that it names; those that are unsent no longer are in the store, and need no copy.
+            warn: Told of each copy that is missing, and why; by two threads, as are the next two.
+            stop: Raises to cancel; asked before each piece. A rank that has not come yet is waited for even so.
+            on_bytes: Told of bytes that were sent, once per copy.
+
+        Returns:
+            The keys of the manifests of other ranks that are complete here now.
+
+        Raises:
+            BackendUnavailableError: a rank is gone or too slow. That is said once: later calls do nothing.
+        """
+        if self.is_broken:
+            return []
+        exchange = Exchange(txn, manifest, names, stop, on_bytes, warn, self._link.timeout_seconds, self._monotonic)
+        errors: list[BaseException] = []
+        keys: list[str] = []
+
+        def guarded(work: Callable[[Exchange], None]) -> None:
+            try:
+                work(exchange)
+            except BaseException as exc:  # noqa: BLE001 - raised below, when the other direction has ended
+                errors.append(exc)
+                if isinstance(exc, PeerNonsenseError) or not isinstance(exc, PeerLostError):
+                    self._link.break_off()  # others may wait for this rank
+
+        sending = threading.Thread(target=guarded, args=(self._sending.run,), name="tsck-peers", daemon=True)
+        sending.start()
+        guarded(lambda exchange: keys.extend(self._keeping.run(exchange)))
+        sending.join()
+        if errors:
+            self.is_broken = True
+            self._link.break_off()
+        if exchange.stopped is not None:
+            raise exchange.stopped
+        for error in errors:
+            if not isinstance(error, PeerLostError):
+                raise error
+        if errors:
+            raise self._ended(errors[0]) from errors[0]
+        return keys
+
+    def forget(self, txn: Ulid) -> None:
+        """Deletes what is kept for a snapshot that was published, or given up.
+
+        Raises:
+            StoreError: the folder cannot be written to.
+        """
+        self._kept.forget(txn)
+
+    def _ended(self, error: BaseException) -> BackendUnavailableError:
+        return BackendUnavailableError(
+            f"what rank {self._link.rank} stages gets no copies on other hosts any more, until the job is started again: {error}; "
+            "what it stages on its own host, and the upload, go on",
+            object_id="replicate_to_peers",
+        )

@@ -1,0 +1,83 @@
+"""Which ranks keep copies of whose files.
+
+Hosts, in the order of their first ranks, are in blocks of one more than there are copies (the last block takes the rest), and within its
+block a host's copies lie on the next ones in a ring. So load is even, a rank has to do with few others, whatever the job's size, and only
+the loss of a whole block loses files. In one round each rank has one target, and all take the rounds in the same order: nobody can wait
+in a circle. Pure but for `host_of_folder`.
+"""
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from tensorstore_ck.backend.os_errors import os_errors
+from tensorstore_ck.common.ids import derived_hash
+
+HOST_BYTES: Final = 16
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+def host_of_folder(path: str | os.PathLike[str]) -> bytes:
+    """The same for all processes that share this folder, and for no others: two folders of one machine count as two hosts.
+
+    Raises:
+        StoreError: the folder is not there.
+    """
+    with os_errors("look at", os.fspath(path)):
+        place = os.stat(path)
+    machine = _BOOT_ID.read_bytes() if _BOOT_ID.exists() else socket.gethostname().encode()
+    return bytes(derived_hash("host of a folder", machine, f"/{place.st_dev}/{place.st_ino}".encode())[:HOST_BYTES])
+
+
+def copies_possible(hosts: Sequence[bytes], copies: int) -> int:
+    """How many copies on different other hosts there can be, at the most as many as asked for."""
+    return min(copies, len(set(hosts)) - 1)
+
+
+def block_of(rank: int, hosts: Sequence[bytes], copies: int) -> list[int]:
+    """The ranks that keep each other's files, this one among them, in order."""
+    return sorted(other for host in _seat(rank, hosts, copies).ring for other in host)
+
+
+def targets_of(rank: int, hosts: Sequence[bytes], copies: int) -> list[int]:
+    """The ranks that keep copies of this rank's files, one per round, each on another host: those at its own position on theirs.
+
+    Args:
+        rank: Whose files.
+        hosts: The host of each rank.
+        copies: How many; fewer if there are not enough hosts.
+    """
+    ring, host, place = _seat(rank, hosts, copies)
+    rounds = range(1, copies_possible(hosts, copies) + 1)
+    others = [ring[(host + step) % len(ring)] for step in rounds]
+    return [other[place % len(other)] for other in others]
+
+
+def sources_of(rank: int, hosts: Sequence[bytes], copies: int) -> list[int]:
+    """The ranks whose files this rank keeps, round by round."""
+    ring, host, place = _seat(rank, hosts, copies)
+    rounds = range(1, copies_possible(hosts, copies) + 1)
+    return [source for step in rounds for source in ring[(host - step) % len(ring)][place :: len(ring[host])]]
+
+
+class _Seat(NamedTuple):
+    ring: list[list[int]]
+    """The ranks of each host of the block."""
+    host: int
+    """Which of them is the rank's."""
+    place: int
+    """Its position there."""
+
+
+def _seat(rank: int, hosts: Sequence[bytes], copies: int) -> _Seat:
+    ranks: dict[bytes, list[int]] = {}
+    for other, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(other)
+    size = copies + 1
+    number = list(ranks).index(hosts[rank])
+    block = min(number // size, max(len(ranks) // size - 1, 0))
+    is_last = block >= len(ranks) // size - 1
+    ring = list(ranks.values())[block * size : None if is_last else (block + 1) * size]
+    return _Seat(ring, number - block * size, ranks[hosts[rank]].index(rank))

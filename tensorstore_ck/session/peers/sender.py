@@ -1,0 +1,106 @@
+"""The sender's side of an exchange: this rank's unsent objects, and its manifest, to one target after the other.
+
+A target that does not want them, a file that cannot be read: each is a missing copy, and a warning. Whatever happens here, each target is
+told in its turn what comes, or that nothing does.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from typing import Final
+
+from tensorstore_ck.backend.staging import StagingFolder
+from tensorstore_ck.backend.staging.folder import UnsentFile
+from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.errors import MissingObjectError, StoreError
+from tensorstore_ck.redaction import one_line
+from tensorstore_ck.session.peers.exchange import Exchange, StoppedError, stream_lengths
+from tensorstore_ck.session.peers.link import BACK, FORTH, Link
+from tensorstore_ck.session.peers.piece_stream import PieceSender, RefusedError, make_buffers, piece_lengths
+
+_REASON_CHARS: Final = 500
+
+
+class Sending:
+    """What goes out."""
+
+    def __init__(self, link: Link, folder: StagingFolder, targets: Sequence[int], piece_bytes: int) -> None:
+        self._link = link
+        self._folder = folder
+        self._targets = targets
+        self._piece_bytes = piece_bytes
+        self._buffers = make_buffers(piece_bytes)
+
+    def run(self, exchange: Exchange) -> None:
+        """Returns when every target has what it takes.
+
+        Raises:
+            PeerLostError: one is gone.
+        """
+        with ExitStack() as stack:
+            files: list[UnsentFile] | None
+            try:
+                files = [stack.enter_context(closing(file)) for file in self._unsent(exchange.names)]  # which stay, wherever they move
+            except StoreError as exc:
+                exchange.warn(f"no host keeps a copy of what rank {self._link.rank} staged: {exc}")
+                files = None
+            for target in self._targets:
+                if files is None:
+                    self._link.send_record(target, FORTH, {"txn": exchange.txn})
+                else:
+                    self._offer(target, files, exchange)
+
+    def _unsent(self, names: Sequence[str]) -> Iterator[UnsentFile]:
+        for name in dict.fromkeys(names):
+            try:
+                yield self._folder.open_unsent(name)
+            except MissingObjectError:
+                continue  # it is in the store
+
+    def _offer(self, target: int, files: Sequence[UnsentFile], exchange: Exchange) -> None:
+        sizes = {file.name: file.size_bytes for file in files}
+        self._link.send_record(target, FORTH, {"txn": exchange.txn, "sizes": sizes, "manifest_bytes": len(exchange.manifest)})
+        answer = self._link.receive_record(target, BACK)
+        wanted = answer.get("wanted")
+        try:
+            if type(wanted) is not list:
+                raise RefusedError(str(answer.get("refused"))[:_REASON_CHARS])
+            names = {name for name in wanted if type(name) is str}
+            self._send(target, [file for file in files if file.name in names], exchange)
+        except (RefusedError, StoreError) as exc:
+            copy = f"copy of the {human_bytes(sum(sizes.values()))} that rank {self._link.rank} staged"
+            exchange.warn(f"rank {target} keeps no {copy}: {one_line(str(exc))}")
+
+    def _send(self, target: int, files: Sequence[UnsentFile], exchange: Exchange) -> None:
+        lengths = stream_lengths([file.size_bytes for file in files], len(exchange.manifest), self._piece_bytes)
+        pieces = PieceSender(self._link, target, self._buffers, lengths)
+
+        def copy_manifest(offset: int, room: memoryview) -> None:
+            room[:] = exchange.manifest[offset : offset + len(room)]
+
+        go_on = exchange.go_on_for(target, sum(lengths))
+        try:
+            for file in files:
+                self._send_object(pieces, file.size_bytes, file.read_into, go_on, exchange.on_bytes)
+            self._send_object(pieces, len(exchange.manifest), copy_manifest, go_on, exchange.on_bytes)
+            pieces.finish()
+        except StoppedError:
+            pieces.give_up()
+        except StoreError:
+            pieces.give_up()
+            raise
+
+    def _send_object(
+        self,
+        pieces: PieceSender,
+        size_bytes: int,
+        read_into: Callable[[int, memoryview], None],
+        go_on: Callable[[], None],
+        on_bytes: Callable[[int], object],
+    ) -> None:
+        offset = 0
+        for length in piece_lengths(size_bytes, self._piece_bytes):
+            go_on()
+            read_into(offset, pieces.room())
+            offset += length
+            pieces.send()
+            on_bytes(length)

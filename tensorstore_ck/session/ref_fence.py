@@ -1,0 +1,237 @@
+"""What one store handle has seen of refs: the fencing that keeps a job given up for dead from overwriting its successor's work."""
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.write.branch_conflict import branch_command
+from tensorstore_ck.engine.write.put import Anything, Expected, PutRequest
+from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, Sampling, turn_of
+from tensorstore_ck.engine.write.suspicious_save import Checks, require_checks
+from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.format.codec import CodecName, DeltaOption, require_delta, require_name
+from tensorstore_ck.format.record import MAX_STEP, check_metrics, encode_metadata
+from tensorstore_ck.log import RefTable, validate_ref_name
+from tensorstore_ck.log.address import Resolved, resolve
+from tensorstore_ck.log.snapshot import Snapshot
+
+
+class LastSeen:
+    """The type of `LAST_SEEN`."""
+
+    def __repr__(self) -> str:
+        return "tsck.LAST_SEEN"
+
+
+LAST_SEEN: Final = LastSeen()
+"""The default. As ``expect=``: move the ref from where this handle last put or restored it. As ``parent=``: what that was."""
+
+
+class _Ref(NamedTuple):
+    """Where a ref was, and which of its snapshots the training state comes from."""
+
+    head: Digest | None
+    current: Digest
+    is_moved: bool
+    """Whether this handle has moved the ref, and not only restored it."""
+    least_step: int | None = None
+    """A put may not have a lower step, unless it says what it expects: this handle only restored the head, which has this one."""
+
+
+class Seen:
+    """What this handle put and restored."""
+
+    def __init__(self) -> None:
+        self._refs: dict[str, _Ref] = {}
+        self._restored: Digest | None = None
+
+    def note(self, ref: str, head: Digest | None, current: Digest) -> None:
+        """This handle moved the ref to `head`, or goes on from there; the state in memory is `current`."""
+        self._refs[ref] = _Ref(head, current, is_moved=True)
+
+    def note_staged(self, ref: str, root: Digest) -> None:
+        """The state in memory is `root`, which will be on the ref once it is published."""
+        seen = self._refs.get(ref)
+        self._refs[ref] = _Ref(seen.head if seen is not None else None, root, is_moved=True)
+
+    def note_published(self, ref: str, root: Digest) -> None:
+        """What was staged before is on the ref now; the state in memory may be what was staged after it."""
+        self._refs[ref] = self._refs[ref]._replace(head=root)
+
+    def adopt(self, view: RefTable, ref: str) -> None:
+        """Goes on from wherever the ref is, if this handle has not seen it."""
+        branch = view.branch(ref)
+        if branch is not None and ref not in self._refs:
+            self.note(ref, branch.root, branch.root)
+
+    def knows(self, ref: str) -> bool:
+        """Whether this handle has put or restored there."""
+        return ref in self._refs
+
+    def current(self, ref: str) -> Digest | None:
+        """What the state in memory is, if this handle has put or restored there."""
+        return self._refs[ref].current if ref in self._refs else None
+
+    def drop(self, ref: str) -> None:
+        """This handle forgot the ref: its next put there begins it anew."""
+        self._refs.pop(ref, None)
+
+    def note_restored(self, found: Resolved) -> None:
+        """The state in memory is what was found at an address."""
+        info, ref = found.info, found.branch
+        self._restored = info.root
+        if ref is None:
+            return
+        is_moved = ref in self._refs and self._refs[ref].is_moved
+        is_fenced = not is_moved and info.root == found.branch_root and info.ref == ref  # else nobody has put to the branch yet
+        self._refs[ref] = _Ref(found.branch_root, info.root, is_moved, info.step if is_fenced else None)
+
+    def check_step(self, engine: Engine, view: RefTable, asked: "Asked") -> None:
+        """Refuses what takes a ref over by mistake: a script that looked at the newest snapshot of a job, and then begins its own.
+
+        Raises:
+            InvalidOptionError: the step is lower than that of the head, which this handle restored, and it has not put there yet.
+        """
+        seen, branch = self._refs.get(asked.ref), view.branch(asked.ref)
+        if seen is None or seen.least_step is None or asked.step is None or asked.step >= seen.least_step:
+            return
+        if branch is None or branch.root != seen.head or not isinstance(asked.expect, LastSeen):
+            return  # that is the other check's to say
+        root = branch.root.hex()[:16]
+        raise InvalidOptionError(
+            f"step {asked.step} is lower than step {seen.least_step}, where this store handle restored ref {asked.ref!r}, and it has put "
+            "nothing there: if the job that did is still running, its next put would be refused. Put to another ref, which its first put "
+            f"makes, or which `{branch_command(engine, view, branch)}` makes. To begin again on {asked.ref!r} itself: restore an earlier "
+            f"step first, or put with expect={root!r}",
+            object_id="step",
+        )
+
+    def expected(self, view: RefTable, ref: str, expect: object) -> Expected:
+        """Where a put to `ref` must find it."""
+        if isinstance(expect, LastSeen):
+            seen, branch = self._refs.get(ref), view.branch(ref)
+            if seen is not None and branch is not None and branch.root == seen.current:
+                return branch.root  # what was restored while it was staged is published by now
+            return seen.head if seen else None
+        if expect is None or isinstance(expect, Anything):
+            return expect
+        if isinstance(expect, Snapshot):
+            return Digest(bytes.fromhex(expect.root))
+        return resolve(view, str(expect)).info.root
+
+    def request(
+        self,
+        engine: Engine,
+        ref: str,
+        *,
+        step: object = None,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, object] | None = None,
+        expect: object = LAST_SEEN,
+        parent: object = LAST_SEEN,
+        codec: object = None,
+        delta: object = None,
+        any_step: bool = False,
+        unchanged: object = "warn",
+        verify_capture: object = SAMPLE_SHARE,
+    ) -> PutRequest:
+        """A put to `ref` as of now, checked as far as it can be before its state is known; `any_step`: see `check_step`.
+
+        Raises:
+            InvalidOptionError, InvalidNameError: an argument is not what it must be.
+        """
+        checks = require_checks(unchanged, verify_capture)
+        said = asked(
+            engine,
+            ref,
+            step=step,
+            metrics=metrics,
+            metadata=metadata,
+            expect=expect,
+            parent=parent,
+            codec=codec,
+            delta=delta,
+            checks=checks,
+        )
+        return self.as_of_now(engine, said, any_step=any_step)
+
+    def as_of_now(self, engine: Engine, asked: "Asked", *, sync: bool = True, any_step: bool = False) -> PutRequest:
+        """A put as of now; asks the log, or goes by what is known of it."""
+        if sync:
+            engine.log.sync()
+        view = engine.log.view()
+        if not any_step:
+            self.check_step(engine, view, asked)
+        parent, expected = self.parent(view, asked.ref, asked.parent), self.expected(view, asked.ref, asked.expect)
+        coding = engine.codecs.coding(asked.ref, asked.codec, asked.delta)
+        nearest = self.current(asked.ref) or parent or self._head(view, asked.ref) or self._restored
+        return PutRequest(asked.ref, asked.step, parent, expected, asked.metadata, asked.metrics, coding, nearest, asked.checks)
+
+    def parent(self, view: RefTable, ref: str, said: object = LAST_SEEN) -> Digest | None:
+        """What a new snapshot continues: what this handle last put or restored on the ref; for others, the ref's head.
+
+        Raises:
+            NotFoundError: something else was said, and is not there.
+        """
+        if isinstance(said, LastSeen):
+            return self.current(ref) or self._head(view, ref)
+        return None if said is None else resolve(view, said.root if isinstance(said, Snapshot) else str(said)).info.root
+
+    @staticmethod
+    def _head(view: RefTable, ref: str) -> Digest | None:
+        branch = view.branch(ref)
+        return branch.root if branch is not None else None
+
+
+class Asked(NamedTuple):
+    """What a put says besides the state, checked as far as it can be without asking the log."""
+
+    ref: str
+    step: int | None
+    expect: object
+    metadata: bytes
+    metrics: dict[str, float]
+    codec: CodecName | None
+    delta: DeltaOption
+    parent: object
+    checks: Checks
+
+    def sampling_of_copies(self, number: int) -> "tuple[Sampling, Asked]":
+        """What of the put of that number is compared with its copies; and the put, in which nothing is to be read a second time then."""
+        sampling = Sampling(turn_of(None, number), self.checks.verify_capture)
+        return sampling, self._replace(checks=self.checks._replace(verify_capture=0.0))
+
+
+def asked(
+    engine: Engine,
+    ref: str,
+    *,
+    step: object = None,
+    metrics: Mapping[str, float] | None = None,
+    metadata: Mapping[str, object] | None = None,
+    expect: object = LAST_SEEN,
+    parent: object = LAST_SEEN,
+    codec: object = None,
+    delta: object = None,
+    checks: Checks,
+) -> Asked:
+    """Checks what a put says.
+
+    Raises:
+        InvalidOptionError, InvalidNameError: an argument is not what it must be.
+    """
+    validate_ref_name(ref)
+    packed_metadata, checked_metrics = encode_metadata(metadata), check_metrics(metrics)
+    if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
+        raise InvalidOptionError(f"step must be an integer, not {step!r}", object_id="step")
+    number = None if step is None else step.__index__()
+    if number is not None and not 0 <= number <= MAX_STEP:
+        raise InvalidOptionError(f"step {number} must be from 0 to {MAX_STEP}", object_id="step")
+    if not (expect is None or isinstance(expect, LastSeen | Anything | Snapshot | str)):
+        raise InvalidOptionError(f"expect must be a root, tsck.ANY or None, not {type(expect).__name__}", object_id="expect")
+    if not (parent is None or isinstance(parent, LastSeen | Snapshot | str)):
+        raise InvalidOptionError(f"parent must be an address, a Snapshot or None, not {type(parent).__name__}", object_id="parent")
+    engine.require_writable()
+    chosen = None if codec is None else require_name(codec)
+    return Asked(ref, number, expect, packed_metadata, checked_metrics, chosen, require_delta(delta), parent, checks)

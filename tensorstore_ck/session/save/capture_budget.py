@@ -1,0 +1,77 @@
+"""The memory that the puts of one store handle are captured into: made when it is first needed, and waited for when it is used up."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.errors import NoSpaceError, WaitTimeoutError
+from tensorstore_ck.session.save.queued_put import Item
+
+if TYPE_CHECKING:
+    from tensorstore_ck.state.arena import Arena, Slot
+
+SAY_SECONDS: Final = 5.0
+"""How long a put waits before that is said."""
+
+_logger: Final = logging.getLogger("tensorstore_ck")
+
+
+class CaptureMemory:
+    """Slots of one arena. The caller holds `changed`, which is notified when one is released."""
+
+    def __init__(self, open_arena: "Callable[[], Arena]", changed: threading.Condition) -> None:
+        self._open_arena = open_arena
+        self._changed = changed
+        self.arena: Arena | None = None
+
+    def try_take(self, item: Item) -> "Slot | None":
+        """Memory for one capture; None if there is none now.
+
+        Raises:
+            NoSpaceError: there will never be so much.
+        """
+        if self.arena is None:
+            self.arena = self._open_arena()
+        needed, limit = item.job.needed_bytes, self.arena.limit_bytes
+        if needed > limit:
+            raise NoSpaceError(
+                f"the put of {item.course} needs {human_bytes(needed)} of host memory to capture into, and host_memory_bytes is "
+                f"{human_bytes(limit)}: raise it, name what does not change in frozen=, or use put_snapshot, which copies nothing",
+                object_id="host_memory_bytes",
+            )
+        return self.arena.take(needed)
+
+    def wait(self, item: Item, under_way: int) -> None:
+        """Waits until something may have come free.
+
+        Raises:
+            WaitTimeoutError: it has waited for as long as other ranks wait for it.
+        """
+        began, patience = time.monotonic(), item.job.patience_seconds
+        item.waited_for = item.waited_for or under_way
+        left = SAY_SECONDS if patience is None else max(0.0, patience - item.waited_seconds)
+        self._changed.wait(min(left, SAY_SECONDS))
+        was_quiet = item.waited_seconds < SAY_SECONDS
+        item.waited_seconds += time.monotonic() - began
+        if was_quiet and item.waited_seconds >= SAY_SECONDS:
+            _logger.warning("training waits for memory to capture %s into: %d puts are under way", item.course, item.waited_for)
+        if patience is not None and item.waited_seconds >= patience:
+            raise WaitTimeoutError(
+                f"no memory came free for the put of {item.course} in {patience:g} s: the other ranks would not wait longer; put less "
+                "often, raise host_memory_bytes, or pass on_full='skip'",
+                object_id=item.job.ref,
+            )
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What captures hold, and what is kept for the next ones."""
+        return self.arena.allocated_bytes if self.arena is not None else 0
+
+    def close(self) -> None:
+        """Frees what nobody uses."""
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None

@@ -1,0 +1,143 @@
+"""What a store handle gives to its puts, and what both ways to put have in common."""
+
+import logging
+import random
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from tensorstore_ck.backend.staging import Tier
+from tensorstore_ck.common.free_space import require_room
+from tensorstore_ck.common.ids import Digest, Ulid
+from tensorstore_ck.common.threads import cpu_threads
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError, UndecidedError
+from tensorstore_ck.events import Event
+from tensorstore_ck.format.layout import Captured
+from tensorstore_ck.session.group.process_groups import Groups
+from tensorstore_ck.session.ref_fence import Seen
+from tensorstore_ck.session.save.frozen_tensors import FrozenTensors
+from tensorstore_ck.session.save.put_status import Course
+from tensorstore_ck.session.staging.manifest import Manifest
+from tensorstore_ck.session.staging.publish import clean_up
+from tensorstore_ck.session.staging.staged_chain import StagedChain
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from tensorstore_ck.session.peers import Replicator
+    from tensorstore_ck.session.save.publish_order import PublishedInOrder
+
+T = TypeVar("T")
+
+_logger: Final = logging.getLogger("tensorstore_ck")
+LONGEST_PAUSE_SECONDS: Final = 30.0
+
+
+@dataclass(slots=True)
+class Handle:
+    """What a store handle gives to its puts."""
+
+    engine: Engine
+    seen: Seen
+    groups: Groups
+    wait_for_upload: Callable[[], bool]
+    """Waits until an upload has ended; False if there is none."""
+    frozen: FrozenTensors = field(default_factory=FrozenTensors)
+    chains: dict[str, StagedChain] = field(default_factory=dict)
+    unpublished: "dict[str, list[PublishedInOrder]]" = field(default_factory=dict)
+    """Ref -> what was staged on it, and is neither published nor given up, oldest first."""
+    replicators: "weakref.WeakKeyDictionary[ProcessGroup, Replicator]" = field(default_factory=weakref.WeakKeyDictionary)
+    """Of the groups whose ranks keep copies of each other's staged files."""
+
+    def chain(self, ref: str) -> StagedChain:
+        """What was staged on a ref."""
+        return self.chains.setdefault(ref, StagedChain(lambda: self.seen.current(ref)))
+
+    def published(self, ref: str, txn: Ulid, root: Digest) -> None:
+        """A staged put of this handle is on its ref."""
+        if self.seen.knows(ref):  # else this process has only finished what another one began
+            self.seen.note_published(ref, root)
+        self.chain(ref).remove(txn)
+
+    def note_speed(self, course: Course) -> None:
+        """Notes how long the store took to write what a put gave it, for the next puts to choose a codec by.
+
+        Says nothing of file systems, whose reads come from the page cache however slow their writes are, nor of a store whose writes a
+        rate limit slows down.
+        """
+        if self.engine.backend.is_local or self.engine.limit is not None:
+            return
+        meter, cores = course.meter, cpu_threads()
+        hashing = meter.seconds_per_byte("hash", cores)
+        if hashing:
+            self.engine.codecs.note_written(meter.snapshot().stage_bytes["write"], meter.seconds_per_byte("write", cores) / hashing)
+
+    def make_room(self, ref: str, needed_bytes: int) -> None:
+        """Makes sure that a put has room: on the staging disk, if need be by waiting for uploads; else in the store.
+
+        In the store a ref's first put needs all its bytes; later ones mostly share, and what they need shows while they write.
+
+        Raises:
+            NoSpaceError: there will be none.
+        """
+        engine, tier = self.engine, self.engine.tier
+        if tier is None:
+            require_room(engine.backend, engine.min_free, 0 if self.seen.knows(ref) else needed_bytes, f"the put to {ref!r}")
+            return
+        while True:
+            try:
+                tier.folder.evict(needed_bytes)
+            except NoSpaceError:
+                if not self.wait_for_upload():
+                    raise
+            else:
+                return
+
+    def upload(self, course: Course, tier: Tier, manifest: Manifest, stop: Callable[[], None]) -> None:
+        """Brings what one rank has staged into the store; what is there already is not sent again."""
+        meter, window = course.meter, tier.options.stagger_seconds
+        meter.expect("upload", manifest.size_bytes)
+        course.pause(window * (manifest.rank / manifest.ranks + zlib.crc32(manifest.ref.encode()) / (1 << 32)) % window if window else 0.0)
+        with meter.timed("upload"):
+            tier.uploader.upload(
+                manifest.names,
+                stop=stop,
+                on_bytes=lambda count: meter.count("upload", count),
+                on_retry=lambda exc, seconds: self.retried(course, "an upload", exc, seconds),
+            )
+
+    def clean_up(self, tier: Tier, manifests: Sequence[Manifest], course: Course, *, published: bool) -> None:
+        """Frees what the staging disk has of a put that is published or given up. A disk that fails does not change how the put ended."""
+        try:
+            for manifest in manifests:
+                clean_up(tier, manifest, published=published, needed=() if published else self.chain(manifest.ref).needed(manifest.txn))
+        except StoreError as exc:
+            how = "published" if published else "given up"
+            _logger.warning("%s is %s; the next process that opens the store with this staging disk frees it there: %s", course, how, exc)
+
+    def patiently(self, course: Course, what: str, action: Callable[[], T]) -> T:
+        """What `action` returns; while the backend does not answer it is done again, until the put is asked to give up."""
+        for attempt in range(1_000_000):
+            try:
+                return action()
+            except (BackendUnavailableError, UndecidedError) as exc:
+                if isinstance(exc, UndecidedError) and self.engine.single_writer:
+                    raise  # where creates are not exclusive, nobody may go on before a person has looked
+                delay = min(LONGEST_PAUSE_SECONDS, 0.5 * 2 ** min(attempt, 8)) * random.uniform(0.5, 1)  # noqa: S311 - jitter
+                self.retried(course, what, exc, delay)
+                course.pause(delay)
+        raise AssertionError("unreachable")
+
+    def retried(self, course: Course, what: str, error: Exception, delay_seconds: float) -> None:
+        """Tells of a passing fault."""
+        fields: dict[str, float | str] = {"what": what, "error": str(error), "delay_seconds": delay_seconds}
+        self.engine.observers.emit(Event("retried", course.id, course.ref, course.step, course.rank, time.time_ns(), fields))
+
+
+def frozen_bytes(captured: Captured) -> int:
+    """Bytes on this rank of tensors that are not copied."""
+    return sum(captured.sources[tensor].size_bytes for tensor in captured.frozen)

@@ -1,0 +1,90 @@
+"""The staged puts of one ref are published in the order in which they were staged.
+
+A put whose publication failed for now (no space for its journal, credentials that ran out, a rank that did not come) stays on the staging
+disk. The next put of the ref publishes it first, and waits behind it where that fails again: a later put that was published before an
+earlier one would leave the earlier one no place on the ref.
+"""
+
+import logging
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from typing import Final
+
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.errors import StoreError
+from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.session.save.context import Handle
+from tensorstore_ck.session.save.put_status import Course
+
+_logger: Final = logging.getLogger("tensorstore_ck")
+
+
+class PublishedInOrder(ABC):
+    """A staged put that is neither published nor given up."""
+
+    def __init__(self, handle: Handle, txn: Ulid, ref: str, step: int | None) -> None:
+        """From here on, later puts of this handle to the ref wait for it."""
+        self._handle = handle
+        self._txn = txn
+        self._ref = ref
+        self._step = step
+        self._unpublished = handle.unpublished.setdefault(ref, [])
+        self._unpublished.append(self)
+
+    def publish(self, course: Course) -> SnapshotInfo:
+        """Publishes what was staged on the ref before it, and then uploads and publishes this one.
+
+        Raises:
+            SnapshotDroppedError: it was cancelled; or abandoned, and stays on the disk for the next process.
+            ConflictError: the ref is elsewhere: it is given up.
+            StoreError: it is given up; or it, or an earlier one, cannot be published now, and stays on the disk: see the error's notes.
+        """
+        waiting = list(self._unpublished)
+        for earlier in waiting[: waiting.index(self) if self in waiting else 0]:
+            if self.is_given_up_alone(course):
+                break
+            try:
+                earlier.publish_before(course)
+            except StoreError:
+                if not self.is_given_up_alone(course):
+                    raise
+        return self.publish_one(course)
+
+    @abstractmethod
+    def publish_one(self, course: Course) -> SnapshotInfo:
+        """Uploads and publishes this one; `publish` says what it raises."""
+
+    @abstractmethod
+    def is_given_up_alone(self, course: Course) -> bool:
+        """Whether it is given up on request, which needs no other put and no other rank."""
+
+    def publish_before(self, later: Course) -> None:
+        """Publishes it, or gives it up where it can never be published, so that a put that was called after it can go on.
+
+        Raises:
+            StoreError: it cannot be published now either.
+        """
+        own = Course(self._ref, self._step, later.rank)
+
+        def leave() -> None:
+            """Cancelling the later put does not cancel this one: it stays on the disk."""
+            if self.is_given_up_alone(later):
+                own.drop("abandoned")
+
+        later.on_drop(leave)
+        leave()
+        try:
+            self.publish_one(own)
+        except StoreError as exc:
+            if self in self._unpublished:
+                exc.add_note(f"({own} was staged before {later}, and is published first)")
+                raise
+            _logger.error("%s was staged, and will not be published: %s", own, exc)
+        else:
+            _logger.info("published %s, which was staged before %s", own, later)
+
+    def ended(self) -> None:
+        """It is published or given up: no put waits for it any more."""
+        self._handle.chain(self._ref).remove(self._txn)
+        with suppress(ValueError):
+            self._unpublished.remove(self)

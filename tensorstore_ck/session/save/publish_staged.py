@@ -1,0 +1,89 @@
+"""The second step of a put whose disks one process sees: what was staged is uploaded and published, however long the store does not answer.
+
+It is given up only when it can never be published. Whatever else fails is told, and it stays on the disk for the next process.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+from tensorstore_ck.backend.staging import Tier
+from tensorstore_ck.errors import (
+    ConflictError,
+    CorruptObjectError,
+    MissingObjectError,
+    RetryableError,
+    SnapshotAbortedError,
+    SnapshotDroppedError,
+    SnapshotExpiredError,
+    StoreError,
+)
+from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.session.save.context import Handle
+from tensorstore_ck.session.save.publish_order import PublishedInOrder
+from tensorstore_ck.session.save.put_status import Course
+from tensorstore_ck.session.staging.manifest import Manifest
+from tensorstore_ck.session.staging.publish import give_up, publish
+from tensorstore_ck.session.staging.stage import announce
+
+_FINAL: Final = (ConflictError, SnapshotAbortedError, SnapshotExpiredError, CorruptObjectError, MissingObjectError)
+"""After these it can never be published."""
+
+
+class StagedPut(PublishedInOrder):
+    """One staged put, by the process that staged it or by one that found it."""
+
+    def __init__(self, handle: Handle, tier: Tier, manifests: Sequence[Manifest]) -> None:
+        """`manifests` are those of all its ranks, the first one that of rank 0."""
+        first, lead = manifests[0], manifests[0].lead
+        assert lead is not None
+        super().__init__(handle, first.txn, first.ref, first.step)
+        self._tier = tier
+        self._manifests = manifests
+        self._lead = lead
+
+    def announce_soon(self) -> None:
+        """Has the log say that it is staged; if that fails, `publish` will meet it again."""
+        with suppress(StoreError):
+            announce(self._handle.engine, self._lead, self._txn, self._ref)
+
+    def is_given_up_alone(self, course: Course) -> bool:
+        """See `PublishedInOrder`."""
+        return bool(course.dropped)
+
+    def publish_one(self, course: Course) -> SnapshotInfo:
+        """See `PublishedInOrder`."""
+        engine, txn, patiently = self._handle.engine, self._txn, self._handle.patiently
+        try:
+            course.check()
+            staged_n = patiently(course, "the log entry of what was staged", lambda: announce(engine, self._lead, txn, self._ref))
+            for manifest in self._manifests if staged_n is not None else ():
+                self._handle.upload(course, self._tier, manifest, course.check)
+            attempt = engine.new_id()
+            with course.meter.timed("commit"):
+                info = patiently(course, "publishing", lambda: publish(engine, self._lead, txn, attempt, self._ref))
+        except SnapshotDroppedError:
+            if course.dropped != "abandoned":
+                self._give_up(course)
+            raise
+        except _FINAL:
+            self._give_up(course)
+            raise
+        except StoreError as exc:
+            exc.add_note(
+                "(it stays on the staging disk; the next put to this ref, or process that opens the store with that disk, publishes it)"
+            )
+            raise
+        self._handle.published(self._ref, txn, info.root)
+        self.ended()
+        self._handle.clean_up(self._tier, self._manifests, course, published=True)
+        return info
+
+    def _give_up(self, course: Course) -> None:
+        """It will never be published: the log says so, if it answers, and the disk is freed."""
+        try:
+            give_up(self._handle.engine, self._txn)
+        except RetryableError as exc:  # whoever looks through the log finds it: see `tsck staging`
+            self._handle.retried(course, "giving up what was staged", exc, 0.0)
+        self.ended()
+        self._handle.clean_up(self._tier, self._manifests, course, published=False)

@@ -1,0 +1,182 @@
+"""The second step of a put of many ranks: each uploads what it has, and rank 0 publishes for all.
+
+What a rank has are the manifests of its own staging, or, after a crash, any that it found on its disk. Uploads need no agreement; then the
+ranks' publishing threads meet, again and again if ranks or the store do not answer in time. The log is the judge of each attempt: one that
+was given up never publishes; and of the staged snapshot: published, or given up.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.errors import (
+    BackendUnavailableError,
+    ConflictError,
+    SnapshotAbortedError,
+    SnapshotDroppedError,
+    SnapshotExpiredError,
+    StoreError,
+)
+from tensorstore_ck.format.sealed import Body, take
+from tensorstore_ck.log import Op, RefTable, SnapshotInfo
+from tensorstore_ck.session.group import Duties, Group
+from tensorstore_ck.session.save.context import Handle
+from tensorstore_ck.session.save.publish_order import PublishedInOrder
+from tensorstore_ck.session.save.put_status import Course
+from tensorstore_ck.session.staging.manifest import Lead, Manifest, decode_lead, encode_lead
+from tensorstore_ck.session.staging.publish import give_up, publish
+
+TRIES: Final = 5
+
+
+class StagedRanks(PublishedInOrder):
+    """One rank's side of one staged put."""
+
+    def __init__(
+        self,
+        handle: Handle,
+        group: Group,
+        txn: Ulid,
+        ref: str,
+        manifests: Sequence[Manifest],
+        *,
+        step: int | None,
+        timeout_seconds: float,
+        on_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`manifests` are those that this rank uploads; `on_end` is called when the snapshot is published, or given up."""
+        assert handle.engine.tier is not None
+        super().__init__(handle, txn, ref, step)
+        self._tier = handle.engine.tier
+        self._manifests = manifests
+        self._group = group
+        self._timeout_seconds = timeout_seconds
+        self._on_end = on_end
+        self._lead: Lead | None = None
+
+    def is_given_up_alone(self, course: Course) -> bool:
+        """See `PublishedInOrder`. Ranks give up together, but for one that leaves."""
+        return course.dropped == "abandoned"
+
+    def publish_one(self, course: Course) -> SnapshotInfo:
+        """See `PublishedInOrder`.
+
+        Raises:
+            SnapshotAbortedError: it was given up; or ranks did not come, again and again, and it stays on the disks.
+        """
+        for tries_left in reversed(range(TRIES)):
+            outcome = self._try(course, self._upload(course), is_last=not tries_left)
+            if outcome is not None:
+                return self._end(outcome, course)
+        raise AssertionError("unreachable")
+
+    def _upload(self, course: Course) -> StoreError | None:
+        """Brings what this rank has into the store; why it cannot, which the others are told: else they would wait for it."""
+        try:
+            for manifest in self._manifests if not course.dropped else ():
+                self._handle.upload(course, self._tier, manifest, lambda: _check_abandoned(course))
+        except StoreError as exc:
+            if course.dropped == "abandoned":
+                raise
+            return None if course.dropped else exc
+        return None
+
+    def _try(self, course: Course, problem: StoreError | None, *, is_last: bool) -> Body | None:
+        """One attempt: what has become of the staged snapshot; None if it is to be tried again, which then holds for all ranks.
+
+        Whatever happens to an attempt, its outcome is what the log says, so nobody goes on to another one before the log has answered.
+        """
+        title = f"publishing what was staged for {self._ref!r}"
+
+        def sleep(seconds: float) -> None:
+            time.sleep(seconds)
+            _check_abandoned(course)
+
+        attempt = self._group.begin(title, object_id=self._ref, timeout=self._timeout_seconds, sleep=sleep)
+        try:
+            return attempt.run(self._duties(course, attempt.txn, problem))
+        except StoreError as exc:
+            if course.dropped == "abandoned":
+                raise
+            outcome = self._handle.patiently(course, "the log entry of what was staged", lambda: self._settle(attempt.txn))
+            if outcome is None and is_last:
+                raise
+            if outcome is None:
+                self._handle.retried(course, "publishing what was staged", exc, 0.0)
+            return outcome
+
+    def _duties(self, course: Course, txn: Ulid, problem: StoreError | None) -> Duties:
+        def hello() -> Body:
+            if problem is not None:
+                raise problem
+            if course.dropped == "abandoned":
+                course.check()
+            lead = next((each.lead for each in self._manifests if each.lead is not None), None)
+            return {"txn": self._txn, "cancelled": course.dropped, "lead": None if lead is None else encode_lead(lead)}
+
+        def compare(hellos: list[Body]) -> Body:
+            if len({take(hello, "txn", bytes) for hello in hellos}) > 1:
+                raise SnapshotAbortedError("the ranks have staged different snapshots", object_id=self._ref)
+            said = next((hello["lead"] for hello in hellos if hello.get("lead") is not None), None)
+            if said is None:
+                raise SnapshotAbortedError("no rank has what rank 0 had staged", object_id=self._ref)
+            self._lead = decode_lead(said)
+            return {"cancelled": next((reason for hello in hellos if (reason := take(hello, "cancelled", str))), "")}
+
+        def commit(dones: list[Body]) -> Body:
+            assert self._lead is not None
+            cancelled = take(dones[0], "cancelled", str)
+            if cancelled:
+                return self._lost(f"it was {cancelled}")
+            try:
+                with course.meter.timed("commit"):
+                    publish(self._handle.engine, self._lead, self._txn, txn, self._ref)
+            except (ConflictError, SnapshotExpiredError) as exc:
+                return self._lost(str(exc))
+            return {}
+
+        return Duties(hello, lambda go: {"cancelled": take(go, "cancelled", str)}, lambda _: self._settle(txn), compare, commit)
+
+    def _settle(self, txn: Ulid) -> Body | None:
+        """Gives an attempt up, unless it was decided: what has become of the staged snapshot."""
+
+        def build(view: RefTable) -> list[Op]:
+            return [] if view.outcome(txn) is not None or self._state(view) is not None else [Op.abort(txn)]
+
+        self._handle.engine.log.append(build)
+        return self._state(self._handle.engine.log.view())
+
+    def _lost(self, reason: str) -> Body:
+        published = give_up(self._handle.engine, self._txn)
+        return {"lost": reason} if published is None else {}
+
+    def _state(self, view: RefTable) -> Body | None:
+        """What the log says: published, given up, or neither yet."""
+        if view.snapshot(self._txn) is not None:
+            return {}
+        return {"lost": "the log says that it was given up"} if view.outcome(self._txn) is not None else None
+
+    def _end(self, outcome: Body, course: Course) -> SnapshotInfo:
+        if "lost" in outcome:
+            self.ended()
+            self._handle.clean_up(self._tier, self._manifests, course, published=False)
+            self._on_end()
+            raise SnapshotAbortedError(f"the put to {self._ref!r} was staged, but not published: {outcome['lost']}", object_id=self._ref)
+        self._handle.patiently(course, "the log", self._handle.engine.log.sync)
+        info = self._handle.engine.log.view().snapshot(self._txn)
+        if info is None:
+            raise BackendUnavailableError(
+                f"this rank does not see the snapshot that was published for {self._ref!r}: do all ranks open one store?",
+                object_id=self._ref,
+            )
+        self._handle.published(self._ref, self._txn, info.root)
+        self.ended()
+        self._handle.clean_up(self._tier, self._manifests, course, published=True)
+        self._on_end()
+        return info
+
+
+def _check_abandoned(course: Course) -> None:
+    if course.dropped == "abandoned":
+        raise SnapshotDroppedError(f"the upload of {course} was given up; it stays on the staging disk", object_id=course.ref)

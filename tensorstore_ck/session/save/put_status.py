@@ -1,0 +1,194 @@
+"""The course of one put: which milestones it has passed, how it ended, and who waits for that. Thread-safe.
+
+It ends once: published, or with an error, which is kept until somebody was told. Knows nothing of how a put is done.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from contextlib import _GeneratorContextManager
+from enum import IntEnum
+from typing import Final
+
+from tensorstore_ck.common.ids import new_ulid, ulid_text
+from tensorstore_ck.common.put_progress import Meter
+from tensorstore_ck.common.put_progress import Stage as MeterStage
+from tensorstore_ck.errors import InvalidOptionError, SnapshotDroppedError, WaitTimeoutError
+from tensorstore_ck.log.snapshot import Snapshot
+
+_logger: Final = logging.getLogger("tensorstore_ck")
+
+
+class Stage(IntEnum):
+    """Milestones, in order."""
+
+    CAPTURED = 1
+    STAGED = 2
+    PUBLISHED = 3
+
+
+class Course:
+    """One put, from its call to its end."""
+
+    def __init__(self, ref: str, step: int | None, rank: int = 0) -> None:
+        self.id = ulid_text(new_ulid())
+        self.ref = ref
+        self.step = step
+        self.rank = rank
+        self.meter: Meter = _Cancellable(self)
+        self.snapshot: Snapshot | None = None
+        self.error: BaseException | None = None
+        self.is_told = False
+        """Whether the error was raised to somebody."""
+        self.dropped = ""
+        """Why it was or will be given up on request."""
+        self.is_ending = False
+        """Whether the work is over, though those who wait are not told yet."""
+        self._reached = 0
+        self._ended = False
+        self._pid = os.getpid()
+        self._on_drop: Callable[[], object] = _nothing
+        self._changed = threading.Condition()
+        self._callbacks: list[tuple[Stage, Callable[[], object]]] = []
+
+    def __str__(self) -> str:
+        return self.ref if self.step is None else f"{self.ref}@{self.step}"
+
+    # --- what happens to it -------------------------------------------------------------------------------------------
+
+    def reach(self, stage: Stage) -> None:
+        """It has passed a milestone, and those before."""
+        with self._changed:
+            self._reached = max(self._reached, stage)
+        self._tell()
+
+    def succeed(self, snapshot: Snapshot) -> None:
+        """It is published."""
+        with self._changed:
+            self.snapshot, self._reached, self._ended = snapshot, Stage.PUBLISHED, True
+            self._on_drop = _nothing
+        self._tell()
+
+    def fail(self, error: BaseException) -> None:
+        """It will not be published."""
+        with self._changed:
+            self.error, self._ended = error, True
+            self._on_drop = _nothing
+            self.is_told |= isinstance(error, SnapshotDroppedError)  # the user asked for it
+        self._tell()
+
+    def drop(self, reason: str) -> bool:
+        """Asks it to give up; whether it has not ended yet."""
+        with self._changed:
+            if not self._ended and not self.dropped:
+                self.dropped = reason
+            self._changed.notify_all()
+            ended = self._ended
+        if not ended:
+            self._on_drop()
+        return not ended
+
+    def on_drop(self, callback: Callable[[], object]) -> None:
+        """Calls back when it is asked to give up."""
+        self._on_drop = callback
+
+    def check(self) -> None:
+        """Gives up if it was asked to.
+
+        Raises:
+            SnapshotDroppedError: it was.
+        """
+        if self.dropped:
+            raise SnapshotDroppedError(f"the put of {self} was {self.dropped}; nothing of it is visible", object_id=self.ref)
+
+    def pause(self, seconds: float) -> None:
+        """Waits, unless it is asked to give up.
+
+        Raises:
+            SnapshotDroppedError: it was.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self.dropped), seconds)
+        self.check()
+
+    # --- what others see ----------------------------------------------------------------------------------------------
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more happens to it."""
+        return self._ended
+
+    def has_reached(self, stage: Stage) -> bool:
+        """Whether it has passed a milestone."""
+        return self._reached >= stage
+
+    def wait(self, stage: Stage, timeout_seconds: float | None) -> None:
+        """Waits for a milestone.
+
+        Raises:
+            WaitTimeoutError: it has not come yet.
+            StoreError: it will not come.
+        """
+        if os.getpid() != self._pid and not self._is_settled(stage):
+            raise InvalidOptionError(
+                f"the put of {self} belongs to the process that this one was forked from: wait there", object_id=self.ref
+            )
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_settled(stage), timeout_seconds):
+                raise WaitTimeoutError(
+                    f"the put of {self} is not {stage.name.lower()} after {timeout_seconds:g} s; it goes on", object_id=self.ref
+                )
+            if self.has_reached(stage):
+                return
+            self.is_told = True
+        assert self.error is not None
+        raise self.error
+
+    def wait_for_end(self, timeout_seconds: float | None) -> bool:
+        """Waits until it has ended, however; whether it has."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._ended, timeout_seconds)
+
+    def call_when_settled(self, stage: Stage, callback: Callable[[], object]) -> None:
+        """Calls back once it is known whether the milestone is reached; at once if it is known already."""
+        with self._changed:
+            if not self._is_settled(stage):
+                self._callbacks.append((stage, callback))
+                return
+        _call(callback)
+
+    def _is_settled(self, stage: Stage) -> bool:
+        return self._ended or self._reached >= stage
+
+    def _tell(self) -> None:
+        with self._changed:
+            due = [callback for stage, callback in self._callbacks if self._is_settled(stage)]
+            self._callbacks = [(stage, callback) for stage, callback in self._callbacks if not self._is_settled(stage)]
+            self._changed.notify_all()
+        for callback in due:
+            _call(callback)
+
+
+class _Cancellable(Meter):
+    """A meter that gives the work up when the put was dropped."""
+
+    def __init__(self, course: Course) -> None:
+        super().__init__()
+        self._course = course
+
+    def timed(self, stage: MeterStage, done_bytes: int = 0) -> _GeneratorContextManager[None]:
+        """See `Meter`."""
+        self._course.check()
+        return super().timed(stage, done_bytes)
+
+
+def _nothing() -> None:
+    """What is done about a put that has ended: nothing of it must be held on to."""
+
+
+def _call(callback: Callable[[], object]) -> None:
+    try:
+        callback()
+    except BaseException:  # not even SystemExit may end the thread that all later puts need
+        _logger.exception("a callback of a put failed")

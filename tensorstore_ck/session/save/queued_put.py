@@ -1,0 +1,60 @@
+"""A put in the queue, and the times that its events tell."""
+
+import traceback
+from typing import TYPE_CHECKING
+
+from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.session.save.put_protocol import Job
+from tensorstore_ck.session.save.put_status import Course
+
+if TYPE_CHECKING:
+    from tensorstore_ck.state.arena import Slot
+
+
+class Item:
+    """A put in the queue."""
+
+    def __init__(self, job: Job, called: float, *, is_beside: bool) -> None:
+        self.job = job
+        self.number = job.number
+        self.course = Course(job.ref, job.step, job.rank)
+        self.slot: Slot | None = None
+        self.is_beside = is_beside
+        """Whether nobody waits for it."""
+        self.waited_seconds = 0.0
+        """For memory."""
+        self.waited_for = 0
+        """How many puts were under way when the wait began."""
+        self.is_resumed = False
+        """Whether an earlier process began it."""
+        self.called = self.captured = self.begun = called
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long the training stood still."""
+        return self.captured - self.called
+
+    def release(self) -> None:
+        """Gives its memory back."""
+        if self.slot is not None:
+            self.slot.release()
+
+    def forget_state(self, error: BaseException | None = None) -> None:
+        """It is over: what is held of it, the frames of its `error` among that, holds the state no longer."""
+        del self.job
+        while error is not None:
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__
+
+    def sizes(self, snapshot: Snapshot) -> dict[str, int | float]:
+        """What an event says of what was published."""
+        went = self.course.meter.snapshot().stage_bytes
+        hashed, new, written = went["hash"], went["encode"], went["write"]
+        return {
+            "stall_seconds": self.stall_seconds,
+            "logical_bytes": snapshot.logical_bytes,
+            "hashed_bytes": hashed,
+            "new_bytes": snapshot.new_bytes,
+            "dedup_ratio": 1 - new / hashed if hashed else 0.0,
+            "compression_ratio": new / written if written else 1.0,
+        }

@@ -1,0 +1,185 @@
+"""Goes on with what earlier processes staged and could not publish: their manifests lie on the staging disk.
+
+What one process had staged, any process goes on with that opens the store with that disk. What many ranks had staged needs the disks of
+all their hosts: the ranks of a group tell each other what they find, each takes what lies on its own disk, and what is incomplete is left
+for a job that has the missing hosts.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from tensorstore_ck.backend.staging import StagingFolder, Tier
+from tensorstore_ck.common.ids import Ulid, ulid_text
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.format.record import decode_record, record_name
+from tensorstore_ck.format.sealed import Body, take
+from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.session.group import Duties
+from tensorstore_ck.session.save.context import Handle
+from tensorstore_ck.session.save.publish_staged import StagedPut
+from tensorstore_ck.session.save.publish_staged_group import StagedRanks
+from tensorstore_ck.session.save.put_status import Course
+from tensorstore_ck.session.staging.manifest import Manifest, read_manifests
+from tensorstore_ck.session.staging.publish import clean_up, give_up
+from tensorstore_ck.session.staging.staged_chain import Link
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_logger: Final = logging.getLogger("tensorstore_ck")
+STALE_SECONDS: Final = 86_400
+"""After so long nobody is at it any more to stage a snapshot; giving it up is safe at any time."""
+RESUME, PUBLISHED, LOST, WAIT = "resume", "published", "lost", "wait"
+
+
+class ResumedJob:
+    """See `UploadJob`."""
+
+    def __init__(self, put: StagedPut | StagedRanks, ref: str, step: int | None, rank: int) -> None:
+        self.number = 0
+        self.ref, self.step, self.rank = ref, step, rank
+        self._put = put
+
+    def publish(self, course: Course) -> SnapshotInfo:
+        """Uploads what was staged, and publishes it."""
+        return self._put.publish(course)
+
+
+def find_manifests(folder: StagingFolder) -> list[Manifest]:
+    """What was staged here and is not published, oldest first; what is damaged is told, and left where it is."""
+    found, damaged = read_manifests(folder)
+    for problem in damaged.values():
+        _logger.warning("a staged snapshot cannot be gone on with: %s; see `tsck staging`", problem)
+    return found
+
+
+def sweep(tier: Tier) -> None:
+    """Deletes what processes left that ended before they had staged it. Nobody else may use the folder."""
+    tier.folder.drop_temporaries()
+    found, damaged = read_manifests(tier.folder)
+    if not damaged:  # else what it names may still be of use to somebody
+        tier.uploader.drop(tier.folder.unnamed({name for manifest in found for name in manifest.names}))
+
+
+def resume_alone(handle: Handle, tier: Tier) -> list[ResumedJob]:
+    """What single processes have left."""
+    tier.folder.enter(lambda: sweep(tier))
+    return [_resumed(handle, tier, [manifest]) for manifest in find_manifests(tier.folder) if manifest.ranks == 1 and manifest.lead]
+
+
+def resume_here(handle: Handle, tier: Tier, is_wanted: Callable[[Sequence[Manifest]], bool] = lambda _: True) -> list[ResumedJob]:
+    """What lies on this disk in full, whoever left it: for one process that ends what no job goes on with.
+
+    `is_wanted` is asked of the manifests of each snapshot, before the log is told of it.
+    """
+    tier.folder.enter(lambda: sweep(tier))
+    found: dict[Ulid, list[Manifest]] = {}
+    for manifest in find_manifests(tier.folder):
+        found.setdefault(manifest.txn, []).append(manifest)
+    return [_resumed(handle, tier, each) for each in found.values() if each[0].lead and len(each) == each[0].ranks and is_wanted(each)]
+
+
+def _resumed(handle: Handle, tier: Tier, manifests: Sequence[Manifest]) -> ResumedJob:
+    first = manifests[0]
+    assert first.lead is not None
+    record = decode_record(first.lead.record, record_name(first.txn))
+    names = frozenset(name for manifest in manifests for name in manifest.names)
+    handle.chain(first.ref).add(Link(first.txn, record.root(), {}, names, None))
+    put = StagedPut(handle, tier, manifests)
+    put.announce_soon()
+    return ResumedJob(put, first.ref, first.step, 0)
+
+
+def resume_ranks(handle: Handle, tier: Tier, group: "ProcessGroup", timeout_seconds: float) -> list[ResumedJob]:
+    """What groups of ranks have left; all ranks of `group` call it."""
+    own, _ = handle.groups.of(group)
+    title = "the search for what was staged before"
+    here: dict[tuple[bytes, int], Manifest] = {}
+    jobs: list[ResumedJob] = []
+
+    def hello() -> Body:
+        """Looks at the disk here, so that a disk that fails is told to all."""
+        here.update(((manifest.txn, manifest.rank), manifest) for manifest in find_manifests(tier.folder) if manifest.ranks > 1)
+        return {"found": [[*key, here[key].ranks] for key in sorted(here)]}
+
+    def compare(hellos: list[Body]) -> Body:
+        handle.engine.log.sync()
+        view = handle.engine.log.view()
+        verdicts = [_verdict(handle.engine, view, txn, finders) for txn, finders in _finders(hellos).items()]
+        return {"found": [verdict for _, verdict in sorted(verdicts, key=lambda each: each[0])]}
+
+    def work(go: Body) -> Body:
+        handle.engine.log.sync()
+        for txn, verdict, owners in take(go, "found", list):
+            mine = [here[txn, rank] for rank, finder in owners if finder == own.rank]
+            others = [here[txn, rank] for rank, finder in owners if finder != own.rank and (txn, rank) in here]
+            info = handle.engine.log.view().staged(txn)
+            if verdict == RESUME and info is not None:
+                names = frozenset(name for each in mine for name in each.names)
+                handle.chain(info.ref).add(Link(Ulid(txn), info.root, {}, names, None))
+                put = StagedRanks(
+                    handle,
+                    handle.groups.publishing(group),
+                    Ulid(txn),
+                    info.ref,
+                    mine,
+                    step=info.step,
+                    timeout_seconds=timeout_seconds,
+                    on_end=partial(_drop_copies, tier, others),
+                )
+                jobs.append(ResumedJob(put, info.ref, info.step, own.rank))
+            elif verdict in (PUBLISHED, LOST):
+                for manifest in (*mine, *others):
+                    clean_up(tier, manifest, published=verdict == PUBLISHED)
+        return {}
+
+    attempt = own.begin(title, object_id=title, timeout=timeout_seconds)
+    attempt.run(Duties(hello, work, None, compare, lambda _: {}))
+    return jobs
+
+
+def _drop_copies(tier: Tier, manifests: Sequence[Manifest]) -> None:
+    """What another rank has brought to its end lies on this disk, too: as a copy for a lost host, or since both share the disk."""
+    for manifest in manifests:
+        clean_up(tier, manifest, published=False)
+
+
+class _Finders(NamedTuple):
+    """Where what the ranks of one put have staged was found."""
+
+    ranks: int
+    owners: dict[int, int]
+    """Rank that staged -> the first rank that sees its manifest."""
+
+
+def _finders(hellos: Sequence[Body]) -> dict[bytes, _Finders]:
+    found: dict[bytes, _Finders] = {}
+    for finder, said in enumerate(hellos):
+        for txn, rank, ranks in take(said, "found", list):
+            found.setdefault(txn, _Finders(ranks, {})).owners.setdefault(rank, finder)
+    return found
+
+
+def _verdict(engine: Engine, view: RefTable, txn: bytes, found: _Finders) -> tuple[int, list[Any]]:
+    """What becomes of it: as the log says, where nothing is missing. And the log entry that said so first, for their order."""
+    owners = [[rank, finder] for rank, finder in sorted(found.owners.items())]
+    if view.snapshot(txn) is not None:
+        return 0, [txn, PUBLISHED, owners]
+    staged = view.staged(txn)
+    if staged is None:  # its ranks were stopped before all had staged; or another job is at it, beside this one
+        is_old = engine.clock() - int.from_bytes(txn[:6], "big") * 1_000_000 > STALE_SECONDS * 1_000_000_000
+        is_over = view.outcome(txn) is not None or is_old
+        if is_over:
+            give_up(engine, Ulid(txn))
+        return 0, [txn, LOST if is_over else WAIT, owners]
+    missing = sorted(set(range(found.ranks)) - found.owners.keys())
+    if missing:
+        _logger.warning(
+            "a snapshot that %d ranks staged (%s) cannot be published yet: what rank %s had is on none of these hosts; see `tsck staging`",
+            found.ranks,
+            ulid_text(Ulid(txn)),
+            ", ".join(map(str, missing[:16])),
+        )
+    return staged.n, [txn, WAIT if missing else RESUME, owners]

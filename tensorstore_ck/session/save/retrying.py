@@ -1,0 +1,63 @@
+"""Calls again what may succeed when it is called again, as its error says; of a put that may have happened the log is asked before."""
+
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar, cast
+
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.errors import InvalidOptionError, RetryableError, SnapshotAbortedError, StoreError, UndecidedError
+from tensorstore_ck.log import Op
+from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.session.save.context import Handle
+
+T = TypeVar("T")
+
+LONGEST_PAUSE_SECONDS: Final = 60.0
+
+
+def retrying(handle: Handle, call: Callable[[], T], *, attempts: int, pause_seconds: float) -> T:
+    """See `Store.retrying`."""
+    if isinstance(attempts, bool) or not isinstance(attempts, int) or attempts < 1:
+        raise InvalidOptionError(f"attempts must be a whole number from 1 on, not {attempts!r}", object_id="attempts")
+    pauses = [min(pause_seconds * 2**number, LONGEST_PAUSE_SECONDS) for number in range(attempts - 1)]
+    for pause in (*pauses, None):
+        try:
+            return call()
+        except UndecidedError as exc:
+            found = _decided(handle, exc, pauses)
+            if found is not None:
+                return cast(T, found)  # a put of which an UndecidedError tells returns a Snapshot
+            if pause is None:
+                gone = "a put was given up after it was not known whether it happened"
+                raise SnapshotAbortedError(f"{gone}: {exc}", object_id=exc.object_id) from exc
+        except StoreError as exc:
+            if exc.retry != "same" or pause is None:
+                raise
+        time.sleep(pause)
+    raise AssertionError("unreachable")
+
+
+def _decided(handle: Handle, error: UndecidedError, pauses: list[float]) -> Snapshot | None:
+    """The snapshot that a put has published; None: it never will, as the log says from now on.
+
+    Raises:
+        UndecidedError: that is still not known.
+    """
+    engine, txn = handle.engine, Ulid(error.txn)
+    if not txn or engine.single_writer or engine.tier is not None:
+        raise error  # it was no put; or a late arrival could overwrite what comes after it; or it is staged, and not given up like that
+    for pause in (*pauses, None):
+        try:
+            engine.log.append(lambda view: [] if view.outcome(txn) is not None else [Op.abort(txn)])
+            info = engine.log.view().snapshot(txn)
+        except RetryableError:
+            if pause is None:
+                raise error from None
+            time.sleep(pause)
+        else:
+            if info is None:
+                return None
+            engine.note_published()
+            handle.seen.note(info.ref, info.root, info.root)
+            return Snapshot.from_info(info)
+    raise AssertionError("unreachable")

@@ -1,0 +1,155 @@
+"""What is staged and not published: by the manifests on one disk, and by the log. For people who look, resume and drop; changes nothing."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.resumable_upload import UploadGoneError, resumable
+from tensorstore_ck.backend.staging import StagingFolder
+from tensorstore_ck.common.ids import Ulid, parse_ulid, ulid_text
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.errors import MissingObjectError, StoreError
+from tensorstore_ck.format.record import decode_record, record_name
+from tensorstore_ck.log import RefTable, SnapshotInfo
+from tensorstore_ck.session.staging.manifest import Manifest, read_manifests
+
+State = Literal["staged", "published", "given up", "unknown"]
+"""What the log says of it; `unknown`: nothing yet."""
+
+MAX_NAMED: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPut:
+    """A put that was staged."""
+
+    txn: str
+    """Names it; the snapshot's ULID."""
+    ref: str | None
+    """None where only a damaged manifest tells of it."""
+    step: int | None
+    root: str | None
+    state: State
+    ranks: int | None
+    here: tuple[int, ...]
+    """The ranks that have a manifest on this disk."""
+    size_bytes: int
+    """Of what the store must have of those in the end; some of it may be other staged puts', too."""
+    sent_bytes: int
+    """Of these, what it has."""
+    time_ns: int
+    """Since 1970, when it was staged."""
+    problems: tuple[str, ...]
+    """Why it cannot be published from this disk."""
+    is_here: bool
+    """Whether anything of it is on this disk, be it a damaged manifest."""
+
+
+def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedPut]:
+    """What the disk has, and what the log says is staged, oldest first."""
+    engine.log.sync()
+    view = engine.log.view()
+    found: dict[Ulid, list[Manifest]] = {}
+    manifests, damaged = read_manifests(folder) if folder is not None else ([], {})
+    for manifest in manifests:
+        found.setdefault(manifest.txn, []).append(manifest)
+    puts = {txn: _of_log(info) for txn, info in view.all_staged()}
+    if folder is not None:
+        puts |= {txn: _of_disk(engine, folder, view, each) for txn, each in found.items()}
+        for key, error in damaged.items():
+            txn = parse_ulid(key.partition("-")[0])
+            if txn is not None:
+                known = puts.get(txn) or StagedPut(ulid_text(txn), None, None, None, _state(view, txn), None, (), 0, 0, 0, (), is_here=True)
+                puts[txn] = replace(known, problems=(*known.problems, str(error)), is_here=True)
+    return sorted(puts.values(), key=lambda put: (put.time_ns, put.txn))
+
+
+def _state(view: RefTable, txn: Ulid) -> State:
+    if view.staged(txn) is not None:
+        return "staged"
+    if view.snapshot(txn) is not None:
+        return "published"
+    return "given up" if view.outcome(txn) is not None else "unknown"
+
+
+def _of_log(info: SnapshotInfo) -> StagedPut:
+    problem = "nothing of it is on this disk: the hosts that staged it can publish it"
+    return StagedPut(
+        ulid_text(info.ulid),
+        info.ref,
+        info.step,
+        info.root.hex(),
+        "staged",
+        None,
+        (),
+        info.new_bytes,
+        0,
+        info.time_ns,
+        (problem,),
+        is_here=False,
+    )
+
+
+def _of_disk(engine: Engine, folder: StagingFolder, view: RefTable, manifests: Sequence[Manifest]) -> StagedPut:
+    first, here = manifests[0], tuple(manifest.rank for manifest in manifests)
+    info = view.staged(first.txn) or view.snapshot(first.txn)
+    lead = next((each.lead for each in manifests if each.lead is not None), None)
+    record = decode_record(lead.record, record_name(first.txn)) if lead is not None else None
+    root = info.root if info is not None else record.root() if record is not None else None
+    sent = {name: _sent_bytes(engine, folder, name) for name in {name: None for each in manifests for name in each.names}}
+    return StagedPut(
+        ulid_text(first.txn),
+        first.ref,
+        first.step,
+        None if root is None else root.hex(),
+        _state(view, first.txn),
+        first.ranks,
+        here,
+        sum(each[0] for each in sent.values() if each is not None),
+        sum(each[1] for each in sent.values() if each is not None),
+        info.time_ns if info is not None else record.time_ns if record is not None else 0,
+        tuple(_problems(here, first.ranks, sent, has_lead=lead is not None)),
+        is_here=True,
+    )
+
+
+def _problems(here: Collection[int], ranks: int, sent: Mapping[str, tuple[int, int] | None], *, has_lead: bool) -> Iterator[str]:
+    missing = [rank for rank in range(ranks) if rank not in here]
+    if missing:
+        yield f"what rank {_some(missing)} staged is not on this disk"
+    elif not has_lead:
+        yield "not all ranks had staged it"
+    lost = [name for name, there in sent.items() if there is None]
+    if lost:
+        yield f"neither on this disk nor in the store: {_some(lost)}"
+
+
+def _some(items: Sequence[object]) -> str:
+    return ", ".join(map(str, items[:MAX_NAMED])) + (f" and {len(items) - MAX_NAMED} more" if len(items) > MAX_NAMED else "")
+
+
+def _sent_bytes(engine: Engine, folder: StagingFolder, name: str) -> tuple[int, int] | None:
+    """The size of an object, and how much of it is in the store; None if it is nowhere."""
+    store = engine.tier.backend.store if engine.tier is not None else engine.backend
+    try:
+        size_bytes = folder.unsent.size(name)
+    except MissingObjectError:
+        return _stored_bytes(store, name)
+    entry = folder.journal.read(name)
+    if entry is None or not entry.token or entry.is_complete:
+        return size_bytes, size_bytes if entry is not None and entry.is_complete else 0
+    pieces = resumable(store)
+    try:
+        missing = pieces.resume_upload(name, size_bytes, entry.token).missing if pieces is not None else ()
+    except (StoreError, UploadGoneError):
+        return size_bytes, 0
+    return size_bytes, size_bytes - sum(piece.size_bytes for piece in missing)
+
+
+def _stored_bytes(store: Backend, name: str) -> tuple[int, int] | None:
+    try:
+        size_bytes = store.size(name)
+    except MissingObjectError:
+        return None
+    return size_bytes, size_bytes

@@ -1,0 +1,184 @@
+"""What lies beside staged objects, so that whoever finds them can upload and publish them: one manifest per rank.
+
+The rank that commits (rank 0) has a `Lead` in its own: everything that the publishing entry needs.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from tensorstore_ck.backend.object_names import check_name
+from tensorstore_ck.backend.staging import StagingFolder
+from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, derived_hash, ulid_text
+from tensorstore_ck.engine.write.put import ANY, Anything
+from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, StoreError
+from tensorstore_ck.format.record import decode_record
+from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, unpack_body
+from tensorstore_ck.session.group.publish import RankParts
+
+Accepts = tuple[Digest | None, ...] | Anything
+"""Roots of which a ref must have one when a staged put is published; None among them: it must not exist."""
+
+STAGED_FOLDERS: Final = ("packs/", "parts/", "snapshots/")
+"""Where all that is staged lies."""
+VERSION: Final = 1
+_CONTEXT: Final = "staging manifest"
+
+
+class Lead(NamedTuple):
+    """What the publishing entry needs."""
+
+    record: bytes
+    """The sealed record."""
+    parts: Sequence[RankParts]
+    """Of all ranks, in order."""
+    accepts: Accepts
+    pinned: Ulid | None
+    """The published snapshot whose blocks it shares, which is pinned until then."""
+    after: Sequence[Ulid]
+    """Snapshots that were staged on the ref before it, whose blocks it may share: once they are published, they are pinned as well."""
+    mark: tuple[str, str] | None
+    """A mark for the snapshot, and the reason."""
+
+
+class Manifest(NamedTuple):
+    """What one rank has staged."""
+
+    txn: Ulid
+    """Of the staging; and the snapshot's ULID."""
+    ref: str
+    step: int | None
+    rank: int
+    ranks: int
+    names: Sequence[str]
+    """The objects that must be in the store before it is published; some may be there already."""
+    size_bytes: int
+    """Of those that this rank wrote."""
+    lead: Lead | None
+
+    @property
+    def key(self) -> str:
+        """Names it in the staging folder."""
+        return manifest_key(self.txn, self.rank)
+
+    def encode(self) -> bytes:
+        """``msgpack body | its hash``: like everything on a staging disk, for the build that wrote it, and no part of a store's format."""
+        packed = pack_body(
+            {
+                "version": VERSION,
+                "txn": self.txn,
+                "ref": self.ref,
+                "step": self.step,
+                "rank": self.rank,
+                "ranks": self.ranks,
+                "names": list(self.names),
+                "size_bytes": self.size_bytes,
+                "lead": None if self.lead is None else encode_lead(self.lead),
+            }
+        )
+        return packed + derived_hash(_CONTEXT, packed)
+
+
+def manifest_key(txn: Ulid, rank: int) -> str:
+    """Names a manifest in the staging folder."""
+    return f"{ulid_text(txn)}-{rank}"
+
+
+def decode_manifest(data: bytes, name: str) -> Manifest:
+    """What `Manifest.encode` made.
+
+    Raises:
+        CorruptObjectError: it is none.
+    """
+    packed = memoryview(data)[:-DIGEST_BYTES]
+    if derived_hash(_CONTEXT, packed) != data[-DIGEST_BYTES:]:
+        raise CorruptObjectError(f"the staging manifest {name} does not match its hash: it was damaged on the disk", object_id=name)
+    body = unpack_body(packed, name)
+    try:
+        if body["version"] != VERSION:
+            raise ValueError(f"it is of version {body['version']!r}")
+        names = take(body, "names", list)
+        if not all(type(each) is str for each in names):
+            raise TypeError("a name is no text")
+        if not all(check_name(each).startswith(STAGED_FOLDERS) for each in names):
+            raise ValueError("a name is none of a pack, part or record")
+        return Manifest(
+            _ulid(take(body, "txn", bytes)),
+            take(body, "ref", str),
+            None if body["step"] is None else take(body, "step", int),
+            take_count(body, "rank"),
+            take_count(body, "ranks"),
+            names,
+            take_count(body, "size_bytes"),
+            None if body["lead"] is None else decode_lead(take(body, "lead", dict)),
+        )
+    except (KeyError, TypeError, ValueError) as exc:
+        raise CorruptObjectError(f"the staging manifest {name} is malformed: {exc!r}", object_id=name) from exc
+
+
+def read_manifests(folder: StagingFolder) -> tuple[list[Manifest], dict[str, StoreError]]:
+    """What lies in a folder, in the order in which it was staged; and what cannot be read, by key."""
+    found, damaged = [], {}
+    for key in folder.list_manifests():
+        try:
+            found.append(decode_manifest(folder.read_manifest(key), key))
+        except MissingObjectError:
+            continue  # published or given up meanwhile
+        except StoreError as exc:
+            damaged[key] = exc
+    times = {manifest.txn: decode_record(manifest.lead.record, manifest.key).time_ns for manifest in found if manifest.lead is not None}
+    order = _order(
+        sorted({manifest.txn for manifest in found}, key=lambda txn: (times.get(txn, 0), txn)),
+        {manifest.txn: manifest.lead.after for manifest in found if manifest.lead is not None},
+    )
+    return sorted(found, key=lambda manifest: (order[manifest.txn], manifest.rank)), damaged
+
+
+def _order(by_time: list[Ulid], after: Mapping[Ulid, Sequence[Ulid]]) -> dict[Ulid, int]:
+    """By time, but each after those that it was staged after: a host's clock may have been set back in between."""
+    order: dict[Ulid, int] = {}
+    while by_time:
+        ready = next((txn for txn in by_time if not set(by_time).intersection(after.get(txn, ()))), by_time[0])
+        order[ready] = len(order)
+        by_time = [txn for txn in by_time if txn != ready]
+    return order
+
+
+def encode_lead(lead: Lead) -> Body:
+    """As it travels."""
+    return {
+        "record": lead.record,
+        "parts": [each.record() for each in lead.parts],
+        "accepts": None if isinstance(lead.accepts, Anything) else list(lead.accepts),
+        "pinned": lead.pinned,
+        "after": list(lead.after),
+        "mark": None if lead.mark is None else list(lead.mark),
+    }
+
+
+def decode_lead(body: Body) -> Lead:
+    """What `encode_lead` made.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    accepts, mark = body["accepts"], body["mark"]
+    return Lead(
+        take(body, "record", bytes),
+        [RankParts.of_record(each) for each in take(body, "parts", list)],
+        ANY if accepts is None else tuple(None if each is None else _digest(each) for each in accepts),
+        None if body["pinned"] is None else _ulid(body["pinned"]),
+        [_ulid(each) for each in take(body, "after", list)],
+        None if mark is None else (str(mark[0]), str(mark[1])),
+    )
+
+
+def _ulid(value: Any) -> Ulid:
+    if type(value) is not bytes or len(value) != ULID_BYTES:
+        raise ValueError("a ULID is malformed")
+    return Ulid(value)
+
+
+def _digest(value: Any) -> Digest:
+    if type(value) is not bytes or len(value) != DIGEST_BYTES:
+        raise ValueError("a digest is malformed")
+    return Digest(value)

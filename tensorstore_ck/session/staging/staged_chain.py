@@ -1,0 +1,127 @@
+"""What one store handle has staged on a ref and not published yet, oldest first: the next put builds on it. Thread-safe.
+
+Whoever stages borrows what is there, before it looks where the ref is: so what is published meanwhile is in one of the two; and what is
+given up meanwhile keeps its files.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from tensorstore_ck.common.ids import Digest, Ulid
+from tensorstore_ck.engine.part_extents import chain_of
+from tensorstore_ck.engine.reachability import Places
+from tensorstore_ck.engine.write.part_writer import Known
+from tensorstore_ck.engine.write.put import Anything, Expected
+from tensorstore_ck.format.pack import pack_name
+from tensorstore_ck.format.part import Part
+from tensorstore_ck.log.block_index import Location
+from tensorstore_ck.session.staging.manifest import Accepts
+
+
+class Link(NamedTuple):
+    """A staged put."""
+
+    txn: Ulid
+    root: Digest
+    added: Mapping[Digest, Location]
+    """Where the blocks lie that it brought."""
+    names: frozenset[str]
+    accepts: tuple[Digest | None, ...] | None
+    """Where it may find the ref; None if an earlier process staged it."""
+
+
+class Links:
+    """Staged puts, oldest first."""
+
+    def __init__(self, links: Iterable[Link], restored: Digest | None = None) -> None:
+        """`restored`: what this process last restored or staged on the ref, if it did."""
+        self._links = tuple(links)
+        self._restored = restored
+
+    @property
+    def txns(self) -> list[Ulid]:
+        """Their transactions."""
+        return [link.txn for link in self._links]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The objects that they name."""
+        return frozenset().union(*(link.names for link in self._links))
+
+    def accepts(self, expect: Expected) -> Accepts:
+        """Where the ref may be when the next one is published: each of these may be published by then, or given up.
+
+        What an earlier process staged is accepted only if this one has restored it.
+        """
+        if isinstance(expect, Anything):
+            return expect
+        roots = [link.root for link in self._links]
+        found = [roots[: at + 1] for at, link in enumerate(self._links) if link.root == self._restored and link.accepts is None]
+        own = [root for link in self._links if link.accepts is not None for root in (*link.accepts, link.root)]
+        return tuple(dict.fromkeys([expect, *own, *(found[-1] if found else [])]))
+
+    def location(self, block: Digest) -> Location | None:
+        """Where a block of any of them lies."""
+        return next((link.added[block] for link in self._links if block in link.added), None)
+
+
+class StagedChain:
+    """The staged puts of one ref."""
+
+    def __init__(self, restored: Callable[[], Digest | None] = lambda: None) -> None:
+        """`restored`: see `Links`."""
+        self._restored = restored
+        self._lock = threading.Lock()
+        self._links: list[Link] = []
+        self._borrowed: list[Links] = []
+
+    def add(self, link: Link) -> None:
+        """Another one was staged, or found."""
+        with self._lock:
+            self._links.append(link)
+
+    def remove(self, txn: Ulid) -> None:
+        """It is published, or given up."""
+        with self._lock:
+            self._links = [link for link in self._links if link.txn != txn]
+
+    def borrow(self) -> Links:
+        """What the next one builds on, until it gives it back."""
+        with self._lock:
+            self._borrowed.append(Links(self._links, self._restored()))
+            return self._borrowed[-1]
+
+    def give_back(self, links: Links) -> None:
+        """The next one is staged itself, or never will be; idempotent."""
+        with self._lock:
+            self._borrowed = [each for each in self._borrowed if each is not links]
+
+    def needed(self, but: Ulid) -> frozenset[str]:
+        """The objects that the others name, or may come to name."""
+        with self._lock:
+            others = Links(link for link in self._links if link.txn != but)
+            return others.names.union(*(links.names for links in self._borrowed))
+
+
+class ChainedBlocks:
+    """Where blocks lie already: among what is staged on this host, else as `known` says; and which staged packs that relies on."""
+
+    def __init__(self, links: Links, known: Known | None) -> None:
+        self._links = links
+        self._known = known
+        self.packs: set[str] = set()
+
+    @property
+    def parts(self) -> Sequence[tuple[Part, Places]]:
+        """See `Known`."""
+        return self._known.parts if self._known is not None else ()
+
+    def __call__(self, block: Digest) -> Location | None:
+        """Where a block lies, if it may be relied on. Called under its caller's lock."""
+        found = self._links.location(block)
+        if found is None:
+            return self._known(block) if self._known is not None else None
+        # What it is encoded against may lie in packs of the base that all of them share; those are in the store.
+        self.packs |= {pack_name(place.pack) for place in chain_of(found)} & self._links.names
+        return found

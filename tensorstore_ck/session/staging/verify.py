@@ -1,0 +1,96 @@
+"""Is what another user staged what its root says, and may it be brought into the store under the names that it has there?
+
+What a process stages it trusts; root, who publishes for somebody else, does not.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.staging import StagingFolder, Tier
+from tensorstore_ck.backend.staging.upload_journal import JournalEntry
+from tensorstore_ck.common.ids import ulid_text
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.reachability import resolve
+from tensorstore_ck.engine.read.block_reader import OpenPart, read_unpublished, wanted_blocks
+from tensorstore_ck.errors import CorruptObjectError, MissingObjectError
+from tensorstore_ck.format.pack import pack_name
+from tensorstore_ck.format.part import part_name
+from tensorstore_ck.format.record import decode_record, record_name
+from tensorstore_ck.format.sealed import object_hash
+from tensorstore_ck.maintenance.fsck.check_packs import Packs
+from tensorstore_ck.maintenance.fsck.check_snapshot import check_snapshot
+from tensorstore_ck.session.staging.manifest import Manifest
+from tensorstore_ck.session.staging.stage import staged_info
+
+_PIECE_BYTES: Final = 4 << 20
+
+
+def verify_staged(engine: Engine, tier: Tier, manifests: Sequence[Manifest]) -> None:
+    """Reads all that was staged of a snapshot, by `manifests` of all its ranks. Its uploads begin anew.
+
+    Raises:
+        StoreError: it is not what its root says, or the store has something else under one of its names.
+    """
+    first = manifests[0]
+    assert first.lead is not None
+    record = decode_record(first.lead.record, record_name(first.txn))
+    info, said = staged_info(first.txn, record), engine.log.view().staged(first.txn)
+    if object_hash(first.lead.record) != info.record or (said is not None and (said.root, said.record) != (info.root, info.record)):
+        raise CorruptObjectError(
+            f"the manifest of {ulid_text(first.txn)} does not have the record of the snapshot that was staged: it was exchanged",
+            object_id=record_name(first.txn),
+        )
+    if {manifest.ref for manifest in manifests} | {info.ref if said is None else said.ref} != {info.ref}:
+        raise CorruptObjectError(
+            f"the manifest of {ulid_text(first.txn)} names another branch than {info.ref!r}, for which it was staged", object_id=info.ref
+        )
+    names = {name for manifest in manifests for name in manifest.names}
+    own = {record_name(first.txn), *map(part_name, record.parts)}
+    strange = sorted(name for name in names - own if not name.startswith("packs/"))
+    if strange:
+        raise CorruptObjectError(
+            f"the manifest of {ulid_text(first.txn)} names {strange[0]}, which is of another snapshot", object_id=strange[0]
+        )
+    damages = check_snapshot(engine, Packs(engine.backend, {}), info, read_data=False).damages
+    if damages:
+        raise CorruptObjectError(f"{damages[0].object}: {damages[0].message}", object_id=damages[0].object)
+    for rank, ulid in enumerate(record.parts):
+        part = engine.read_part(record, rank)
+        source = OpenPart(part, part_name(ulid), resolve(engine, engine.log.view(), part), lambda _: "a staged snapshot")
+        wanted = wanted_blocks(source, range(part.block_count), 0, _Nowhere())
+        read_unpublished(engine, [block for block in wanted if pack_name(block.pack) in names])
+    for name in sorted(names):
+        _begin_anew(tier.folder, tier.backend.store, name)
+
+
+class _Nowhere:
+    """A `ByteTarget` for bytes that only had to be verified."""
+
+    def memory(self) -> None:
+        """There is none."""
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Forgets them."""
+
+
+def _begin_anew(folder: StagingFolder, store: Backend, name: str) -> None:
+    """An upload goes on with what was sent before, and deletes what is torn: neither is done on another user's word."""
+    try:
+        size_bytes, stored_bytes = folder.unsent.size(name), store.size(name)
+    except MissingObjectError:  # it is in one of the two
+        folder.journal.delete([name])
+        return
+    pieces = (range(at, min(at + _PIECE_BYTES, size_bytes)) for at in range(0, size_bytes, _PIECE_BYTES))
+    if size_bytes != stored_bytes or any(_read(folder.unsent, name, piece) != _read(store, name, piece) for piece in pieces):
+        raise CorruptObjectError(
+            f"the store has {name} already, with other bytes than what was staged under that name: drop what was staged",
+            object_id=name,
+        )
+    folder.journal.write(JournalEntry(name, is_complete=True))
+
+
+def _read(backend: Backend, name: str, piece: range) -> bytearray:
+    data = bytearray(len(piece))
+    backend.read_into(name, piece.start, memoryview(data))
+    return data

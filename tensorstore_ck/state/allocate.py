@@ -1,0 +1,264 @@
+"""New tensors and arrays for stored ones: where they lie, which share memory, and what they are once their bytes have arrived.
+
+Every size and stride comes from a store: it is checked here, before torch or numpy sees it. Bytes are read by the caller.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import cache
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from tensorstore_ck.common.host_memory import require_memory
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.layout import Layout, SharedStorage, TensorSpec
+from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD, Leaf
+from tensorstore_ck.format.values import numpy_dtype
+from tensorstore_ck.state.aliasing import ALIGNMENT_BYTES, MAX_GAP_BYTES
+from tensorstore_ck.state.byte_sources import Array, ByteSink, new_array, new_tensor, strided, target_of
+from tensorstore_ck.state.registered_types import torch_dtype
+
+CONVERTIBLE: Final = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+    }
+)
+"""What ``dtype=`` converts from and to: numbers of their own. float8_e8m0fnu is the scale of others, float4 packs two."""
+_CPU: Final = torch.device("cpu")
+
+Found = torch.Tensor | Array
+AnyDtype = torch.dtype | np.dtype[Any]
+
+
+class Form(NamedTuple):
+    """What a leaf looks like."""
+
+    dtype: AnyDtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements."""
+    offset_bytes: int
+    """From the beginning of its base."""
+
+
+def is_array(dtype: str) -> bool:
+    """Whether a stored dtype is numpy's."""
+    return dtype.startswith("np:")
+
+
+@cache
+def dtype_of(name: str, item_bytes: int | None) -> AnyDtype:
+    """The torch or numpy dtype of a stored name; `item_bytes` is checked where that is stored, too."""
+    if not is_array(name):
+        return torch_dtype(name, item_bytes)
+    try:
+        dtype = numpy_dtype(name[3:])
+    except (ValueError, TypeError) as exc:
+        raise CorruptObjectError(f"{name!r} is not a numpy dtype of this machine: {exc}", object_id=name) from exc
+    if item_bytes not in (None, dtype.itemsize):
+        raise CorruptObjectError(f"a layout claims that {name} takes {item_bytes} bytes; run `tsck fsck`", object_id=name)
+    return dtype
+
+
+def form_of(layout: Layout, leaf: Leaf) -> Form:
+    """The checked form of a tensor or view: it lies within its base."""
+    spec = layout.tensors[leaf.index]
+    if leaf.kind == "tensor":
+        return Form(dtype_of(spec.dtype, spec.item_bytes), spec.shape, contiguous_strides(spec.shape), 0)
+    _, _, name, shape, strides, offset, _ = leaf.node
+    dtype = dtype_of(name, None)
+    reaches = [(extent - 1) * step for extent, step in zip(shape, strides, strict=True)]
+    first = offset + sum(reach for reach in reaches if reach < 0) * dtype.itemsize
+    last = offset + (sum(reach for reach in reaches if reach > 0) + 1) * dtype.itemsize
+    is_negative = isinstance(dtype, torch.dtype) and any(step < 0 for step in strides)
+    if is_negative or 0 in shape or first < 0 or last > spec.size_bytes:
+        raise CorruptObjectError(f"view {leaf.path!r} does not lie within tensor {spec.name!r}; run `tsck fsck`", object_id=leaf.path)
+    return Form(dtype, tuple(shape), tuple(strides), offset)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides, in elements."""
+    strides = []
+    step = 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
+
+
+def view_of(base: Found, form: Form) -> Found:
+    """A tensor or array of `form` over the memory of `base`, which is contiguous."""
+    if isinstance(form.dtype, torch.dtype):
+        if isinstance(base, np.ndarray):
+            base = torch.from_numpy(base.reshape(-1).view(np.uint8))
+        return strided(base, form.dtype, form.shape, form.strides, form.offset_bytes)
+    raw = base.detach().reshape(-1).view(torch.uint8).numpy() if isinstance(base, torch.Tensor) else base.reshape(-1).view(np.uint8)
+    steps = [step * form.dtype.itemsize for step in form.strides]
+    return np.ndarray(form.shape, form.dtype, raw.data, form.offset_bytes, steps)
+
+
+Wanted = tuple[Leaf, torch.dtype | None]
+"""A leaf that is to be made, and what it is converted to if it holds floating-point numbers."""
+
+
+def require_memory_for(layout: Layout, wanted: Sequence[Wanted], device: torch.device) -> None:
+    """Refuses to make tensors for which this host has clearly no memory.
+
+    Raises:
+        NoSpaceError: with both sizes.
+    """
+    numbers = {leaf.index for leaf, _ in wanted}
+    specs = [layout.tensors[number] for number in numbers]
+    needed_bytes = sum(spec.size_bytes for spec in specs if device == _CPU or is_array(spec.dtype))
+    for leaf, dtype in wanted:
+        if dtype is not None and leaf.kind == "view":  # overlapping strides: the copy in another dtype may be larger than its base
+            needed_bytes += prod(extent for extent, step in zip(leaf.node[3], leaf.node[4], strict=True) if step) * dtype.itemsize
+    advice = "restore less of it (select=), into tensors that are there (into=), or open it and read tensors one by one (open_snapshot)"
+    require_memory(needed_bytes, f"to make {len(numbers):,} tensors", advice)
+
+
+class FreshTensors:
+    """Allocates what is wanted; `targets` then take the bytes, and `get` gives the tensors."""
+
+    def __init__(self, layout: Layout, wanted: Iterable[Wanted], device: torch.device) -> None:
+        """`device` is that of torch tensors; arrays, and what shares memory with them when it is read, are on the CPU."""
+        self._layout = layout
+        self._device = device
+        self._forms: dict[str, Form] = {}
+        """Path -> form, of what is not simply a stored tensor."""
+        self._converted: dict[str, torch.dtype] = {}
+        """Path -> the dtype that `get` converts to, where the base is read as it is stored."""
+        self._bases: dict[int, Found] = {}
+        self._made: dict[tuple[int, int, torch.dtype | None], Found] = {}
+        self.targets: dict[int, ByteSink] = {}
+        placed = {number for storage in layout.storages for number in storage.tensors}
+        shared: defaultdict[int, list[Wanted]] = defaultdict(list)
+        alone: dict[int, Wanted] = {}
+        for want in wanted:
+            leaf = want[0]
+            if leaf.kind == "view" or want[1] is not None or leaf.index in placed:
+                shared[leaf.index].append(want)
+            else:
+                alone[leaf.index] = want
+        for number in alone.keys() & shared.keys():
+            shared[number].append(alone.pop(number))
+        for number in alone:  # nearly all, in nearly all states
+            self._add_plain(number, ())
+        for wants in shared.values():
+            self._forms |= {leaf.path: form_of(layout, leaf) for leaf, _ in wants}
+        plain = {number: wants for number, wants in shared.items() if not self._add_converted(number, wants)}
+        for storage in layout.storages:
+            self._add_storage(storage, plain)
+        for number, wants in plain.items():
+            self._add_plain(number, wants)
+
+    def _add_converted(self, number: int, wants: list[Wanted]) -> bool:
+        """Makes a base in the wanted dtype, if all its leaves agree; bytes are then converted as they arrive."""
+        spec = self._layout.tensors[number]
+        stored = dtype_of(spec.dtype, spec.item_bytes)
+        for leaf, dtype in wants:
+            if dtype is not None and self._forms[leaf.path].dtype in CONVERTIBLE and dtype != self._forms[leaf.path].dtype:
+                self._converted[leaf.path] = dtype
+        dtypes = {self._converted.get(leaf.path) for leaf, _ in wants}
+        if dtypes == {None} or len(dtypes) > 1 or any(self._forms[leaf.path].dtype != stored for leaf, _ in wants):
+            return False
+        assert isinstance(stored, torch.dtype)
+        dtype = self._converted[wants[0][0].path]
+        self._add(number, new_tensor(spec.shape, dtype, self._device), stored)
+        for leaf, _ in wants:
+            form = self._forms[leaf.path]
+            self._forms[leaf.path] = form._replace(dtype=dtype, offset_bytes=form.offset_bytes // stored.itemsize * dtype.itemsize)
+            del self._converted[leaf.path]
+        return True
+
+    def _add_storage(self, storage: SharedStorage, plain: dict[int, list[Wanted]]) -> None:
+        """Makes those bases that lie in one storage, in as much of it as they need, and takes them out of `plain`."""
+        places = {number: offset for number, offset in zip(storage.tensors, storage.offsets_bytes, strict=True) if number in plain}
+        if len(places) <= 1 and not any(offset % ALIGNMENT_BYTES for offset in places.values()):
+            return
+        specs = {number: self._layout.tensors[number] for number in places}
+        start = min(places.values()) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        size = max(offset + specs[number].size_bytes for number, offset in places.items()) - start
+        if size > ALIGNMENT_BYTES + sum(self._layout.tensors[number].size_bytes + MAX_GAP_BYTES for number in storage.tensors):
+            first = specs[min(specs)].name
+            raise CorruptObjectError(f"the storage of tensor {first!r} is larger than what it holds; run `tsck fsck`", object_id=first)
+        on_cpu = any(self._has_array(number, plain[number]) for number in places)
+        memory = new_tensor((size,), torch.uint8, _CPU if on_cpu else self._device)
+        for number, offset in places.items():
+            self._add(number, _whole(specs[number], memory, offset - start))
+            del plain[number]
+
+    def _add_plain(self, number: int, wants: Sequence[Wanted]) -> None:
+        spec = self._layout.tensors[number]
+        dtype = dtype_of(spec.dtype, spec.item_bytes)
+        forms = [self._forms[leaf.path].dtype for leaf, _ in wants]
+        if len({isinstance(form, torch.dtype) for form in (dtype, *forms)}) > 1:
+            self._add(number, _whole(spec, new_tensor((spec.size_bytes,), torch.uint8, _CPU), 0))
+        elif isinstance(dtype, torch.dtype):
+            is_converted = any(leaf.path in self._converted for leaf, _ in wants)
+            self._add(number, new_tensor(spec.shape, dtype, _CPU if is_converted else self._device))
+        else:
+            self._add(number, new_array(spec.shape, dtype))
+
+    def _has_array(self, number: int, wants: Sequence[Wanted]) -> bool:
+        dtypes = [self._forms[leaf.path].dtype for leaf, _ in wants]
+        return is_array(self._layout.tensors[number].dtype) or not all(isinstance(dtype, torch.dtype) for dtype in dtypes)
+
+    def _add(self, number: int, base: Found, stored: torch.dtype | None = None) -> None:
+        self._bases[number] = base
+        if base.nbytes:
+            self.targets[number] = target_of(base, stored)
+
+    def get(self, leaf: Leaf) -> Found:
+        """The tensor or array of a wanted leaf; valid when the bytes have arrived. One stored tensor is one object."""
+        found = self._bases[leaf.index]
+        if type(leaf.node) is int and not self._converted and isinstance(found, torch.Tensor) and found.device == self._device:
+            return found  # nearly always
+        dtype = self._converted.get(leaf.path)
+        key = (leaf.index, leaf.flags, dtype)
+        if leaf.kind == "tensor" and key in self._made:
+            return self._made[key]
+        if leaf.kind == "view":
+            found = view_of(found, self._forms[leaf.path])
+        if isinstance(found, torch.Tensor):
+            if dtype is not None:
+                found = _converted(found, dtype)
+            if found.device != self._device:
+                found = found.to(self._device)
+            found = with_flags(found, leaf)
+        if leaf.kind == "tensor":
+            self._made[key] = found
+        return found
+
+
+def with_flags(tensor: torch.Tensor, leaf: Leaf) -> torch.Tensor:
+    """`tensor`, with gradient and as a Parameter, if the leaf says so."""
+    flags = leaf.flags
+    if flags and flags & REQUIRES_GRAD and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise CorruptObjectError(f"{leaf.path!r} is stored as an integer tensor with a gradient; run `tsck fsck`", object_id=leaf.path)
+    if flags & PARAMETER:
+        return torch.nn.Parameter(tensor, requires_grad=bool(flags & REQUIRES_GRAD))
+    return tensor.requires_grad_() if flags else tensor
+
+
+def _whole(spec: TensorSpec, memory: torch.Tensor, offset: int) -> Found:
+    dtype = dtype_of(spec.dtype, spec.item_bytes)
+    if isinstance(dtype, torch.dtype) and offset % dtype.itemsize:
+        raise CorruptObjectError(f"tensor {spec.name!r} lies at an impossible place; run `tsck fsck`", object_id=spec.name)
+    return view_of(memory, Form(dtype, spec.shape, contiguous_strides(spec.shape), offset))
+
+
+def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy in another dtype; what is repeated by strides of 0 stays repeated."""
+    compact = tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
+    return compact.to(dtype).expand(tensor.shape)

@@ -1,0 +1,96 @@
+"""What all ranks of a group want whole is read from the store by one of them each, and goes to the others by the group's own broadcast.
+
+Which tensors these are is agreed first, and that they were read is, too, before the first broadcast: a rank that fails leaves nobody
+waiting in a collective.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tensorstore_ck.engine.read.block_reader import MemoryTarget, deliver
+from tensorstore_ck.format.layout import ByteTarget, Content, WantedBox
+from tensorstore_ck.format.sharding import whole_box
+
+PIECE_BYTES: Final = 256 << 20
+"""Broadcast at a time."""
+
+Agree = Callable[[bytes, Callable[[bytes], None]], None]
+"""Called by all ranks with a bit for each tensor and what to do then; that is called with the bits that all of them have."""
+
+
+class BroadcastContent:
+    """`Content` of which tensors that all ranks read in full are read once."""
+
+    def __init__(self, content: Content, group: "dist.ProcessGroup", agree: Agree) -> None:
+        self._content = content
+        self._group = group
+        self._agree = agree
+        self.layout = content.layout
+        self.values: Sequence[Any] = content.values
+        self.blob = content.blob
+        self.read_range = content.read_range
+
+    def read(self, targets: dict[int, ByteTarget]) -> None:
+        """Reads and verifies whole tensors, by their numbers in the layout."""
+        tensors = self.layout.tensors
+        self.read_boxes(WantedBox(tensor, whole_box(tensors[tensor].shape), target) for tensor, target in targets.items())
+
+    def read_boxes(self, wanted: Iterable[WantedBox]) -> None:
+        """Reads and verifies boxes of tensors."""
+        every = list(wanted)
+        tensors = self.layout.tensors
+        whole = np.zeros(len(tensors), bool)
+        whole[[each.tensor for each in every if each.box == whole_box(tensors[each.tensor].shape)]] = True
+        whole &= np.array([spec.size_bytes > 0 for spec in tensors], bool)
+        owners: dict[int, int] = {}
+        read: dict[int, bytearray] = {}
+
+        def work(bits: bytes) -> None:
+            common = np.unpackbits(np.frombuffer(bits, np.uint8), count=len(tensors)).astype(bool)
+            owners.update(_owners([(number, tensors[number].size_bytes) for number in np.flatnonzero(common).tolist()], self._group.size()))
+            read.update({number: bytearray(tensors[number].size_bytes) for number, rank in owners.items() if rank == self._group.rank()})
+            own = [WantedBox(number, whole_box(tensors[number].shape), MemoryTarget(memoryview(memory))) for number, memory in read.items()]
+            self._content.read_boxes([*own, *(each for each in every if each.tensor not in owners)])
+
+        self._agree(np.packbits(whole).tobytes(), work)
+        targets: dict[int, list[ByteTarget]] = {}
+        for each in every:
+            targets.setdefault(each.tensor, []).append(each.target)
+        for number, rank in owners.items():
+            self._pass_on(number, rank, read.pop(number, None), targets[number])
+
+    def _pass_on(self, tensor: int, owner: int, data: bytearray | None, targets: Sequence[ByteTarget]) -> None:
+        """Broadcasts a tensor in pieces of whole elements."""
+        spec = self.layout.tensors[tensor]
+        device = _device(self._group)
+        step = max(1, PIECE_BYTES // spec.item_bytes) * spec.item_bytes
+        for start in range(0, spec.size_bytes, step):
+            size = min(step, spec.size_bytes - start)
+            if data is None:
+                piece = torch.empty(size, dtype=torch.uint8, device=device)
+            else:
+                piece = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=start).to(device)
+            dist.broadcast(piece, group=self._group, group_src=owner)
+            received = memoryview(piece.cpu().numpy().data)
+            for target in targets:
+                deliver(target, start, received)
+
+
+def _owners(sizes: Sequence[tuple[int, int]], ranks: int) -> dict[int, int]:
+    """Tensor -> the rank that reads it; the same on all ranks, each about as many bytes."""
+    load = [0] * ranks
+    owners = {}
+    for number, size_bytes in sorted(sizes, key=lambda item: (-item[1], item[0])):
+        rank = load.index(min(load))
+        load[rank] += size_bytes
+        owners[number] = rank
+    return owners
+
+
+def _device(group: "dist.ProcessGroup") -> torch.device:
+    """Where the group's collectives work: memory of this process's GPU with nccl."""
+    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")

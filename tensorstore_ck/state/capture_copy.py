@@ -1,0 +1,259 @@
+"""Copies a captured state into reused host memory, at the speed of memory, so that its owner may change it at once.
+
+Large tensors are cut so that every thread has work, small ones go many at a time. The memory then holds one tensor after another, in the
+order of the layout, each at a multiple of `ALIGN_BYTES`. When to copy, and who reads, others decide.
+"""
+
+import ctypes
+from collections.abc import Collection, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tensorstore_ck.common.threads import for_each
+from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, Sampling, pieces, require_unchanged, share_of
+from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, ByteSource, Captured
+from tensorstore_ck.state.arena import Arena, Slot
+from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, address_of
+from tensorstore_ck.state.cuda_copy import Arrival, DeviceCopy, is_on_device
+from tensorstore_ck.state.rank_shares import Chain
+from tensorstore_ck.state.tensor_table import LazySources, Sources
+
+__all__ = ["Arena", "Slot", "copied_bytes", "copy_captured"]
+
+ALIGN_BYTES: Final = 64
+PIECE_BYTES: Final = 4 << 20
+"""What a thread copies at a time, at the least."""
+MAX_PIECE_BYTES: Final = 256 << 20
+"""A memcpy of hundreds of MiB goes round the caches: it ran at 20 GB/s, and at 13 in pieces of 16 MiB."""
+SMALL_BYTES: Final = 16 << 10
+"""Smaller moves keep the GIL: two threads that handed it to and fro took three times as long for 20,000 of 256 bytes."""
+
+Numbers = npt.NDArray[np.int64]
+
+_memmove = ctypes.CDLL(None).memmove
+_memmove_with_gil = ctypes.PyDLL(None).memmove
+for _function in (_memmove, _memmove_with_gil):
+    _function.argtypes, _function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp_with_gil = ctypes.PyDLL(None).memcmp
+for _function in (_memcmp, _memcmp_with_gil):
+    _function.argtypes, _function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_int
+
+
+def place_of(source: ByteSource) -> tuple[object, ...]:
+    """Names the memory that a source reads, as long as the source lives."""
+    if isinstance(source, Chain):
+        return tuple(place for part in source.sources for place in place_of(part))
+    if isinstance(source, MemorySource):
+        return source.address, source.size_bytes
+    if isinstance(source, CopySource):
+        found = source.tensor
+        if isinstance(found, torch.Tensor):
+            return found.data_ptr(), tuple(found.shape), found.stride(), found.dtype
+        return address_of(found), found.shape, found.strides, found.dtype
+    return (id(source),)
+
+
+def copied_bytes(captured: Captured, skip: Collection[int] = ()) -> int:
+    """What `copy_captured` takes of a slot."""
+    return int(_places(_sizes(captured, skip))[-1])
+
+
+def copy_captured(
+    captured: Captured, slot: Slot, *, skip: Collection[int] = (), threads: int, start_bytes: int = 0, sampling: Sampling = NOT_VERIFIED
+) -> Captured:
+    """Copies a state into a slot: when this returns, its tensors may be changed at once, but for those in `skip`.
+
+    A tensor on a CUDA device may be changed by what is queued on the current stream from then on; its copy is waited for when it is read.
+
+    Args:
+        captured: The state.
+        slot: Of `copied_bytes` or more. What is returned is valid until it is released.
+        skip: The numbers of tensors that are left where they are.
+        threads: How many copy.
+        start_bytes: Where in the slot to begin.
+        sampling: What of it is compared with its copy in the end; of a tensor on a CUDA device nothing is, since the order of its stream
+            protects it.
+
+    Raises:
+        InvalidOptionError: the slot is too small, or was released.
+        CaptureChangedError: a tensor has other bytes than its copy.
+    """
+    sizes = _sizes(captured, skip)
+    places = _places(sizes) + start_bytes
+    memory = slot.memory
+    if memory is None or places[-1] > slot.size_bytes:
+        what = "was released" if memory is None else f"has {slot.size_bytes}"
+        raise InvalidOptionError(f"a capture needs {places[-1]} bytes of a slot, and this one {what}: take one of copied_bytes()")
+    addresses = Sources.of(captured.sources).addresses
+    rest = _Rest(memory)
+    arriving = [
+        number
+        for number in np.flatnonzero((addresses == 0) & (sizes > 0)).tolist()
+        if rest.add(captured.sources[number], int(places[number]), int(sizes[number]))
+    ]
+    copies = _Copies(slot, places, sizes, {number: captured.sources[number] for number in skip})
+    if arriving:
+        arrival = slot.arena.device_copies.start(rest.device_copies)
+        slot.arrivals.append(arrival)
+        copies.arrivals = dict.fromkeys(arriving, arrival)
+    moves = np.stack((places[:-1] + address_of(memory), addresses, sizes), axis=1)[addresses != 0]
+    jobs = _jobs(np.concatenate((moves, rest.moves())), threads)
+    for_each(jobs, _move, min(threads, len(jobs)))
+    rest.copy_strided()
+    if sampling.verify_share:
+        sampling = sampling._replace(verify_share=share_of(int(sizes.sum()), sampling.verify_share))
+        own = [number for number in np.flatnonzero((addresses == 0) & (sizes > 0)).tolist() if number not in copies.arrivals]
+        changed = _changed(addresses, address_of(memory) + places[:-1], sizes, sampling)
+        require_unchanged(captured, changed | _changed_rest(captured, copies, own, sampling))
+    return captured._replace(sources=copies)
+
+
+def _changed(addresses: Numbers, targets: Numbers, sizes: Numbers, sampling: Sampling) -> set[int]:
+    """The tensors at `addresses` whose sample differs from their copies at `targets`."""
+    changed = set()
+    is_there = (addresses != 0) & (sizes > 0)
+    small, large = np.flatnonzero(is_there & (sizes <= INLINE_TENSOR_BYTES)), np.flatnonzero(is_there & (sizes > INLINE_TENSOR_BYTES))
+    for number, address, target, size in zip(small.tolist(), *(each[small].tolist() for each in (addresses, targets, sizes)), strict=True):
+        if _memcmp_with_gil(address, target, size):
+            changed.add(number)
+    for number, address, target, size in zip(large.tolist(), *(each[large].tolist() for each in (addresses, targets, sizes)), strict=True):
+        for start, stop in pieces(number, 0, size, sampling.verify_share, sampling.turn):
+            if _memcmp(address + start, target + start, stop - start):
+                changed.add(number)
+    return changed
+
+
+def _changed_rest(captured: Captured, copies: "_Copies", numbers: Sequence[int], sampling: Sampling) -> set[int]:
+    """Likewise, of tensors that are not one piece of CPU memory."""
+    changed = set()
+    for number in numbers:
+        source, copy = captured.sources[number], copies.at(number)
+        size = source.size_bytes
+        for start, stop in ((0, size),) if size <= INLINE_TENSOR_BYTES else pieces(number, 0, size, sampling.verify_share, sampling.turn):
+            if bytes(source.read(start, stop)) != bytes(copy.read(start, stop)):
+                changed.add(number)
+    return changed
+
+
+def _sizes(captured: Captured, skip: Collection[int]) -> Numbers:
+    """How much of each tensor is copied."""
+    sizes = Sources.of(captured.sources).sizes.copy()
+    sizes[list(skip)] = 0
+    return sizes
+
+
+def _places(sizes: Numbers) -> Numbers:
+    """Where in a slot each copy begins, and where the last one ends."""
+    return np.concatenate(([0], np.cumsum(-(-sizes // ALIGN_BYTES) * ALIGN_BYTES)))
+
+
+class _Copies(LazySources):
+    """Sources over a slot."""
+
+    def __init__(self, slot: Slot, places: Numbers, sizes: Numbers, others: dict[int, ByteSource]) -> None:
+        self._slot = slot
+        self._places = places
+        self._sizes = sizes
+        self._others = others
+        """Those that are left where they are."""
+        self.arrivals: dict[int, Arrival] = {}
+        """Of those that may still be under way from a device."""
+
+    def at(self, number: int) -> ByteSource:
+        """See `LazySources`."""
+        if number in self._others:
+            return self._others[number]
+        memory = self._slot.memory
+        if memory is None:
+            raise InvalidOptionError("a captured state was read after its slot had been released", object_id="slot")
+        source = MemorySource(address_of(memory) + int(self._places[number]), memory, int(self._sizes[number]))
+        return source if number not in self.arrivals else _ArrivingSource(source, self.arrivals[number])
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+
+class _ArrivingSource:
+    """`ByteSource` of what may still be under way from a device."""
+
+    def __init__(self, source: ByteSource, arrival: Arrival) -> None:
+        self._source = source
+        self._arrival = arrival
+        self.size_bytes = source.size_bytes
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """The bytes, when they are there."""
+        self._arrival.wait()
+        return self._source.read(start, stop)
+
+
+class _Rest:
+    """What goes into a slot, but for tensors that are one piece of CPU memory."""
+
+    def __init__(self, memory: Array) -> None:
+        self._memory = memory
+        self._bytes = torch.from_numpy(memory)
+        self._moves: list[tuple[int, int, int]] = []
+        self._kept: list[object] = []
+        """Owners of what is moved."""
+        self._strided: list[tuple[torch.Tensor | Array, int]] = []
+        self.device_copies: list[DeviceCopy] = []
+
+    def add(self, source: ByteSource, place: int, size: int) -> bool:
+        """Adds what goes to a place in the slot; tells whether it comes from a device."""
+        if isinstance(source, Chain):
+            arrives = False
+            for part in source.sources:
+                arrives |= self.add(part, place, part.size_bytes)
+                place += part.size_bytes
+            return arrives
+        if isinstance(source, CopySource):
+            if is_on_device(source.tensor):
+                self.device_copies.append(DeviceCopy(source.tensor, self._tensor(place, source.tensor)))
+                return True
+            self._strided.append((source.tensor, place))
+            return False
+        if size:
+            data = np.frombuffer(source.read(0, size), np.uint8)
+            self._kept.append(data)
+            self._moves.append((address_of(self._memory) + place, address_of(data), data.nbytes))
+        return False
+
+    def moves(self) -> Numbers:
+        """Contiguous memory that is to be copied."""
+        return np.array(self._moves, np.int64).reshape(-1, 3)
+
+    def copy_strided(self) -> None:
+        """Copies what is not contiguous: torch does so with threads of its own, and faster than in parts."""
+        for found, place in self._strided:
+            if isinstance(found, torch.Tensor):
+                self._tensor(place, found).copy_(found)
+            else:
+                np.copyto(np.ndarray(found.shape, found.dtype, self._memory, place), found)
+
+    def _tensor(self, place: int, like: torch.Tensor) -> torch.Tensor:
+        return self._bytes[place : place + like.nbytes].view(like.dtype).view(like.shape)
+
+
+def _jobs(moves: Numbers, threads: int) -> list[Numbers]:
+    """What one thread does at a time, the largest first, so that all end together: rows of where to, where from, how many bytes."""
+    sizes = moves[:, 2]
+    piece_bytes = int(sizes.sum()) // (2 * threads)
+    piece_bytes = min(max(piece_bytes, PIECE_BYTES), MAX_PIECE_BYTES)
+    jobs = []
+    for target, address, size in moves[sizes > PIECE_BYTES].tolist():
+        starts = range(0, size, piece_bytes)
+        jobs += [np.array([(target + start, address + start, min(piece_bytes, size - start))]) for start in starts]
+    small = moves[sizes <= PIECE_BYTES]
+    jobs += np.split(small, np.flatnonzero(np.diff(np.cumsum(small[:, 2]) // PIECE_BYTES)) + 1)
+    return sorted(jobs, key=lambda job: -int(job[:, 2].sum()))
+
+
+def _move(job: Numbers) -> None:
+    for target, address, size in zip(*job.T.tolist(), strict=True):
+        (_memmove if size > SMALL_BYTES else _memmove_with_gil)(target, address, size)

@@ -1,0 +1,69 @@
+"""Where tensors and arrays lie: addresses for `sharing`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tensorstore_ck.state.aliasing import Area, Extent
+from tensorstore_ck.state.byte_sources import address_of
+
+Array = npt.NDArray[Any]
+
+
+def span_of(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to the end of its last."""
+    return int(sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.itemsize
+
+
+def area_of(found: torch.Tensor | Array) -> Area:
+    """Its allocation; None for what has no bytes."""
+    if not found.nbytes:
+        return None
+    if isinstance(found, np.ndarray):
+        extent = extent_of(found)
+        return None, extent.area_start, extent.area_stop, extent.repeats
+    storage = found.untyped_storage()
+    start = storage.data_ptr()
+    repeats = not found.is_contiguous() and _repeats(found.shape, found.stride(), 1)
+    return None if found.is_cpu else found.device, start, start + storage.nbytes(), repeats
+
+
+def extent_of(found: torch.Tensor | Array) -> Extent:
+    """Where `found`, which is not empty, and its allocation lie."""
+    if isinstance(found, torch.Tensor):
+        start = found.data_ptr()
+        device, area, area_stop, repeats = area_of(found) or (None, 0, 0, False)
+        is_whole = found.is_contiguous() and not found.is_conj() and not found.is_neg()
+        return Extent(device, start, start + span_of(found), area, area_stop, start, found.nbytes, is_whole, repeats)
+    address, start, stop = _bounds(found)
+    root = found
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    _, area, area_stop = _bounds(root) if root.size else (address, start, stop)
+    is_whole = found.flags.c_contiguous
+    repeats = not is_whole and _repeats(found.shape, found.strides, found.itemsize)
+    return Extent(None, start, stop, min(area, start), max(area_stop, stop), address, found.nbytes, is_whole, repeats)
+
+
+def _repeats(shape: Sequence[int], strides: Sequence[int], unit: int) -> bool:
+    """Whether elements of `unit` may share a place: some stride does not step over all that smaller ones reach."""
+    reach = unit
+    for step, extent in sorted((abs(step), extent) for step, extent in zip(strides, shape, strict=True) if extent > 1):
+        if step < reach:
+            return True
+        reach += (extent - 1) * step
+    return False
+
+
+def _bounds(array: Array) -> tuple[int, int, int]:
+    """Its first element, its lowest byte, and the end of its highest."""
+    address = start = stop = address_of(array)
+    for extent, step in zip(array.shape, array.strides, strict=True):
+        if step < 0:
+            start += (extent - 1) * step
+        else:
+            stop += (extent - 1) * step
+    return address, start, stop + array.itemsize

@@ -1,0 +1,83 @@
+"""Takes apart a state that has no place in a layout of its own: what another system hands over as one opaque item.
+
+Like `capture`, but for tensors and arrays, which become values, too: there are few of them, and they are small.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.format.layout import Node
+from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD, ROOT, SUBTREE
+from tensorstore_ck.format.values import numpy_dtype_name, split_large
+from tensorstore_ck.state.byte_sources import Array
+from tensorstore_ck.state.capture import Walk, require_dense
+from tensorstore_ck.state.rank_shares import source_of
+
+MAX_TENSOR_BYTES: Final = 128 << 20
+
+
+class Subtree(NamedTuple):
+    """A value, whatever it is: msgpack-able."""
+
+    node: Node
+    values: list[Any]
+    blobs: list[bytes]
+
+    def hole(self, blobs: list[bytes]) -> Any:
+        """What fills a hole with it. Its large values are appended to `blobs`."""
+        first = len(blobs)
+        blobs += self.blobs
+        values = [["b", value[1], first + value[2]] if type(value) is list and value[0] == "b" else value for value in self.values]
+        return values[0] if self.node is None else [SUBTREE, self.node, values]
+
+
+def capture_value(value: object, name: str) -> Subtree:
+    """Takes a value apart that hangs at `name` of a state.
+
+    Raises:
+        UnsupportedValueError: something in it cannot be stored; the message has its path.
+    """
+    walk = _ValueWalk()
+    walk.visit_at(value, name)
+    return walk.subtree()
+
+
+class _ValueWalk(Walk):
+    def visit_at(self, value: object, name: str) -> None:
+        self._visit(value, f"{name}.", self._root, 0, 0)
+
+    def subtree(self) -> Subtree:
+        return Subtree(self._root[0], self._values, self._blobs)
+
+    def _visit_run(self, items: Sequence[Any], paths: Sequence[str], nodes: list[Any], start: int) -> int:
+        return start
+
+    def _visit_tensor(self, tensor: torch.Tensor, path: str, nodes: list[Any], position: int) -> None:
+        try:
+            self._add_bytes(require_dense(tensor, path[:-1]), tensor, path)
+        except UnsupportedValueError as exc:
+            self._refused(exc)
+
+    def _visit_spread(self, value: Any, path: str, nodes: list[Any], position: int) -> None:
+        self._fail(path[:-1], "a tensor that lies in boxes within one value", "flatten the state, so that it is one of its own")
+
+    def _visit_array(self, array: Array, path: str, nodes: list[Any], position: int) -> None:
+        dtype = numpy_dtype_name(array.dtype)
+        if dtype is None:
+            self._fail(path[:-1], f"its numpy dtype {array.dtype} has no stored form", "convert it with .tolist()")
+            return
+        self._add_bytes(f"np:{dtype}", array, path)
+
+    def _add_bytes(self, dtype: str, found: torch.Tensor | Array, path: str) -> None:
+        if found.nbytes > MAX_TENSOR_BYTES:
+            self._fail(path[:-1], f"a tensor of {found.nbytes} bytes within one value", "flatten the state, so that it is one of its own")
+            return
+        flags = 0
+        if isinstance(found, torch.Tensor):
+            flags = (REQUIRES_GRAD if found.requires_grad else 0) | (PARAMETER if isinstance(found, torch.nn.Parameter) else 0)
+        data = bytes(source_of(found).read(0, found.nbytes)) if isinstance(found, torch.Tensor) else found.tobytes()
+        name = self._names.name(path[:-1] if path else ROOT)
+        self._values.append(split_large(["tensor", dtype, list(found.shape), flags, data], name, self._blobs))

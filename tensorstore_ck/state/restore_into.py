@@ -1,0 +1,396 @@
+"""Restores into a state that is there: matches names, checks everything, reads, and only then changes values.
+
+Three steps that never mix: `_Plan` walks the target and decides, `read_in_place` brings tensors' bytes to where they belong, and the
+functions that the plan left behind (`Finish`) put values and new containers in place.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from tensorstore_ck.errors import InvalidOptionError, MismatchError, StoreError, UnsupportedValueError
+from tensorstore_ck.format.layout import Content, WantedBox
+from tensorstore_ck.format.tree import ROOT, Branch, Leaf, Names, Tree, leaves, parse
+from tensorstore_ck.format.values import MAX_NESTING, encode, key_text
+from tensorstore_ck.state.allocate import Form, FreshTensors, Wanted, form_of, require_memory_for
+from tensorstore_ck.state.fill_in_place import Fill, find_conflicts, is_one, read_in_place
+from tensorstore_ck.state.load_report import LoadReport, Unclaimed
+from tensorstore_ck.state.match_names import (
+    ByPrefix,
+    branches,
+    has_tensors,
+    is_expanded,
+    is_whole,
+    misfit,
+    misfit_of,
+    own_leaves,
+    roots_of,
+    unknown_value,
+)
+from tensorstore_ck.state.plain_memory import require_plain
+from tensorstore_ck.state.rank_shares import Share, share_of
+from tensorstore_ck.state.rebuild_tree import build, require_buildable, wanted_of
+from tensorstore_ck.state.registered_types import encode_torch, registered_class
+from tensorstore_ck.state.select import Selection
+from tensorstore_ck.state.sharded_tensors import Describer
+from tensorstore_ck.state.sharded_wrappers import Apart, regrouped, spread_of
+from tensorstore_ck.state.unsupported_types import advice_for
+from tensorstore_ck.state.wrapper_subclasses import ABOUT, FLAT, equal_about, flattened
+
+Finish = Callable[[], Any]
+"""Puts what was restored in its place, and gives the object that now stands there."""
+
+
+def fill(
+    into: object,
+    content: Content,
+    tree: Tree,
+    *,
+    selection: Selection | None,
+    rename: Callable[[str], str | None],
+    dtype: torch.dtype | None,
+    device: torch.device,
+    strict: bool,
+    report: LoadReport | None,
+    describer: Describer | None,
+    unclaimed: Unclaimed | None,
+) -> Any:
+    """Restores `tree` into `into`, and returns it (or what replaces it, where it cannot be changed in place)."""
+    plan = _Plan(content, tree, selection, rename, dtype, describer=describer)
+    finish = plan.visit(into, "", 0)
+    plan.settle(strict=strict, report=report, unclaimed=unclaimed)
+    for adopted in plan.adopted:
+        require_buildable(adopted, content)
+    require_memory_for(content.layout, plan.wanted, device)
+    fresh = FreshTensors(content.layout, plan.wanted, device)
+    plan.tensor_of = fresh.get
+    try:
+        content.read(dict(fresh.targets))
+        read_in_place(content, plan.fills)
+        content.read_boxes(plan.boxes)
+    except StoreError as exc:
+        raise type(exc)(f"{exc} (the tensors of `into` are now undefined: restore into it again)", object_id=exc.object_id) from exc
+    except BaseException as exc:
+        exc.add_note("The tensors of `into` are now undefined: restore into it again.")
+        raise
+    return finish()
+
+
+class _Plan:
+    def __init__(
+        self,
+        content: Content,
+        tree: Tree,
+        selection: Selection | None,
+        rename: Callable[[str], str | None],
+        dtype: torch.dtype | None,
+        *,
+        describer: Describer | None,
+    ) -> None:
+        self._describer = describer
+        self.fills: list[Fill] = []
+        self.boxes: list[WantedBox] = []
+        """For tensors of which this rank has a share."""
+        self.wanted: list[Wanted] = []
+        self.adopted: list[Tree] = []
+        self.tensor_of: Callable[[Leaf], Any]
+        self._content = content
+        self._tree = tree
+        self._selection = selection
+        self._dtype = dtype
+        self._report = LoadReport()
+        self._names = Names()
+        self._used: set[str] = set()
+        self._made: dict[tuple[int, int, Form], torch.Tensor] = {}
+        """What replaces a meta tensor."""
+        self._stored: dict[str, Leaf] = {}
+        """Name in the target -> leaf."""
+        for leaf in own_leaves(tree):
+            name = rename(leaf.path)
+            if name is None:
+                continue
+            if not isinstance(name, str):
+                raise InvalidOptionError(f"rename gave {name!r} for {leaf.path!r}: it must give a name, or None", object_id="rename")
+            if name in self._stored:
+                other = self._stored[name].path
+                raise MismatchError(f"rename gives {other!r} and {leaf.path!r} the same name {name!r}", object_id=name)
+            self._stored[name] = leaf
+        self._below = ByPrefix(self._stored)
+        self._branches = {branch.path: branch for branch in reversed(list(branches(tree)))}
+
+    def settle(self, *, strict: bool, report: LoadReport | None, unclaimed: Unclaimed | None) -> None:
+        """Checks that everything fits. `unclaimed`: takes what is not expected here, but perhaps on another rank."""
+        conflicts = find_conflicts(self.fills)
+        fill_of = {fill.name: fill for fill in self.fills}
+        for name, other in conflicts.items():
+            if not is_one(self._content, fill_of[name], fill_of[other]):
+                self._report.mismatched.append(f"{name}: shares memory with {other} here; the snapshot has different values of the two")
+        self.fills = [fill for fill in self.fills if fill.name not in conflicts]
+        self._report.unexpected += [name for name in self._stored if name not in self._used]
+        self._report.settle(strict=strict, report=report, others=unclaimed is not None)
+        if unclaimed is not None and strict:
+            every = parse(self._content.layout, len(self._content.values))  # also what is not selected here
+            unclaimed.note((leaf.path for leaf in leaves(every)), [self._stored[name].path for name in self._report.unexpected])
+
+    # --- the walk -----------------------------------------------------------------------------------------------------
+
+    def visit(self, target: Any, path: str, depth: int) -> Finish:
+        """Plans for `target`. `path` ends with a dot, or is empty."""
+        if depth > MAX_NESTING:
+            message = f"`into` is nested deeper than {MAX_NESTING} levels; does something contain itself?"
+            raise UnsupportedValueError(message, object_id=path[:60])
+        kind = type(target)
+        registered = registered_class(kind)
+        if registered is not None and registered.wraps:
+            return self._visit_wrapped(target, Apart(registered, flattened(target)), path, depth)
+        if self._describer is not None and (apart := spread_of(self._describer, target, path[:-1])) is not None:
+            return self._visit_wrapped(target, apart, path, depth)
+        if registered is not None:
+            inner = self.visit(registered.to_state(target), path, depth + 1)
+            return lambda: registered.from_state(inner())
+        share = share_of(self._describer, target, path[:-1])
+        if share is not None:
+            return self._visit_share(target, share, self._name(path))
+        if isinstance(target, torch.Tensor | np.ndarray):
+            return self._visit_tensor(target, self._name(path))
+        if (advice := advice_for(target)) is not None:
+            raise UnsupportedValueError(f"cannot restore into {path[:-1] or 'this'}: {advice[0]}; {advice[1]}", object_id=path[:-1])
+        if isinstance(target, dict) and kind is not Counter:
+            return self._visit_dict(target, path, depth)
+        if isinstance(target, list | tuple) and kind is not torch.Size:
+            return self._visit_list(target, path, depth)
+        return self._visit_value(target, path)
+
+    def _visit_wrapped(self, target: Any, apart: Apart, path: str, depth: int) -> Finish:
+        """A wrapper subclass: its inner tensors are filled, and all else must be as it is."""
+        registered, state = apart
+        stored = self._stored_at(path)
+        if not isinstance(stored, Branch) or stored.node[0] != "r":
+            if stored is None:
+                self._miss(path[:-1] or ROOT)
+            else:
+                self._mismatch(path, f"a {registered.name} here, something else in the snapshot")
+            return lambda: target
+        if stored.node[1] != registered.name:
+            self._mismatch(path, f"a {registered.name} here, a {stored.node[1]} in the snapshot")
+            return lambda: target
+        told = self._stored_at(f"{path}{ABOUT}.")
+        self._used.update(self._below.names(f"{path}{ABOUT}."))
+        if told is None or not equal_about(registered.cls, state[ABOUT], self._about(told)):
+            self._mismatch(path, f"a {registered.name} of the form {state[ABOUT]} here, {told and self._about(told)} in the snapshot")
+            return lambda: target
+        flat = FLAT.get(registered.cls.__name__, ())
+        inner = {name: tensor for name, tensor in state.items() if name != ABOUT}
+        children = {name: self._in_stored_shape(tensor, f"{path}{name}") if name in flat else tensor for name, tensor in inner.items()}
+        finishes = {name: (child, self.visit(child, f"{path}{name}.", depth + 1)) for name, child in children.items()}
+
+        def finish() -> Any:
+            restored = {name: (child, child_finish()) for name, (child, child_finish) in finishes.items()}
+            if all(new is child for child, new in restored.values()):
+                return target
+            return registered.from_state({name: new for name, (_, new) in restored.items()} | {ABOUT: state[ABOUT]})  # it was on meta
+
+        return finish
+
+    def _about(self, told: Tree) -> Any:
+        """What is stored of a wrapper subclass besides its inner tensors: no tensors."""
+        require_buildable(told, self._content)
+        return build(told, self._content, lambda leaf: leaf.path)
+
+    def _in_stored_shape(self, tensor: Any, name: str) -> Any:
+        """An inner tensor that may be stored with the dims of the whole."""
+        leaf = self._stored.get(name)
+        if leaf is None or leaf.kind != "tensor":
+            return tensor
+        shape = form_of(self._content.layout, leaf).shape
+        if shape == tuple(tensor.shape) or prod(shape) != prod(tensor.shape):
+            return tensor
+        if isinstance(tensor, Share):
+            return regrouped(tensor, shape) if tensor.by_blocks else tensor
+        return tensor.view(shape)
+
+    def _mismatch(self, path: str, what: str) -> None:
+        """Notes what does not fit at `path`, of which nothing else is to be said then."""
+        name = path[:-1] or ROOT
+        self._used.update(self._below.names(path) if path else self._stored)
+        self._used.add(name)
+        self._report.mismatched.append(f"{name}: {what}")
+
+    def _visit_dict(self, target: dict[Any, Any], path: str, depth: int) -> Finish:
+        if not target:
+            return self._adopt(target, path) or (lambda: target)
+        children = []
+        for key, child in target.items():
+            text = key if type(key) is str and key.isascii() else key_text(encode(key, f"{path}{key!r:.80} (a dict key)", encode_torch))
+            children.append((key, child, self.visit(child, f"{path}{text}.", depth + 1)))
+        stored = self._stored_at(path) if isinstance(target, OrderedDict) else None
+        attributes = stored.attributes if isinstance(stored, Branch) else None
+        if attributes is not None:
+            self._want(attributes)
+
+        def finish() -> Any:
+            for key, child, child_finish in children:
+                restored = child_finish()
+                if restored is not child:
+                    target[key] = restored
+            if attributes is not None:
+                target._metadata = self._build(attributes)  # type: ignore[attr-defined]
+            return target
+
+        return finish
+
+    def _visit_list(self, target: list[Any] | tuple[Any, ...], path: str, depth: int) -> Finish:
+        stored = self._stored_at(path)
+        is_same_length = isinstance(stored, Branch) and len(stored.children) == len(target)
+        if stored is not None and not is_same_length and not has_tensors(target, depth):
+            adopted = self._adopt(target, path)
+            if adopted is not None:
+                return adopted
+        fields = getattr(type(target), "_fields", range(len(target)))
+        children = [(child, self.visit(child, f"{path}{field}.", depth + 1)) for field, child in zip(fields, target, strict=True)]
+
+        def finish() -> Any:
+            restored = [child_finish() for _, child_finish in children]
+            if all(new is old for new, (old, _) in zip(restored, children, strict=True)):
+                return target
+            if isinstance(target, list):
+                target[:] = restored
+                return target
+            return tuple.__new__(type(target), restored)
+
+        return finish
+
+    def _visit_value(self, target: object, path: str) -> Finish:
+        name = self._name(path)
+        leaf = self._stored.get(name)
+        if leaf is not None and (problem := unknown_value(leaf, self._content)) is not None:
+            self._used.add(name)
+            self._report.mismatched.append(f"{name}: {problem}")
+            return lambda: target
+        adopted = self._adopt(target, path, name)
+        if adopted is None:
+            self._miss(name)
+            return lambda: target
+        return adopted
+
+    def _visit_tensor(self, target: Any, name: str) -> Finish:
+        is_plain = type(target) is np.ndarray or type(target) is np.memmap or (isinstance(target, torch.Tensor) and target.is_meta)
+        if not is_plain and (advice := advice_for(target)) is not None:
+            raise UnsupportedValueError(f"cannot restore into {name}: {advice[0]}; {advice[1]}", object_id=name)
+        leaf = self._stored.get(name)
+        if leaf is None:
+            self._miss(name)
+            return lambda: target
+        self._used.add(name)
+        if leaf.kind == "value":
+            self._report.mismatched.append(f"{name}: a tensor here, a plain value in the snapshot")
+            return lambda: target
+        form = form_of(self._content.layout, leaf)
+        problem = misfit_of(target, form, self._dtype)
+        if problem is not None:
+            self._report.mismatched.append(f"{name}: {problem}")
+            return lambda: target
+        if not isinstance(target, torch.Tensor) or not target.is_meta:
+            if isinstance(target, torch.Tensor):
+                require_plain(target, name, "the tensor to restore into")
+            self.fills.append(Fill(target, leaf, form, name))
+            return lambda: target
+        self.wanted.append((leaf, target.dtype))
+        made = self._made
+
+        def finish() -> Any:
+            """One object in the target, one object again, if it is one stored tensor, too."""
+            key = id(target), leaf.index, form
+            if key not in made:
+                fresh = self.tensor_of(leaf).detach()
+                made[key] = fresh.requires_grad_(target.requires_grad)
+                if isinstance(target, torch.nn.Parameter):
+                    made[key] = torch.nn.Parameter(fresh, requires_grad=target.requires_grad)
+            return made[key]
+
+        return finish
+
+    def _visit_share(self, target: Any, share: Share, name: str) -> Finish:
+        leaf = self._stored.get(name)
+        if leaf is None:
+            self._miss(name)
+            return lambda: target
+        self._used.add(name)
+        if leaf.kind == "value":
+            self._report.mismatched.append(f"{name}: spread over ranks here, a plain value in the snapshot")
+            return lambda: target
+        form = form_of(self._content.layout, leaf)
+        problem = misfit(share.shape, share.dtype, form, self._dtype)
+        if problem is None and any(is_expanded(piece.tensor) for piece in share.pieces):
+            problem = "the tensor here is expanded: its elements share memory, but not in the snapshot"
+        if problem is not None:
+            self._report.mismatched.append(f"{name}: {problem}")
+        elif leaf.kind == "view" and not is_whole(form, self._content.layout.tensors[leaf.index]):
+            self.wanted.append((leaf, None))
+            return lambda: share.fill(self.tensor_of(leaf)) or target
+        else:
+            assert isinstance(form.dtype, torch.dtype)
+            self.boxes += share.wanted(leaf.index, form.dtype)
+        return lambda: target
+
+    # --- stored subtrees ----------------------------------------------------------------------------------------------
+
+    def _adopt(self, target: object, path: str, name: str | None = None) -> Finish | None:
+        """Plans to put whatever is stored at `path` in the place of `target`, which has no tensors; None if nothing is."""
+        found: Tree | None = self._stored.get(name) if name is not None else None
+        found = found or self._stored_at(path)
+        if found is None:
+            return None
+        self._used.update(self._below.names(path) if isinstance(found, Branch) else [name or (path[:-1] if path else ROOT)])
+        self._want(found)
+
+        def finish() -> Any:
+            restored = self._build(found)
+            if isinstance(target, dict) and isinstance(restored, dict):
+                target.clear()
+                for key, item in restored.items():  # Counter.update would add
+                    target[key] = item
+                if isinstance(target, OrderedDict) and isinstance(restored, OrderedDict):
+                    vars(target).update(vars(restored))
+                return target
+            if isinstance(target, list) and isinstance(restored, list):
+                target[:] = restored
+                return target
+            return restored
+
+        return finish
+
+    def _stored_at(self, path: str) -> Tree | None:
+        """What is stored under the target's `path`: a leaf, or the container of all that is below."""
+        if not path:
+            return self._tree
+        leaf = self._stored.get(path[:-1])
+        if leaf is not None:
+            return leaf
+        roots = roots_of(path, {name: self._stored[name].path for name in self._below.names(path)})
+        if not roots:
+            return self._branches.get(path[:-1])
+        root = roots.pop() if len(roots) == 1 else None
+        return self._tree if root == "" else self._branches.get(root) if root else None
+
+    def _want(self, tree: Tree) -> None:
+        self.adopted.append(tree)
+        self.wanted += wanted_of(tree, self._dtype)
+
+    def _build(self, tree: Tree) -> Any:
+        return build(tree, self._content, self.tensor_of)
+
+    def _name(self, path: str) -> str:
+        return self._names.name(path[:-1] if path else ROOT)
+
+    def _miss(self, name: str) -> None:
+        wrapped = self._stored_at(f"{name}.")
+        if isinstance(wrapped, Branch) and wrapped.node[0] == "r" and self._below.names(f"{name}.{ABOUT}."):
+            self._mismatch(f"{name}.", f"something else here, a {wrapped.node[1]} in the snapshot")
+            return
+        if self._selection is None or self._selection.fits(name):
+            self._report.missing.append(name)

@@ -1,0 +1,268 @@
+"""Tensors of which a rank holds a share: `DTensor`, torch's ShardedTensor, and `FlatShard` for everything flattened.
+
+Reads the whole tensor's shape, how it is spread, and which local memory holds which box of it. Knows nothing of states, trees and
+stores, and communicates with nobody. torch.distributed is imported by whoever made such a tensor, never by this module, so that it
+also works where torch has none. What torch's metadata cannot be trusted to describe is refused.
+"""
+
+import operator
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+import torch
+
+from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
+from tensorstore_ck.format.sharding import Box, Mesh, Placement, Shard, boxes, intervals, local_shape
+from tensorstore_ck.state.plain_memory import PLAIN, require_plain
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+class Piece(NamedTuple):
+    """A box of the whole tensor, and the local memory that holds it."""
+
+    box: Box
+    tensor: torch.Tensor
+    """Of the box's sizes; detached, and not necessarily contiguous."""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """How a tensor is spread, and what of it lies here."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: torch.dtype
+    mesh: Mesh | None
+    """None: each rank knows no more than its own pieces (ShardedTensor)."""
+    placements: tuple[Placement, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatShard:
+    """A run of a flattened tensor's elements: FSDP1's flat parameters, ZeRO's partitions.
+
+    `local` holds elements [start, start + local.numel()) of the tensor of shape `shape`, row-major.
+
+    Raises:
+        InvalidOptionError: `local` is no plain contiguous tensor, or does not lie within the whole.
+    """
+
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    start: int
+
+    def __post_init__(self) -> None:
+        local = self.local
+        if type(local) not in (torch.Tensor, torch.nn.Parameter):
+            raise InvalidOptionError(f"FlatShard: local is a {type(local).__name__}; pass a plain torch.Tensor", object_id="local")
+        if local.layout is not torch.strided or not local.is_contiguous():
+            raise InvalidOptionError("FlatShard: local is not contiguous; pass local.contiguous()", object_id="local")
+        try:
+            shape = tuple(operator.index(extent) for extent in self.shape)
+            start = operator.index(self.start)
+        except TypeError as exc:
+            raise InvalidOptionError(f"FlatShard: shape and start must be whole numbers: {exc}", object_id="shape") from exc
+        if min(shape, default=0) < 0:
+            raise InvalidOptionError(f"FlatShard: shape {shape} has a negative extent; pass the whole tensor's shape", object_id="shape")
+        if start < 0 or start + local.numel() > prod(shape):
+            raise InvalidOptionError(
+                f"FlatShard: elements [{start}, {start + local.numel()}) do not lie within the {prod(shape)} of a tensor of shape {shape};"
+                " start counts elements from the whole tensor's beginning",
+                object_id="start",
+            )
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "start", start)
+
+
+def group_ranks(group: "ProcessGroup | None") -> dict[int, int]:
+    """Global rank -> rank in `group` (None: the default group), of all its members."""
+    return {rank: position for position, rank in enumerate(torch.distributed.get_process_group_ranks(group))}
+
+
+class Describer:
+    """Describes tensors in terms of one group's ranks. Remembers the meshes it has met: a model has few of them, but many tensors."""
+
+    def __init__(self, ranks: Mapping[int, int], rank: int) -> None:
+        """`ranks`: global rank -> rank in the group, as `group_ranks` gives it; `rank`: this process's own in the group."""
+        self._ranks = ranks
+        self._rank = rank
+        self._meshes: dict[DeviceMesh, Mesh] = {}
+
+    def describe(self, tensor: object, path: str = "") -> Description | None:
+        """How `tensor`, which lies at `path` of the state, is spread; None if it is no DTensor or ShardedTensor.
+
+        Raises:
+            UnsupportedValueError: it is one, but what it holds cannot be told; the message says why and what to do.
+        """
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not isinstance(tensor, torch.Tensor):
+            return None
+        if is_dtensor(tensor):
+            return self._dtensor(tensor, path)  # type: ignore[arg-type]
+        if _is(tensor, "torch.distributed._shard.sharded_tensor", "ShardedTensor"):
+            return _sharded_tensor(tensor, path)  # type: ignore[arg-type]
+        return None
+
+    def _dtensor(self, tensor: "DTensor", path: str) -> Description:
+        shape = tuple(tensor.shape)
+        mesh, placements, coordinate = self.place(tensor, path)
+        local = local_of(tensor)
+        require_plain(local, path, "the local tensor of a DTensor")
+        if coordinate is None:
+            return Description(shape, tensor.dtype, mesh, placements, ())
+        self.require_local(tensor, local, path)
+        held = boxes(shape, mesh.shape, placements, coordinate)
+        pieces = [Piece(box, narrowed(local, offsets, box.sizes)) for box, offsets in held]
+        return Description(shape, tensor.dtype, mesh, placements, tuple(pieces))
+
+    def place(self, tensor: "DTensor", path: str) -> tuple[Mesh, tuple[Placement, ...], tuple[int, ...] | None]:
+        """On which mesh a DTensor lies, how, and where on it this rank stands."""
+        mesh = self._mesh(tensor.device_mesh, path)
+        # Not device_mesh.get_coordinate(): torch reuses equal meshes, also those of an earlier group where this process had another rank.
+        return mesh, _placements(tensor, mesh, path), mesh.coordinate(self._rank)
+
+    def require_local(self, tensor: "DTensor", local: torch.Tensor, path: str) -> None:
+        """Checks that the local tensor is what the placements say."""
+        shape = tuple(tensor.shape)
+        mesh, placements, coordinate = self.place(tensor, path)
+        assert coordinate is not None
+        expected = local_shape(intervals(shape, mesh.shape, placements, coordinate))
+        if tuple(local.shape) != expected or local.dtype != tensor.dtype:
+            refuse(
+                path,
+                f"is a DTensor of shape {shape} and {tensor.dtype} placed as {tensor.placements} on a mesh of shape {mesh.shape},"
+                f" which gives this rank {expected}, but its local tensor has shape {tuple(local.shape)} and {local.dtype}",
+                "make its sharded dims divisible by the mesh, or pass shape= and stride= to DTensor.from_local",
+            )
+
+    def _mesh(self, device_mesh: "DeviceMesh", path: str) -> Mesh:
+        mesh = self._meshes.get(device_mesh)
+        if mesh is None:
+            globally = device_mesh.mesh.flatten().tolist()
+            outside = [rank for rank in globally if rank not in self._ranks]
+            if outside:
+                refuse(
+                    path,
+                    f"is a DTensor on a mesh with global ranks {_some(outside)}, which are not in the group that stores or restores it",
+                    "pass a group= that has all ranks of the mesh",
+                )
+            mesh = Mesh(tuple(device_mesh.mesh.shape), tuple(self._ranks[rank] for rank in globally))
+            self._meshes[device_mesh] = mesh
+        return mesh
+
+
+def _placements(tensor: "DTensor", mesh: Mesh, path: str) -> tuple[Placement, ...]:
+    from torch.distributed.tensor import placement_types  # noqa: PLC0415 - there is a DTensor, so it is loaded
+
+    placements: list[Placement] = []
+    for placement in tensor.placements:
+        if isinstance(placement, placement_types.Partial):
+            refuse(
+                path,
+                f"is a DTensor with the placement {placement!r}: its value is yet to be reduced over ranks",
+                "redistribute it first, e.g. tensor.redistribute(placements=[Replicate()])",
+            )
+        # By exact type: a subclass may split in another way.
+        if type(placement) is placement_types.Replicate:
+            placements.append(None)
+        elif type(placement) is placement_types.Shard:
+            placements.append(Shard(placement.dim % tensor.ndim))
+        elif type(placement) is placement_types._StridedShard:
+            placements.append(Shard(placement.dim % tensor.ndim, int(placement.split_factor)))
+        else:
+            refuse(path, f"is a DTensor with the placement {placement!r}, which is unknown", "redistribute it to Shard or Replicate first")
+    _check_order(tensor, mesh, placements, path)
+    return tuple(placements)
+
+
+def _check_order(tensor: "DTensor", mesh: Mesh, placements: list[Placement], path: str) -> None:
+    """Refuses what was not, or may not have been, split as its placements say: by one mesh dim after the other, from left to right."""
+    order = getattr(tensor._spec, "shard_order", None)  # torch 2.10 and newer
+    if order is not None and any(tuple(entry.mesh_dims) != tuple(sorted(entry.mesh_dims)) for entry in order):
+        refuse(path, f"is a DTensor with the shard order {order}, not the mesh's own", "redistribute it without a shard order first")
+    for number, placement in enumerate(placements):
+        if placement is None or placement.split_factor == 1 or tensor.shape[placement.dim] % placement.split_factor == 0:
+            continue
+        # FSDP2 over TP and EP says _StridedShard(split_factor=tp * ep), but has really split by one and then by the other. When that is
+        # uneven, other elements may lie here than the placements say, and the local size does not always tell. (With TP alone, either
+        # they are the same, or the size of some rank's local tensor differs.)
+        later = [dim for dim in range(number + 1, len(placements)) if _dim_of(placements[dim]) == placement.dim and mesh.shape[dim] > 1]
+        if len(later) > 1:
+            refuse(
+                path,
+                f"is a DTensor of shape {tuple(tensor.shape)} placed as {tensor.placements}, where {placement.split_factor} pieces of dim"
+                f" {placement.dim} cannot be equal: torch does not record which elements each rank holds",
+                f"make dim {placement.dim} divisible by {placement.split_factor}",
+            )
+
+
+def _dim_of(placement: Placement) -> int | None:
+    return None if placement is None else placement.dim
+
+
+def local_of(tensor: "DTensor") -> torch.Tensor:
+    """What this rank holds of it, detached if it is plain; waits for a collective that still fills it."""
+    with torch.no_grad():
+        local = tensor.to_local()
+    wait = getattr(local, "wait", None)  # an AsyncCollectiveTensor: a collective still fills it
+    local = local if wait is None else wait()
+    return local.detach() if type(local) in PLAIN else local  # a subclass may make copies of its inner tensors to detach itself
+
+
+def _sharded_tensor(tensor: "ShardedTensor", path: str) -> Description:
+    metadata = tensor.metadata()  # its attributes of the same meaning warn of deprecation
+    shape, dtype = tuple(metadata.size), metadata.tensor_properties.dtype
+    pieces = []
+    for shard in tensor.local_shards():
+        box = Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
+        local = shard.tensor.detach()
+        require_plain(local, path, "a local shard of a ShardedTensor")
+        within = len(box.sizes) == len(shape) and all(
+            start >= 0 and start + size <= extent for start, size, extent in zip(*box, shape, strict=True)
+        )
+        if not within or tuple(local.shape) != box.sizes or local.dtype != dtype:
+            refuse(
+                path,
+                f"is a ShardedTensor of shape {shape} and {dtype} whose metadata has a local shard of sizes {box.sizes} at"
+                f" {box.offsets}, but the shard has shape {tuple(local.shape)} and {local.dtype}",
+                "build it anew from its local shards",
+            )
+        if 0 not in box.sizes:
+            pieces.append(Piece(box, local))
+    return Description(shape, dtype, None, (), tuple(pieces))
+
+
+def narrowed(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    """A box of it, as a view."""
+    for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, size)
+    return tensor
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether it is a `DTensor`."""
+    return isinstance(tensor, torch.Tensor) and _is(tensor, "torch.distributed.tensor", "DTensor")
+
+
+def _is(tensor: torch.Tensor, module: str, name: str) -> bool:
+    """Whether it is an instance of a class that nobody may have imported yet: then it is not."""
+    found = getattr(sys.modules.get(module), name, None)
+    return found is not None and isinstance(tensor, found)
+
+
+def refuse(path: str, what: str, advice: str) -> NoReturn:
+    """Raises an `UnsupportedValueError`."""
+    raise UnsupportedValueError(f"{path or 'the state'} {what}; {advice}", object_id=path)
+
+
+def _some(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

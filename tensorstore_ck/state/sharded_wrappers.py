@@ -1,0 +1,232 @@
+"""DTensors whose local tensor is a wrapper subclass: how each inner tensor is spread follows from the outer one, by a rule of the class.
+
+An inner tensor has an element for each of the outer's, or for each box of them, or for so many of the flattened whole, or is the same on
+all ranks. What is stored is what the whole tensor would have; so another layout, or one process, makes the same of it. Blocks that were
+formed on one rank and lie across what others hold of the whole are stored for the same layout only.
+"""
+
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from tensorstore_ck.format.sharding import Box, Mesh, Placement, Run, Shard, boxes, intervals, local_shape
+from tensorstore_ck.state.plain_memory import require_plain
+from tensorstore_ck.state.rank_shares import Share
+from tensorstore_ck.state.registered_types import registered_class
+from tensorstore_ck.state.sharded_tensors import Describer, Piece, is_dtensor, local_of, narrowed, refuse
+from tensorstore_ck.state.torchao_types import RegisteredType
+from tensorstore_ck.state.wrapper_subclasses import ABOUT, FLAT, about, tensor_parts
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+_WHOLE: Final = {"OptimState8bit": ("qmap",), "OptimState4bit": ("qmap",)}
+"""Class -> inner tensors that are the same on all ranks."""
+_BOXED: Final = {
+    "Int8Tensor": ("scale", "zero_point"),
+    "Float8Tensor": ("scale",),
+    "IntxUnpackedToInt8Tensor": ("scale", "zero_point"),
+}
+"""Class -> inner tensors that have an element for each box of ``block_size`` elements."""
+
+
+class _Outer(NamedTuple):
+    """The whole tensor, and what this rank has of it."""
+
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    coordinate: tuple[int, ...]
+    path: str
+
+    def is_sharded(self, dim: int) -> bool:
+        """Whether the ranks hold different parts along `dim`."""
+        return any(
+            placement is not None and placement.dim == dim and extent > 1
+            for extent, placement in zip(self.mesh.shape, self.placements, strict=True)
+        )
+
+
+class Apart(NamedTuple):
+    """A DTensor over a wrapper subclass, taken apart."""
+
+    registered: RegisteredType
+    state: dict[str, Any]
+    """As `wrapped.flattened` makes it of the whole tensor, with a `Share` for each inner tensor."""
+
+
+def spread_of(describer: Describer, tensor: object, path: str) -> Apart | None:
+    """The state of a DTensor whose local tensor is a wrapper subclass that is known; None for anything else.
+
+    Raises:
+        UnsupportedValueError: how its inner tensors are spread cannot be told.
+    """
+    if not is_dtensor(tensor):
+        return None
+    found: DTensor = tensor  # type: ignore[assignment]
+    local: Any = local_of(found)
+    registered = registered_class(type(local))
+    if registered is None or not registered.wraps:
+        return None
+    mesh, placements, coordinate = describer.place(found, path)
+    if coordinate is None:
+        refuse(path, "is a DTensor on a mesh that does not have this rank", "leave it out here")
+    describer.require_local(found, local, path)
+    outer = _Outer(tuple(found.shape), tuple(local.shape), mesh, placements, coordinate, path)
+    inner, context = tensor_parts(local)
+    name = registered.cls.__name__
+    state: dict[str, Any] = {}
+    bound = False
+    for key, part in inner.items():
+        require_plain(part, f"{path}.{key}", "an inner tensor of a DTensor's local tensor")
+        if key in _WHOLE.get(name, ()):
+            state[key] = _share(outer, part, tuple(part.shape), (None,) * len(placements))
+        elif key in FLAT.get(name, ()):
+            state[key] = _blocks(outer, part, key)
+            bound = bound or state[key] is None
+            if state[key] is None:
+                state[key] = _in_rank_order(outer, part, key)
+        elif key in _BOXED.get(name, ()):
+            state[key] = _boxed(outer, part, context["block_size"], key)
+        elif tuple(part.shape) == outer.local:
+            state[key] = _share(outer, part, outer.shape, placements)
+        elif not any(placements):
+            state[key] = _share(outer, part, tuple(part.shape), placements)
+        else:
+            refuse(
+                path,
+                f"is a DTensor of {registered.cls.__qualname__}s placed as {found.placements}, and how its inner tensor {key!r} of shape"
+                f" {tuple(part.shape)} is spread cannot be told",
+                "redistribute it to Replicate first",
+            )
+    told = about(found, _global_context(name, context, outer))
+    if bound:
+        told["bound"] = {"mesh": list(mesh.shape), "placements": [None if each is None else list(each) for each in placements]}
+    return Apart(registered, state | {ABOUT: told})
+
+
+def _global_context(name: str, context: Any, outer: _Outer) -> Any:
+    """What the context of the whole tensor would be."""
+    if name == "OptimState4bit":
+        return [context[0], torch.Size(outer.shape), *context[2:]]
+    if name in _BOXED:
+        sizes = [_box_extent(outer, dim, extent) for dim, extent in enumerate(context["block_size"])]
+        return context | {"block_size": type(context["block_size"])(sizes)}
+    return context
+
+
+def _box_extent(outer: _Outer, dim: int, extent: int) -> int:
+    """The extent of a box of the whole tensor: one that spans all that a rank has, of several, spans all there is."""
+    spans = extent > 1 and extent == outer.local[dim]
+    return outer.shape[dim] if spans else extent
+
+
+def _boxed(outer: _Outer, part: torch.Tensor, block_size: Any, key: str) -> Share:
+    """An element for each box; the same on all ranks along dims that one box spans."""
+    if part.numel() == 1 and part.dim() != len(outer.local):
+        return _share(outer, part, tuple(part.shape), (None,) * len(outer.placements))
+    extents = [_box_extent(outer, dim, extent) for dim, extent in enumerate(block_size)]
+    if part.dim() != len(extents):
+        refuse(outer.path, f"is a DTensor with an inner tensor {key!r} of shape {tuple(part.shape)}", "redistribute it to Replicate first")
+    shape = tuple(-(-size // extent) for size, extent in zip(outer.shape, extents, strict=True))
+    spanned = {dim for dim, extent in enumerate(extents) if extent == outer.shape[dim] and extent > 1}
+    placements = tuple(None if each is None or each.dim in spanned else each for each in outer.placements)
+    whole = {dim: extent for dim, extent in enumerate(extents) if dim not in spanned and outer.is_sharded(dim)}
+    if not all(_follows((outer.shape, shape), dim, extent, outer.mesh.shape, outer.placements) for dim, extent in whole.items()):
+        refuse(
+            outer.path,
+            f"is a DTensor in boxes of {list(block_size)} elements, placed as {list(outer.placements)} on a mesh of shape"
+            f" {outer.mesh.shape}: a box lies on several ranks",
+            "shard it along another dim",
+        )
+    return _share(outer, part, shape, placements)
+
+
+def _blocks(outer: _Outer, part: torch.Tensor, key: str) -> Share | None:
+    """An element for so many of the flattened whole: in the whole's shape with its last dims merged, as far as must be."""
+    if not part.numel() or prod(outer.local) % part.numel() or part.dim() != 1:
+        refuse(outer.path, f"is a DTensor whose inner tensor {key!r} has no element for each block", "redistribute it to Replicate first")
+    length = prod(outer.local) // part.numel()
+    for dim in range(max(1, len(outer.shape))):
+        merged = prod(outer.shape[dim:])
+        if merged % length or any(outer.is_sharded(later) for later in range(dim + 1, len(outer.shape))):
+            continue
+        shape = (*outer.shape[:dim], merged // length)
+        if _follows((outer.shape, shape), dim, length, outer.mesh.shape, outer.placements):
+            placements = tuple(each if each is not None and each.dim < len(shape) else None for each in outer.placements)
+            local = local_shape(intervals(shape, outer.mesh.shape, placements, outer.coordinate))
+            return _share(outer, part.view(local), shape, placements, by_blocks=True)
+    return None
+
+
+def _in_rank_order(outer: _Outer, part: torch.Tensor, key: str) -> Share:
+    """One rank's after another, for those with the same placements alone."""
+    counts = {
+        prod(local_shape(intervals(outer.shape, outer.mesh.shape, outer.placements, coordinate)))
+        for coordinate in product(*map(range, outer.mesh.shape))
+    }
+    if len(counts) > 1:
+        refuse(
+            outer.path,
+            f"is a DTensor of shape {outer.shape} placed as {list(outer.placements)} on a mesh of shape {outer.mesh.shape}, and the"
+            f" blocks of its inner tensor {key!r} lie across what the ranks hold, of which they have unequal shares",
+            "shard it along its first dim, or evenly",
+        )
+    shards = [extent for extent, each in zip(outer.mesh.shape, outer.placements, strict=True) if each is not None]
+    return _share(outer, part, (part.numel() * prod(shards),), tuple(each and Shard(0) for each in outer.placements))
+
+
+@lru_cache(4096)
+def _follows(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], dim: int, length: int, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
+) -> bool:
+    """Whether on all ranks the runs of `inner` along its dim are those of the whole, `length` elements (from `dim` on) for each."""
+    shape, inner = shapes
+    row = prod(shape[dim + 1 :]) if len(inner) == dim + 1 else 1
+    inner_placements = tuple(each if each is not None and each.dim < len(inner) else None for each in placements)
+    for coordinate in product(*map(range, mesh_shape)):
+        if any(position and (each is None or each.dim != dim) for position, each in zip(coordinate, placements, strict=True)):
+            continue  # it has no say in this dim
+        outer_runs = intervals(shape, mesh_shape, placements, coordinate)[dim] if shape else []
+        inner_runs = intervals(inner, mesh_shape, inner_placements, coordinate)[dim]
+        if not shape:
+            return True
+        scaled: list[Run] = [(start * row, count * row) for start, count in outer_runs]
+        if scaled != [(start * length, count * length) for start, count in inner_runs]:
+            return False
+    return True
+
+
+def _share(
+    outer: _Outer, part: torch.Tensor, shape: tuple[int, ...], placements: tuple[Placement, ...], *, by_blocks: bool = False
+) -> Share:
+    """An inner tensor of that global shape, of which this rank holds what the placements say."""
+    expected = local_shape(intervals(shape, outer.mesh.shape, placements, outer.coordinate))
+    if tuple(part.shape) != expected:
+        refuse(
+            outer.path,
+            f"is a DTensor with an inner tensor of shape {tuple(part.shape)} where its placements give this rank {expected}",
+            "redistribute it to Replicate first",
+        )
+    held = boxes(shape, outer.mesh.shape, placements, outer.coordinate)
+    pieces = tuple(Piece(box, narrowed(part.detach(), offsets, box.sizes)) for box, offsets in held)
+    return Share(shape, part.dtype, outer.mesh, placements, False, pieces, part.requires_grad, False, by_blocks)
+
+
+def regrouped(share: Share, shape: tuple[int, ...]) -> Share:
+    """The same elements of a tensor that is stored in another shape: as intervals of the flattened one."""
+    pieces = []
+    for (offsets, sizes), tensor in share.pieces:
+        dim = max((at for at, size in enumerate(sizes) if size != share.shape[at]), default=0)
+        row = prod(share.shape[dim + 1 :])
+        for index in product(*map(range, sizes[:dim])):
+            start = 0
+            for at, extent in enumerate(share.shape[: dim + 1]):
+                start = start * extent + offsets[at] + (index[at] if at < dim else 0)
+            run = tensor[index].reshape(-1)
+            pieces.append(Piece(Box((start * row,), (run.numel(),)), run))
+    return share._replace(shape=shape, mesh=None, placements=(), is_flat=True, pieces=tuple(pieces))

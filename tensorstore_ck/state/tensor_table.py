@@ -1,0 +1,217 @@
+"""The tensors and arrays of a state, by number, as columns: torch is asked once for what a put needs to know of each.
+
+A state has tens of thousands of them, and its owner waits meanwhile. So most leave nothing behind but entries in lists: an object for each
+would cost more than the questions, in garbage collection. What must be described, `Specs`, and what is read, `Sources`, is made later, by
+whoever asks for it. Knows no tree.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tensorstore_ck.format.layout import ByteSource, TensorSpec
+from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD
+from tensorstore_ck.state.aliasing import Area, Areas
+from tensorstore_ck.state.boxes import is_checkpointable
+from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource
+from tensorstore_ck.state.plain_memory import PLAIN
+from tensorstore_ck.state.registered_types import DTYPE_NAMES
+
+Numbers = npt.NDArray[np.int64]
+
+
+class Form(NamedTuple):
+    """What tensors of one dtype and shape have in common."""
+
+    dtype: str
+    item_bytes: int
+    shape: tuple[int, ...]
+    size_bytes: int
+    """On this rank."""
+    is_complex: bool = False
+
+
+class Specs(Sequence[TensorSpec]):
+    """Tensors, as a layout tells of them."""
+
+    def __init__(self, names: Sequence[str], forms: Sequence[Form]) -> None:
+        self._names = names
+        self._forms = forms
+        self._made: list[TensorSpec] | None = None
+
+    @overload
+    def __getitem__(self, number: int) -> TensorSpec: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[TensorSpec]: ...
+    def __getitem__(self, number: int | slice) -> TensorSpec | list[TensorSpec]:
+        return self._all()[number]
+
+    def __iter__(self) -> Iterator[TensorSpec]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def _all(self) -> list[TensorSpec]:
+        if self._made is None:
+            self._made = [TensorSpec(name, *form[:3]) for name, form in zip(self._names, self._forms, strict=True)]
+        return self._made
+
+
+class LazySources(Sequence[ByteSource]):
+    """Sources of which each is made when it is asked for: 20,000 objects would cost as much as what they hold."""
+
+    @abstractmethod
+    def at(self, number: int) -> ByteSource:
+        """The source of that number, which is in range."""
+
+    @overload
+    def __getitem__(self, number: int) -> ByteSource: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[ByteSource]: ...
+    def __getitem__(self, number: int | slice) -> ByteSource | list[ByteSource]:
+        there = range(len(self))[number]
+        return self.at(there) if isinstance(there, int) else [self.at(each) for each in there]
+
+
+class Sources(LazySources):
+    """The bytes of tensors."""
+
+    def __init__(self, addresses: Numbers, sizes: Numbers, owners: Sequence[object], made: dict[int, ByteSource]) -> None:
+        """`owners` keep the memory alive; a tensor is one that is to be copied. `made`: what is not to be made any more."""
+        self.addresses = addresses
+        """0 for what is not one piece of host memory."""
+        self.sizes = sizes
+        self._owners = owners
+        self._made = made
+
+    @classmethod
+    def of(cls, sources: Sequence[ByteSource]) -> "Sources":
+        """Any others, as columns."""
+        if isinstance(sources, Sources):
+            return sources
+        addresses = np.array([_address_of(source) for source in sources], np.int64)
+        sizes = np.array([source.size_bytes for source in sources], np.int64)
+        return cls(addresses, sizes, [None] * len(sizes), dict(enumerate(sources)))
+
+    def pick(self, numbers: Sequence[int], more: Sequence[ByteSource]) -> "Sources":
+        """Some of them, and more."""
+        places, found = list(numbers), Sources.of(more)
+        made = {position: self._made[number] for position, number in enumerate(places) if number in self._made}
+        return Sources(
+            np.concatenate((self.addresses[places], found.addresses)),
+            np.concatenate((self.sizes[places], found.sizes)),
+            [*(self._owners[number] for number in places), *found._owners],
+            made | dict(enumerate(more, len(places))),
+        )
+
+    def at(self, number: int) -> ByteSource:
+        """See `LazySources`."""
+        if number in self._made:
+            return self._made[number]
+        owner = self._owners[number]
+        if isinstance(owner, torch.Tensor):
+            return self._made.setdefault(number, CopySource(owner))
+        return MemorySource(int(self.addresses[number]), owner, int(self.sizes[number]))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+class Columns:
+    """Tensors and arrays. Their numbers follow each other."""
+
+    def __init__(self) -> None:
+        self.number_of: dict[int, int] = {}
+        """By id: one object comes back as one object."""
+        self.objects: list[torch.Tensor | Array] = []
+        """Keeps them alive, too: an id is only good that long."""
+        self.names: list[str] = []
+        self.forms: list[Form] = []
+        self.flags: dict[int, int] = {}
+        """Of those that have some."""
+        self.areas = Areas()
+        self._addresses: list[int] = []
+        self._owners: list[object] = []
+        self._made: dict[int, ByteSource] = {}
+        self._known_forms: dict[tuple[torch.dtype, torch.Size], Form] = {}
+
+    def add_run(self, items: Sequence[Any], start: int) -> int:
+        """Adds items from `start` on, as long as they are new tensors, dense and in one piece; tells where that ends.
+
+        Their `names` are the caller's to add. Anything out of the ordinary ends a run, and is looked at by whoever can tell what it is.
+        """
+        objects, forms, owners, addresses = self.objects, self.forms, self._owners, self._addresses
+        starts, stops, number_of, known_forms = self.areas.starts, self.areas.stops, self.number_of, self._known_forms
+        position, first = start, len(objects)
+        try:
+            for position in range(start, len(items)):
+                tensor = items[position]
+                kind, key = type(tensor), id(tensor)
+                # What is sparse, nested or otherwise opaque has no shape or no storage: then torch raises.
+                if kind not in PLAIN or key in number_of or not tensor.is_contiguous() or tensor.is_neg() or is_checkpointable(tensor):
+                    return position
+                form = known_forms.get((tensor.dtype, tensor.shape)) or self._new_form(tensor)
+                if form is None or (form.is_complex and tensor.is_conj()):
+                    return position
+                size, storage = form.size_bytes, tensor.untyped_storage()
+                area = storage.data_ptr()
+                area_stop = area + storage.nbytes()
+                address = area + tensor.storage_offset() * form.item_bytes
+                is_on_host, has_flags = tensor.is_cpu, tensor.requires_grad or kind is torch.nn.Parameter
+                if (size and address + size > area_stop) or not (is_on_host or tensor.is_cuda):
+                    return position
+                number_of[key] = number = first + position - start
+                objects.append(tensor)
+                forms.append(form)
+                starts.append(area)
+                stops.append(area_stop if size else area)
+                addresses.append(address if is_on_host else 0)
+                owners.append(storage if is_on_host else tensor)
+                if has_flags:
+                    self.flags[number] = flags_of(tensor)
+                if not is_on_host:
+                    self.areas.devices[number] = tensor.device
+        except RuntimeError:
+            return position
+        return len(items)
+
+    def add(self, found: torch.Tensor | Array, spec: TensorSpec, source: ByteSource, area: Area, flags: int = 0) -> int:
+        """Adds what the caller knows all about, and tells its number."""
+        number = self.number_of[id(found)] = len(self.objects)
+        self.objects.append(found)
+        self.names.append(spec.name)
+        self.forms.append(Form(spec.dtype, spec.item_bytes, spec.shape, source.size_bytes))
+        self.areas.append(area)
+        self._addresses.append(_address_of(source))
+        self._owners.append(None)
+        self._made[number] = source
+        if flags:
+            self.flags[number] = flags
+        return number
+
+    def sources(self) -> Sources:
+        """Their bytes."""
+        sizes = np.array([form.size_bytes for form in self.forms], np.int64)
+        return Sources(np.array(self._addresses, np.int64), sizes, self._owners, self._made)
+
+    def _new_form(self, tensor: torch.Tensor) -> Form | None:
+        dtype, shape = tensor.dtype, tuple(tensor.shape)
+        if dtype not in DTYPE_NAMES:
+            return None
+        form = Form(DTYPE_NAMES[dtype], dtype.itemsize, shape, prod(shape) * dtype.itemsize, dtype.is_complex)
+        return self._known_forms.setdefault((dtype, tensor.shape), form)
+
+
+def flags_of(tensor: torch.Tensor) -> int:
+    """`REQUIRES_GRAD` and `PARAMETER`."""
+    return (REQUIRES_GRAD if tensor.requires_grad else 0) | (PARAMETER if type(tensor) is torch.nn.Parameter else 0)
+
+
+def _address_of(source: ByteSource) -> int:
+    return source.address if isinstance(source, MemorySource) else 0

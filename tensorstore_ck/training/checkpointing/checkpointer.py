@@ -1,0 +1,399 @@
+"""Saves a job's state when a trigger fires, and resumes from the newest snapshot that is sound."""
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from tensorstore_ck.common.ids import Ulid, new_ulid, ulid_text
+from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
+from tensorstore_ck.engine.write.suspicious_save import Unchanged, require_checks
+from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotDroppedError, StoreError
+from tensorstore_ck.log.retention import Policy
+from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.maintenance.advise import NOTE, note_costs
+from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, Costs
+from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
+from tensorstore_ck.session.save import PendingSnapshot
+from tensorstore_ck.store import Store
+from tensorstore_ck.training import TrainingState
+from tensorstore_ck.training.checkpointing.resume import Resuming
+from tensorstore_ck.training.checkpointing.resume_candidates import OnDrift
+from tensorstore_ck.training.checkpointing.step_flag import Board, ask_around
+from tensorstore_ck.training.checkpointing.triggers import CLOCK, Moment, Trigger, auto, on_preemption
+from tensorstore_ck.training.checkpointing.unsaved_time import Unsaved, will_repeat
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+LEAD_STEPS: Final = 10
+
+
+class Checkpointer:
+    """For a training loop::
+
+        with tsck.Checkpointer(store, training, ref="runs/gpt", when=tsck.every_steps(1000) | tsck.on_preemption()) as ckpt:
+            resumed = ckpt.resume()
+            for step in range(resumed.step + 1 if resumed else 1, total + 1):
+                ...
+                ckpt.step(step, {"val_loss": loss})
+                if ckpt.preempted:
+                    break
+
+    A save that fails with what may pass (a backend is away, a rank is late) is told in a warning, and the next trigger saves again; when
+    there was no snapshot for `max_unsaved_seconds`, `step` raises. It raises what will repeat (a state, an option or a ref that is refused)
+    at once. Ranks of a group raise after the same step, up to `lead_steps` later, when puts under way have ended. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        state: object,
+        *,
+        ref: str,
+        when: Trigger,
+        keep: Mapping[str, object] | None = None,
+        asynchronous: bool = True,
+        group: "ProcessGroup | DeviceMesh | None" = None,
+        total_steps: int | None = None,
+        lead_steps: int = LEAD_STEPS,
+        unchanged: Unchanged = "warn",
+        verify_capture: float = SAMPLE_SHARE,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        max_unsaved_seconds: float | None = None,
+        clock: Callable[[], float] = CLOCK,
+    ) -> None:
+        """All ranks of `group` make one alike.
+
+        Args:
+            store: Where to.
+            state: A `TrainingState`; or any state that `Store.put_snapshot` takes, whose tensors are restored in place.
+            ref: The branch.
+            when: When to save: triggers, joined by ``|`` and ``&``.
+            keep: What stays, as in `Store.set_policy` for this ref; None: what is said already.
+            asynchronous: Whether saves go on beside the training.
+            group: All ranks of it save and resume together.
+            total_steps: How long the training is, for `at_fraction` and `last`.
+            lead_steps: How many steps ahead rank 0 tells what goes by its clock, or that saves fail: more than ranks are ever apart.
+            unchanged: See `Store.put_snapshot`.
+            verify_capture: Likewise.
+            timeout_seconds: With `group`: when to give up on ranks that do not come.
+            max_unsaved_seconds: How long the training goes on while saves fail or hang, by the clock of rank 0, since the newest snapshot
+                that was published; by default an hour, or 10 of the usual intervals between saves if that is longer.
+            clock: In seconds; for tests.
+
+        Raises:
+            InvalidOptionError: `when` is no trigger, or `keep` makes no sense.
+        """
+        if not isinstance(when, Trigger):
+            raise InvalidOptionError(f"when must be a trigger, such as tsck.every_steps(1000), not {when!r}", object_id="when")
+        if isinstance(lead_steps, bool) or not isinstance(lead_steps, int) or lead_steps < 1:
+            raise InvalidOptionError(f"lead_steps must be a whole number from 1 on, not {lead_steps!r}", object_id="lead_steps")
+        group = process_group(group)
+        policy = None if keep is None else Policy.of(**keep)
+        self._store, self._state, self._ref, self._when, self._group = store, state, ref, when, group
+        self._asynchronous, self._total_steps, self._timeout_seconds, self._clock = asynchronous, total_steps, timeout_seconds, clock
+        self._checks = require_checks(unchanged, verify_capture)
+        self._told = list(when.told())
+        self.preempted = False
+        """Whether a snapshot was begun because of `on_preemption`: on all ranks after the same step, so that the loop can end there."""
+        self._board: Board | None = None
+        self._ends_at: int | None = None
+        """After which step all ranks look whether the training must end, as rank 0 has said."""
+        self._pending: list[tuple[PendingSnapshot, float]] = []
+        self._saves = self._resumes = 0
+        self._before: Moment | None = None
+        self._stall = self._lag = self._restart = 0.0
+        self._run_mtbf: float | None = None
+        self._unsaved = Unsaved(max_unsaved_seconds, clock)
+        self._resuming = Resuming(store, state, ref, group, timeout_seconds)
+        self._round = 0
+        """How often it was resumed, or looked whether it must end: the same on all ranks."""
+
+        def begin() -> bytes:
+            if policy is not None and store.policies().get(ref) != policy:
+                store.set_policy(ref, **policy.encode())
+            return new_ulid()
+
+        drawn = Ulid(self._from_first("the id of a Checkpointer", begin))
+        self._id = ulid_text(drawn)
+        self._began_ns = int.from_bytes(drawn[:6], "big") * 1_000_000
+        """Of the run: the same on all ranks, as it is in the metadata."""
+        if group is not None:
+            run, renew, prefix = store.groups.runner(group), store.groups.of(group)[0].renew, f"tsck/{self._id}/"
+            self._board = Board(run, renew, rank=group.rank(), prefix=prefix, lead_steps=lead_steps, clock=clock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close() if kind is None else None
+
+    @property
+    def costs(self) -> Costs:
+        """What this rank has measured, for `Store.advise`; 0 where nothing was yet."""
+        return Costs(self._stall, self._lag, self._restart, self._run_mtbf or DEFAULT_MTBF_SECONDS)
+
+    # --- resume -------------------------------------------------------------------------------------------------------
+
+    def resume(self, *, drift: OnDrift | None = None) -> Snapshot | None:
+        """Restores the newest snapshot that is not marked and of which every block that this job reads verifies.
+
+        What is marked ``bad`` or ``damaged``, or found damaged on any rank, is passed over by all, and told in warnings. What may pass,
+        such as a read that fails, is tried again some times. All ranks restore the same one, or raise the same.
+
+        Args:
+            drift: What to do about a snapshot that is marked ``drift``, or was put by the same run after one that is: ranks that should
+                hold the same did not, which may be a corrupted rank. ``"accept"`` takes it, ``"skip"`` passes it over with a warning.
+
+        Returns:
+            The snapshot; None where there is none at all: then the training starts from the beginning.
+
+        Raises:
+            SnapshotMarkedBadError: replicas had drifted apart, and `drift` does not say what to do; names tensors, ranks and both copies.
+            MismatchError: the newest one that is sound does not fit the state.
+            DamageError: there are snapshots, and none of them can be restored.
+            RetryableError: it cannot be restored for now.
+        """
+        began = self._clock()
+        self._begin_round()
+        found = self._resuming.restore(drift)
+        if found is not None:
+            self._restart = self._clock() - began
+            self._note_resumed(found)
+        self._unsaved.begin()
+        return found
+
+    def _note_resumed(self, found: Snapshot) -> None:
+        note = self._resuming.note(found)
+        epoch, resumes, began_ns = note.get("epoch"), note.get("resumes"), note.get("began_ns")
+        costs = note_costs(note)
+        self._stall, self._lag = self._stall or costs.get("stall", 0.0), self._lag or costs.get("lag", 0.0)
+        self._resumes = 1 + (resumes if isinstance(resumes, int) else 0)
+        self._began_ns = began_ns if isinstance(began_ns, int) else found.time_ns
+        self._before = Moment(found.step or 0, epoch if isinstance(epoch, int | float) else None)
+        self._run_mtbf = max(1.0, (found.time_ns - self._began_ns) / 1e9) / self._resumes
+        for each in self._told:
+            each.begin()
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        step: int,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        epoch: float | None = None,
+        last: bool = False,
+        metadata: Mapping[str, object] | None = None,
+    ) -> Snapshot | PendingSnapshot | None:
+        """Saves, if it is time; to be called after each step, by all ranks with the same values.
+
+        Args:
+            step: How many steps are done.
+            metrics: Numbers of this step; they are put with the snapshot.
+            epoch: How many epochs are done, as a number that grows: ``2.5``.
+            last: Whether this is the last step.
+            metadata: What else the snapshot is to know.
+
+        Returns:
+            What was put, or is being put; None where nothing was, or could be.
+
+        Raises:
+            InvalidOptionError: the step went backwards, or a trigger needs something that it was not told.
+            StoreError: a save failed with what will repeat, or there was no snapshot for too long: on all ranks after the same step.
+        """
+        if self._before is not None and step < self._before.step:
+            raise InvalidOptionError(f"step {step} came after step {self._before.step}: call resume() to go back", object_id="step")
+        self._look_at_pending()
+        moment = Moment(
+            step,
+            epoch,
+            self._total_steps,
+            dict(metrics or {}),
+            is_first=self._before is None,
+            is_last=last,
+            previous_step=self._before.step if self._before is not None else None,
+            previous_epoch=self._before.epoch if self._before is not None else None,
+        )
+        self._before = moment
+        self._end_if_hopeless(step)
+        ask_around(self._board, self._told, self._saves, step)
+        if not self._when.fires(moment):
+            return None
+        self._saves += 1
+        self.preempted |= any(isinstance(each, on_preemption) and each.fires(moment) for each in self._told)
+        self._when.saved(moment)
+        return self._put(moment, metadata or {})
+
+    def _put(self, moment: Moment, metadata: Mapping[str, object]) -> Snapshot | PendingSnapshot | None:
+        options: dict[str, Any] = {
+            "ref": self._ref,
+            "step": moment.step,
+            "metrics": {name: float(value) for name, value in moment.metrics.items()},
+            "group": self._group,
+            **self._checks._asdict(),
+            "timeout_seconds": self._timeout_seconds,
+        }
+        self._settle()
+        began = self._clock()
+        self._unsaved.begin_save()
+        state, store = self._state, self._store
+        found: Snapshot | PendingSnapshot
+        try:
+            options["metadata"] = {**metadata, NOTE: self._note(moment)}
+            if self._asynchronous:
+                pending = (
+                    state.put_async(store, **options) if isinstance(state, TrainingState) else store.put_snapshot_async(state, **options)
+                )
+                self._pending.append((pending, began))
+                found = pending
+            else:
+                found = state.put(store, **options) if isinstance(state, TrainingState) else store.put_snapshot(state, **options)
+                self._unsaved.sound()
+        except StoreError as exc:
+            self._fail(moment.step, exc)
+            if not self._asynchronous and self._unsaved.refusal is not None:
+                self._end()  # all ranks have learned the same of this put
+            self._end_if_hopeless(moment.step)
+            return None
+        self._measure(self._clock() - began)
+        return found
+
+    def _note(self, moment: Moment) -> dict[str, object]:
+        """What the snapshot is to know of the run: the same on all ranks, so costs are those of the first."""
+        told = self._from_first(f"what save {self._saves} of {self._ref!r} notes", lambda: json.dumps(self.costs[:3]).encode())
+        costs = {name: seconds for name, seconds in zip(Costs._fields, json.loads(told), strict=False) if seconds > 0}
+        return {"began_ns": self._began_ns, "resumes": self._resumes, "epoch": moment.epoch, "costs": costs}
+
+    def _measure(self, stall: float) -> None:
+        self._stall = stall if not self._stall else (self._stall + stall) / 2
+        for each in self._told:
+            if isinstance(each, auto):
+                each.measured(self._stall, self._lag, self._restart, self._run_mtbf)
+
+    def _look_at_pending(self) -> None:
+        left = []
+        for pending, began in self._pending:
+            if not pending.done():
+                left.append((pending, began))
+            elif self._came_of(pending):
+                self._lag = self._clock() - began
+        self._pending = left
+
+    def _came_of(self, pending: PendingSnapshot) -> bool:
+        """Waits for a put, and notes what came of it: whether it is published. Nobody else is told of its error."""
+        try:
+            pending.wait()
+        except Exception as exc:  # noqa: BLE001 - also what is no error of the store's, such as a device's
+            self._fail(pending.step, exc)
+            return False
+        self._unsaved.sound()
+        return True
+
+    def wait(self) -> None:
+        """Until all that was begun is published; what failed is told in warnings.
+
+        Raises:
+            StoreError: what will repeat.
+        """
+        pending, self._pending = self._pending, []
+        for each, _ in pending:
+            self._came_of(each)
+        if self._unsaved.refusal is not None:
+            self._end()
+
+    def close(self) -> None:
+        """Waits for what was begun. The store stays open.
+
+        Raises:
+            StoreError: the newest save failed, and nothing will be saved after it.
+        """
+        self.wait()
+        self._settle()
+        if self._unsaved.failure is not None and not isinstance(self._unsaved.failure, SnapshotDroppedError):
+            self._end(is_over=True)
+
+    # --- what fails ---------------------------------------------------------------------------------------------------
+
+    def _fail(self, step: int | None, exc: BaseException) -> None:
+        if not self._unsaved.fail(exc):
+            warnings.warn(f"the snapshot of step {step} was not put: {exc}; the training goes on", stacklevel=5)
+
+    def _settle(self) -> None:
+        """See `Unsaved.settle`. What is not known yet is asked again at the next save; ranks must begin this one together."""
+        try:
+            self._unsaved.settle(self._store)
+        except StoreError as exc:
+            warnings.warn(f"{exc}; it is asked again at the next save", stacklevel=5)
+
+    def _begin_round(self) -> None:
+        """What the board says of an end counts no more."""
+        self._round += 1
+        self._ends_at = None
+
+    def _must_end(self) -> bool:
+        """Whether the saves will fail, or have failed or hung for too long: the first rank says so of the time, each of its own errors."""
+        is_first, unsaved = self._board is None or self._board.is_first, self._unsaved
+        is_failing = unsaved.failure is not None or bool(self._pending)
+        return unsaved.refusal is not None or (is_first and is_failing and unsaved.is_too_long)
+
+    def _end_if_hopeless(self, step: int) -> None:
+        """Ends the training where it must; all ranks from the step that rank 0 says, whatever they know of the saves themselves."""
+        if self._board is None:
+            self._end(unless_sound=True) if self._must_end() else None
+            return
+        if self._ends_at is None:
+            try:
+                self._ends_at = self._board.look(f"end/{self._round}", step, wants=self._must_end())
+            except SnapshotAbortedError as exc:
+                if self._unsaved.is_too_long and self._board.away_seconds > self._unsaved.max_seconds:
+                    self._unsaved.fail(exc)
+                    self._end()  # nobody can tell, for too long: this rank sees for itself
+        if self._ends_at is not None and step >= self._ends_at:
+            self._end(unless_sound=True)
+
+    def _all_go_on(self) -> bool:
+        """Whether no rank must end now, after the puts under way have ended; the same on all ranks."""
+        if self._group is None:
+            return not self._must_end()
+        title, must_end = f"whether saves to {self._ref!r} go on failing ({self._id}, {self._round})", self._must_end()
+        try:
+            said = self._store.groups.tell_all(self._group, title, lambda: bytes([must_end]), timeout_seconds=self._timeout_seconds)
+        except StoreError as exc:
+            self._unsaved.failure = self._unsaved.failure or exc
+            return False
+        return not any(map(any, said))
+
+    def _end(self, *, is_over: bool = False, unless_sound: bool = False) -> None:
+        """Raises what the saves fail with, once those under way have ended; on all ranks after the same step.
+
+        `is_over`: at the end. `unless_sound`: the training goes on where those that were under way have mended it.
+        """
+        unsaved = self._unsaved
+        error, seconds = unsaved.refusal or unsaved.failure, unsaved.seconds
+        report = self._store.drain(self._timeout_seconds)
+        self._look_at_pending()
+        self._settle()
+        goes_on = unless_sound and self._all_go_on()
+        self._begin_round()
+        if goes_on:
+            return
+        error = error or unsaved.refusal or unsaved.failure
+        self._pending = []
+        unsaved.begin()
+        if error is not None and will_repeat(error):
+            error.add_note(f"(each save to {self._ref!r} would fail likewise: the training must not go on without; {report})")
+            raise error
+        kind = type(error) if isinstance(error, StoreError) else SnapshotAbortedError
+        limit = "" if is_over else f", and max_unsaved_seconds is {unsaved.max_seconds:.0f}"
+        why = f"the newest save failed: {error}" if error is not None else "a save does not end, or failed on another rank"
+        raise kind(
+            f"no snapshot of {self._ref!r} was published in the last {seconds:.0f} s{limit}; {why}; {report}", object_id=self._ref
+        ) from error
+
+    def _from_first(self, title: str, value: Callable[[], bytes]) -> bytes:
+        if self._group is None:
+            return value()
+        return self._store.groups.from_first(self._group, title, value, timeout_seconds=self._timeout_seconds)

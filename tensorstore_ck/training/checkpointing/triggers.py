@@ -1,0 +1,283 @@
+"""Triggers: what says at a step that it is time to save. `|` and `&` join them.
+
+Most follow from the step, the epoch and the metrics, which all ranks have: these decide alike without asking each other. What goes by a
+clock or a signal (`Told`) is decided by one rank, and told to all with the step from which it counts; see `board`.
+"""
+
+import math
+import signal
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Final, NamedTuple
+
+from tensorstore_ck.common.units import parse_seconds
+from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, Costs, best, require_costs
+from tensorstore_ck.training.checkpointing.metric_condition import condition
+
+FIRST_SECONDS: Final = 600.0
+"""Of `auto`, until something was measured."""
+CLOCK: Final = time.monotonic
+
+
+class Moment(NamedTuple):
+    """Where a run is when it asks."""
+
+    step: int
+    """Steps that are done; the first one that is asked for is usually 1."""
+    epoch: float | None = None
+    total_steps: int | None = None
+    metrics: Mapping[str, float] = {}
+    is_first: bool = False
+    """Nothing was asked for before, in this run or those that it goes on from."""
+    is_last: bool = False
+    previous_step: int | None = None
+    """When it asked before; or where it was resumed."""
+    previous_epoch: float | None = None
+
+
+class Trigger(ABC):
+    """Says whether it is time to save."""
+
+    @abstractmethod
+    def fires(self, moment: Moment) -> bool:
+        """Whether it is; asked once at each step."""
+
+    def saved(self, moment: Moment) -> None:  # noqa: B027 - most have nothing to remember
+        """A snapshot of this moment was put, whoever said so."""
+
+    def told(self) -> "Iterator[Told]":
+        """Those in it that one rank decides."""
+        return iter(())
+
+    def __or__(self, other: "Trigger") -> "Trigger":
+        return _Joined(any, self, other)
+
+    def __and__(self, other: "Trigger") -> "Trigger":
+        return _Joined(all, self, other)
+
+
+class _Joined(Trigger):
+    def __init__(self, join: Callable[[Collection[bool]], bool], *triggers: Trigger) -> None:
+        for each in triggers:
+            if not isinstance(each, Trigger):
+                raise InvalidOptionError(f"{each!r} is no trigger, such as every_steps(1000)", object_id="when")
+        self._join, self._triggers = join, triggers
+
+    def fires(self, moment: Moment) -> bool:
+        """See `Trigger` and `Told`."""
+        return self._join([each.fires(moment) for each in self._triggers])  # all are asked: some count
+
+    def saved(self, moment: Moment) -> None:
+        """See `Trigger` and `Told`."""
+        for each in self._triggers:
+            each.saved(moment)
+
+    def told(self) -> "Iterator[Told]":
+        """See `Trigger` and `Told`."""
+        for each in self._triggers:
+            yield from each.told()
+
+
+class _Pure(Trigger):
+    """What follows from the moment alone."""
+
+    def __init__(self, holds: Callable[[Moment], bool]) -> None:
+        self._holds = holds
+
+    def fires(self, moment: Moment) -> bool:
+        """See `Trigger` and `Told`."""
+        return self._holds(moment)
+
+
+class Told(Trigger):
+    """What one rank decides: from a step that is told in advance, until the next snapshot."""
+
+    def __init__(self, *, any_rank: bool = False) -> None:
+        """`any_rank`: each rank may ask for it, and not only the first one."""
+        self.any_rank = any_rank
+        self.since: int | None = None
+        """From which step it counts."""
+
+    @abstractmethod
+    def wants(self) -> bool:
+        """Whether it is time, for this rank."""
+
+    def fires(self, moment: Moment) -> bool:
+        """See `Trigger` and `Told`."""
+        return self.since is not None and moment.step >= self.since
+
+    def saved(self, moment: Moment) -> None:
+        """See `Trigger` and `Told`."""
+        self.since = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Counts from now."""
+
+    def told(self) -> "Iterator[Told]":
+        """See `Trigger` and `Told`."""
+        yield self
+
+
+def _count(value: object, what: str) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    raise InvalidOptionError(f"{what} must be a whole number from 1 on, not {value!r}", object_id=what)
+
+
+def every_steps(steps: int) -> Trigger:
+    """At each multiple of `steps`; where a run does several steps at once, as soon as one is passed."""
+    count = _count(steps, "steps")
+    return _Pure(lambda moment: moment.step // count > (moment.previous_step or 0) // count)
+
+
+def at_steps(steps: Collection[int]) -> Trigger:
+    """At these steps."""
+    if not all(type(step) is int for step in steps):
+        raise InvalidOptionError(f"at_steps takes steps, not {steps!r}", object_id="steps")
+    chosen = frozenset(steps)
+    return _Pure(lambda moment: moment.step in chosen)
+
+
+def every_epochs(epochs: float) -> Trigger:
+    """Whenever another multiple of `epochs` is reached; `Checkpointer.step` must be told the epoch, as a number that grows."""
+    if not (isinstance(epochs, int | float) and not isinstance(epochs, bool) and math.isfinite(epochs) and epochs > 0):
+        raise InvalidOptionError(f"epochs must be a number larger than 0, not {epochs!r}", object_id="epochs")
+
+    def holds(moment: Moment) -> bool:
+        if moment.epoch is None:
+            raise InvalidOptionError("every_epochs needs to be told the epoch: step(step, epoch=...)", object_id="epoch")
+        return moment.epoch // epochs > (moment.previous_epoch or 0) // epochs
+
+    return _Pure(holds)
+
+
+def at_fraction(fraction: float) -> Trigger:
+    """After each such part of the whole training: ``at_fraction(0.1)`` ten times. `Checkpointer` must be told `total_steps`."""
+    if not (isinstance(fraction, int | float) and not isinstance(fraction, bool) and 0 < fraction <= 1):
+        raise InvalidOptionError(f"a fraction must be larger than 0 and at most 1, not {fraction!r}", object_id="fraction")
+
+    def holds(moment: Moment) -> bool:
+        if moment.total_steps is None:
+            raise InvalidOptionError(
+                "at_fraction needs to know how long the training is: Checkpointer(total_steps=...)", object_id="total_steps"
+            )
+        every = max(1, round(fraction * moment.total_steps))
+        return moment.step // every > (moment.previous_step or 0) // every
+
+    return _Pure(holds)
+
+
+def first() -> Trigger:
+    """At the very first step of a run that goes on from nothing."""
+    return _Pure(lambda moment: moment.is_first)
+
+
+def last() -> Trigger:
+    """When `Checkpointer.step` is told ``last=True``, or `total_steps` is reached."""
+    return _Pure(lambda moment: moment.is_last or moment.step == moment.total_steps)
+
+
+class on_improvement(Trigger):  # noqa: N801 - read as the functions beside it
+    """When a metric is better than it ever was in this run, by more than `min_delta`. All ranks must be told the same value."""
+
+    def __init__(self, metric: str, *, min_delta: float = 0.0, direction: str = "min") -> None:
+        if direction not in ("min", "max") or not metric or not (math.isfinite(min_delta) and min_delta >= 0):
+            raise InvalidOptionError(
+                'on_improvement takes a metric, min_delta from 0 on, and direction="min" or "max"', object_id=str(metric)
+            )
+        self._metric, self._min_delta, self._sign = metric, min_delta, 1.0 if direction == "min" else -1.0
+        self.best = math.nan
+        """The best value so far, of those that were told and are numbers."""
+
+    def fires(self, moment: Moment) -> bool:
+        """See `Trigger` and `Told`."""
+        value = moment.metrics.get(self._metric, math.nan)
+        if math.isnan(value) or self._sign * value >= self._sign * self.best - self._min_delta:
+            return False
+        self.best = value
+        return True
+
+
+def on_metric(holds: str | Callable[[Mapping[str, float]], bool]) -> Trigger:
+    """When a condition holds that did not hold at the step before: ``"val_loss < 2.1 and step > 5000"``, or a function of the metrics."""
+    if isinstance(holds, str):
+        return _Rising(condition(holds))
+    if callable(holds):
+        return _Rising(holds)
+    raise InvalidOptionError(f"on_metric takes a condition such as 'val_loss < 2.1', or a function, not {holds!r}", object_id="on_metric")
+
+
+class _Rising(Trigger):
+    def __init__(self, holds: Callable[[Mapping[str, float]], bool]) -> None:
+        self._holds, self._held = holds, False
+
+    def fires(self, moment: Moment) -> bool:
+        """See `Trigger` and `Told`."""
+        before, self._held = self._held, bool(self._holds({**moment.metrics, "step": moment.step}))
+        return self._held and not before
+
+
+class every_seconds(Told):  # noqa: N801 - likewise
+    """When so much time has passed since the last snapshot, by the clock of rank 0: seconds, or ``"15m"``."""
+
+    def __init__(self, seconds: float | str, *, clock: Callable[[], float] = CLOCK) -> None:
+        super().__init__()
+        self.seconds = parse_seconds(seconds, "seconds")
+        if self.seconds <= 0:
+            raise InvalidOptionError("seconds must be longer than nothing", object_id="seconds")
+        self._clock = clock
+        self._began = clock()
+
+    def begin(self) -> None:
+        """See `Trigger` and `Told`."""
+        self._began = self._clock()
+
+    def wants(self) -> bool:
+        """See `Trigger` and `Told`."""
+        return self._clock() - self._began >= self.seconds
+
+
+class auto(every_seconds):  # noqa: N801 - likewise
+    """At the interval that loses least time, by what saves, restores and failures of this run have cost so far; see `intervals.best`."""
+
+    def __init__(self, *, mtbf: float | str | None = None, clock: Callable[[], float] = CLOCK) -> None:
+        """`mtbf`: mean time between failures; without it, by how often this run was resumed, and four hours before it ever was."""
+        super().__init__(FIRST_SECONDS, clock=clock)
+        self.mtbf_seconds = None if mtbf is None else parse_seconds(mtbf, "mtbf")
+
+    def measured(self, stall: float, lag: float, restart: float, run_mtbf: float | None) -> None:
+        """What the run has measured so far."""
+        mtbf = self.mtbf_seconds or run_mtbf or DEFAULT_MTBF_SECONDS
+        self.seconds = best(require_costs(Costs(stall, lag, restart, mtbf)))
+
+
+class on_preemption(Told):  # noqa: N801 - likewise
+    """When a signal came that says that the machine will go, to any rank: SIGTERM, or those given. See `Checkpointer.preempted`."""
+
+    def __init__(self, *signals: int) -> None:
+        super().__init__(any_rank=True)
+        self._came = threading.Event()
+        for number in signals or (signal.SIGTERM,):
+            before = signal.getsignal(number)
+
+            def handle(got: int, frame: object, before: object = before) -> None:
+                self._came.set()
+                if callable(before):
+                    before(got, frame)
+
+            try:
+                signal.signal(number, handle)
+            except (ValueError, OSError) as exc:
+                raise InvalidOptionError(f"on_preemption cannot answer signal {number}: {exc}", object_id="on_preemption") from exc
+
+    def begin(self) -> None:
+        """See `Trigger` and `Told`."""
+        self._came.clear()
+
+    def wants(self) -> bool:
+        """See `Trigger` and `Told`."""
+        return self._came.is_set()

@@ -1,0 +1,136 @@
+"""`ProgressLine`: one line on a terminal that shows the snapshot being put, and a line for each that ended. Nothing elsewhere.
+
+Polls what is in flight and hears of what ended; knows neither stores nor files. All writing is done by one daemon thread, so that
+a terminal that is stopped (Ctrl-S) or gone never holds up a put.
+"""
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol, Self, TextIO
+
+from tensorstore_ck.common.put_progress import Progress
+from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.events import Event, Observed, event_text
+from tensorstore_ck.redaction import one_line
+
+PERIOD_SECONDS: Final = 0.2
+STOP_SECONDS: Final = 1.0
+"""A terminal that takes no output is not waited for any longer."""
+BAR_CELLS: Final = 10
+_CLEAR: Final = "\r\x1b[K"
+
+
+class InFlight(Protocol):
+    """A put that has not ended."""
+
+    @property
+    def ref(self) -> str: ...  # noqa: D102
+    @property
+    def step(self) -> int | None: ...  # noqa: D102
+    def progress(self) -> Progress: ...  # noqa: D102
+
+
+class Watched(Observed, Protocol):
+    """What puts snapshots: a `Store`."""
+
+    def pending(self) -> Sequence[InFlight]:
+        """Those in flight, oldest first."""
+
+
+class ProgressLine:
+    """Shows on a terminal what `store` puts. A context manager, for as long as the training runs; use it on one rank.
+
+    Example:
+        ``with tsck.ProgressLine(store): train()``
+    """
+
+    def __init__(self, store: Watched, stream: TextIO | None = None) -> None:
+        """`stream` is stderr by default; where it is no terminal, nothing is shown."""
+        self._store = store
+        self._stream = stream if stream is not None else sys.stderr
+        self._shown = self._stream.isatty()
+        self._ended: deque[str] = deque()
+        """What is still to be said of puts that ended."""
+        self._drawn = ""
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._unsubscribe: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Begins to show; `stop` ends it."""
+        if self._thread is None and self._shown:
+            self._stopping.clear()
+            self._unsubscribe = self._store.on_event(self._note)
+            self._thread = threading.Thread(target=self._run, name="tsck-progress", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Says what has ended since, and takes the line away."""
+        if self._thread is not None:
+            self._unsubscribe()
+            self._stopping.set()
+            self._thread.join(STOP_SECONDS)
+            self._thread = None
+
+    def draw(self) -> None:
+        """Draws how things are now; while it is started, this is done five times a second."""
+        if self._shown:
+            self._show(_line(self._store.pending()))
+
+    def _run(self) -> None:
+        while self._shown and not self._stopping.is_set():
+            self.draw()
+            self._stopping.wait(PERIOD_SECONDS)
+        if self._shown:
+            self._show("")
+
+    def _note(self, event: Event) -> None:
+        if event.kind in ("published", "failed", "dropped"):
+            self._ended.append(event_text(event))
+
+    def _show(self, line: str) -> None:
+        line = line[: _columns(self._stream) - 1]
+        ended = [self._ended.popleft() for _ in range(len(self._ended))]
+        if not ended and line == self._drawn:
+            return
+        try:
+            self._stream.write(_CLEAR + "".join(f"{text}\n" for text in ended) + line)
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._shown = False  # the terminal is gone, or closed: a job goes on without it
+        self._drawn = line
+
+
+def _line(pending: Sequence[InFlight]) -> str:
+    """The newest put that is being worked on; those that wait for their turn only count."""
+    if not pending:
+        return ""
+    progress = [each.progress() for each in pending]
+    at = max((at for at, each in enumerate(progress) if each.stage != "queued"), default=len(pending) - 1)
+    put, now = pending[at], progress[at]
+    parts = [one_line(put.ref if put.step is None else f"{put.ref}@{put.step}"), f"{now.stage:7}"]
+    if now.total_bytes:
+        full = int(BAR_CELLS * now.fraction)
+        parts.append(f"[{'#' * full}{'-' * (BAR_CELLS - full)}] {now.fraction:4.0%}")
+    if len(pending) > 1:
+        parts.append(f"{len(pending)} in flight")
+    if now.total_bytes:  # last: it is what a narrow terminal cuts off
+        parts.append(f"{human_bytes(now.done_bytes)} of {human_bytes(now.total_bytes)}, {human_bytes(int(now.bytes_per_second))}/s")
+    return "  ".join(parts).rstrip()
+
+
+def _columns(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80

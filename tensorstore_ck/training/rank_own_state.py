@@ -1,0 +1,173 @@
+"""What is a rank's own: generators, loaders' positions, buffers that differ by nature, and values that a user names.
+
+On as many ranks as put it each gets its own back, bit by bit. On another number generators begin anew, and of the rest all take what the
+first rank had, or what a function of the user makes of what all had. Knows no store.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tensorstore_ck.format.random_streams import Streams
+from tensorstore_ck.training import buffers, extras, rng
+from tensorstore_ck.training.rank_agreement import Agreement
+from tensorstore_ck.training.stateful_parts import Part, load
+
+State = dict[str, Any]
+Merge = Callable[[str, list[Any]], Any]
+VALUES: Final = "rank_values"
+_SIDES: Final = {"model": "buffers", "extra": "extra_buffers"}
+
+
+class _Module(NamedTuple):
+    """A module that has buffers, perhaps."""
+
+    part: str
+    key: str
+    """Which one of the part; '' for the only one."""
+    buffers: dict[str, torch.Tensor]
+
+    @property
+    def path(self) -> str:
+        """Where its state lies in what all share."""
+        return f"{self.part}.{self.key}" if self.key else self.part
+
+    @property
+    def side(self) -> str:
+        """Where a rank's own side has the buffers of such modules."""
+        return _SIDES[self.part]
+
+
+class OwnSide:
+    """The part of a `TrainingState` that each rank has for itself."""
+
+    def __init__(self, model: Part, loaders: Part, extra: dict[str, Any], values: dict[str, Any], merge: Merge | None) -> None:
+        self._model = model
+        self._loaders = loaders
+        self._extra = extra
+        self._values = values
+        self.merge = merge
+
+    def digests(self) -> dict[str, bytes]:
+        """Path of each buffer that ranks may hold differently -> what `Own` tells of it."""
+        return {f"{each.path}.{name}": buffers.digest(buffer) for each in self._modules() for name, buffer in each.buffers.items()}
+
+    # --- captured ---------------------------------------------------------------------------------------------------------
+
+    def capture(self, agreement: Agreement) -> State:
+        """All of it, as it is now: the tensors themselves."""
+        own: State = {
+            "generators": rng.get_process_states(),
+            **self._loaders.states(lambda _, each: each.state_dict()),
+            **self._generators("extra").states(lambda _, each: rng.get_state(each)),
+            **self._part(VALUES).states(_get_value),
+        }
+        for module in self._modules():
+            kept = buffers.own(module.path, module.buffers, agreement)
+            if kept:
+                own[module.side] = {**own.get(module.side, {}), module.key: kept} if module.key else kept
+        return own
+
+    def lead(self, shared: State, agreement: Agreement) -> None:
+        """Changes what all ranks share so that each buffer that differs by rank is put by one of them."""
+        for module in self._modules():
+            states, key = (shared[module.part], module.key) if module.key else (shared, module.part)
+            states[key] = buffers.shared(module.path, states[key], module.buffers, agreement)
+
+    # --- restored on as many ranks ----------------------------------------------------------------------------------------
+
+    def check(self, own: State) -> None:
+        """Finds out whether what this rank had fits, before anything is changed.
+
+        Raises:
+            MismatchError: it does not.
+        """
+        self._loaders.found(own)
+        self._generators("extra").found(own)
+        self._part(VALUES).found(own)
+
+    def load(self, own: State, mesh: DeviceMesh | None) -> None:
+        """Puts back what this rank had. Generators come last: what is loaded before may draw from them."""
+        for path, each, found in self._loaders.found(own):
+            load(path, each.load_state_dict, found)
+        self._load_values(own)
+        for name in ("extra", VALUES):
+            for key, each in self._generators(name).objects.items():
+                load(f"{name}.{key}", partial(rng.set_state, each), own[name][key])
+        load("generators", lambda state: rng.set_process_states(state, mesh), own["generators"])
+
+    # --- restored on another number of ranks ------------------------------------------------------------------------------
+
+    def taken(self, olds: Sequence[State]) -> State:
+        """What this rank takes of what the old ranks had, in their order: of the first, or of all where there is `merge`.
+
+        Raises:
+            MismatchError: they had other values.
+        """
+        values = [old.get(VALUES, {}) for old in olds]
+        seeded = self._generators(VALUES).objects
+        keys = dict.fromkeys(key for each in values for key in each)
+        taken: State = {VALUES: {key: None if key in seeded else self._merged(f"{VALUES}.{key}", key, values) for key in keys}}
+        self._part(VALUES).found(taken if keys else {})
+        for module in self._modules() if self.merge is not None else ():
+            kept = [_of(old, module) for old in olds]
+            merged = {
+                name: self._merged(f"{module.path}.{name}", name, kept) for name in module.buffers if any(name in each for each in kept)
+            }
+            taken[module.side] = {**taken.get(module.side, {}), module.key: merged} if module.key else merged
+        return taken
+
+    def load_taken(self, taken: State, streams: Streams) -> None:
+        """Puts it in place, and begins generators anew."""
+        self._load_values(taken)
+        for name in ("extra", VALUES):
+            for key, each in self._generators(name).objects.items():
+                rng.seed(each, streams.seed(f"{name}.{key}"))
+        rng.seed_process(streams.seed)
+
+    def told(self, old: State) -> str:
+        """What a warning says of all this; `old`: what the first rank had."""
+        kept = [name for name, sides in (("buffers", _SIDES.values()), (VALUES, (VALUES,))) if any(old.get(each) for each in sides)]
+        whose = "the first rank's" if self.merge is None else "what rank_merge= made of those of all ranks"
+        rest = f", and {' and '.join(kept)} are {whose}" if kept else ""
+        return f"each rank's generators of random numbers were seeded anew{rest}"
+
+    def _merged(self, path: str, name: str, had: Sequence[Mapping[str, Any]]) -> Any:
+        values = [each[name] for each in had if name in each]
+        return values[0] if self.merge is None else self.merge(path, values)
+
+    # --- both -------------------------------------------------------------------------------------------------------------
+
+    def _load_values(self, own: State) -> None:
+        """Of buffers those of which nothing is there are as all share them."""
+        for module in self._modules():
+            load(module.path, partial(buffers.put_back, module.buffers), _of(own, module))
+        plain = self._part(VALUES).where(lambda each: not rng.is_generator(each))
+        if plain.objects:
+            extras.put_back(self._values, plain, {VALUES: {key: own[VALUES][key] for key in plain.objects}})
+
+    def _part(self, name: str) -> Part:
+        return Part.of(name, self._extra if name == "extra" else self._values)
+
+    def _generators(self, name: str) -> Part:
+        return self._part(name).where(rng.is_generator)
+
+    def _modules(self) -> Iterator[_Module]:
+        for key, model in self._model.objects.items():
+            yield _Module("model", key, buffers.plain_in(model, of_model=True))
+        for key, module in self._part("extra").where(lambda each: isinstance(each, nn.Module)).objects.items():
+            yield _Module("extra", key, buffers.plain_in(module, of_model=False))
+
+
+def _of(own: State, module: _Module) -> dict[str, Any]:
+    """A module's buffers in a rank's own side."""
+    found: dict[str, Any] = own.get(module.side, {})
+    return found.get(module.key, {}) if module.key else found
+
+
+def _get_value(path: str, found: Any) -> Any:
+    return rng.get_state(found) if rng.is_generator(found) else extras.get_state(path, found)

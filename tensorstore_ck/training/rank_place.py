@@ -1,0 +1,28 @@
+"""Which of how many ranks this process is, and in which group."""
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.session.group.process_groups import process_group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def place() -> tuple[int, int]:
+    """This process's rank, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
+def require_group(group: "ProcessGroup | DeviceMesh | None") -> "ProcessGroup | None":
+    """What ``group=`` means; refuses to take one of several ranks for all: the others' generators and positions would be lost."""
+    rank, ranks = place()
+    if group is None and ranks > 1:
+        raise InvalidOptionError(
+            f"this is rank {rank} of {ranks}, and each has generators and positions of its own: call it on all with group=dist.group.WORLD",
+            object_id="group",
+        )
+    return process_group(group)

@@ -1,0 +1,397 @@
+"""`TrainingState`: what a training script hands over once, to put and restore all of it at each call.
+
+The state has two sides. What all ranks share (model, optimizer, schedule ...) fits any number of ranks; what is a rank's own (generators,
+loader positions) fits as many ranks as put it. One process puts its own side with the rest, under `OWN`.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from blake3 import blake3
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
+from tensorstore_ck.engine.write.suspicious_save import Unchanged
+from tensorstore_ck.errors import InvalidOptionError, MismatchError
+from tensorstore_ck.format.random_streams import Streams
+from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.session.restoring import Restoring
+from tensorstore_ck.session.save import PendingSnapshot
+from tensorstore_ck.session.save.group_put import Unready
+from tensorstore_ck.store import LAST_SEEN, Store
+from tensorstore_ck.training import environment, extras, gradients, models, opaque_state, optimizers, rng
+from tensorstore_ck.training.find_resume_point import find
+from tensorstore_ck.training.parameter_names import Names, require_supported
+from tensorstore_ck.training.rank_agreement import ALONE, Agreement, Agreements, Own
+from tensorstore_ck.training.rank_own_state import Merge, OwnSide
+from tensorstore_ck.training.rank_place import place, require_group
+from tensorstore_ck.training.sample_cursor import SampleCursor
+from tensorstore_ck.training.stateful_parts import Part, is_stateful, load
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from tensorstore_ck.engine.write.put import Anything
+    from tensorstore_ck.read_only_store import ReadOnlyStore
+    from tensorstore_ck.session.ref_fence import LastSeen
+
+OWN: Final = "rank"
+TIMEOUT_SECONDS: Final = 600.0
+State = dict[str, Any]
+Sides = tuple[State | Unready, State | None]
+_GetOptimizer = Callable[[str, torch.optim.Optimizer, Names], State]
+
+
+class TrainingState:
+    """All that the next step of a job depends on. Make it once, when model, optimizer and the rest are made.
+
+    ::
+
+        training = tsck.TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, dataloader=cursor, extra={"seen": 0})
+        resumed = training.restore(store, "runs/gpt", group=group)
+        for step in range(resumed.step if resumed else 0, steps):
+            ...
+            training.put(store, ref="runs/gpt", step=step + 1, group=group)
+
+    Generators of random numbers are always part of it: Python's, NumPy's, torch's of the CPU and of every CUDA device, DTensor's.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: object = None,
+        optimizer: object = None,
+        scheduler: object = None,
+        dataloader: object = None,
+        scaler: object = None,
+        extra: dict[str, Any] | None = None,
+        rank_values: dict[str, Any] | None = None,
+        rank_merge: Merge | None = None,
+    ) -> None:
+        """Each may be one object, or several in a dict or list.
+
+        Args:
+            model: Modules: plain, compiled, under DDP, FSDP2 (`fully_shard`) or tensor parallelism.
+            optimizer: Optimizers of their parameters; their states are kept by parameter name.
+            scheduler: Learning-rate schedules.
+            dataloader: What has a position. A `SampleCursor` is the same on all ranks; others (StatefulDataLoader) are a rank's own.
+            scaler: Gradient scalers.
+            extra: Anything else by name, the same on all ranks: objects with ``state_dict`` and ``load_state_dict``, and plain states such
+                as counters, which a restore puts back into this dict. Generators (torch's, NumPy's, `random.Random`) are a rank's own.
+            rank_values: The same, for what is each rank's own: any values, tensors among them, by the same names on all ranks.
+            rank_merge: What another number of ranks takes of `rank_values`, and of buffers that differ by rank: called with the path
+                (``rank_values.seen``, ``model.bn.running_mean``) and the values of all ranks that put one, in their order; what it
+                returns all ranks take. Without it they take the first rank's.
+
+        Raises:
+            InvalidOptionError: something has no state that can be put.
+        """
+        for name, given in (("extra", extra), ("rank_values", rank_values)):
+            if given is not None and type(given) is not dict:
+                raise InvalidOptionError(f"{name}= must be a dict, which a restore changes, not a {type(given).__name__}", object_id=name)
+        stateful = "something with state_dict and load_state_dict"
+        loader = f"{stateful}, such as a tsck.SampleCursor or torchdata's StatefulDataLoader"
+        self._models = Part.of("model", model).require(lambda each: isinstance(each, nn.Module), "a torch.nn.Module")
+        self._optimizers = Part.of("optimizer", optimizer).require(
+            lambda each: isinstance(each, torch.optim.Optimizer), "a torch optimizer"
+        )
+        self._others = [Part.of(name, each).require(is_stateful, stateful) for name, each in (("scheduler", scheduler), ("scaler", scaler))]
+        loaders = Part.of("dataloader", dataloader).require(is_stateful, loader)
+        self._others.append(loaders.where(lambda each: isinstance(each, SampleCursor)))
+        self._loaders = loaders.where(lambda each: not isinstance(each, SampleCursor))
+        self._extra = {} if extra is None else extra
+        self._own = OwnSide(self._models, self._loaders, self._extra, {} if rank_values is None else rank_values, rank_merge)
+        self._agreements = Agreements()
+        require_supported(self._models.objects)
+        if self._optimizers.objects and not self._models.objects:
+            raise InvalidOptionError("optimizer= needs model=: its states are kept by the names of parameters", object_id="optimizer")
+        self._shared(optimizers.get_state)  # what cannot be told is told now
+
+    # --- put and restore ----------------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        store: Store,
+        *,
+        ref: str,
+        step: int | None = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
+        gradients: bool = False,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, object] | None = None,
+        expect: "str | Snapshot | Anything | LastSeen | None" = LAST_SEEN,
+        parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
+        unchanged: Unchanged = "warn",
+        verify_capture: float = SAMPLE_SHARE,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> Snapshot:
+        """Stores all of it as the next snapshot on `ref`, without a copy of any tensor; else as `Store.put_snapshot`.
+
+        Args:
+            store: Where to. In the background: `put_async`.
+            ref: The branch to move; made if it does not exist.
+            step: The training step.
+            group: All ranks of it put together.
+            gradients: Also the gradients so far: for a put between two micro-batches of one step. Keep the number of the micro-batch in
+                ``extra=``. Without it gradients are None after a restore, as after ``zero_grad``.
+            metrics: Numbers to rank by.
+            metadata: What the run knows.
+            expect: See `Store.put_snapshot`.
+            parent: Likewise.
+            unchanged: Likewise.
+            verify_capture: Likewise.
+            timeout_seconds: With `group`: when to give up on ranks that do not come.
+        """
+        group = require_group(group)
+        state, rank_state = self._sides(store, group, timeout_seconds, with_gradients=gradients)
+        return store.put_snapshot(
+            state,
+            ref=ref,
+            step=step,
+            metrics=metrics,
+            metadata=metadata,
+            expect=expect,
+            parent=parent,
+            unchanged=unchanged,
+            verify_capture=verify_capture,
+            group=group,
+            rank_state=rank_state,
+            timeout_seconds=timeout_seconds,
+        )
+
+    def put_async(
+        self, store: Store, *, ref: str, group: "ProcessGroup | DeviceMesh | None" = None, gradients: bool = False, **options: Any
+    ) -> PendingSnapshot:
+        """As `put`, beside the training: the next step may begin when it returns.
+
+        Args:
+            store: See `put`, as are `ref`, `group` and `gradients`.
+            ref: The branch to move.
+            group: All ranks of it put together.
+            gradients: Also the gradients so far.
+            options: See `Store.put_snapshot_async`.
+        """
+        timeout = options.get("timeout_seconds", TIMEOUT_SECONDS)
+        group = require_group(group)
+        state, rank_state = self._sides(store, group, timeout, with_gradients=gradients)
+        return store.put_snapshot_async(state, ref=ref, group=group, rank_state=rank_state, **options)
+
+    def restore(
+        self,
+        store: "ReadOnlyStore",
+        address: str,
+        *,
+        group: "ProcessGroup | DeviceMesh | None" = None,
+        allow_bad: bool = False,
+        broadcast: bool = False,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> Snapshot | None:
+        """Puts everything back as it was when the snapshot at `address` was put; the tensors of model and optimizer are filled in place.
+
+        On another number of ranks what they share is restored, and each seeds its generators anew, as the snapshot says (`Store.streams`).
+        Whatever may keep the job from going on bit for bit is told in one `EnvironmentChangedWarning`. Which parameters require gradients,
+        and whether modules are in train or eval mode, is the script's to say again.
+
+        Returns:
+            The snapshot; its `step` is where to go on. None where there is no such ref yet: on all ranks, or on none.
+
+        Raises:
+            NotFoundError: the ref has no such step or ancestor, or there is no such root.
+            MismatchError: it does not fit: another model, other parts, or loaders whose positions are those of another number of ranks.
+        """
+        group = require_group(group)
+        ranks = 1 if group is None else group.size()
+        store.finish_staged(address, group, timeout_seconds=timeout_seconds)
+        if find(store, address, group, timeout_seconds) is None:
+            return None
+        options: dict[str, Any] = {"group": group, "broadcast": broadcast, "allow_bad": allow_bad, "timeout_seconds": timeout_seconds}
+        old, found = store.restoring(address, partial(self._read, address, ranks, broadcast), **options)
+        self._warn(f"{address!r} (step {found.step})", old, ranks)
+        return found
+
+    def _read(self, address: str, ranks: int, broadcast: bool, found: Restoring) -> State:
+        """Takes a snapshot as the state, which can fail on one rank alone. Returns what this rank had, or the first one."""
+        stored = found.lazy()
+        values, names = stored.state_values, [*stored.names(), *stored.state_values]
+        put_by = values.get("ranks")
+        if type(put_by) is not int:
+            raise MismatchError(
+                f"{address!r} was not put by TrainingState.put: restore it with store.checkout, and put it with TrainingState once",
+                object_id=address,
+            )
+        self._require_fitting(put_by, ranks, mid_step=bool(values.get("mid_step")))
+        if any(name.startswith(f"{OWN}.") for name in names):
+            olds = [found.selected(OWN)[OWN]]
+        elif put_by == ranks:
+            olds = [found.rank_state(0 if found.group is None else found.group.rank())]
+        else:
+            olds = [found.rank_state(rank) for rank in range(put_by if self._own.merge is not None else 1)]
+        own = olds[0]
+        if put_by == ranks:
+            self._own.check(own)
+        taken = None if put_by == ranks else self._own.taken(olds)
+        state = found.checkout(
+            into=self._target(names), rename=lambda name: None if name == OWN or name.startswith(f"{OWN}.") else name, broadcast=broadcast
+        )
+        if taken is None:
+            self._load(state, own)
+        else:
+            self._load(state, taken, found.streams())
+        return {**own, "environment": {**own["environment"], "ranks": put_by}}
+
+    # --- for torch.distributed.checkpoint ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """All of it, for ``dcp.save({"app": training})``, which takes what has `state_dict` and `load_state_dict`.
+
+        What is a rank's own has its number in the names. To load on more ranks than saved, pass a planner that allows a partial load.
+        """
+        rank, ranks = place()
+        shared, own = self._capture(ranks, get_optimizer=optimizers.get_full_state)
+        root = blake3(own["generators"]["torch"].numpy().tobytes()).hexdigest()
+        plain = {"ranks": shared.pop("ranks"), "mid_step": shared.pop("mid_step"), "streams": root}
+        return {**plain, **{name: opaque_state.seal(each) for name, each in shared.items()}, OWN: {str(rank): opaque_state.seal(own)}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Puts back what `state_dict` gave, on as many ranks or on others: see `restore`."""
+        rank, ranks = place()
+        put_by, root = state.get("ranks"), state.get("streams")
+        if type(put_by) is not int or type(root) is not str:
+            raise MismatchError("this is no state of a TrainingState", object_id="state_dict")
+        self._require_fitting(put_by, ranks, mid_step=False)
+        state = opaque_state.unseal(state)
+        own = state.get(OWN, {}).get(str(rank)) if put_by == ranks else None
+        if put_by == ranks:
+            if own is None:
+                raise MismatchError(f"the state has nothing of rank {rank}'s own", object_id=OWN)
+            self._own.check(own)
+            self._load(state, own)
+        else:
+            self._load(state, self._own.taken([{}]), Streams(root, rank, ranks))
+        own = own or {}
+        self._warn("the state", {**own, "environment": {**own.get("environment", {}), "ranks": put_by}}, ranks)
+
+    def captured(self) -> State:
+        """All of it as it is now, as one process puts it: a rank's own side is under ``rank``. The tensors themselves, no copies."""
+        shared, own = self._capture(place()[1])
+        return {**shared, OWN: own}
+
+    def _sides(self, store: Store, group: "ProcessGroup | None", timeout: float, *, with_gradients: bool) -> Sides:
+        """What is put as the state, and as this rank's. Ranks begin a put whatever fails here: what does is told in it."""
+        if group is None:
+            shared, own = self._capture(1, with_gradients=with_gradients)
+            return {**shared, OWN: own}, None
+        try:
+            agreement = self._agreements.ask(store, group, self._describe, timeout)
+            return self._capture(group.size(), with_gradients=with_gradients, agreement=agreement)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the put raises it
+            return Unready(exc), None
+
+    def _describe(self) -> Own:
+        names = self._names()
+        members = [optimizers.get_members(self._optimizers.path(key), each, names) for key, each in self._optimizers.objects.items()]
+        return Own(self._own.digests(), members)
+
+    # --- captured ---------------------------------------------------------------------------------------------------------
+
+    def _capture(
+        self,
+        ranks: int,
+        *,
+        with_gradients: bool = False,
+        get_optimizer: "_GetOptimizer" = optimizers.get_state,
+        agreement: Agreement = ALONE,
+    ) -> tuple[State, State]:
+        """What all ranks share, and what is this rank's own."""
+        get_optimizer = get_optimizer if agreement.same_groups else partial(optimizers.get_state, by_name=True)
+        shared = {**self._shared(get_optimizer), "ranks": ranks, "mid_step": with_gradients}
+        self._own.lead(shared, agreement)
+        own = {"environment": environment.describe(ranks, self._meshes()), **self._own.capture(agreement)}
+        if with_gradients:
+            shared["gradients"], own["gradients"] = gradients.get_gradients(self._names(), self._models.objects.values())
+        return shared, own
+
+    def _shared(self, get_optimizer: "_GetOptimizer") -> State:
+        names = self._names()
+        found = self._models.states(lambda _, each: models.get_state(each))
+        found |= self._optimizers.states(lambda path, each: get_optimizer(path, each, names))
+        for part in self._others:
+            found |= part.states(lambda _, each: each.state_dict())
+        return found | self._shared_extra().states(extras.get_state)
+
+    # --- restored ---------------------------------------------------------------------------------------------------------
+
+    def _target(self, stored: Iterable[str]) -> State:
+        """What the shared side of a snapshot with these names is restored into."""
+        stored = list(stored)
+        names = self._names()
+        target: State = {"ranks": None, "mid_step": None}
+        target |= self._models.states(lambda _, each: models.get_state(each))
+        target |= self._optimizers.states(
+            lambda path, each: optimizers.get_target(path, each, names, names.below(f"{path}.state.", stored)),
+        )
+        for part in self._others:
+            target |= part.states(lambda _, __: None)
+        target |= self._shared_extra().states(extras.get_target)
+        in_flight = names.below("gradients.", stored)
+        return {**target, "gradients": gradients.get_target(names, in_flight)} if in_flight else target
+
+    def _load(self, state: Mapping[str, Any], own: State, streams: Streams | None = None) -> None:
+        """Generators come last: what is loaded before may draw from them. `streams`: where `own` is what was taken of other ranks."""
+        names = self._names()
+        for path, model, found in self._models.found(state):
+            load(path, partial(models.set_state, model), found)
+        for path, optimizer, found in self._optimizers.found(state):
+            optimizers.set_state(path, optimizer, names, found)
+        for part in self._others:
+            for path, each, found in part.found(state):
+                load(path, each.load_state_dict, found)
+        extras.put_back(self._extra, self._shared_extra(), state)
+        gradients.set_gradients(names, {**state.get("gradients", {}), **own.get("gradients", {})})
+        if streams is None:
+            self._own.load(own, next(iter(self._meshes()), None))
+        else:
+            self._own.load_taken(own, streams)
+
+    def _require_fitting(self, put_by: int, ranks: int, *, mid_step: bool) -> None:
+        """Refuses what cannot go on with another number of ranks."""
+        if put_by == ranks:
+            return
+        if self._loaders.objects:
+            path = self._loaders.path(next(iter(self._loaders.objects)))
+            raise MismatchError(
+                f"{path} has a position for each of {put_by} ranks, and there are {ranks} now. Use a tsck.SampleCursor, which fits any "
+                "number; or restore with a TrainingState without dataloader=, and begin the epoch anew",
+                object_id=path,
+            )
+        if mid_step and any(not isinstance(each, DTensor) for each in self._names().parameters.values()):
+            raise MismatchError(
+                f"the snapshot was put in the middle of a step, with gradients of {put_by} ranks of their own, and there are {ranks} now: "
+                "restore one that was put between steps",
+                object_id="gradients",
+            )
+
+    def _warn(self, what: str, old: State, ranks: int) -> None:
+        """`old`: what this rank had, or the first one."""
+        found = environment.differences(old["environment"], environment.describe(ranks, self._meshes()))
+        if found:
+            anew = f"; {self._own.told(old)}" if old["environment"]["ranks"] != ranks else ""
+            message = f"{what} was put in another environment, so the job may not go on bit for bit: {'; '.join(found)}{anew}"
+            warnings.warn(message, environment.EnvironmentChangedWarning, stacklevel=3)
+
+    # --- what there is ----------------------------------------------------------------------------------------------------
+
+    def _names(self) -> Names:
+        return Names(self._models.objects)
+
+    def _shared_extra(self) -> Part:
+        return Part.of("extra", self._extra).where(lambda each: not rng.is_generator(each))
+
+    def _meshes(self) -> dict[DeviceMesh, None]:
+        """Those that parameters are on, in their order."""
+        return {each.device_mesh: None for each in self._names().parameters.values() if isinstance(each, DTensor)}

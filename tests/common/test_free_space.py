@@ -1,0 +1,108 @@
+"""What must stay free, and what is said when it would not; sizes as people write them."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.common.free_space import MinFree, Space, require_room, writing_to
+from tensorstore_ck.common.units import parse_bytes
+from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, PermissionDeniedError, StoreError
+
+GIB = 1 << 30
+
+
+class Disk:
+    url = "/ckpt"
+
+    def __init__(self, free_bytes: int, total_bytes: int = 100 * GIB) -> None:
+        self._space = Space(free_bytes, total_bytes)
+
+    def space(self) -> Space:
+        return self._space
+
+
+@pytest.mark.parametrize(
+    ("value", "kept_bytes"),
+    [("5%", 5 * GIB), (" 0.5 % ", GIB // 2), ("50GB", 50 * 10**9), ("1.5GiB", GIB * 3 // 2), (4096, 4096), (0, 0), ("0", 0), ("0%", 0)],
+)
+def test_min_free_is_a_part_or_a_size(value: object, kept_bytes: int) -> None:
+    assert MinFree.parse(value).of(100 * GIB) == kept_bytes
+
+
+@pytest.mark.parametrize("value", ["100%", "-1%", "5 percent", "", "much", -1, 0.05, True, None])
+def test_anything_else_is_refused(value: object) -> None:
+    with pytest.raises(InvalidOptionError, match="min_free must be") as refused:
+        MinFree.parse(value)
+    assert repr(value) in str(refused.value)
+    assert "'5%'" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("12", 12), ("500k", 500_000), ("10 GB", 10**10), ("2TiB", 2 << 40), ("0.5KiB", 512), (7, 7), ("1pb", 10**15)]
+)
+def test_sizes(text: object, count: int) -> None:
+    assert parse_bytes(text, "size") == count
+
+
+@pytest.mark.parametrize("text", ["fast", "5XB", "1e9", "-5MB", "5MB/s", -1, 1.5, False])
+def test_no_sizes(text: object) -> None:
+    with pytest.raises(InvalidOptionError, match="size must be a size like 500MB"):
+        parse_bytes(text, "size")
+
+
+def test_exactly_enough_is_enough() -> None:
+    min_free = MinFree.parse("5%")
+    require_room(Disk(15 * GIB), min_free, 10 * GIB, "a put")
+    with pytest.raises(NoSpaceError):
+        require_room(Disk(15 * GIB - 1), min_free, 10 * GIB, "a put")
+
+
+def test_the_message_has_all_sizes_and_what_to_do() -> None:
+    with pytest.raises(NoSpaceError) as refused:
+        require_room(Disk(12 * GIB), MinFree.parse("5%"), 10 * GIB, "step 1000 of runs/gpt")
+    assert str(refused.value) == (
+        "step 1000 of runs/gpt needs 10.0 GiB and has no room at /ckpt: 12.0 GiB of 100.0 GiB are free, and 5.0 GiB must stay free "
+        "(min_free=5%); free space there (`tsck usage -s /ckpt` says what gc can free now, and what later), or use another place, "
+        "or lower min_free"
+    )
+    assert refused.value.object_id == "/ckpt"
+    with pytest.raises(NoSpaceError) as refused:
+        require_room(Disk(GIB), MinFree.parse("2GiB"), 0, "the store")
+    assert str(refused.value).startswith(
+        "the store has no room at /ckpt: 1.0 GiB of 100.0 GiB are free, and 2.0 GiB must stay free (min_free=2.0 GiB); "
+    )
+    with pytest.raises(NoSpaceError) as refused:
+        require_room(Disk(GIB), MinFree(), 2 * GIB, "a put")
+    assert "min_free" not in str(refused.value)
+
+
+def test_a_place_that_cannot_tell_passes() -> None:
+    require_room(MemoryBackend(), MinFree.parse("99%"), 1 << 60, "a put")
+
+
+def test_a_folder_is_a_place(tmp_path: Path) -> None:
+    place = LocalBackend(str(tmp_path / "not" / "there"))
+    require_room(place, MinFree(), 0, "a put")
+    with pytest.raises(NoSpaceError, match=r"1\.0 EiB and has no room"):
+        require_room(place, MinFree(), 1 << 60, "a put")
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (errno.EACCES, PermissionDeniedError),
+        (errno.EPERM, PermissionDeniedError),
+        (errno.EROFS, PermissionDeniedError),
+        (errno.ENOSPC, NoSpaceError),
+        (errno.EDQUOT, NoSpaceError),
+        (errno.EIO, InvalidOptionError),
+    ],
+)
+def test_what_a_folder_refuses(code: int, error: type[StoreError]) -> None:
+    message = f"the staging folder /stage cannot be written to: {os.strerror(code)}"
+    with pytest.raises(error, match=message), writing_to("/stage", "the staging folder"):
+        raise OSError(code, os.strerror(code))

@@ -1,0 +1,212 @@
+"""At every call into the host's cache, it fails or is locked: every operation succeeds, and says what the log says."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+import tensorstore_ck as tsck
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo
+from tensorstore_ck.engine import opening
+from tensorstore_ck.errors import BackendUnavailableError
+from tensorstore_ck.integrations.dcp import Writer
+from tensorstore_ck.log.cache import CacheWarning
+from tensorstore_ck.session.save.publish_staged import StagedPut
+from tests.effort import effort
+from tests.log.cache.faultytable import CacheFaults, FaultyTable
+
+STEPS = (2, 3)
+"""Of the puts under faults; step 1 is there before."""
+
+
+def make_state(step: int) -> dict[str, object]:
+    return {"weights": torch.arange(500, dtype=torch.float32) + step, "same": torch.arange(500), "step": step}
+
+
+def put(folder: Path) -> None:
+    with tsck.open(folder / "store") as store:
+        store.checkout("job")
+        for step in STEPS:
+            assert store.put_snapshot(make_state(step), ref="job", step=step).step == step
+
+
+def put_over_anything(folder: Path) -> None:
+    with tsck.open(folder / "store") as store:
+        for step in STEPS:
+            assert store.put_snapshot(make_state(step), ref="job", step=step, expect=tsck.ANY).step == step
+
+
+def put_async(folder: Path) -> None:
+    with tsck.open(folder / "store") as store:
+        store.checkout("job")
+        pending = [store.put_snapshot_async(make_state(step), ref="job", step=step) for step in STEPS]
+        assert [each.wait().step for each in pending] == [*STEPS]
+
+
+def put_staged(folder: Path) -> None:
+    with tsck.open(folder / "store", staging=folder / "stage") as store:
+        store.checkout("job")
+        pending = [store.put_snapshot_async(make_state(step), ref="job", step=step) for step in STEPS]
+        assert [each.wait().step for each in pending] == [*STEPS]
+
+
+def put_as_group(folder: Path) -> None:
+    with tsck.open(folder / "store") as store:
+        store.checkout("job")
+        for step in STEPS:
+            assert store.put_snapshot(make_state(step), ref="job", step=step, group=dist.group.WORLD).step == step
+
+
+def put_by_dcp(folder: Path) -> None:
+    writer = Writer(folder / "store", "job")
+    for step in STEPS:
+        dcp.save(make_state(step), storage_writer=writer, checkpoint_id=f"step-{step}", no_dist=True)
+        assert writer.snapshot is not None
+        assert writer.snapshot.step == step
+
+
+def copy(folder: Path) -> None:
+    with tsck.open(folder / "other", create=True) as other:
+        for step in (1, *STEPS):
+            other.put_snapshot(make_state(step), ref="job", step=step)
+    tsck.open(folder / "copied", create=True).close()
+    tsck.copy(folder / "other", folder / "copied", refs=["job"])
+    with tsck.open(folder / "copied") as copied:
+        assert [each.step for each in copied.log("job")] == [*STEPS[::-1], 1]
+
+
+def import_files(folder: Path) -> None:
+    with tsck.open(folder / "store") as store:
+        store.checkout("job")
+        for step in STEPS:
+            torch.save(make_state(step), folder / "file.pt")
+            assert tsck.import_checkpoint(store, folder / "file.pt", ref="job", step=step).snapshot.step == step
+
+
+def forget_and_gc(folder: Path) -> None:
+    with tsck.open(folder / "store") as store:
+        for step in STEPS:
+            store.put_snapshot(make_state(step), ref="side", step=step)
+        (forgotten,) = store.forget("side")
+        assert {each.step for each in forgotten.snapshots} == {*STEPS}
+        report = store.gc(options=tsck.GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1.0))
+        assert report.freed_bytes > 0
+        assert list(store.branches()) == ["job"]
+        store.tag("kept", "job")
+        assert list(store.tags()) == ["kept"]
+        store.tier()
+
+
+SCENES: dict[str, tuple[Callable[[Path], None], bool]] = {
+    "put": (put, True),
+    "put over anything": (put_over_anything, True),
+    "put_async": (put_async, True),
+    "put staged": (put_staged, True),
+    "put as a group": (put_as_group, True),
+    "put by DCP": (put_by_dcp, True),
+    "import": (import_files, True),
+    "copy": (copy, False),
+    "forget, gc and tier": (forget_and_gc, False),
+}
+"""What is done, and whether it puts `STEPS` to the branch."""
+
+
+@contextmanager
+def shared_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheFaults]:
+    faults, tables = CacheFaults(), dict[str, FaultyTable]()
+    with monkeypatch.context() as patched:
+        patched.setattr(opening, "open_table", lambda _, key, **__: tables.setdefault(key, FaultyTable(faults)))
+        yield faults
+
+
+def play(folder: Path, scene: Callable[[Path], None], faults: CacheFaults, failing: range, *, is_busy: bool) -> list[str]:
+    """Runs it under these faults; the warnings that came."""
+    folder.mkdir()
+    with tsck.open(folder / "store", create=True) as store:
+        store.put_snapshot(make_state(1), ref="job", step=1)
+    faults.reset(failing, is_busy=is_busy)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        scene(folder)
+    faults.failing = range(0)
+    assert {each.category for each in caught} <= {CacheWarning}
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("fault", ["fails", "is locked once", "stays locked"])
+@pytest.mark.parametrize("name", SCENES)
+def test_whatever_the_cache_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fault: str) -> None:
+    scene, puts = SCENES[name]
+    is_busy = fault != "fails"
+    if scene is put_as_group:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with shared_cache(monkeypatch) as faults:
+            assert not play(tmp_path / "counted", scene, faults, range(0), is_busy=is_busy)
+        calls = faults.calls
+        assert calls
+        for at in range(0, calls, effort(max(1, calls // 25), 1)):
+            folder = tmp_path / str(at)
+            with shared_cache(monkeypatch) as faults:
+                failing = range(at, at + 1) if fault == "is locked once" else range(at, 1 << 30)
+                told = play(folder, scene, faults, failing, is_busy=is_busy)
+                assert len(told) == 0 if is_busy else len(told) >= 1
+            with tsck.open(folder / "store", cache_dir=tmp_path / "own cache") as store:  # what the log says
+                steps = [snapshot.step for snapshot in store.log("job")]
+                assert steps == ([*STEPS[::-1], 1] if puts else [1])
+                assert store.checkout("job")["step"] == steps[0]
+    finally:
+        if scene is put_as_group:
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["put", "put_async"])
+def test_where_warnings_are_errors_no_save_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    scene, _ = SCENES[name]
+    with shared_cache(monkeypatch) as faults:
+        play(tmp_path / "counted", scene, faults, range(0), is_busy=False)
+    calls = faults.calls
+    for at in range(0, calls, effort(max(1, calls // 25), 1)):
+        folder = tmp_path / str(at)
+        with shared_cache(monkeypatch) as faults:
+            with tsck.open(folder / "store", create=True) as store:
+                store.put_snapshot(make_state(1), ref="job", step=1)
+            faults.reset(range(at, 1 << 30), is_busy=False)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                scene(folder)
+
+
+def test_a_log_that_fails_once_behind_a_locked_cache_leaves_out_no_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry that says what is staged is there, and neither table has it: what is published is uploaded all the same."""
+    failures = ["list"]
+    create, listed = LocalBackend.create, LocalBackend.list
+
+    def create_and_lock(self: LocalBackend, name: str, data: Buffer) -> Created:
+        faults.reset(range(1 << 30), is_busy=True)
+        return create(self, name, data)
+
+    def fail_once(self: LocalBackend, prefix: str) -> Iterator[ObjectInfo]:
+        if faults.is_busy and failures and prefix.startswith("log/"):
+            failures.pop()
+            raise BackendUnavailableError("the test's fault", object_id=prefix)
+        return listed(self, prefix)
+
+    with shared_cache(monkeypatch) as faults, tsck.open(tmp_path / "store", create=True) as store:
+        store.put_snapshot(make_state(1), ref="another", step=1)
+        with monkeypatch.context() as patched, tsck.open(tmp_path / "store", staging=tmp_path / "stage") as staging:
+            patched.setattr(StagedPut, "announce_soon", lambda _: None)  # as where the store did not answer
+            patched.setattr(LocalBackend, "create", create_and_lock)
+            patched.setattr(LocalBackend, "list", fail_once)
+            staging.put_snapshot(make_state(2), ref="job", step=2)
+    assert not failures
+    with tsck.open(tmp_path / "store", cache_dir=tmp_path / "own cache") as store:
+        assert store.checkout("job")["step"] == 2

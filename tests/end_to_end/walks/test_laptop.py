@@ -1,0 +1,161 @@
+"""A new user on a laptop, with one run: trains, looks, is killed in the middle of a save, cleans up, and looks at it in a notebook."""
+
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+import tensorstore_ck as tsck
+from tests.end_to_end.walks.walk import REPOSITORY, Walk
+
+pytestmark = pytest.mark.slow
+
+SLOW_SAVE = """
+import torch
+import tensorstore_ck as tsck
+
+with tsck.open("./ckpt", max_bytes_per_second=4_000_000) as store:
+    store.checkout("runs/one")
+    store.put_snapshot({"w": torch.randn(6_000_000)}, ref="runs/one", step=40)
+"""
+NO_STORE, NOT_FOUND, EXISTS, MARKED_BAD, GC_REFUSED = 30, 25, 28, 36, 37
+LOOK_SECONDS = 0.02
+SOME_BYTES = 1_000_000
+
+
+def write_script() -> None:
+    """The first script of README.md, shorter: 3 epochs of 10 steps."""
+    (block,) = re.findall(r"^```python\n(# train\.py: .*?)^```$", (REPOSITORY / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    for long, short in (("4000", "400"), ("cursor.epoch < 5", "cursor.epoch < 3"), ("step % 50", "step % 10")):
+        assert long in block
+        block = block.replace(long, short)
+    Path("train.py").write_text(block)
+
+
+def kill_while_it_saves() -> None:
+    """kill -9 once a part of the save is in the store, and the record of the process that writes it."""
+    before = bytes_in("ckpt")
+    with subprocess.Popen([sys.executable, "-c", SLOW_SAVE]) as process:
+        while not (any(Path("ckpt/writers").glob("*")) and bytes_in("ckpt") - before > SOME_BYTES):
+            with suppress(subprocess.TimeoutExpired):
+                raise AssertionError(f"it ended with {process.wait(LOOK_SECONDS)} before it could be killed")
+        process.kill()
+
+
+def bytes_in(folder: str) -> int:
+    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+
+
+def test_before_there_is_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "model.pt")
+    with Walk(tmp_path, monkeypatch) as walk:
+        walk.type("tsck log", code=NO_STORE)
+        walk.follow(walk.type("tsck log -s ckpt", code=NO_STORE), "init")
+        nothing = walk.type("tsck log -s ckpt")
+        walk.type("tsck usage -s ckpt")
+        walk.follow(walk.type("tsck policy -s ckpt"), "policy set")
+        walk.follow(walk.type("tsck branch -s ckpt"), "put", FILE="model.pt", NAME="runs/x")
+        walk.follow(nothing, "put", FILE="model.pt", NAME="runs/y")
+        walk.follow(walk.type("tsck tag -s ckpt"), "tag", NAME="paper", ADDRESS="runs/x")
+        walk.follow(walk.type("tsck pin -s ckpt"), "pin", ADDRESS="runs/x")
+        walk.follow(walk.type("tsck tier -s ckpt"), "policy set")
+        walk.follow(walk.type("tsck forget --dry-run -s ckpt"), "gc")
+        walk.type("tsck log runs/x -s ckpt")
+
+
+def test_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Walk(tmp_path, monkeypatch) as walk:
+        write_script()
+        assert [line.split()[1] for line in walk.python("train.py").out.splitlines()] == ["10", "20", "30"]
+        again = walk.python("train.py")
+        assert (again.out, again.err) == ("", "")
+
+        log = walk.type("tsck log runs/one -s ckpt")
+        assert [line.split()[1] for line in log.out.splitlines()[1:]] == ["30", "20", "10"]
+        size, grown = re.search(r"^size +(\S+ \S+), .*grow by (\S+ \S+)$", walk.type("tsck show runs/one -s ckpt").out, re.M).groups()  # type: ignore[union-attr]
+        assert size in log.out
+        assert grown in log.out
+        assert "tensors" in walk.type("tsck diff runs/one~1 runs/one -s ckpt").out
+        assert "gc can free: nothing now" in walk.type("tsck usage -s ckpt").out
+        assert walk.type("tsck fsck --read-data -s ckpt").out.splitlines()[-1] == "no errors"
+        assert "would be freed: 0 B" in walk.type("tsck gc --dry-run -s ckpt").out
+
+        # a save is killed: what it left is free at once, by the command that each of them prints
+        whole = bytes_in("ckpt")
+        kill_while_it_saves()
+        left = bytes_in("ckpt") - whole
+        assert left > SOME_BYTES
+        usage = walk.type("tsck usage -s ckpt")
+        (freed,) = re.findall(r"gc can free: (\S+ \S+) now", usage.out)
+        dry = walk.type("tsck gc --dry-run -s ckpt")
+        assert f"would be freed: {freed}" in dry.out
+        assert f"gc can free: {freed} now" in walk.type("tsck fsck -s ckpt").out
+        refused = walk.type("tsck gc -s ckpt", code=GC_REFUSED)
+        assert refused.printed == usage.printed == dry.printed
+        assert f"freed: {freed}" in walk.follow(refused, "gc --max-delete 100%").out
+        assert bytes_in("ckpt") < whole + 10_000
+        assert "gc can free: nothing now" in walk.type("tsck usage -s ckpt").out
+        shutil.rmtree("cache")
+        assert walk.type("tsck log runs/one -s ckpt").out == log.out
+
+        # a notebook
+        with tsck.open("./ckpt", read_only=True) as store:
+            state = store.checkout("runs/one")
+            with pytest.raises(tsck.StoreError) as refusal:
+                store.put_snapshot(state, ref="runs/one", step=1)  # type: ignore[attr-defined]
+            walk.read(refusal.value, "a notebook that only looks")
+        with tsck.open("./ckpt") as store:
+            state = store.checkout("runs/one")
+            with pytest.raises(tsck.InvalidOptionError) as lower:
+                store.put_snapshot(state, ref="runs/one", step=1)
+            made = walk.follow(walk.read(lower.value, "a notebook that puts"), "branch")
+            (branch,) = re.findall(r"^branch (\S+) is at", made.out)
+            store.checkout(branch)
+            store.put_snapshot({"w": torch.ones(3)}, ref=branch, step=31)
+            store.put_snapshot({"w": torch.ones(3)}, ref="notebook", step=1)
+        assert walk.type("tsck log runs/one -s ckpt").out == log.out
+
+        # two at once: the one that lost goes on as the error says
+        with tsck.open("./ckpt") as job, tsck.open("./ckpt") as other:
+            job.checkout("runs/one")
+            other.checkout("runs/one")
+            other.put_snapshot({"w": torch.ones(4)}, ref="runs/one", step=31)
+            with pytest.raises(tsck.ConflictError) as lost:
+                job.put_snapshot({"w": torch.zeros(4)}, ref="runs/one", step=32)
+            said = walk.read(lost.value, "the job that lost")
+            walk.follow(said, "branch")
+            walk.follow(said, "reset")
+            job.put_snapshot({"w": torch.zeros(4)}, ref="runs/one", step=32)
+
+        # a bad step, a name, and back
+        walk.type("tsck mark runs/one bad --reason 'loss spike' -s ckpt")
+        bad = walk.type("tsck get runs/one out.pt -s ckpt", code=MARKED_BAD)
+        for printed in bad.printed:
+            walk.follow(bad, printed.removeprefix("tsck "))
+        walk.type("tsck mark runs/one --clear -s ckpt")
+        walk.type("tsck tag paper runs/one@30 -s ckpt")
+        taken = walk.type("tsck tag paper runs/one@20 -s ckpt", code=EXISTS)
+        for printed in taken.printed:
+            walk.follow(taken, printed.removeprefix("tsck "))
+        head = walk.type("tsck forget runs/one -s ckpt")
+        assert "32" in head.out
+        gone = walk.type("tsck log runs/one -s ckpt", code=NOT_FOUND)
+        for printed in gone.printed:
+            walk.follow(gone, printed.removeprefix("tsck "))
+        later = walk.type("tsck usage -s ckpt")
+        assert "undo window" in later.out
+        walk.follow(later, "forget")
+        walk.type("tsck undo -s ckpt")
+        assert "32" in walk.type("tsck log runs/one -s ckpt").out
+        walk.type("tsck export paper --to torch out.pt -s ckpt")
+        walk.type("tsck export paper --to safetensors out -s ckpt")
+        loaded = torch.load("out.pt", weights_only=True)
+        assert torch.equal(loaded["model"]["0.weight"], state["model"]["0.weight"])
+        for printed in later.printed:
+            walk.follow(later, printed.removeprefix("tsck "))
+        assert walk.type("tsck fsck --read-data -s ckpt").out.splitlines()[-1] == "no errors"

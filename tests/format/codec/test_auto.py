@@ -1,0 +1,139 @@
+"""`auto` encodes nothing, unless puts have shown that the store is so slow that puts and restores gain; then as `fast`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorstore_ck as tsck
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.backend.staging import Uploader
+from tensorstore_ck.backend.throttled import limited
+from tensorstore_ck.common.put_progress import Meter
+from tensorstore_ck.common.rate_limit import RateLimit
+from tensorstore_ck.format.codec import CodecChoice
+from tests.gc.stores import open_store, same, stay_in_one_thread
+
+PUT = 1 << 30
+SLOW, FAST = 100.0, 20.0
+HASH_SECONDS = 0.001
+"""For each 4 MiB."""
+
+
+class Time:
+    """Goes on by `HASH_SECONDS` when it is looked at, and by what somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += HASH_SECONDS
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    """What the meters of puts go by, each of which stays in one thread."""
+    time = Time()
+    monkeypatch.setattr(Meter.__init__, "__defaults__", (time,))
+    stay_in_one_thread(monkeypatch)
+    return time
+
+
+def weights(seed: int, count: int = 5 << 20) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"w{number}": torch.randn(count // 4, generator=generator) * 0.02 for number in range(4)}
+
+
+def open_throttled(time: Time, rate: float, *, is_local: bool = False) -> tsck.Store:
+    backend = MemoryBackend()
+    backend.is_local = is_local
+    store = open_store(backend)
+    store.engine.backend = limited(store.engine.backend, writes=RateLimit(rate, clock=lambda: time.now), sleep=time.sleep)
+    return store
+
+
+def codecs_of(store: tsck.Store, puts: int, **options: Any) -> list[set[str]]:
+    """The codecs of each of so many snapshots, which come back as they were put."""
+    found = []
+    for seed in range(puts):
+        state = weights(seed)
+        store.put_snapshot(state, ref="run", **options)
+        found.append({codec for group in store.show("run").groups for codec in group.codecs})
+        assert same(store.checkout("run"), state)
+    return found
+
+
+def test_a_slow_store_gets_fewer_bytes_from_the_second_put_on(time: Time) -> None:
+    with open_throttled(time, 20e6) as store:
+        assert codecs_of(store, 3) == [{"raw"}, {"planes"}, {"planes"}]
+        first, *later = reversed(store.log("run"))
+        assert all(snapshot.new_bytes < 0.9 * first.new_bytes for snapshot in later)
+
+
+def test_a_fast_store_gets_blocks_as_they_are(time: Time) -> None:
+    with open_throttled(time, 500e6) as store:
+        assert codecs_of(store, 3) == [{"raw"}] * 3
+
+
+def test_a_file_system_gets_blocks_as_they_are_however_slowly_it_writes(time: Time) -> None:
+    with open_throttled(time, 20e6, is_local=True) as store:
+        assert codecs_of(store, 3) == [{"raw"}] * 3
+
+
+def test_a_rate_limit_says_nothing_of_the_store(time: Time) -> None:
+    with open_throttled(time, 20e6) as store:
+        store.engine.limit = RateLimit(20e6)
+        assert codecs_of(store, 3) == [{"raw"}] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "codecs"),
+    [({"codec": "fast"}, {"planes"}), ({"codec": "small"}, {"planes"}), ({"delta": True}, {"planes"}), ({"delta": False}, {"raw"})],
+)
+def test_who_asks_for_fewer_bytes_gets_them_at_once(time: Time, options: dict[str, Any], codecs: set[str]) -> None:
+    with open_throttled(time, 500e6, is_local=True) as store:
+        assert codecs_of(store, 1, **options) == [codecs]
+
+
+@pytest.mark.parametrize(
+    ("paces", "mode"),
+    [
+        ([], "raw"),
+        ([SLOW], "fast"),
+        ([FAST, SLOW], "raw"),
+        ([SLOW, SLOW, FAST], "raw"),
+        ([FAST, SLOW, SLOW], "raw"),
+        ([FAST, SLOW, SLOW, SLOW], "fast"),
+    ],
+)
+def test_one_slow_put_does_not_outweigh_fast_ones(paces: list[float], mode: str) -> None:
+    codecs = CodecChoice()
+    for pace in paces:
+        codecs.note_written(PUT, pace)
+    assert codecs.coding("run").mode == mode
+
+
+def test_a_small_put_says_nothing(time: Time) -> None:
+    with open_throttled(time, 20e6) as store:
+        for seed in range(3):
+            store.put_snapshot(weights(seed, 1 << 20), ref="run")
+        assert {codec for group in store.show("run").groups for codec in group.codecs} == {"raw"}
+
+
+def test_behind_a_staging_disk_blocks_stay_as_they_are(time: Time, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload = Uploader.upload
+
+    def upload_slowly(uploader: Uploader, *args: Any, **options: Any) -> None:
+        time.sleep(10)
+        upload(uploader, *args, **options)
+
+    monkeypatch.setattr(Uploader, "upload", upload_slowly)
+    monkeypatch.setattr(LocalBackend, "is_local", False)
+    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache", staging=tmp_path / "stage") as store:
+        assert codecs_of(store, 2) == [{"raw"}] * 2

@@ -1,0 +1,202 @@
+"""Every codec gives back the bytes that it got, and refuses what it did not make."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tensorstore_ck.errors import CorruptObjectError
+from tensorstore_ck.format.codec import Codec, Elements, Encoded, Encoder, decode, elements_of, exponent_sort
+
+ELEMENTS = [Elements(size, is_float) for size in (1, 2, 4, 8) for is_float in (False, True)]
+
+
+@st.composite
+def blocks(draw: st.DrawFn, elements: Elements) -> bytes:
+    """Noise, constants, runs, normal numbers, special ones: the sizes of one element to some thousand."""
+    count, seed = draw(st.integers(1, 3000)), draw(st.integers(0, 1 << 32))
+    kind = draw(st.sampled_from(["noise", "constant", "runs", "normal", "special"]))
+    rng, size = np.random.default_rng(seed), elements.item_bytes
+    if kind == "noise":
+        return rng.bytes(count * size)
+    if kind == "constant":
+        return rng.bytes(size) * count
+    if kind == "runs":
+        return b"".join(rng.bytes(size) * int(each) for each in rng.integers(1, 50, count // 20 + 1))
+    if size == 1 or kind == "special":  # zeros of both signs, denormals, infinities and NaNs with any payload
+        words = rng.integers(0, 1 << (8 * size - 1), count, dtype=np.uint64) & np.uint64(draw(st.integers(0, (1 << 64) - 1)))
+        return words.astype(f"<u{size}").tobytes()
+    return (rng.normal(size=count) * 0.02).astype(f"<f{size}").tobytes()
+
+
+def stored(encoded: Encoded) -> memoryview:
+    return memoryview(b"".join(encoded.pieces))
+
+
+def again(encoded: Encoded, raw: bytes, bases: Sequence[bytes] = ()) -> bytes:
+    """By both ways: into a place, and not."""
+    place = memoryview(bytearray(len(raw)))
+    views = [memoryview(base) for base in bases]
+    found = decode(encoded.codec, stored(encoded), len(raw), "a pack", place, bases=views)
+    assert found == decode(encoded.codec, stored(encoded), len(raw), "a pack", bases=views)
+    return bytes(found)
+
+
+@pytest.mark.parametrize("mode", ["fast", "small"])
+@pytest.mark.parametrize("elements", ELEMENTS, ids=str)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_planes(mode: str, elements: Elements, data: st.DataObject) -> None:
+    raw = data.draw(blocks(elements))
+    encoded = Encoder(mode).numbers(raw, elements)  # type: ignore[arg-type]
+    assert again(encoded, raw) == raw
+    assert len(stored(encoded)) <= len(raw) + 100
+
+
+@pytest.mark.parametrize("elements", ELEMENTS, ids=str)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_differences(elements: Elements, data: st.DataObject) -> None:
+    """To a block that is near, to one that has little to do with it, and to itself but for some elements."""
+    base = data.draw(blocks(elements))
+    words = np.frombuffer(base, f"<u{elements.item_bytes}").copy()
+    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
+    share = data.draw(st.sampled_from([0.0, 0.01, 0.05, 0.5, 1.0]))
+    changed = rng.random(len(words)) < share
+    words[changed] += rng.integers(0, 100, int(changed.sum()), dtype=np.uint64).astype(words.dtype)
+    raw = words.tobytes()
+    encoded = Encoder("small").delta(raw, memoryview(base), elements)
+    if encoded is not None:
+        assert encoded.codec == Codec.DELTA
+        assert again(encoded, raw, [base]) == raw
+
+
+@pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
+@settings(max_examples=40)
+@given(data=st.data())
+def test_the_kernel_does_what_numpy_does(item_bytes: int, data: st.DataObject) -> None:
+    if not exponent_sort.HAS_KERNEL:
+        pytest.skip("no compiler was there when this was installed")
+    base = np.frombuffer(data.draw(blocks(Elements(item_bytes, is_float=True))), f"<u{item_bytes}")
+    words = np.random.default_rng(len(base)).permutation(base)
+    found = exponent_sort.sorted_differences(words, base)
+    again = np.empty_like(words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exponent_sort, "HAS_KERNEL", False)
+        assert np.array_equal(exponent_sort.sorted_differences(words, base), found)
+        exponent_sort.add_sorted(base, found, again)
+    assert np.array_equal(again, words)
+    exponent_sort.add_sorted(base, found, again := np.empty_like(words))
+    assert np.array_equal(again, words)
+
+
+def test_the_kernel_refuses_what_does_not_fit() -> None:
+    kernel = pytest.importorskip("tensorstore_ck.format.codec._kernel")
+    for words, base, into, item_bytes in ((8, 8, 4, 4), (8, 4, 8, 4), (6, 6, 6, 4), (8, 8, 8, 3), (8, 8, 8, 0), (8, 8, 8, 16)):
+        with pytest.raises(ValueError, match="of one size"):
+            kernel.add_differences(bytes(words), bytes(base), bytearray(into), item_bytes)
+    with pytest.raises((BufferError, TypeError)):
+        kernel.take_differences(bytes(8), bytes(8), bytes(8), 4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("cuts", [1, 2, 3])
+@settings(max_examples=30)
+@given(data=st.data())
+def test_roundings(dtype: str, cuts: int, data: st.DataObject) -> None:
+    pieces = [data.draw(blocks(Elements(4, is_float=True))) for _ in range(cuts)]
+    masters = torch.from_numpy(np.frombuffer(b"".join(pieces), "<f4").copy())
+    weights = masters.to(getattr(torch, dtype)).view(torch.int16).numpy().tobytes()
+    encoded = Encoder("fast").cast(weights, [memoryview(piece) for piece in pieces], dtype)
+    if encoded is None:
+        assert bool(torch.isnan(masters).any())
+        return
+    assert len(stored(encoded)) == 8
+    assert again(encoded, weights, pieces) == weights
+    other = bytearray(weights)
+    other[-1] ^= 1
+    assert Encoder("fast").cast(other, [memoryview(piece) for piece in pieces], dtype) is None
+
+
+def test_the_rounding_of_a_nan_is_one_and_the_same() -> None:
+    """Machines differ in that, files must not: it is 7FC0, and weights that have others are no roundings."""
+    masters = np.array([0x7F800001, 0xFFFFFFFF, 0x3F800000], "<u4").tobytes()
+    for nan, fits in ((0x7FC0, True), (0xFFFF, False), (0x7FFF, False)):
+        weights = np.array([nan, nan, 0x3F80], "<u2").tobytes()
+        encoded = Encoder("fast").cast(weights, [memoryview(masters)], "bfloat16")
+        assert (encoded is not None) == fits
+        if encoded is not None:
+            assert again(encoded, weights, [masters]) == weights
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_damage_is_refused_or_seen(data: st.DataObject) -> None:
+    """Whatever stored bytes say, decoding gives so many bytes or a `CorruptObjectError`, and allocates no more than it must."""
+    elements = data.draw(st.sampled_from(ELEMENTS))
+    base = data.draw(blocks(elements))
+    words = np.frombuffer(base, f"<u{elements.item_bytes}").copy()
+    words[:: data.draw(st.integers(1, 200))] += 1
+    encoder = Encoder("small")
+    delta = encoder.delta(words.tobytes(), memoryview(base), elements) if data.draw(st.booleans()) else None
+    encoded = delta or encoder.numbers(base, elements)
+    damaged = bytearray(stored(encoded))
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, min(len(damaged), 64) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(damaged)))
+    try:
+        found = decode(encoded.codec, memoryview(damaged)[:cut], len(base), "a pack", bases=[memoryview(base)])
+    except CorruptObjectError:
+        return
+    assert len(found) == len(base)
+
+
+def test_what_codes_well_becomes_small() -> None:
+    rng = np.random.default_rng(0)
+    weights = torch.from_numpy((rng.normal(size=1 << 19) * 0.02).astype("<f4"))
+    cases = [
+        (weights.numpy().tobytes(), Elements(4, is_float=True), 0.85),
+        (weights.bfloat16().view(torch.int16).numpy().tobytes(), Elements(2, is_float=True), 0.67),
+        (weights.bfloat16().float().numpy().tobytes(), Elements(4, is_float=True), 0.35),
+        (bytes(1 << 20), Elements(4, is_float=True), 0.0001),
+        (np.arange(1 << 17).astype("<i8").tobytes(), Elements(8, is_float=False), 0.3),
+    ]
+    for raw, elements, share in cases:
+        for mode in ("fast", "small"):
+            encoded = Encoder(mode).numbers(raw, elements)
+            assert len(stored(encoded)) <= share * len(raw), (elements, mode)
+    assert Encoder("small").numbers(rng.bytes(1 << 20), Elements(4, is_float=True)).codec == Codec.RAW
+    assert Encoder("raw").numbers(bytes(1 << 20), Elements(4, is_float=True)).codec == Codec.RAW
+
+
+def test_sparse_differences_are_tiny() -> None:
+    rng = np.random.default_rng(0)
+    base = (rng.normal(size=1 << 20) * 0.02).astype("<f4")
+    before = torch.from_numpy(base).bfloat16().view(torch.int16).numpy().view("<u2")
+    after = before.copy()
+    chosen = rng.random(len(after)) < 0.005
+    after[chosen] += 1
+    encoded = Encoder("small").delta(after.tobytes(), memoryview(before.tobytes()), Elements(2, is_float=True))
+    assert encoded is not None
+    assert len(stored(encoded)) < 0.01 * after.nbytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "item_bytes", "expected"),
+    [
+        ("bfloat16", 2, Elements(2, is_float=True)),
+        ("float8_e4m3fn", 1, Elements(1, is_float=True)),
+        ("complex64", 8, Elements(4, is_float=True)),
+        ("complex32", 4, Elements(2, is_float=True)),
+        ("int64", 8, Elements(8, is_float=False)),
+        ("bool", 1, Elements(1, is_float=False)),
+        ("np:<f4", 4, Elements(4, is_float=True)),
+        ("np:<c16", 16, Elements(8, is_float=True)),
+        ("np:<U7", 28, Elements(1, is_float=False)),
+    ],
+)
+def test_elements(dtype: str, item_bytes: int, expected: Elements) -> None:
+    assert elements_of(dtype, item_bytes) == expected

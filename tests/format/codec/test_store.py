@@ -1,0 +1,216 @@
+"""Codecs from the outside: what is put comes back, costs less, and outlives gc, compaction, damage and copies."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import tensorstore_ck as tsck
+from tensorstore_ck.cli import main
+from tensorstore_ck.common.ids import Ulid, parse_ulid
+from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.format.codec import BASED
+from tensorstore_ck.gc.compact import read_footer
+from tests.format.codec.training import SIZE, Training, put_steps, same
+
+Open = Callable[..., tsck.Store]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Open:
+    def begin(name: str = "store", **options: Any) -> tsck.Store:
+        found: dict[str, Any] = {"create": True, "cache_dir": tmp_path / f"cache-{name}"}
+        store: tsck.Store = tsck.open(tmp_path / name, **(found | options))
+        return store
+
+    return begin
+
+
+def share(snapshot: tsck.Snapshot) -> float:
+    return snapshot.new_bytes / snapshot.logical_bytes
+
+
+@pytest.mark.parametrize("codec", ["auto", "raw", "fast", "small"])
+def test_what_is_put_comes_back(opened: Open, codec: str) -> None:
+    with opened(codec=codec) as store:
+        for snapshot, state in put_steps(store, 12):
+            assert same(store.checkout(snapshot.root), state)
+        assert store.fsck(read_data=True).ok
+
+
+def test_each_mode_costs_less_than_the_one_before(opened: Open) -> None:
+    costs = {}
+    for codec in ("raw", "fast", "small"):
+        with opened(codec, codec=codec) as store:
+            costs[codec] = [share(snapshot) for snapshot, _ in put_steps(store, 3)]
+    assert costs["raw"][0] > 0.99
+    assert costs["fast"][0] < 0.66  # weights are roundings, masters 0.83
+    assert costs["small"][0] < 0.66
+    assert costs["small"][1] < 0.5 < costs["fast"][1]
+
+
+def test_roots_do_not_depend_on_the_codec(opened: Open) -> None:
+    roots = []
+    for codec in ("raw", "small"):
+        with opened(codec, codec=codec) as store:
+            roots.append([snapshot.root for snapshot, _ in put_steps(store, 3)])
+    assert roots[0] == roots[1]
+
+
+def test_a_codec_for_a_ref_and_for_a_put(opened: Open) -> None:
+    state = {"w": torch.zeros(SIZE)}
+    with opened(codec={"cold/*": "small", "*": "raw"}) as store:
+        assert share(store.put_snapshot({"w": torch.zeros(SIZE)}, ref="hot")) > 0.99
+        assert share(store.put_snapshot({"w": torch.ones(SIZE)}, ref="cold/a")) < 0.01
+        assert share(store.put_snapshot({"w": torch.full((SIZE,), 2.0)}, ref="warm", codec="fast")) < 0.01
+        assert torch.equal(store.checkout("hot")["w"], state["w"])
+
+
+@pytest.mark.parametrize("options", [{"codec": "zip"}, {"codec": {"a": "tiny"}}, {"delta": -1}, {"delta": "yes"}, {"delta": 0.5}])
+def test_unknown_codecs_are_refused(opened: Open, options: Any) -> None:
+    with pytest.raises(InvalidOptionError, match=r"codec must be one of|delta must be"):
+        opened(**options)
+    wrong: dict[str, Any] = dict.fromkeys(options, "nothing")
+    with opened() as store, pytest.raises(InvalidOptionError):
+        store.put_snapshot({}, ref="run", **wrong)
+
+
+def test_differences_are_off_and_on(opened: Open) -> None:
+    with opened("off", codec="small", delta=False) as off, opened("on", codec="fast", delta=True) as on:
+        assert min(share(snapshot) for snapshot, _ in put_steps(off, 3)) > 0.5
+        assert share(put_steps(on, 3)[1][0]) < 0.5
+
+
+def test_a_block_in_full_comes_every_so_often(opened: Open) -> None:
+    with opened(codec="small", delta=3) as store:
+        steps = put_steps(store, 8)
+        costs = [share(snapshot) for snapshot, _ in steps]
+        assert [cost > 0.4 for cost in costs] == [True, False, False, True, False, False, True, False]
+        assert all(same(store.checkout(snapshot.root), state) for snapshot, state in steps)
+
+
+def test_what_differences_need_outlives_what_they_are_taken_from(opened: Open, tmp_path: Path) -> None:
+    with opened(codec="small") as store:
+        steps = put_steps(store, 6)
+        last, state = steps[-1]
+        before = sum(each.stat().st_size for each in tmp_path.glob("store/packs/*/*"))
+        tsck_cli(tmp_path, "forget", *(f"run@{snapshot.step}" for snapshot, _ in steps[:-1]))
+        for _ in range(2):  # what the first one compacts, the second one frees
+            tsck_cli(tmp_path, "gc", "--min-age", "0s", "--undo-window", "0s", "--max-delete", "100%", "--compact-below", "100%")
+        assert sum(each.stat().st_size for each in tmp_path.glob("store/packs/*/*")) < 0.7 * before
+        for pack in tmp_path.glob("store/packs/*/*"):
+            footer = read_footer(store.engine.backend, parse_ulid(pack.name) or Ulid(b""), pack.stat().st_size)
+            for entry, codec in enumerate(footer.entries["codec"].tolist()):
+                assert bool(footer.bases_of(entry)) == (codec in BASED)
+        assert same(store.checkout(last.root), state)
+        assert store.fsck(read_data=True).ok
+        assert same(opened(cache_dir=tmp_path / "new").checkout("run"), state)
+
+
+def tsck_cli(folder: Path, *arguments: str) -> None:
+    result = CliRunner().invoke(main, [*arguments, "-s", str(folder / "store"), "--cache-dir", str(folder / "cache-cli")])
+    assert result.exit_code == 0, result.output
+
+
+def test_a_copy_stands_for_itself(opened: Open, tmp_path: Path) -> None:
+    with opened(codec="small") as store, opened("other") as other:
+        steps = put_steps(store, 4)
+        tsck.copy(store, other, refs="run")
+        assert [snapshot.root for snapshot in other.log("run")] == [snapshot.root for snapshot in store.log("run")]
+        assert all(same(other.checkout(snapshot.root), state) for snapshot, state in steps)
+        assert other.fsck(read_data=True).ok
+
+
+def test_show_tells_what_each_group_takes(opened: Open, tmp_path: Path) -> None:
+    with opened(codec="small") as store:
+        put_steps(store, 2)
+        groups = {group.name: group for group in store.show("run").groups}
+        assert groups["weights"].codecs == {"cast": 3 * 2 * SIZE}
+        assert groups["masters"].codecs == {"delta": 3 * 4 * SIZE}
+        assert groups["weights"].stored_bytes < 100 < groups["masters"].stored_bytes < 0.7 * groups["masters"].raw_bytes
+    result = CliRunner().invoke(main, ["show", "run", "-s", str(tmp_path / "store"), "--cache-dir", str(tmp_path / "cache-cli")])
+    assert "cast 100%" in result.stdout
+
+
+def test_a_damaged_base_is_told_of_and_not_built_on(opened: Open, tmp_path: Path) -> None:
+    training = Training()
+    with opened(codec="small") as store:
+        for _ in range(2):
+            store.put_snapshot(training.train(), ref="run", step=training.step)
+    for pack in tmp_path.glob("store/packs/*/*"):
+        data = bytearray(pack.read_bytes())
+        if len(data) > SIZE * 4:  # the masters of step 1, which step 2 is stored against
+            data[len(data) // 3] ^= 1
+            pack.write_bytes(data)
+    with opened(codec="small") as store:
+        report = store.fsck(read_data=True)
+        hits = [hit for finding in report.findings for hit in finding.hits]
+        assert {hit.split(" ")[0] for hit in hits} == {"run@1", "run@2"}
+        assert all(hit.split(": ")[1].startswith("masters.") for hit in hits)
+        with pytest.raises(tsck.DamageError):
+            store.checkout("run")
+        state = training.train()
+        third = store.put_snapshot(state, ref="run", step=3, expect=tsck.ANY)
+        assert same(store.checkout(third.root), state)
+        masters = next(group for group in store.show("run").groups if group.name == "masters")
+        assert masters.codecs == {"planes": 4 * SIZE, "delta": 2 * 4 * SIZE}
+
+
+def test_what_is_staged_may_be_a_difference(opened: Open, tmp_path: Path) -> None:
+    training = Training()
+    with opened(codec="small", staging=tmp_path / "staging") as store:
+        puts = [(store.put_snapshot_async(state := training.train(), ref="run", step=training.step), state) for _ in range(4)]
+        puts[0][0].wait()
+        puts += [(store.put_snapshot_async(state := training.train(), ref="run", step=training.step), state) for _ in range(2)]
+        published = [(pending.wait(), state) for pending, state in puts]
+    with opened() as elsewhere:
+        assert all(same(elsewhere.checkout(snapshot.root), state) for snapshot, state in published)
+        assert "delta" in {codec for group in elsewhere.show("run").groups for codec in group.codecs}
+        assert elsewhere.fsck(read_data=True).ok
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_weights_that_stay_when_their_masters_do_not(opened: Open, tmp_path: Path, staged: bool) -> None:
+    """They are the roundings of masters that the later snapshot has not."""
+    options: dict[str, Any] = {"staging": tsck.Staging(tmp_path / "staging", stagger_seconds=3600 if staged else 0)} if staged else {}
+    noise = torch.randn(SIZE)
+    rounded = noise.bfloat16().float()
+    states: list[dict[str, Any]] = [
+        {"masters": masters, "weights": noise.bfloat16(), "step": step}
+        for step, masters in enumerate([noise, rounded, torch.nextafter(rounded, torch.tensor(9.0))])
+    ]
+    with opened(codec="fast", **options) as store:
+        for state in states:
+            pending = store.put_snapshot_async(state, ref="run", step=state["step"])
+            (pending.staged if staged else pending).wait(60)
+        store.drain(0)
+    with opened(codec="fast", **({"staging": tmp_path / "staging"} if staged else {})) as store:
+        for state in states:
+            found = store.checkout(f"run@{state['step']}")
+            assert torch.equal(found["masters"], state["masters"])
+            assert torch.equal(found["weights"].view(torch.int16), state["weights"].view(torch.int16))
+        assert store.fsck(read_data=True).ok
+
+
+def test_weights_are_rounded_from_masters_that_were_restored(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not from ones that are read a second time."""
+    with opened(codec="fast") as store:
+        [(_, state)] = put_steps(store, 1)
+        backend, read = store.engine.backend, 0
+
+        def counted(name: str, offset: int, into: memoryview) -> None:
+            nonlocal read
+            read += len(into)
+            read_into(name, offset, into)
+
+        read_into = backend.read_into
+        monkeypatch.setattr(backend, "read_into", counted)
+        into = Training().train()
+        store.checkout("run", into=into)
+        assert same(into, state)
+        assert read < store.usage().stored_bytes
+        alone = store.checkout("run", select="weights.*")["weights"]
+        assert all(torch.equal(alone[name], tensor) for name, tensor in state["weights"].items())

@@ -1,0 +1,99 @@
+"""A put of many ranks, from the writer's own pieces, by DESIGN section 5: each rank writes its part and checks it at its own head, and
+rank 0 commits for all, with the lowest anchor. Whoever gives up says so in the log first.
+
+What ranks tell each other goes through objects under ``channel/``, so that it is explored as well.
+"""
+
+from typing import Final
+
+import numpy as np
+
+from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.write import put as writer
+from tensorstore_ck.engine.write.dedup import KnownBlocks
+from tensorstore_ck.engine.write.part_writer import Seat, write_part
+from tensorstore_ck.errors import MissingObjectError, SnapshotExpiredError
+from tensorstore_ck.format.codec import Coding
+from tensorstore_ck.format.part import Part, decode_part, part_name
+from tensorstore_ck.format.record import Record, encode_metadata, record_name
+from tensorstore_ck.log import Op, RefTable
+from tensorstore_ck.log.cache import MemoryTable
+from tests.gc.interleavings.actor import Actor, Process
+from tests.gc.interleavings.scenes import FAILED, Verdict, captured
+
+TXN: Final = Ulid(b"the transaction!")
+PATIENCE: Final = 2
+"""How often a rank looks for what it waits for, before it gives up."""
+
+
+def rank(name: str, number: int, labels: str, *, ranks: int = 2, table: MemoryTable | None = None, gives_up_in_log: bool = True) -> Actor:
+    """One rank of a put to branch ``ranks``; number 0 leads."""
+
+    def run(process: Process) -> Verdict:
+        engine = process.engine()
+        engine.log.sync()
+        ulid, part = _write_part(engine, number, ranks, labels)
+        engine.log.sync()
+        writer.commit_rescue(engine, engine.log.view(), ulid, [(ulid, part)])  # checked at this rank's own head
+        engine.backend.put(f"channel/{number}", ulid)
+        if number == 0:
+            _lead(engine, ranks)
+        return _outcome(engine, gives_up_in_log=gives_up_in_log)
+
+    return Actor(name, run, table, (*FAILED, MissingObjectError, SnapshotExpiredError))
+
+
+def _write_part(engine: Engine, number: int, ranks: int, labels: str) -> tuple[Ulid, Part]:
+    head = engine.log.view().head()
+    seat = Seat(number, ranks, (number,), np.arange(ranks, dtype="<u2").tobytes())
+    written = write_part(
+        engine, captured(labels.split()), KnownBlocks(engine, None), anchor=head.n if head else 0, seat=seat, coding=Coding("raw")
+    )
+    return written.ulid, written.part
+
+
+def _lead(engine: Engine, ranks: int) -> None:
+    parts = []
+    for number in range(ranks):
+        data = _wait(engine, f"channel/{number}")
+        if data is None:
+            return
+        name = part_name(Ulid(data))
+        parts.append((Ulid(data), decode_part(engine.backend.get(name, max_bytes=1 << 20), name)))
+    ids = b"".join(part.part_id() for _, part in parts)
+    record = Record("ranks", None, None, encode_metadata({}), {}, 0, [ulid for ulid, _ in parts], ids, 0, 0)
+    snapshot, encoded = engine.new_id(), record.encode()
+    engine.backend.put(record_name(snapshot), encoded)
+
+    def build(view: RefTable) -> list[Op]:
+        if view.outcome(TXN) is not None:
+            return []
+        anchor = min(part.anchor for _, part in parts)
+        put = Op.put("ranks", snapshot, record, encoded, anchor=anchor, txn=TXN)
+        return [put, *writer.commit_rescue(engine, view, snapshot, parts)]
+
+    engine.log.append(build)
+
+
+def _wait(engine: Engine, name: str) -> bytes | None:
+    for _ in range(PATIENCE):
+        try:
+            return engine.backend.get(name, max_bytes=100)
+        except MissingObjectError:
+            continue
+    return None
+
+
+def _outcome(engine: Engine, *, gives_up_in_log: bool) -> Verdict:
+    for _ in range(PATIENCE):
+        engine.log.sync()
+        found = engine.log.view().outcome(TXN)
+        if found is not None:
+            return Verdict(TXN, found.put)
+    if gives_up_in_log:
+        engine.log.append(lambda view: [] if view.outcome(TXN) else [Op.abort(TXN)])
+        found = engine.log.view().outcome(TXN)
+        assert found is not None
+        return Verdict(TXN, found.put)
+    return Verdict(TXN, False)

@@ -1,0 +1,264 @@
+"""gc beside writers, readers, other gcs, and whatever moves, forgets and brings back: small cases completely.
+
+Every crash is in it (see schedule.py), and so is an actor asleep across any other's whole run. The counts are floors, so that no
+case shrinks unnoticed.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+import pytest
+
+from tensorstore_ck.errors import ConflictError, NotFoundError, SnapshotExpiredError
+from tensorstore_ck.log import Op
+from tensorstore_ck.log.cache import MemoryTable
+from tensorstore_ck.store import Store
+from tests.effort import effort
+from tests.gc.interleavings.actor import Actor
+from tests.gc.interleavings.scenes import FAILED, REFUSED, Scene, collector, reader, user, writer
+from tests.gc.interleavings.schedule import FAULTS, Case, explore, explore_random
+
+pytestmark = pytest.mark.slow
+
+FALLIBLE: Final = FAILED + REFUSED
+GONE: Final = (*FAILED, SnapshotExpiredError, NotFoundError, ConflictError)
+
+
+def dying() -> tuple[Scene, MemoryTable]:
+    """A pack of blocks x and y, all of which are about to go, and a host that knows where they are."""
+    scene = Scene()
+    scene.put("job", "x y", step=0)
+    scene.put("job", "z", step=1)
+    scene.forget("job@0")
+    return scene, scene.host()
+
+
+def sparse() -> tuple[Scene, MemoryTable]:
+    """A pack of which x is about to go, and y is needed."""
+    scene = Scene()
+    scene.put("job", "x y", step=0)
+    scene.put("job", "y z", step=1)
+    scene.forget("job@0")
+    return scene, scene.host()
+
+
+def saver(host: MemoryTable, labels: str, name: str = "A") -> Actor:
+    """Puts to another branch what it takes from blocks that are there."""
+    return writer(name, "other", labels, table=host, expect=None, may_raise=FALLIBLE)
+
+
+def settler(host: MemoryTable) -> Actor:
+    """Settles whenever it likes: that is a matter of efficiency only."""
+
+    def settle(store: Store) -> object:
+        return store._engine.log.append(lambda view: [Op.settle(head.n)] if (head := view.head()) else []).n
+
+    return user("S", settle, table=host)
+
+
+def with_faults(case: Case, count: int = 1) -> Case:
+    return case._replace(faults=FAULTS, max_faults=count)
+
+
+def test_writer_takes_blocks_that_die() -> None:
+    scene, host = dying()
+    assert explore(scene.case(collector("G", table=host), saver(host, "x q"))).states > 3000
+
+
+def test_writer_takes_blocks_that_die_with_faults() -> None:
+    scene, host = dying()
+    case = with_faults(scene.case(collector("G", table=host), saver(host, "x q")))._replace(max_switches=effort(2, 3))
+    assert explore(case).states > 5000
+
+
+def test_writer_sleeps_until_tombstones_are_forgotten() -> None:
+    scene, host = dying()
+    case = scene.case(collector("G", table=host, settle=True), saver(host, "x q"))
+    assert explore(case).states > 3000
+
+
+def test_anybody_settles_at_any_time() -> None:
+    scene, host = dying()
+    case = scene.case(collector("G", table=host), saver(host, "x q"), settler(host))
+    assert explore(case._replace(max_switches=effort(2, 3))).states > 5000
+
+
+@pytest.mark.parametrize("labels", ["x q", "x y"])
+def test_writer_and_compaction(labels: str) -> None:
+    scene, host = sparse()
+    case = scene.case(collector("G", table=host, compact=True, settle=True), saver(host, labels))
+    assert explore(case).states > 8000
+
+
+def test_writer_and_compaction_with_faults() -> None:
+    scene, host = sparse()
+    case = with_faults(scene.case(collector("G", table=host, compact=True), saver(host, "x y")))
+    assert explore(case._replace(max_switches=effort(2, 3))).states > 8000
+
+
+def test_two_gcs() -> None:
+    scene, host = dying()
+    assert explore(scene.case(collector("G", table=host), collector("H", table=host))).states > 4000
+
+
+def test_two_gcs_that_settle_with_faults() -> None:
+    scene, host = dying()
+    gcs = (collector(name, table=host, settle=True) for name in "GH")
+    assert explore(with_faults(scene.case(*gcs))._replace(max_switches=2)).states > 4000
+
+
+def test_two_compactors() -> None:
+    scene, host = sparse()
+    gcs = (collector(name, table=host, compact=True) for name in "GH")
+    assert explore(scene.case(*gcs)._replace(max_switches=effort(2, 3))).states > 4000
+
+
+def test_two_gcs_and_a_writer() -> None:
+    scene, host = dying()
+    case = scene.case(collector("G", table=host), collector("H", table=host, settle=True), saver(host, "x q"))
+    assert explore(case._replace(max_switches=2)).states > 20_000
+
+
+def test_two_writers_and_gc() -> None:
+    """They take blocks from each other's packs, too, as soon as these are published."""
+    scene, host = dying()
+    case = scene.case(collector("G", table=host), saver(host, "x q"), writer("B", "job", "x q", table=host, may_raise=FALLIBLE))
+    assert explore(case._replace(max_switches=2)).states > 10_000
+
+
+def test_reader_across_compaction_and_sweep() -> None:
+    """What it reads is held all the time, so it must get it."""
+    scene, host = sparse()
+    assert explore(scene.case(collector("G", table=host, compact=True), reader("R", "job", table=host))).states > 200
+    case = scene.case(*(collector(name, table=host, compact=True) for name in "GH"), reader("R", "job", table=host))
+    assert explore(case._replace(max_switches=2)).states > 10_000
+
+
+def test_reader_of_what_goes() -> None:
+    """Right bytes, or a word that it is gone."""
+    scene = Scene()
+    scene.put("old", "x y")
+    scene.put("job", "y z")
+    host = scene.host()
+    forget = user("F", lambda store: store.forget("old"), table=host)
+    case = scene.case(collector("G", table=host, compact=True), forget, reader("R", "old", table=host, may_raise=GONE))
+    assert explore(case).states > 600
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda store, root: store.tag("t", root),
+        lambda store, root: store.branch("b", root),
+        lambda store, root: store.reset("job", root),
+        lambda store, root: store.pin(root, owner="me"),
+    ],
+    ids=["tag", "branch", "reset", "pin"],
+)
+def test_hold_of_what_is_swept(act: Callable[[Store, str], object]) -> None:
+    """A branch or tag is made from a root that is being swept (icechunk design 011): it holds all of it, or fails."""
+    scene = Scene()
+    info = scene.put("job", "x y", step=0)
+    scene.put("job", "y z", step=1)
+    scene.forget("job@0")
+    scene.purge()
+    host = scene.host()
+    holder = user("U", lambda store: act(store, info.root.hex()), table=host, may_raise=GONE)
+    assert explore(with_faults(scene.case(collector("G", table=host, compact=True, settle=True), holder))).states > 2000
+    assert explore(scene.case(collector("G", table=host), collector("H", table=host), holder)._replace(max_switches=2)).states > 1000
+
+
+def test_undo_against_sweep() -> None:
+    scene = Scene()
+    scene.put("job", "x y", step=0)
+    scene.put("job", "y z", step=1)
+    host = scene.host()
+    case = scene.case(
+        collector("G", table=host, compact=True),
+        user("F", lambda store: store.forget("job@0"), table=host),
+        user("U", lambda store: store.undo("job@0"), table=host, may_raise=GONE),
+    )
+    assert explore(case).states > 400
+
+
+def test_pin_and_unpin() -> None:
+    scene = Scene()
+    scene.put("job", "x y", step=0)
+    scene.put("job", "y z", step=1)
+    host = scene.host()
+
+    def pin_for_a_while(store: Store) -> None:
+        store.pin("job@0", owner="me")
+        store.unpin("job@0", owner="me")
+
+    case = scene.case(
+        collector("G", table=host),
+        user("F", lambda store: store.forget("job@0"), table=host),
+        user("P", pin_for_a_while, table=host, may_raise=GONE),
+    )
+    assert explore(case._replace(max_switches=4)).states > 2000
+
+
+def test_index_that_jumps_over_forgotten_tombstones() -> None:
+    """A host that was away while blocks went, and their tombstones too."""
+    scene = Scene()
+    scene.put("job", "x y", step=0)
+    scene.put("job", "z", step=1)
+    away = scene.host()
+    scene.forget("job@0")
+    scene.gc(settle=True)
+    case = scene.case(saver(away, "x q"), collector("G", table=away, settle=True))
+    assert explore(with_faults(case)._replace(max_switches=3)).states > 1000
+
+
+def two_gcs_and_a_writer() -> Case:
+    scene, host = dying()
+    return scene.case(collector("G", table=host), collector("H", table=host, settle=True), saver(host, "x q"))
+
+
+def two_compactors_and_a_writer() -> Case:
+    scene, host = sparse()
+    gcs = (collector(name, table=host, compact=True, settle=True) for name in "GH")
+    return scene.case(*gcs, saver(host, "x y"))
+
+
+def two_of_each() -> Case:
+    scene, host = sparse()
+    return scene.case(
+        collector("G", table=host, compact=True, settle=True),
+        collector("H", table=host, compact=True),
+        saver(host, "x y q"),
+        writer("B", "job", "x q", table=host, may_raise=FALLIBLE),
+        settler(host),
+    )
+
+
+def everybody() -> Case:
+    scene, host = sparse()
+    root = scene.put("old", "y w").root.hex()
+    return scene.case(
+        collector("G", table=host, compact=True),
+        collector("H", table=host, compact=True, settle=True),
+        saver(host, "x y"),
+        reader("R", "job", table=host),
+        user("F", lambda store: store.forget("old"), table=host),
+        user("U", lambda store: store.undo("old"), table=host, may_raise=GONE),
+        user("T", lambda store: store.tag("t", root), table=host, may_raise=GONE),
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "percent"),
+    [(two_gcs_and_a_writer, 35), (two_compactors_and_a_writer, 35), (two_of_each, 10), (everybody, 10)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_random_schedules(make: Callable[[], Case], percent: int, random_schedules: int) -> None:
+    """Cases that are too large to be explored whole, with up to three faults."""
+    in_batches(lambda: with_faults(make(), 3), random_schedules * percent // 100)
+
+
+def in_batches(make: Callable[[], Case], count: int, size: int = 1000) -> None:
+    """Random schedules, with a new case now and then: one remembers all that it met."""
+    for seed in range(0, count, size):
+        chosen = min(size, count - seed)
+        assert explore_random(make(), chosen, seed).schedules == chosen

@@ -1,0 +1,261 @@
+"""Whatever goes wrong: one clear error, and the target is as it was."""
+
+import errno
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tensorstore_ck as tsck
+from tensorstore_ck.backend.local_io import write_at
+from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.errors import (
+    AlreadyExistsError,
+    CorruptObjectError,
+    DamageError,
+    InvalidOptionError,
+    MismatchError,
+    NoSpaceError,
+    NotFoundError,
+    PermissionDeniedError,
+    SnapshotMarkedBadError,
+)
+from tensorstore_ck.integrations.exporting import FORMATS, byte_routing, export_snapshot, output_file
+from tests.gc.stores import open_store
+from tests.integrations.exporting.states import small_blocks
+
+STATE = {"a": torch.arange(20_000.0), "b": {"turned": torch.arange(600.0).view(20, 30).t(), "c": torch.ones(3)}, "n": 1}
+
+
+@pytest.fixture
+def backend() -> MemoryBackend:
+    return small_blocks()
+
+
+@pytest.fixture
+def store(backend: MemoryBackend) -> Iterator[tsck.Store]:
+    with open_store(backend) as opened:
+        opened.put_snapshot(STATE, ref="run")
+        yield opened
+
+
+@pytest.fixture(params=FORMATS)
+def kind(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def inodes(folder: Path) -> dict[str, int]:
+    return {str(path): path.lstat().st_ino for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_full_disk(store: tsck.Store, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    export_snapshot(store, "run", tmp_path / "out", format=kind)
+    before = inodes(tmp_path)
+    calls = iter(range(1000))
+
+    def write(*args: Any) -> None:
+        if next(calls) >= after:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_at(*args)
+
+    monkeypatch.setattr(output_file, "write_at", write)
+    for path in (tmp_path / "out", tmp_path / "new"):
+        with pytest.raises(NoSpaceError, match=f"cannot write {path}: No space left") as caught:
+            export_snapshot(store, "run", path, format=kind, overwrite=True)
+        assert "\n" not in str(caught.value)
+    assert inodes(tmp_path) == before
+
+
+def test_too_little_space_is_told_before_anything_is_written(
+    store: tsck.Store, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, (16 << 20) + 80_000))
+    monkeypatch.setattr(byte_routing, "_pour", None)
+    with pytest.raises(NoSpaceError, match="are free there"):
+        export_snapshot(store, "run", tmp_path / "out", format=kind)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_block_in_the_middle(store: tsck.Store, backend: MemoryBackend, kind: Any, tmp_path: Path) -> None:
+    export_snapshot(store, "run", tmp_path / "out", format=kind)
+    before = inodes(tmp_path)
+    (pack,) = [info.name for info in backend.list("packs/")]
+    data = bytearray(backend.get(pack, max_bytes=1 << 30))
+    data[len(data) // 2] ^= 1
+    backend.replace(pack, data)
+    for path in (tmp_path / "out", tmp_path / "new"):
+        with pytest.raises(DamageError, match="tensor 'a'"):
+            export_snapshot(store, "run", path, format=kind, overwrite=True)
+    assert inodes(tmp_path) == before
+
+
+def test_a_disk_that_keeps_something_else(store: tsck.Store, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(1000))
+
+    def write(fd: int, views: list[memoryview], offset: int) -> None:
+        if next(calls) == 4:
+            views = [memoryview(bytes(len(views[0]) - 1) + b"\1")]
+        write_at(fd, views, offset)
+
+    monkeypatch.setattr(output_file, "write_at", write)
+    with pytest.raises(CorruptObjectError, match=f"{tmp_path / 'out'} does not hold at bytes"):
+        export_snapshot(store, "run", tmp_path / "out", format=kind)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("lost", ["all", "one"])
+def test_bytes_that_never_came(store: tsck.Store, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    write = byte_routing._Fan.write
+
+    def lose(self: Any, start: int, data: memoryview) -> None:
+        if lost == "one" and start != 4096:
+            write(self, start, data)
+
+    monkeypatch.setattr(byte_routing._Fan, "write", lose)
+    with pytest.raises(CorruptObjectError, match="was not written"):
+        export_snapshot(store, "run", tmp_path / "out", format=kind, skip=["b.turned"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def killed(at: int, work: Callable[[], object]) -> int:
+    """How a process ends that is killed at its write number `at`."""
+    pid = os.fork()
+    if pid == 0:
+        calls = iter(range(1, 1000))
+
+        def write(*args: Any) -> None:
+            if next(calls) >= at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            write_at(*args)
+
+        try:
+            vars(output_file)["write_at"] = write
+            work()
+        finally:
+            os._exit(1)
+    return os.waitpid(pid, 0)[1]
+
+
+@pytest.mark.parametrize("at", [1, 6, 15])
+def test_a_killed_export_leaves_the_target_as_it_was(store: tsck.Store, kind: Any, tmp_path: Path, at: int) -> None:
+    export_snapshot(store, "run", tmp_path / "there", format=kind)
+    before = inodes(tmp_path)
+    for path in (tmp_path / "there", tmp_path / "absent"):
+        assert killed(at, partial(export_snapshot, store, "run", path, format=kind, overwrite=True)) == signal.SIGKILL
+    assert {path: inode for path, inode in inodes(tmp_path).items() if ".part" not in path} == before
+    assert all(name.endswith(".part") for name in os.listdir(tmp_path) if name != "there")
+    export_snapshot(store, "run", tmp_path / "absent", format=kind)
+
+
+def test_what_is_there_is_not_replaced_unasked(store: tsck.Store, kind: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("nowhere")
+    before = inodes(tmp_path)
+    for name in ("file", "folder", "link"):
+        with pytest.raises(AlreadyExistsError, match="is there already: give --force"):
+            export_snapshot(store, "run", tmp_path / name, format=kind)
+    for name in ("file", "link"):
+        with pytest.raises(AlreadyExistsError, match=r"is no folder|is a link"):
+            export_snapshot(store, "run", tmp_path / name, format=kind, overwrite=True)
+    assert inodes(tmp_path) == before
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_a_folder_is_only_replaced_if_it_is_an_export(store: tsck.Store, kind: Any, tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    export_snapshot(store, "run", path, format=kind)
+    first = next(found for found in path.iterdir() if found.suffix != ".json")
+    first.write_text("old")
+    (path / "notes.txt").write_text("precious")
+    with pytest.raises(AlreadyExistsError, match=r"holds 'notes.txt', which no export writes"):
+        export_snapshot(store, "run", path, format=kind, overwrite=True)
+    (path / "notes.txt").unlink()
+    (path / "__0_7.distcp").mkdir()
+    with pytest.raises(AlreadyExistsError, match=r"holds '__0_7.distcp'"):
+        export_snapshot(store, "run", path, format=kind, overwrite=True)
+    (path / "__0_7.distcp").rmdir()
+    export_snapshot(store, "run", path, format=kind, overwrite=True)
+    assert first.read_bytes() != b"old"
+    assert [found.name for found in tmp_path.iterdir()] == ["out"]
+
+
+def test_files_are_replaced_when_asked(store: tsck.Store, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_text("old")
+    export_snapshot(store, "run", path, format="safetensors", overwrite=True)
+    assert torch.equal(load_file(path)["a"], STATE["a"])  # type: ignore[arg-type]
+    (tmp_path / "b.pt").mkdir()
+    with pytest.raises(AlreadyExistsError, match="is a folder"):
+        export_snapshot(store, "run", tmp_path / "b.pt", format="torch", overwrite=True)
+    (tmp_path / "c.pt").symlink_to(path)
+    with pytest.raises(AlreadyExistsError, match="is a link"):
+        export_snapshot(store, "run", tmp_path / "c.pt", format="torch", overwrite=True)
+    assert torch.equal(load_file(path)["a"], STATE["a"])  # type: ignore[arg-type]
+
+
+def test_another_export_that_was_faster_wins(store: tsck.Store, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pour = byte_routing.Placing.pour
+
+    def slowly(self: byte_routing.Placing, scratch: str) -> None:
+        pour(self, scratch)
+        (tmp_path / "out").mkdir()
+
+    monkeypatch.setattr(byte_routing.Placing, "pour", slowly)
+    with pytest.raises(AlreadyExistsError):
+        export_snapshot(store, "run", tmp_path / "out", format=kind)
+    assert os.listdir(tmp_path) == ["out"]
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_folders_that_cannot_be_written(store: tsck.Store, kind: Any, tmp_path: Path) -> None:
+    with pytest.raises(PermissionDeniedError, match="cannot write /sys/out"):
+        export_snapshot(store, "run", "/sys/out", format=kind)
+    with pytest.raises(NotFoundError, match="there is no folder"):
+        export_snapshot(store, "run", tmp_path / "no" / "out", format=kind)
+
+
+def test_a_marked_snapshot(store: tsck.Store, kind: Any, tmp_path: Path) -> None:
+    store.mark("run", reason="diverged")
+    with pytest.raises(SnapshotMarkedBadError, match=r"diverged.*--allow-bad"):
+        export_snapshot(store, "run", tmp_path / "out", format=kind)
+    assert list(tmp_path.iterdir()) == []
+    export_snapshot(store, "run", tmp_path / "out", format=kind, allow_bad=True)
+
+
+def test_bad_options(store: tsck.Store, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(InvalidOptionError, match="one of dcp, safetensors, torch"):
+        export_snapshot(store, "run", out, format="onnx")  # type: ignore[arg-type]
+    with pytest.raises(InvalidOptionError, match="max_file_bytes"):
+        export_snapshot(store, "run", out, format="dcp", max_file_bytes=0)
+    with pytest.raises(NotFoundError):
+        export_snapshot(store, "nope", out, format="dcp")
+    for bad in ({"select": ["nope.*"]}, {"skip": ["nope.*"]}, {"skip": ["*"]}):
+        with pytest.raises(MismatchError):
+            export_snapshot(store, "run", out, format="dcp", **bad)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_everything_is_durable_before_it_is_there(store: tsck.Store, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: dict[int, bool] = {}
+    fsync = os.fsync
+
+    def spy(fd: int) -> None:
+        fsync(fd)
+        synced[os.fstat(fd).st_ino] = (tmp_path / "out").exists()
+
+    monkeypatch.setattr(os, "fsync", spy)
+    export_snapshot(store, "run", tmp_path / "out", format=kind, max_file_bytes=50_000)
+    files = {path.stat().st_ino for path in (tmp_path / "out").iterdir()}
+    assert {inode: synced[inode] for inode in files} == dict.fromkeys(files, False)
+    assert synced[(tmp_path / "out").stat().st_ino] is False
+    assert synced[tmp_path.stat().st_ino] is True

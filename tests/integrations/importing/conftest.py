@@ -1,0 +1,43 @@
+"""A store, what is imported into it, and what it gives back."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tensorstore_ck as tsck
+from tensorstore_ck.integrations.importing import Contents, import_checkpoint
+
+Bring = Callable[..., tuple[Any, Contents]]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[tsck.Store]:
+    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as store:
+        yield store
+
+
+@pytest.fixture
+def bring(store: tsck.Store) -> Bring:
+    """Imports a path; what the store then gives back, and what was said of it."""
+
+    def bring(path: Path, **options: Any) -> tuple[Any, Contents]:
+        snapshot, contents = import_checkpoint(store, path, ref="old", expect=tsck.ANY, **options)
+        return store.checkout(snapshot.root), contents
+
+    return bring
+
+
+@pytest.fixture
+def refuse(store: tsck.Store) -> Callable[..., str]:
+    """Imports a path that must be refused, with nothing of it in the store; the message."""
+
+    def refuse(path: Path, error: type[tsck.StoreError] = tsck.StoreError, **options: Any) -> str:
+        with pytest.raises(error) as caught:
+            import_checkpoint(store, path, ref="new", **options)
+        assert "new" not in store.branches()
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    return refuse

@@ -1,0 +1,252 @@
+"""Policies from the outside: set in the store, applied with each put and by `retain`, and never to what must stay."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorstore_ck as tsck
+from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.errors import InvalidOptionError, NotFoundError
+from tensorstore_ck.log import Op
+from tensorstore_ck.maintenance.salvage import salvage
+from tests.gc.stores import AT_ONCE, Clock, open_store, sizes, state
+
+DAY_SECONDS = 86_400
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(clock: Clock) -> Iterator[tsck.Store]:
+    with open_store(clock=clock) as store:
+        yield store
+
+
+def put(store: tsck.Store, *steps: int, ref: str = "runs/gpt", **options: Any) -> None:
+    for step in steps:
+        store.put_snapshot(state(step), ref=ref, step=step, **options)
+
+
+def steps(store: tsck.Store, ref: str = "runs/gpt") -> list[int | None]:
+    return [snapshot.step for snapshot in reversed(store.log(ref))]
+
+
+def test_each_put_applies_it_in_its_own_entry(store: tsck.Store) -> None:
+    store.set_policy("runs/*", keep_last=2, keep_every=4)
+    before = store.engine.log.sync().n
+    put(store, *range(1, 10))
+    assert steps(store) == [1, 4, 8, 9]
+    assert store.engine.log.sync().n == before + 9
+    put(store, 1, 2, 3, 4, ref="other")
+    assert steps(store, "other") == [1, 2, 3, 4]
+
+
+def test_a_long_history_is_looked_at_with_some_puts(store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorstore_ck.log.retention.expiry.LONG", 4)
+    monkeypatch.setattr("tensorstore_ck.log.retention.expiry.LONG_EVERY", 10)
+    put(store, *range(1, 8))
+    store.set_policy("runs/*", keep_last=2)
+    put(store, 8, 9)
+    assert len(steps(store)) == 9
+    put(store, 10, 11)
+    assert steps(store) == [10, 11]
+    put(store, 12, 13)
+    assert steps(store) == [12, 13]
+
+
+def test_what_went_comes_back_for_a_day(store: tsck.Store, clock: Clock) -> None:
+    store.set_policy("runs/*", keep_last=2)
+    put(store, 1, 2, 3)
+    assert steps(store) == [2, 3]
+    store.undo("runs/gpt@1")
+    assert steps(store) == [1, 2, 3]
+    put(store, 4)
+    assert steps(store) == [3, 4]
+    clock.advance(2 * DAY_SECONDS)
+    store.gc(AT_ONCE)
+    with pytest.raises(NotFoundError):
+        store.undo("runs/gpt@1")
+
+
+def test_what_is_tagged_pinned_or_a_fallback_stays(store: tsck.Store) -> None:
+    put(store, *range(1, 8))
+    store.tag("paper", "runs/gpt@2")
+    store.pin("runs/gpt@3", owner="ada")
+    store.mark("runs/gpt@6", "bad")
+    report = store.retain("runs/gpt", dry_run=True, rules={"keep_last": 1})
+    assert [(each.snapshot.step, each.why) for each in report.branches[0].snapshots if each.stays] == [
+        (2, ("tag paper",)),
+        (3, ("pinned by ada",)),
+        (5, ("fallback",)),
+        (7, ("newest", "keep_last")),
+    ]
+    store.set_policy("runs/gpt", keep_last=1)
+    assert steps(store) == [1, 2, 3, 4, 5, 6, 7], "only a put or retain applies it"
+    assert [each.snapshot.step for branch in store.retain().branches for each in branch.snapshots if not each.stays] == [1, 4, 6]
+    assert steps(store) == [2, 3, 5, 7]
+
+
+def test_what_is_told_to_be_freed_is_freed(store: tsck.Store) -> None:
+    backend = store.engine.backend
+    store.put_snapshot(state(1, 4), ref="runs/gpt", step=1)  # which shares a tensor with what stays
+    put(store, 2, 3, 4)
+    put(store, 4, 5, ref="runs/other")  # which shares step 4
+    store.branch("kept", "runs/gpt@2")
+    store.set_policy("runs/*", keep_last=1)
+    planned = store.retain(dry_run=True)
+    assert steps(store) == [1, 2, 3, 4]
+    assert store.retain().going == planned.going == 2
+    before = sum(sizes(backend).values())
+    freed = store.gc(AT_ONCE).freed_bytes
+    assert planned.frees_bytes is not None
+    assert 0 < planned.frees_bytes <= freed
+    assert before - sum(sizes(backend).values()) == freed
+    assert freed - planned.frees_bytes < 1000  # records, headers and footers
+
+
+def test_bytes_are_a_limit(store: tsck.Store) -> None:
+    put(store, *range(1, 9))
+    whole = store.usage().stored_bytes
+    store.set_policy("runs/*", keep_last=100, max_bytes=whole // 2)
+    report = store.retain()
+    assert [each.why for each in report.branches[0].snapshots if not each.stays] == [("max_bytes",)] * report.going
+    store.gc(AT_ONCE)
+    assert whole // 4 < store.usage().stored_bytes <= whole // 2 + 1000  # records are not counted
+    assert steps(store)[-1] == 8
+
+
+def test_metrics_that_come_later_count(store: tsck.Store) -> None:
+    store.set_policy("runs/*", keep_best=(1, "loss", "min"), keep_younger="1h")
+    put(store, 1, 2, 3, 4, 5)
+    store.annotate("runs/gpt@2", {"loss": 0.1})
+    store.annotate("runs/gpt@3", {"loss": float("nan")})
+    report = store.retain(dry_run=True, rules={"keep_best": (1, "loss", "min")})
+    assert [each.snapshot.step for each in report.branches[0].snapshots if each.stays] == [2, 4, 5]
+
+
+def test_age_counts_by_the_clock(store: tsck.Store, clock: Clock) -> None:
+    store.set_policy("runs/*", keep_younger="60h")
+    for step in range(1, 6):
+        put(store, step)
+        clock.advance(DAY_SECONDS)
+    assert steps(store) == [3, 4, 5]
+    clock.advance(30 * DAY_SECONDS)
+    store.retain()
+    assert steps(store) == [4, 5], "the newest and its fallback"
+
+
+def test_steps_that_went_back(store: tsck.Store) -> None:
+    store.set_policy("runs/*", keep_every=10, keep_last=1)
+    put(store, 10, 15, 20, 25)
+    store.reset("runs/gpt", "runs/gpt@10")
+    put(store, 15, 20, 21)
+    assert steps(store)[-1] == 21
+    assert store.resolve("runs/gpt@20").id == store.log("runs/gpt")[1].id
+
+
+def test_where_a_branch_came_back_to_is_its_newest(store: tsck.Store) -> None:
+    put(store, 1, 2, 3)
+    store.reset("runs/gpt", "runs/gpt@1")
+    report = store.retain(dry_run=True, rules={"keep_last": 1})
+    assert [(each.snapshot.step, each.why) for each in report.branches[0].snapshots if each.stays] == [
+        (3, ("fallback",)),
+        (1, ("newest", "keep_last")),
+    ]
+
+
+def test_staged_puts_apply_them(tmp_path: Path) -> None:
+    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache", staging=tmp_path / "stage") as store:
+        store.set_policy("runs/*", keep_last=2)
+        for step in range(1, 5):
+            store.put_snapshot_async(state(step), ref="runs/gpt", step=step).wait()
+        assert steps(store) == [3, 4]
+
+
+def test_policies_are_seen_replaced_and_removed(store: tsck.Store) -> None:
+    store.set_policy("runs/*", keep_last=1)
+    store.set_policy("runs/gpt", keep_steps=[1])
+    with open_store(store.engine.backend) as other:
+        assert {glob: policy.encode() for glob, policy in other.policies().items()} == {
+            "runs/*": {"keep_last": 1},
+            "runs/gpt": {"keep_steps": [1]},
+        }
+    put(store, 1, 2, 3, 4)
+    assert steps(store) == [1, 3, 4]
+    store.set_policy("runs/gpt", keep_last=3)
+    store.remove_policy("runs/*")
+    assert list(store.policies()) == ["runs/gpt"]
+    put(store, 5)
+    assert steps(store) == [3, 4, 5]
+    with pytest.raises(NotFoundError, match="no policy"):
+        store.remove_policy("runs/*")
+
+
+def test_bad_input(store: tsck.Store) -> None:
+    put(store, 1)
+    for glob in ("", "runs/gpt\n", "é*", "x" * 300):
+        with pytest.raises(InvalidOptionError, match="fits no ref"):
+            store.set_policy(glob, keep_last=1)
+    with pytest.raises(InvalidOptionError, match="keeps something"):
+        store.set_policy("runs/*", expire_after="1d")
+    with pytest.raises(InvalidOptionError, match="dry_run"):
+        store.retain(rules={"keep_last": 1})
+    with pytest.raises(NotFoundError, match="no branch"):
+        store.retain("runs/none", dry_run=True)
+    assert store.retain().branches == ()
+
+
+def test_rules_of_a_newer_build_let_nothing_go(store: tsck.Store) -> None:
+    put(store, 1, 2, 3)
+    store.engine.log.append(lambda view: [Op.policy("runs/*", {"keep_last": 1, "keep_lucky": 7})])
+    put(store, 4)
+    assert steps(store) == [1, 2, 3, 4]
+    assert store.kept_by("runs/gpt") == {}
+    for use in (store.policies, store.retain):
+        with pytest.raises(InvalidOptionError, match="cannot be used: there is no rule 'keep_lucky'"):
+            use()
+
+
+def test_a_hold_that_comes_meanwhile_counts() -> None:
+    backend = MemoryBackend()
+    store, other = open_store(backend), open_store(backend)
+    put(store, 1, 2, 3, 4)
+    store.set_policy("runs/*", keep_last=1)
+    append = store.engine.log.append
+
+    def late(build: Any) -> Any:
+        other.tag("late", "runs/gpt@1")
+        return append(build)
+
+    store.engine.log.append = late  # type: ignore[method-assign, assignment]
+    assert store.retain().going == 2
+    assert steps(other) == [1, 3, 4]
+
+
+def test_a_salvaged_log_has_them() -> None:
+    backend = MemoryBackend()
+    store = open_store(backend)
+    put(store, 1, 2, 3)
+    store.set_policy("runs/*", keep_last=3, keep_best=[(1, "loss", "min"), (2, "acc", "max")])
+    put(store, 4, 5)
+    backend.delete([sorted(info.name for info in backend.list("log/"))[1]])
+    assert salvage(backend).log
+    found = open_store(backend)
+    assert found.policies() == store.policies() != {}
+    found.checkout("runs/gpt")
+    put(found, 6)
+    assert len(steps(found)) == 3
+
+
+def test_tensors_are_there_afterwards(store: tsck.Store) -> None:
+    store.set_policy("runs/*", keep_last=1, keep_first=True)
+    put(store, 1, 2, 3, 4)
+    store.gc(AT_ONCE)
+    for step in (1, 3, 4):
+        assert torch.equal(store.checkout(f"runs/gpt@{step}")[f"t{step}"], state(step)[f"t{step}"])  # type: ignore[arg-type]
+    assert store.fsck(read_data=True).ok

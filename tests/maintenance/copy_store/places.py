@@ -1,0 +1,81 @@
+"""Stores to copy between, what they hold, and a backend that watches."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.engine.opening import init_store, make_engine, read_config
+from tensorstore_ck.gc import GcOptions
+from tensorstore_ck.log.cache import MemoryTable, Table
+from tensorstore_ck.store import Store
+from tests.maintenance.fsck.stores import ADDRESSES, is_exact
+
+EVERYTHING = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1.0, compact_below=0.9)
+
+
+def empty() -> Backend:
+    backend = MemoryBackend()
+    init_store(backend)
+    return backend
+
+
+def open_over(backend: Any, table: Table | None = None) -> Store:
+    config = read_config(backend)
+    assert config is not None
+    return Store(make_engine(backend, config, table or MemoryTable(), sleep=lambda _: None))
+
+
+def contents(store: Store) -> dict[str, object]:
+    """All that a copy carries, as users see it."""
+    view = store._engine.log
+    view.sync()
+    refs: dict[str, object] = {
+        name: [
+            (snap.root, snap.step, snap.parent, dict(snap.metrics), snap.mark, snap.reason, snap.logical_bytes) for snap in store.log(name)
+        ]
+        for name in (*store.branches(), *store.tags())
+    }
+    return {**refs, "metadata": {root: store.show(root).metadata for root in {snap.root for snap in store.log()}}}
+
+
+def assert_same(source: Store, target: Store) -> None:
+    assert contents(source) == contents(target)
+    assert set(source.tags()) == set(target.tags())
+    for address, number in ADDRESSES.items():
+        assert is_exact(target.checkout(address, allow_bad=True), number)
+    report = target.fsck(read_data=True)
+    assert report.ok, report.findings
+
+
+class Watched:
+    """A backend that notes the calls that go through it, and lets `before` act ahead of each."""
+
+    def __init__(self, inner: Backend, before: Callable[[str, str], object] = lambda call, name: None) -> None:
+        self._inner = inner
+        self._before = before
+        self.calls: list[tuple[str, str]] = []
+        self.bytes_read = 0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if name not in ("get", "put", "create", "open_writer", "replace", "delete"):
+            return found
+
+        def call(what: str, *arguments: Any, **more: Any) -> Any:
+            self._note(name, what)
+            return found(what, *arguments, **more)
+
+        return call
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        self._note("read_into", name)
+        self.bytes_read += len(target)
+        self._inner.read_into(name, offset, target)
+
+    def _note(self, call: str, name: str) -> None:
+        self.calls.append((call, name))
+        self._before(call, name)
+
+    def writes(self) -> list[tuple[str, str]]:
+        return [call for call in self.calls if call[0] in ("put", "create", "open_writer", "replace", "delete")]

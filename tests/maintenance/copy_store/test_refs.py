@@ -1,0 +1,343 @@
+"""What a copy brings, what it leaves alone, and that nothing travels twice."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import tensorstore_ck as tsck
+from tensorstore_ck import ConflictError, InvalidOptionError, NotFoundError, Store
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.engine.opening import read_config
+from tensorstore_ck.format.codec import Codec, CodecName
+from tensorstore_ck.format.store_config import StoreConfig
+from tensorstore_ck.maintenance.copy_store import copy
+from tests.maintenance.copy_store.places import EVERYTHING, Watched, assert_same, empty, open_over
+from tests.maintenance.fsck.stores import build, is_exact, names, reopen, state
+from tests.servers import S3Server
+
+# --- what arrives -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def make_target(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Store]:
+    def make() -> Store:
+        if request.param == "s3":
+            server: S3Server = request.getfixturevalue("moto_server")
+            url = f"{server.url}/{tmp_path.name}"
+            return tsck.open(url, create=True, storage_options=server.storage_options, cache_dir=tmp_path / "cache")
+        url = f"memory://{tmp_path.name}" if request.param == "memory" else str(tmp_path / "target")
+        return tsck.open(url, create=True, cache_dir=tmp_path / "cache")
+
+    return make
+
+
+def test_all_of_a_store(make_target: Callable[[], Store], tmp_path: Path) -> None:
+    build(LocalBackend(str(tmp_path / "source")))
+    with tsck.open(tmp_path / "source", cache_dir=tmp_path / "cache") as source, make_target() as target:
+        report = copy(source, target)
+        assert report.ok
+        assert (report.snapshots, report.snapshots_there, report.warnings) == (4, 0, ())
+        assert [(ref.name, ref.kind, ref.outcome, ref.snapshots) for ref in report.refs] == [
+            ("runs/a", "branch", "copied", 3),
+            ("runs/b", "branch", "copied", 1),
+            ("paper", "tag", "copied", 0),
+        ]
+        assert {ref.name: ref.root for ref in report.refs} == {
+            name: snap.root for name, snap in {**source.branches(), **source.tags()}.items()
+        }
+        assert_same(source, target)
+
+
+def test_by_url(tmp_path: Path) -> None:
+    build(LocalBackend(str(tmp_path / "source")))
+    tsck.open(tmp_path / "target", create=True).close()
+    assert copy(tmp_path / "source", str(tmp_path / "target"), refs="runs/a").snapshots == 3
+    with tsck.open(tmp_path / "target") as target:
+        assert is_exact(target.checkout("runs/a@2"), 2)
+        assert list(target.branches()) == ["runs/a"]
+
+
+def test_the_record_is_kept() -> None:
+    source, target = reopen(build()), open_over(empty())
+    copy(source, target)
+    for snapshot in source.log():
+        records = [
+            store._engine.read_record(info)
+            for store in (source, target)
+            if (info := store._engine.log.view().by_root(bytes.fromhex(snapshot.root))) is not None
+        ]
+        kept = [(record.step, record.parent, record.metadata, record.metrics, record.time_ns, record.part_ids) for record in records]
+        assert kept[0] == kept[1]
+
+
+def test_a_copy_of_a_copy_is_the_same() -> None:
+    source, middle, last = reopen(build()), open_over(empty()), open_over(empty())
+    copy(source, middle)
+    copy(middle, last)
+    assert_same(source, last)
+
+
+def test_a_history_that_went_back(tmp_path: Path) -> None:
+    source, target = open_over(build()), open_over(empty())
+    source.reset("runs/a", "runs/a@1")
+    source.checkout("runs/a")
+    source.put_snapshot(state(5), ref="runs/a", step=5)
+    copy(source, target)
+    assert [snap.step for snap in target.log("runs/a")] == [5, 1, 3, 2, 1]
+    assert_same(source, target)
+
+
+def test_a_copy_that_stopped_before_the_history_went_back() -> None:
+    source, target = open_over(build()), open_over(empty())
+    source.checkout("runs/b")
+    source.put_snapshot(state(5), ref="runs/b", step=5)
+    copy(source, target)
+    source.put_snapshot(state(6), ref="runs/b", step=6)
+    source.reset("runs/b", "runs/b@5")
+    source.checkout("runs/b")
+    source.put_snapshot(state(7), ref="runs/b", step=7)
+    copy(source, target)
+    assert [snap.step for snap in target.log("runs/b")] == [7, 5, 6, 5, 4, 1]
+
+
+def test_a_bad_snapshot_is_never_there_unmarked() -> None:
+    source, target = reopen(build()), open_over(empty())
+    copy(source, target)
+    bad = bytes.fromhex(source.resolve("runs/a@3").root)
+    (entry,) = [entry for entry in target._engine.log.entries() if any(op.fields.get("root") == bad for op in entry.ops)]
+    assert [op.name for op in entry.ops] == ["put", "annotate", "mark"]
+
+
+@pytest.mark.parametrize(("codec", "used"), [("raw", {Codec.RAW, Codec.LZ4}), ("fast", {Codec.PLANES, Codec.LZ4})])
+def test_encoded_blocks_travel_as_they_are(codec: CodecName, used: set[Codec]) -> None:
+    source, target = reopen(build(codec=codec)), open_over(empty())
+    copy(source, target)
+
+    def extents(store: Store) -> list[tuple[int, int, int]]:
+        engine = store._engine
+        info = engine.log.view().by_root(bytes.fromhex(store.resolve("runs/a").root))
+        assert info is not None
+        rows = engine.read_part(engine.read_record(info), 0).extents
+        return [(int(row["stored"]), int(row["raw"]), int(row["codec"])) for row in rows]
+
+    assert extents(source) == extents(target)
+    assert {number for _, _, number in extents(source)} == used
+
+
+# --- nothing twice --------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_copy_moves_nothing() -> None:
+    source_backend, target_backend = build(), empty()
+    copy(reopen(source_backend), open_over(target_backend))
+    source, target = Watched(source_backend), Watched(target_backend)
+    report = copy(open_over(source), open_over(target))
+    assert (report.snapshots, report.snapshots_there, report.blocks, report.read_bytes, report.written_bytes) == (0, 4, 0, 0, 0)
+    assert {ref.outcome for ref in report.refs} == {"there"}
+    assert source.bytes_read == target.bytes_read == 0
+    assert source.writes() == target.writes() == []
+
+
+def test_only_new_blocks_travel() -> None:
+    source_backend, target_backend = build(codec="raw"), empty()
+    copy(reopen(source_backend), open_over(target_backend))
+    with reopen(source_backend) as store:
+        store.checkout("runs/a", allow_bad=True)
+        new = store.put_snapshot({**state(3), "weight": torch.full((1500,), 9.0)}, ref="runs/a", step=6, codec="raw")
+    source = Watched(source_backend)
+    report = copy(open_over(source), open_over(target_backend))  # without a cache: by what the parent's part says
+    assert (report.snapshots, report.blocks, report.read_bytes, source.bytes_read) == (1, 1, 6000, 6000)
+    assert report.written_bytes < 6000 + 3000
+    with reopen(target_backend) as target:
+        assert target.resolve("runs/a").root == new.root
+        assert target.resolve("runs/a").new_bytes < 6000 + 3000
+
+
+def test_blocks_are_shared_between_branches() -> None:
+    backend = empty()
+    with open_over(backend) as store:
+        store.put_snapshot(state(1), ref="one")
+        store.put_snapshot({**state(1), "bias": torch.zeros(3)}, ref="two")
+    report = copy(reopen(backend), open_over(empty()))
+    assert (report.snapshots, report.blocks, report.blocks_there) == (2, 4, 4)  # layout, blob and two tensors
+
+
+def test_what_the_target_forgot_comes_back() -> None:
+    """From the list of what is to be deleted: nothing travels, and gc does not take it any more."""
+    source, target = reopen(build()), open_over(empty())
+    copy(source, target)
+    target.untag("paper")
+    target.forget("runs/a", "runs/b")
+    assert target.gc(dataclasses.replace(EVERYTHING, grace_seconds=1e6)).waiting
+    assert copy(source, target).blocks == 0
+    target.gc(EVERYTHING)
+    target.gc(EVERYTHING)
+    assert_same(source, target)
+
+
+def test_what_was_said_later_travels() -> None:
+    source, target = reopen(build()), open_over(empty())
+    copy(source, target)
+    source.annotate("runs/a@1", {"late": 1.5, "odd": float("nan")})
+    source.mark("runs/a@2", reason="diverged")
+    copy(source, target)
+    assert target.resolve("runs/a@1").metrics["late"] == 1.5
+    assert (target.resolve("paper").mark, target.resolve("paper").reason) == ("bad", "diverged")
+    entries = target._engine.log.sync().n
+    copy(source, target)
+    assert target._engine.log.sync().n == entries
+
+
+# --- which refs -----------------------------------------------------------------------------------------------------------
+
+
+def test_globs() -> None:
+    target = open_over(empty())
+    report = copy(reopen(build()), target, refs=["*/b", "pap*"])
+    assert [ref.name for ref in report.refs] == ["runs/b", "paper"]
+    assert (list(target.branches()), list(target.tags())) == (["runs/b"], ["paper"])
+    assert is_exact(target.checkout("runs/b~1"), 1)
+
+
+def test_a_glob_that_fits_nothing() -> None:
+    target = Watched(empty())
+    with pytest.raises(NotFoundError, match=r"fits 'run/\*' \(refs: runs/a, runs/b, paper\)"):
+        copy(reopen(build()), open_over(target), refs=["runs/*", "run/*"])
+    assert target.writes() == []
+    with pytest.raises(NotFoundError, match="it has no refs yet"):
+        copy(open_over(empty()), open_over(empty()), refs="*")
+
+
+def test_an_empty_store() -> None:
+    assert copy(open_over(empty()), open_over(empty())).refs == ()
+
+
+def test_a_tag_alone() -> None:
+    source, target_backend = reopen(build()), empty()
+    target = open_over(target_backend)
+    copy(source, target, refs="paper")
+    assert list(target.branches()) == []
+    assert target.forgotten() == ()
+    assert target.resolve("paper").root == source.resolve("paper").root
+    target.gc(EVERYTHING)
+    assert is_exact(reopen(target_backend).checkout("paper"), 2)
+    copy(source, target)
+    assert_same(source, target)
+    target.untag("paper")
+    target.forget("runs/a", "runs/b")
+    target.gc(EVERYTHING)
+    assert names(target_backend, "packs/") == []
+
+
+def test_the_same_store_twice() -> None:
+    backend = build()
+    with pytest.raises(InvalidOptionError, match="are the same store"):
+        copy(reopen(backend), reopen(backend))
+
+
+def test_other_block_sizes() -> None:
+    target = empty()
+    config = read_config(target)
+    assert config is not None
+    other = StoreConfig(config.format, config.uuid, 1 << 20, config.hash, config.features, config.log, config.exclusive_create)
+    target.replace("store.json", other.encode())
+    with pytest.raises(InvalidOptionError, match="block size"):
+        copy(reopen(build()), open_over(target))
+
+
+def test_a_target_that_is_no_store(tmp_path: Path) -> None:
+    with pytest.raises(tsck.NotAStoreError, match="tsck init"):
+        copy(reopen(build()), tmp_path / "nothing")
+
+
+# --- histories that differ ------------------------------------------------------------------------------------------------
+
+
+def test_diverged() -> None:
+    source, target = reopen(build()), open_over(empty())
+    copy(source, target)
+    target.checkout("runs/a", allow_bad=True)
+    target.put_snapshot(state(7), ref="runs/a", step=7)
+    source.checkout("runs/a", allow_bad=True)
+    source.put_snapshot(state(8), ref="runs/a", step=8)
+    source.checkout("runs/b")
+    source.put_snapshot(state(9), ref="runs/b", step=9)
+    before = target.log("runs/a")
+    with pytest.raises(ConflictError, match="'runs/a' went apart") as caught:
+        copy(source, target)
+    assert caught.value.object_id == "runs/a"
+    assert target.log("runs/a") == before
+    assert is_exact(target.checkout("runs/b@9"), 9)
+    target.branch("ours/a", "runs/a")  # as the message says
+    target.forget("runs/a")
+    assert copy(source, target).ok
+    assert [snap.step for snap in target.log("runs/a")] == [8, 3, 2, 1]
+
+
+def test_the_target_is_ahead() -> None:
+    source, target = reopen(build()), open_over(empty())
+    copy(source, target)
+    target.checkout("runs/b")
+    target.put_snapshot(state(7), ref="runs/b", step=7)
+    target.put_snapshot(state(8), ref="runs/b", step=8)
+    target.forget("runs/b@4")
+    report = copy(source, target)
+    assert {ref.name: ref.outcome for ref in report.refs} == {"runs/a": "there", "runs/b": "ahead", "paper": "there"}
+    assert target.resolve("runs/b").step == 8
+    copy(target, source)  # and back
+    assert source.resolve("runs/b").root == target.resolve("runs/b").root
+
+
+def test_what_the_source_forgot_stays_in_the_target() -> None:
+    source, target = reopen(build()), open_over(empty())
+    copy(source, target, refs="runs/b")
+    source.checkout("runs/b")
+    for number in (5, 6, 7):
+        source.put_snapshot(state(number), ref="runs/b", step=number)
+    source.forget("runs/b@4", "runs/b@5")
+    source.gc(EVERYTHING)
+    source.gc(EVERYTHING)
+    report = copy(source, target, refs="runs/b")
+    assert report.ok
+    assert [snap.step for snap in target.log("runs/b")] == [7, 6, 4, 1]
+    assert is_exact(target.checkout("runs/b@4"), 4)
+
+
+def test_another_branch_of_that_name() -> None:
+    source, target = reopen(build()), open_over(empty())
+    copy(source, target, refs="runs/b")
+    source.forget("runs/b")
+    source.put_snapshot(state(6), ref="runs/b", step=6, expect=None)
+    with pytest.raises(ConflictError, match="went apart"):
+        copy(source, target, refs="runs/b")
+
+
+@pytest.mark.parametrize("kind", ["tag", "branch"])
+def test_a_tag_that_is_taken(kind: str) -> None:
+    source, target = reopen(build()), open_over(empty())
+    copy(source, target, refs="runs/*")
+    (target.tag if kind == "tag" else target.branch)("paper", "runs/a@1")
+    with pytest.raises(ConflictError, match="tag 'paper' was not copied"):
+        copy(source, target)
+    assert target.resolve("paper").step == 1
+    target.tag("runs/c", "runs/a@1")
+    source.branch("runs/c", "runs/a@2")
+    with pytest.raises(ConflictError, match="a tag in"):
+        copy(source, target, refs="runs/c")
+
+
+def test_a_ref_that_moves_meanwhile() -> None:
+    source, target_backend = reopen(build()), empty()
+    with reopen(target_backend) as other:
+
+        def intrude(call: str, name: str) -> None:
+            if call == "put" and name.startswith("snapshots/") and not other.branches():
+                other.put_snapshot(state(9), ref="runs/a", step=9)
+
+        with pytest.raises(ConflictError, match="moved in memory: by another process"):
+            copy(source, open_over(Watched(target_backend, intrude)))
+        assert [snap.step for snap in other.log("runs/a")] == [9]
+        assert is_exact(other.checkout("runs/b@4"), 4)

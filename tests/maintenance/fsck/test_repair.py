@@ -1,0 +1,472 @@
+"""`fsck --repair`: what the store itself, a copy of it, or another store with the same snapshots can mend is mended; the rest is marked."""
+
+import contextlib
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+
+from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.opening import init_store, make_engine, read_config
+from tensorstore_ck.errors import SnapshotMarkedBadError, StoreError, UnreadableError
+from tensorstore_ck.format.store_config import decode_config
+from tensorstore_ck.gc import GcOptions
+from tensorstore_ck.log import ObjectKey, table_keys
+from tensorstore_ck.log.cache import MemoryTable
+from tensorstore_ck.log.entry import decode_entry, seal_entry
+from tensorstore_ck.maintenance.fsck import FsckOptions, RepairReport, run_fsck, run_repair
+from tensorstore_ck.store import Store
+from tests.maintenance.fsck.stores import ADDRESSES, build, failing_roots, is_exact, names, read, reopen
+
+AT_ONCE = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=1)
+Objects = dict[str, bytes]
+
+
+def contents(backend: Backend) -> Objects:
+    return {name: read(backend, name) for name in names(backend)}
+
+
+OBJECTS = contents(build())
+TWIN = contents(build())
+"""Another store of the same snapshots: the same roots, and not one name in common."""
+CONFIG = decode_config(OBJECTS["store.json"], "memory:")
+
+
+def backend_of(objects: Objects) -> MemoryBackend:
+    backend = MemoryBackend()
+    for name, data in objects.items():
+        backend.put(name, data)
+    return backend
+
+
+def engine_of(backend: Backend) -> Engine:
+    return make_engine(backend, CONFIG, MemoryTable(), sleep=lambda _: None)
+
+
+def other_engine(objects: Objects) -> Engine:
+    backend = backend_of(objects)
+    config = read_config(backend)
+    assert config is not None
+    return make_engine(backend, config, MemoryTable(), sleep=lambda _: None)
+
+
+def repair(backend: Backend, other: Objects | None = None, *, read_data: bool = True) -> RepairReport:
+    return run_repair(engine_of(backend), FsckOptions(read_data=read_data), other=None if other is None else other_engine(other))
+
+
+def flipped(data: bytes, position: int = -5) -> bytes:
+    changed = bytearray(data)
+    changed[position] ^= 1
+    return bytes(changed)
+
+
+def of_kind(kind: str) -> list[str]:
+    return [name for name in OBJECTS if name.startswith(kind)]
+
+
+def assert_whole(backend: Backend) -> None:
+    """Everything can be read, fsck is content, and gc agrees that nothing is missing."""
+    assert run_fsck(engine_of(backend), read_data=True).ok
+    store = reopen(backend)
+    for address, number in ADDRESSES.items():
+        assert is_exact(store.checkout(address, allow_bad=True), number)
+    assert [snapshot.mark for snapshot in store.log("runs/a")] == ["bad", "", ""]
+    reopen(backend).gc(AT_ONCE)
+    assert list(failing_roots(backend)) == []
+
+
+def breakages(name: str) -> Iterable[Objects]:
+    """The store with that object deleted, cut short, or with a byte flipped at either end."""
+    rest = {other: data for other, data in OBJECTS.items() if other != name}
+    yield rest
+    for data in (OBJECTS[name][: len(OBJECTS[name]) // 2], flipped(OBJECTS[name]), flipped(OBJECTS[name], 70)):
+        yield {**rest, name: data}
+
+
+@pytest.mark.parametrize("other", [OBJECTS, TWIN], ids=["a copy", "a twin"])
+@pytest.mark.parametrize("kind", ["snapshots/", "parts/", "packs/"])
+def test_another_store_mends(kind: str, other: Objects) -> None:
+    for name in of_kind(kind):
+        for damaged in breakages(name):
+            backend = backend_of(damaged)
+            report = repair(backend, other)
+            assert not report.before.ok
+            assert (report.ok, report.marked) == (True, ()), (name, report.after.findings)
+            assert [mended.object for mended in report.mended] == [name]
+            assert_whole(backend)
+
+
+@pytest.mark.parametrize("other", [OBJECTS, TWIN], ids=["a copy", "a twin"])
+def test_everything_but_the_log_is_mended_at_once(other: Objects) -> None:
+    for kind in ("snapshots/", "parts/", "packs/"):
+        backend = backend_of({name: data for name, data in OBJECTS.items() if not name.startswith(kind)})
+        assert repair(backend, other).ok
+        assert_whole(backend)
+    backend = backend_of({name: data for name, data in OBJECTS.items() if name.startswith(("log/", "store.json"))})
+    assert repair(backend, other).ok
+    assert_whole(backend)
+
+
+def test_a_copy_mends_the_log_and_the_configuration() -> None:
+    for name in [*of_kind("log/")[:-1], "store.json"]:
+        for damaged in breakages(name):
+            backend = backend_of(damaged)
+            report = repair(backend, OBJECTS)
+            assert (report.ok, [mended.object for mended in report.mended]) == (True, [name])
+            assert contents(backend)[name] == OBJECTS[name]
+            assert_whole(backend)
+    backend = backend_of({name: data for name, data in OBJECTS.items() if name not in of_kind("log/")[1:5]})
+    assert repair(backend, OBJECTS).ok
+    assert_whole(backend)
+
+
+def test_the_last_entry_comes_back_only_where_the_host_remembers_it() -> None:
+    last = of_kind("log/")[-1]
+    backend = backend_of(OBJECTS)
+    engine = engine_of(backend)
+    engine.log.sync()
+    backend.delete([last])
+    assert run_repair(engine, other=other_engine(OBJECTS)).ok
+    assert contents(backend)[last] == OBJECTS[last]
+
+
+def test_nothing_is_written_to_a_log_that_stays_broken() -> None:
+    for other in (None, TWIN):
+        backend = backend_of({name: data for name, data in OBJECTS.items() if name not in (of_kind("log/")[-2], of_kind("packs/")[0])})
+        before = contents(backend)
+        report = repair(backend, other)
+        assert not report.ok
+        assert contents(backend) == before
+
+
+def test_an_entry_that_the_log_does_not_vouch_for_is_not_taken() -> None:
+    """A copy that went its own way has another entry of that number."""
+    lost = of_kind("log/")[3]
+    entry = decode_entry(OBJECTS[lost], lost, 4)
+    forked, _ = seal_entry(4, entry.prev, entry.ops, write_id=entry.write_id, time_ns=entry.time_ns, actor="somebody else")
+    backend = backend_of({name: data for name, data in OBJECTS.items() if name != lost})
+    report = repair(backend, {**{name: data for name, data in OBJECTS.items() if name < lost or not name.startswith("log/")}, lost: forked})
+    assert (report.ok, report.mended) == (False, ())
+    assert lost not in names(backend)
+
+
+def test_what_cannot_be_mended_is_marked_and_unmarked_again() -> None:
+    pack = newest_pack("runs/a@2")
+    damaged = {name: data for name, data in OBJECTS.items() if name != pack}
+    backend = backend_of(damaged)
+    report = repair(backend)
+    root = reopen(backend).resolve("runs/a@2").root
+    assert (report.ok, report.marked) == (False, (root,))
+    assert set(names(backend)) - set(damaged) == {of_kind("log/")[-1][:-1] + "9"}  # one more entry, and nothing gone
+    store = reopen(backend)
+    shown = {snapshot.step: snapshot for snapshot in store.log("runs/a")}
+    assert [shown[step].mark for step in (1, 2, 3)] == ["", "damaged", "bad"]
+    assert pack in shown[2].reason
+    with pytest.raises(SnapshotMarkedBadError, match="damaged"):
+        store.checkout("runs/a@2")
+    assert repair(backend).marked == ()
+    with pytest.raises(StoreError):
+        store.checkout("runs/a@2", allow_bad=True)
+
+    report = repair(backend, TWIN)
+    assert (report.ok, report.unmarked) == (True, (root,))
+    assert_whole(backend)
+
+
+def test_a_mark_is_taken_back_only_when_the_data_was_read() -> None:
+    pack = newest_pack("runs/a@2")
+    backend = backend_of({**OBJECTS, pack: flipped(OBJECTS[pack], 100)})
+    (root,) = repair(backend).marked
+    again = repair(backend, read_data=False)
+    assert (again.unmarked, again.marked) == ((), ())
+    assert reopen(backend).resolve(root).mark == "damaged"
+
+
+def test_blocks_that_are_in_another_pack_are_taken_from_there() -> None:
+    backend = MemoryBackend()
+    init_store(backend)
+    for branch in ("one", "two"):  # neither knows of the other's blocks
+        reopen(backend).put_snapshot({"same": torch.arange(9000.0), branch: 1}, ref=branch, step=1)
+    before = contents(backend)
+    config = decode_config(before["store.json"], "memory:")
+    for pack in names(backend, "packs/"):
+        engine = make_engine(backend_of({name: data for name, data in before.items() if name != pack}), config, MemoryTable())
+        (finding,) = [each for each in run_fsck(engine, read_data=True).findings if each.severity == "error"]
+        assert (finding.object, finding.repairable) == (pack, False)  # the layouts differ
+        assert "1 of 2 damaged blocks" in finding.message
+        assert "--from" in finding.message
+    same = MemoryBackend()
+    init_store(same)
+    for branch in ("one", "two"):
+        reopen(same).put_snapshot({"same": torch.arange(9000.0)}, ref=branch, step=1)
+    before, config = contents(same), decode_config(read(same, "store.json"), "memory:")
+    assert len(names(same, "packs/")) == 2
+    for pack in names(same, "packs/"):
+        for data in (None, flipped(before[pack], 100), flipped(before[pack], -70), before[pack][:5000]):
+            damaged = backend_of({name: stored for name, stored in before.items() if name != pack} | ({pack: data} if data else {}))
+            engine = make_engine(damaged, config, MemoryTable())
+            (finding,) = [each for each in run_fsck(engine, read_data=True).findings if each.severity == "error"]
+            assert (finding.object, finding.repairable) == (pack, True)
+            assert run_repair(engine, FsckOptions(read_data=True)).ok
+            for branch in ("one", "two"):
+                assert torch.equal(reopen(damaged).checkout(branch)["same"], torch.arange(9000.0))
+
+
+def newest_pack(address: str) -> str:
+    pack = max(reopen(backend_of(OBJECTS)).show(address).packs)
+    return f"packs/{pack[-2:]}/{pack}"
+
+
+def test_a_damaged_footer_is_mended_with_what_is_in_the_pack() -> None:
+    for pack in of_kind("packs/"):
+        backend = backend_of({**OBJECTS, pack: flipped(OBJECTS[pack], -20)})
+        (finding,) = run_fsck(engine_of(backend), read_data=True).findings
+        assert finding.repairable
+        assert repair(backend).ok
+        assert_whole(backend)
+
+
+def test_what_can_be_saved_of_a_pack_is_saved() -> None:
+    """Two damaged blocks, of which the other store has one."""
+    backend = MemoryBackend()
+    init_store(backend)
+    store = reopen(backend)
+    for step in (1, 2):
+        store.put_snapshot({"a": torch.arange(2000.0), **({"b": torch.ones(3000)} if step == 2 else {})}, ref="runs/a", step=step)
+    half = MemoryBackend()
+    init_store(half)
+    reopen(half).put_snapshot({"a": torch.arange(2000.0)}, ref="runs/a", step=1)
+    first = names(backend, "packs/")[0]
+    lost = [first, names(backend, "packs/")[1]]
+    engine = make_engine(backend, decode_config(read(backend, "store.json"), "memory:"), MemoryTable())
+    backend.delete(lost)
+    report = run_repair(engine, other=other_engine(contents(half)))
+    assert len(report.marked) == 1
+    assert torch.equal(reopen(backend).checkout("runs/a@1")["a"], torch.arange(2000.0))
+    with pytest.raises(SnapshotMarkedBadError):
+        reopen(backend).checkout("runs/a@2")
+
+
+@pytest.mark.parametrize("kind", ["snapshots/", "parts/", "packs/"])
+def test_swapped_objects_are_put_right_without_another_store(kind: str) -> None:
+    """Neither is overwritten before it lies somewhere else."""
+    first, second, third, *_ = of_kind(kind)
+    for swapped in (
+        {first: OBJECTS[second], second: OBJECTS[first]},
+        {first: OBJECTS[second], second: OBJECTS[third], third: OBJECTS[first]},
+    ):
+        backend = backend_of({**OBJECTS, **swapped})
+        report = repair(backend)
+        assert not report.before.ok
+        assert (report.ok, report.marked) == (True, ())
+        assert_whole(backend)
+
+
+# --- what is derived --------------------------------------------------------------------------------------------------
+
+
+def with_moved(*, chain: bool) -> Objects:
+    """A store with relocations in force, whose sources are gone; with `chain`, packs were moved twice."""
+    backend = backend_of(OBJECTS)
+    store = reopen(backend)
+    store.forget("runs/a@1")
+    store.forget("runs/b")
+    store.gc(AT_ONCE)
+    if chain:
+        store.gc(AT_ONCE)
+    objects = contents(backend)
+    assert any(name.startswith("moved/") for name in objects)
+    return objects
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_moved_objects_are_made_anew(chain: bool) -> None:
+    """Exactly as they were, from the footers of both sides; where those are gone too, the parts are told where their blocks are."""
+    objects = with_moved(chain=chain)
+    exact = 0
+    for moved in [name for name in objects if name.startswith("moved/")]:
+        for data in (None, flipped(objects[moved]), objects[moved][:50]):
+            backend = backend_of({name: stored for name, stored in objects.items() if name != moved} | ({moved: data} if data else {}))
+            (finding,) = [each for each in run_fsck(engine_of(backend)).findings if each.severity == "error"]
+            assert (finding.object, finding.repairable) == (moved, True)
+            report = repair(backend)
+            assert (report.ok, report.marked) == (True, ())
+            exact += contents(backend).get(moved) == objects[moved]
+            assert list(failing_roots(backend)) == []
+            reopen(backend).gc(AT_ONCE)
+            assert run_fsck(engine_of(backend), read_data=True).ok
+    assert chain or exact >= 3
+
+
+def test_checkpoints_are_made_anew() -> None:
+    backend = backend_of(OBJECTS)
+    store = reopen(backend)
+    while not names(backend, "checkpoint/"):
+        store.annotate("runs/a@1", {"metric": 1.0})
+    (checkpoint,) = names(backend, "checkpoint/")
+    before = read(backend, checkpoint)
+    for damaged in (flipped(before), before[:100], flipped(before, 30)):
+        backend.replace(checkpoint, damaged)
+        report = repair(backend, read_data=False)
+        assert (report.before.ok, report.ok) == (False, True)
+        assert read(backend, checkpoint) == before
+
+
+def test_the_cache_of_this_host_is_made_anew() -> None:
+    backend = backend_of(OBJECTS)
+    engine = engine_of(backend)
+    engine.log.sync()
+    with engine.table.batch() as batch:
+        batch.delete(table_keys.tag_key("paper"))
+    (finding,) = run_fsck(engine).findings
+    assert (finding.kind, finding.repairable) == ("damaged_cache", True)
+    report = run_repair(engine)
+    assert (report.ok, [mended.object for mended in report.mended]) == (True, [finding.object])
+    assert Store(engine).resolve("paper").step == 2
+
+
+def test_an_intact_store_is_left_alone() -> None:
+    backend = backend_of(OBJECTS)
+    report = repair(backend, TWIN)
+    assert (report.ok, report.mended, report.marked, report.unmarked) == (True, (), (), ())
+    assert contents(backend) == OBJECTS
+
+
+# --- beside others ----------------------------------------------------------------------------------------------------
+
+
+class Crash(BaseException):
+    """The process died."""
+
+
+class Interrupted(MemoryBackend):
+    """Something else happens before the k-th write."""
+
+    def __init__(self, objects: Objects) -> None:
+        super().__init__()
+        for name, data in objects.items():
+            self.replace(name, data)
+        self.writes, self.at = 0, -1
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def _insert(self, name: str, data: object) -> bool:
+        self._count()
+        return super()._insert(name, data)  # type: ignore[arg-type]
+
+    def replace(self, name: str, data: object) -> None:
+        if hasattr(self, "at"):
+            self._count()
+        super().replace(name, data)  # type: ignore[arg-type]
+
+    def _count(self) -> None:
+        self.writes += 1
+        if self.writes == self.at:
+            self.meanwhile()
+
+
+@pytest.mark.parametrize("kind", ["snapshots/", "parts/", "packs/"])
+@pytest.mark.parametrize("crash", [False, True], ids=["gc meanwhile", "a crash"])
+def test_at_every_write(kind: str, crash: bool) -> None:
+    """A gc runs before the k-th write, or the repair dies there: afterwards everything can be read, or be repaired again."""
+    name = of_kind(kind)[0]
+    damaged = {other: data for other, data in OBJECTS.items() if other != name}
+    for at in range(1, 60):
+        backend = Interrupted(damaged)
+        backend.at = at
+
+        def happens(backend: Interrupted = backend) -> None:
+            if crash:
+                raise Crash
+            with contextlib.suppress(UnreadableError):
+                reopen(backend).gc(AT_ONCE)
+
+        backend.meanwhile = happens
+        with contextlib.suppress(Crash):
+            repair(backend, TWIN)
+        done, backend.at = backend.writes < at, -1
+        if crash:
+            repair(backend, TWIN)
+        assert run_fsck(engine_of(backend), read_data=True).ok, at
+        assert list(failing_roots(backend)) == []
+        reopen(backend).gc(AT_ONCE)
+        assert list(failing_roots(backend)) == []
+        if done:
+            return
+    pytest.fail("more writes than expected")
+
+
+def test_a_host_that_knew_the_part_before_it_was_made_anew_frees_nothing_of_it() -> None:
+    backend, table = backend_of(OBJECTS), MemoryTable()
+    host = Store(make_engine(backend, CONFIG, table, sleep=lambda _: None))
+    host.gc(AT_ONCE)  # remembers what each part needs
+    (name,) = parts_of(backend, "runs/a")
+    backend.replace(name, flipped(read(backend, name)))
+    assert repair(backend, TWIN).ok
+    for _ in range(2):
+        host.gc(AT_ONCE)
+    assert_whole(backend)
+
+
+def test_gc_of_another_host_while_a_part_is_made_anew() -> None:
+    backend, table = backend_of(OBJECTS), MemoryTable()
+    host = Store(make_engine(backend, CONFIG, table, sleep=lambda _: None))
+    host.gc(AT_ONCE)
+    (name,) = parts_of(backend, "runs/a")
+    backend.replace(name, flipped(read(backend, name)))
+    replace, calls = backend.replace, list[str]()
+
+    def replace_after_gc(name: str, data: bytes) -> None:
+        if not calls:
+            calls.append(name)
+            host.gc(AT_ONCE)
+        replace(name, data)
+
+    backend.replace = replace_after_gc  # type: ignore[assignment, method-assign]
+    assert repair(backend, TWIN).ok
+    assert calls
+    host.gc(AT_ONCE)
+    assert_whole(backend)
+
+
+def test_a_put_writes_again_what_is_known_to_be_damaged() -> None:
+    store = Store(make_engine(backend := backend_of({"store.json": OBJECTS["store.json"]}), CONFIG, MemoryTable(), sleep=lambda _: None))
+    frozen = torch.arange(100_000, dtype=torch.int32)
+    store.put_snapshot({"frozen": frozen, "w": torch.ones(5000)}, ref="job", step=1, codec="raw")
+    pack = next(name for name in names(backend) if name.startswith("packs"))
+    at = read(backend, pack).index(frozen.numpy().tobytes()[:64])
+    backend.replace(pack, flipped(read(backend, pack), at))
+    assert not store.repair(read_data=True).ok
+    store.put_snapshot({"frozen": frozen, "w": torch.zeros(5000)}, ref="job", step=2, codec="raw")
+    assert torch.equal(store.checkout("job")["frozen"], frozen)
+    again = store.put_snapshot({"frozen": frozen, "w": torch.zeros(5000)}, ref="job", step=3, codec="raw", unchanged="ok")
+    assert again.new_bytes < 10_000
+    report = store.repair(read_data=True)
+    assert report.ok, "the good copy mends the older snapshot"
+    assert torch.equal(store.checkout("job@1")["frozen"], frozen)
+
+
+def test_a_put_does_not_rely_on_what_was_moved_by_an_object_that_is_lost() -> None:
+    store = Store(make_engine(backend := backend_of({"store.json": OBJECTS["store.json"]}), CONFIG, MemoryTable(), sleep=lambda _: None))
+    state = {"frozen": torch.arange(100_000, dtype=torch.int32)}
+    store.put_snapshot(state, ref="job", step=1)
+    other = contents(backend)
+    pack = next(name for name in names(backend) if name.startswith("packs"))
+    backend.replace(pack, flipped(read(backend, pack), 1000))
+    assert repair(backend, other).ok
+    backend.delete([name for name in names(backend) if name.startswith("moved")])
+    store.put_snapshot(state, ref="new", step=1)
+    assert torch.equal(store.checkout("new")["frozen"], state["frozen"])
+
+
+def parts_of(backend: Backend, ref: str) -> list[str]:
+    """The names of the parts of a branch's head."""
+    engine = engine_of(backend)
+    engine.log.sync()
+    view = engine.log.view()
+    branch = view.branch(ref)
+    assert branch is not None
+    info = view.by_root(branch.root)
+    assert info is not None
+    return [ObjectKey("part", ulid).name for ulid in engine.read_record(info).parts]

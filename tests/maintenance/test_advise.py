@@ -1,0 +1,79 @@
+"""What is advised follows from the history and the costs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import tensorstore_ck as tsck
+from tensorstore_ck.errors import InvalidOptionError, NotFoundError
+from tensorstore_ck.maintenance.optimal_interval import Costs, best, ettr
+from tests.gc.stores import Clock, open_store, state
+
+
+@pytest.fixture
+def store() -> Iterator[tsck.Store]:
+    """Ten snapshots, 602 s apart."""
+    clock = Clock()
+    with open_store(clock=clock) as store:
+        for step in range(10):
+            store.put_snapshot(state(step), ref="run", step=step)
+            clock.advance(602)
+        yield store
+
+
+def test_what_it_goes_by(store: tsck.Store) -> None:
+    found = store.advise("run", stall=2.0, restart=60.0)
+    assert found.costs == Costs(2.0, 0.0, 60.0, 4 * 3600.0)
+    assert found.sources == {"stall": "given", "lag": "assumed", "restart": "given", "mtbf": "assumed"}
+    assert found.interval == pytest.approx(600)
+    assert found.best_interval == pytest.approx(best(found.costs))
+    assert found.ettr_now == pytest.approx(ettr(600, found.costs))
+    assert found.best_ettr >= max(share for _, share in found.curve)
+    assert 5000 < found.bytes_per_snapshot < 8000
+    assert found.snapshots == 10
+    assert any("how often the job fails was assumed" in each for each in found.advice)
+
+
+def test_failures_are_counted_where_they_were_noted() -> None:
+    clock = Clock()
+    with open_store(clock=clock) as store:
+        store.set_policy("run", keep_last=2)  # which must not make the run look shorter
+        began_ns = clock()
+        for step in range(4):
+            note: dict[str, Any] = {"began_ns": began_ns, "resumes": step, "epoch": None}
+            store.put_snapshot(state(step), ref="run", step=step, metadata={"checkpointer": note})
+            clock.advance(1000)
+        found = store.advise("run", stall=1.0)
+        assert (found.costs.mtbf, found.sources["mtbf"]) == (1000.0, "measured")
+        with pytest.raises(InvalidOptionError, match=r"give stall .*Checkpointer"):
+            store.advise("run")
+        note["costs"] = {"stall": 3.0, "restart": 40.0}
+        store.put_snapshot(state(9), ref="run", step=9, metadata={"checkpointer": note})
+        found = store.advise("run", restart=50.0)
+    assert found.costs[:3] == (3.0, 0.0, 50.0)
+    assert (found.sources["stall"], found.sources["lag"], found.sources["restart"]) == ("measured", "assumed", "given")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"stall": 2.0, "mtbf": 3600.0}, "save every 119 s of training instead of every 10 min"),
+        ({"stall": 2.0, "mtbf": 90_000.0}, "leave it"),
+        ({"stall": 2.0, "bytes_per_second": 1.0}, "the store cannot take a snapshot every"),
+        ({"stall": 2.0, "bytes_per_day": 10_000}, "what the store may grow by"),
+        ({"stall": 300.0, "mtbf": 3600.0, "restart": 1.0}, "the stall of a save"),
+        ({"stall": 0.1, "mtbf": 3600.0, "restart": 1800.0}, "the restart"),
+    ],
+)
+def test_what_is_advised(store: tsck.Store, options: dict[str, Any], said: str) -> None:
+    found = store.advise("run", **options)
+    assert any(said in each for each in found.advice), found.advice
+
+
+def test_bad_input(store: tsck.Store) -> None:
+    with pytest.raises(NotFoundError):
+        store.advise("none", stall=1.0)
+    for options in ({"stall": -1.0}, {"stall": 1.0, "mtbf": -5.0}, {"stall": 1.0, "bytes_per_second": 0.0}, {"stall": float("nan")}):
+        with pytest.raises(InvalidOptionError):
+            store.advise("run", **options)

@@ -1,0 +1,126 @@
+"""`show` and `diff`: what they tell, and that they read no tensor's blocks."""
+
+import torch
+
+from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.engine.opening import init_store, make_engine
+from tensorstore_ck.log.cache import MemoryTable
+from tensorstore_ck.maintenance.describe import TensorChange, ValueChange
+from tensorstore_ck.store import Store
+
+
+class Counting(MemoryBackend):
+    """Remembers what was read of packs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read_bytes = 0
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        self.read_bytes += len(target)
+        super().read_into(name, offset, target)
+
+
+def open_store(backend: Backend) -> Store:
+    return Store(make_engine(backend, init_store(backend), MemoryTable()))
+
+
+def test_show() -> None:
+    store = open_store(MemoryBackend())
+    state = {"w": torch.zeros(3, 1000), "n": {"lr": 0.5, "name": "x" * 300, "big": b"y" * 100_000}, "list": [1, None, torch.ones(2)]}
+    snapshot = store.put_snapshot(state, ref="runs/a", step=3, metadata={"commit": "abc"}, metrics={"loss": 1.5}, codec="raw")
+    details = store.show("runs/a")
+    assert details.snapshot == snapshot
+    assert details.metadata == {"commit": "abc"}
+    assert details.tensors == (("w", "float32", (3, 1000), 12_000), ("list.2", "float32", (2,), 8))
+    assert list(details.values) == ["n.lr", "n.name", "n.big", "list.0", "list.1"]
+    assert details.values["n.lr"] == 0.5
+    assert details.values["n.big"] == "(bytes, 100,000 bytes)"
+    assert details.values["list.1"] is None
+    assert len(details.packs) == 1
+    assert 12_000 < details.stored_bytes < 16_000  # the large value compresses
+
+
+def test_diff_by_blocks() -> None:
+    backend = Counting()
+    store = open_store(backend)
+    rows = torch.zeros(12, 1 << 18)  # 12 blocks of 4 rows each of 1 MiB: three blocks of 4 MiB
+    state = {"rows": rows, "same": torch.ones(5000), "small": torch.zeros(10), "gone": torch.ones(2), "shape": torch.zeros(4000)}
+    store.put_snapshot(state, ref="runs/a", step=1)
+    rows[5, 17] = 1
+    small = torch.zeros(10)
+    small[3] = 1.5
+    store.put_snapshot(
+        {"rows": rows, "same": torch.ones(5000), "small": small, "shape": torch.zeros(2000, 2), "new": torch.ones(7)}, ref="runs/a", step=2
+    )
+    backend.read_bytes = 0
+    diff = store.diff("runs/a@1", "runs/a@2")
+    assert backend.read_bytes < 2000  # layouts
+    assert diff.tensors == (
+        TensorChange("rows", "changed", ("float32", (12, 1 << 18), 12 << 20), ("float32", (12, 1 << 18), 12 << 20), 4 << 20),
+        TensorChange("small", "changed", ("float32", (10,), 40), ("float32", (10,), 40), 2),
+        TensorChange("shape", "changed", ("float32", (4000,), 16_000), ("float32", (2000, 2), 16_000), 0),
+        TensorChange("new", "added", None, ("float32", (7,), 28), 28),
+        TensorChange("gone", "removed", ("float32", (2,), 8), None, 0),
+    )
+    assert (diff.unchanged_tensors, diff.changed_bytes) == (1, (4 << 20) + 2 + 28)
+    assert diff.tensor_bytes == (12 << 20) + 20_000 + 40 + 16_000 + 28
+    assert diff.layout_changed
+    assert (diff.old.step, diff.new.step) == (1, 2)
+
+
+def test_a_tensor_that_grows_out_of_the_part() -> None:
+    store = open_store(MemoryBackend())
+    store.put_snapshot({"w": torch.zeros(1000)}, ref="runs/a")
+    store.put_snapshot({"w": torch.zeros(2000)}, ref="runs/a")
+    store.put_snapshot({"w": torch.zeros(900)}, ref="runs/a")
+    (grown,) = store.diff("runs/a~2", "runs/a~1").tensors
+    (shrunk,) = store.diff("runs/a~1", "runs/a").tensors
+    assert grown.changed_bytes == 8000
+    assert shrunk.changed_bytes == 3600
+
+
+def test_diff_of_values() -> None:
+    store = open_store(MemoryBackend())
+    nan = float("nan")
+    old = {"int": 1, "bool": 1, "nan": nan, "text": "a", "big": b"a" * 70_000, "same_big": b"s" * 70_000, "gone": "x"}
+    new = {"int": 2, "bool": True, "nan": nan, "text": "a", "big": b"b" * 70_000, "same_big": b"s" * 70_000, "new": None}
+    store.put_snapshot(old, ref="runs/a")
+    store.put_snapshot(new, ref="runs/a")
+    diff = store.diff("runs/a~1", "runs/a")
+    assert diff.values == (
+        ValueChange("int", "changed", 1, 2),
+        ValueChange("bool", "changed", 1, True),
+        ValueChange("big", "changed", "(bytes, 70,000 bytes)", "(bytes, 70,000 bytes)"),
+        ValueChange("new", "added", None, None),
+        ValueChange("gone", "removed", "x", None),
+    )
+    assert diff.unchanged_values == 3
+    assert diff.tensors == ()
+
+
+def test_the_same_state_does_not_differ() -> None:
+    store = open_store(MemoryBackend())
+    for _ in range(2):
+        store.put_snapshot({"w": torch.ones(3000), "v": [1, 2]}, ref="runs/a")
+    diff = store.diff("runs/a~1", "runs/a")
+    assert (diff.tensors, diff.values, diff.changed_bytes, diff.layout_changed) == ((), (), 0, False)
+
+
+def test_requires_grad_shows_as_a_change_of_layout() -> None:
+    store = open_store(MemoryBackend())
+    for wanted in (False, True):
+        store.put_snapshot({"w": torch.ones(3, requires_grad=wanted)}, ref="runs/a")
+    diff = store.diff("runs/a~1", "runs/a")
+    assert diff.tensors == ()
+    assert diff.layout_changed
+
+
+def test_blocks_that_changed_places_differ() -> None:
+    store = open_store(MemoryBackend())
+    halves = torch.cat([torch.zeros(1 << 20), torch.ones(1 << 20)])  # a block of 4 MiB each
+    store.put_snapshot({"w": halves}, ref="runs/a")
+    store.put_snapshot({"w": halves.flip(0)}, ref="runs/a")
+    (change,) = store.diff("runs/a~1", "runs/a").tensors
+    assert change.changed_bytes == 8 << 20

@@ -1,0 +1,91 @@
+"""Stores with snapshots of several ranks, put by threads over a c10d store."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.engine.read.block_reader import MemoryTarget
+from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
+from tensorstore_ck.engine.write.put import ANY, PutRequest
+from tensorstore_ck.format.layout import Captured
+from tensorstore_ck.format.record import encode_metadata
+from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log.cache import MemoryTable
+from tensorstore_ck.session.group.channel import KeyValue
+from tensorstore_ck.session.group.group import Group
+from tensorstore_ck.session.group.rank_put import Prepared, RankStates, put_ranks
+from tensorstore_ck.store import Store
+from tests.gc.stores import open_store
+from tests.session.group.states import Spreading, captured, whole
+
+T = TypeVar("T")
+
+
+def put_all(
+    backend: Backend,
+    ranks: int,
+    shared: Callable[[int], Captured],
+    own: Callable[[int], Captured] | None = None,
+    *,
+    ref: str = "job",
+    step: int = 1,
+) -> SnapshotInfo:
+    """Puts what each rank captured, each by a host of its own."""
+    pairs: Any = dist.HashStore()  # type: ignore[attr-defined]
+    lock = threading.Lock()
+    done: dict[int, SnapshotInfo | BaseException] = {}
+
+    def run(action: Callable[[KeyValue], T], seconds: float) -> T:
+        with lock:
+            return action(pairs)
+
+    def put(rank: int) -> None:
+        try:
+            store = open_store(backend, table=MemoryTable())
+            store._engine.log.sync()
+            head = store._engine.log.view().branch(ref)
+            group = Group(run, rank=rank, ranks=ranks, scope="test")
+            request = PutRequest(ref, step, head.root if head else None, ANY, encode_metadata({}), {})
+            states = RankStates(shared(rank), own(rank) if own is not None else None)
+            done[rank] = put_ranks(store._engine, group, lambda: Prepared(request, states), ref=request.ref, timeout=20, memory={})
+        except BaseException as exc:  # noqa: BLE001 - raised by the caller's thread
+            done[rank] = exc
+
+    threads = [threading.Thread(target=put, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for outcome in done.values():
+        if isinstance(outcome, BaseException):
+            raise outcome
+    infos = [outcome for outcome in done.values() if isinstance(outcome, SnapshotInfo)]
+    assert len({info.ulid for info in infos}) == 1
+    return infos[0]
+
+
+def rank_state(rank: int, step: int = 1) -> Captured:
+    """What is a rank's alone."""
+    return captured({"rng": Spreading(whole((2000,), 100 * step + rank), None)}, [], 0, 1, [rank])
+
+
+def read_all(store: Store, info: SnapshotInfo, first: int = 0) -> dict[str, bytes]:
+    """Every tensor of one layout, read whole."""
+    store._engine.log.sync()
+    reader = SnapshotReader(store._engine, info, first)
+    return {spec.name: read_tensor(reader, number) for number, spec in enumerate(reader.layout.tensors)}
+
+
+def read_tensor(reader: SnapshotReader, number: int) -> bytes:
+    """One tensor, read whole."""
+    memory = bytearray(reader.layout.tensors[number].size_bytes)
+    reader.read({number: MemoryTarget(memoryview(memory))})
+    return bytes(memory)
+
+
+def expected(tensors: Mapping[str, Spreading] | Sequence[tuple[str, Spreading]]) -> dict[str, bytes]:
+    """What `read_all` should give."""
+    return {name: each.whole.tobytes() for name, each in dict(tensors).items()}

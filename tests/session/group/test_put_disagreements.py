@@ -1,0 +1,180 @@
+"""Ranks that come with something else than the others: all are told at once who came with what, and the next put works."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.engine.write.put import ANY
+from tensorstore_ck.errors import (
+    InvalidOptionError,
+    MismatchError,
+    SnapshotAbortedError,
+    StoreError,
+    UnsupportedValueError,
+)
+from tensorstore_ck.format.record import encode_metadata
+from tensorstore_ck.format.sharding import Mesh, Shard
+from tensorstore_ck.session.group.rank_put import RankStates
+from tests.gc.stores import stay_in_one_thread
+from tests.session.group.putting import (
+    new_backend,
+    open_engine,
+    putting_ranks,
+    teller,
+    tensors_of,
+)
+from tests.session.group.simulation import TIMEOUT, Simulation
+from tests.session.group.states import Spreading, captured, sharded, whole
+from tests.session.group.worlds import (
+    RANKS,
+    ROWS,
+    SECOND,
+    STEPS,
+    World,
+    require_no_garbage,
+    require_restorable,
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    stay_in_one_thread(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"step": 900}, "step: ranks 0-1: 2; rank 2: 900"),
+        ({"parent": Digest(b"p" * 32)}, "parent: ranks 0-1: {root} (job@1); rank 2: 7070707070707070"),
+        ({"expect": ANY}, "expect: ranks 0-1: {root} (job@1); rank 2: 'tsck.ANY'"),
+        ({"metrics": {"loss": 2.5}}, "metrics.loss: ranks 0-1: nothing; rank 2: 2.5"),
+        ({"metadata": encode_metadata({"lr": 1, "data": {"seed": 7}})}, "metadata.data.seed: ranks 0-1: nothing; rank 2: 7; metadata.lr: "),
+    ],
+    ids=["step", "parent", "expect", "metrics", "metadata"],
+)
+def test_a_rank_that_wants_something_else(changes: dict[str, Any], said: str) -> None:
+    world = World()
+    odd = world.group[2]
+    odd.puts[SECOND] = odd.puts[SECOND].but(**changes)
+    world.run()
+    (reason,) = world.refusals(InvalidOptionError)
+    root = world.group[0].endings[0].info
+    assert root is not None
+    assert f"the ranks differ in {said.format(root=root.root.hex()[:16])}" in reason
+    assert "nothing needs to be cleaned up" in reason
+    assert "try again" not in reason
+    require_restorable(world.engine, [1, 3])
+    require_no_garbage(world.engine)
+
+
+def test_a_rank_that_wants_another_ref_is_named_with_both() -> None:
+    world = World()
+    world.group[2].puts[SECOND] = world.group[2].puts[SECOND].but(ref="other")
+    world.run()
+    reasons = world.refusals(InvalidOptionError)
+    assert all("the ranks differ in ref: ranks 0-1: 'job'; rank 2: 'other'" in reason for reason in reasons)
+    assert set(world.engine.log.view().branches()) == {"job"}
+
+
+def with_values(step: int, rank: int) -> RankStates:
+    states = teller(step, RANKS)(rank)
+    return states._replace(shared=states.shared._replace(values=["text", f"of rank {rank}"]))
+
+
+def with_another_mesh(step: int, rank: int) -> RankStates:
+    """A rank that takes the group for one rank larger."""
+    meshes = [Mesh((RANKS + 1,), tuple(range(RANKS + 1)))]
+    return teller(step, RANKS)(rank)._replace(shared=captured(tensors_of(step, RANKS), meshes, rank, RANKS, ["text", step]))
+
+
+def with_another_shape(step: int, rank: int) -> RankStates:
+    return teller(step, RANKS, rows=20)(rank)
+
+
+def with_another_placement(step: int, rank: int) -> RankStates:
+    tensors = {**tensors_of(step, RANKS), "sharded": Spreading(whole((ROWS, 350), step), sharded(0, Shard(1)))}
+    meshes = [Mesh((RANKS,), tuple(range(RANKS)))]
+    return teller(step, RANKS)(rank)._replace(shared=captured(tensors, meshes, rank, RANKS, ["text", step]))
+
+
+def without_own(step: int, rank: int) -> RankStates:
+    return teller(step, RANKS, with_own=False)(rank)
+
+
+def with_another_replica(step: int, rank: int) -> RankStates:
+    """A tensor of the same name and shape, with other numbers."""
+    tensors = {**tensors_of(step, RANKS), "replicated": Spreading(whole((1500,), 77), None)}
+    meshes = [Mesh((RANKS,), tuple(range(RANKS)))]
+    return teller(step, RANKS)(rank)._replace(shared=captured(tensors, meshes, rank, RANKS, ["text", step]))
+
+
+def refused(step: int, rank: int) -> RankStates:
+    raise UnsupportedValueError("state.loader is a generator, which cannot be stored", object_id="state.loader")
+
+
+@pytest.mark.parametrize("odd", range(RANKS))
+@pytest.mark.parametrize(
+    ("tell", "said"),
+    [
+        (with_values, "of rank {odd}"),
+        (with_another_mesh, "on the mesh of ranks 0-3"),
+        (with_another_shape, "np:<i4 [20, 350]"),
+        (with_another_placement, "split along dim 1 on the mesh of ranks 0-2"),
+        (without_own, "the ranks differ in rank_state: "),
+        (refused, "rank {odd}: UnsupportedValueError: state.loader is a generator"),
+    ],
+)
+def test_a_rank_with_another_state(tell: Callable[[int, int], RankStates], said: str, odd: int) -> None:
+    world = World()
+    world.group[odd].puts[SECOND] = world.group[odd].puts[SECOND].but(take_apart=lambda: tell(2, odd))
+    world.run()
+    kinds: dict[object, type[StoreError]] = {without_own: InvalidOptionError, refused: UnsupportedValueError}
+    (reason,) = world.refusals(kinds.get(tell, MismatchError))
+    assert said.format(odd=odd) in reason
+    assert f"rank {odd}" in reason or f", {odd}" in reason or f"{odd}-" in reason or f"-{odd}" in reason
+    assert all(rank.endings[SECOND].seconds < TIMEOUT for rank in world.group), "known at once"
+    require_restorable(world.engine, [1, 3])
+    require_no_garbage(world.engine)
+
+
+@pytest.mark.parametrize("odd", range(RANKS))
+def test_a_replica_that_differs_on_the_first_put(odd: int) -> None:
+    world = World()
+    world.group[odd].puts[0] = world.group[odd].puts[0].but(take_apart=lambda: with_another_replica(1, odd))
+    world.run()
+    (reason,) = world.refusals(MismatchError, 0)
+    assert "'replicated'" in reason
+    assert f"rank {odd}" in reason or f"{odd}-" in reason or f"-{odd}" in reason
+    require_restorable(world.engine, [2, 3])
+
+
+@pytest.mark.parametrize("odd", [2, RANKS])
+def test_a_rank_that_takes_the_group_for_a_larger_one(odd: int) -> None:
+    """In the place of one of them, or beyond them, where nobody waits for it."""
+    backend, simulation = new_backend(), Simulation()
+    group = putting_ranks(simulation, backend, RANKS, [1], only={0, 1, 2} - {odd})
+    group += putting_ranks(simulation, backend, RANKS + 1, [1], only={odd})
+    group[1].start = TIMEOUT / 2  # so that nothing is decided before
+    simulation.run()
+    reasons = {str(rank.endings[0].error) for rank in group}
+    (reason,) = reasons
+    assert f"rank {odd}: it came with world size {RANKS + 1}, and rank 0 with {RANKS}" in reason
+    assert all(isinstance(rank.endings[0].error, SnapshotAbortedError) for rank in group)
+    assert group[0].endings[0].seconds < TIMEOUT * 0.6, "known at once"
+    assert not list(group[0].engine.log.view().snapshots())
+
+
+def test_a_rank_beyond_the_group_that_comes_late_has_no_part_in_its_success() -> None:
+    backend, simulation = new_backend(), Simulation()
+    putting_ranks(simulation, backend, RANKS, STEPS)
+    (stranger,) = putting_ranks(simulation, backend, RANKS + 1, [1], only={RANKS})
+    stranger.start = TIMEOUT / 2
+    simulation.run()
+    error = stranger.endings[0].error
+    assert isinstance(error, SnapshotAbortedError)
+    assert "world size" in str(error)
+    engine = open_engine(simulation, backend)
+    engine.log.sync()
+    require_restorable(engine, list(STEPS))

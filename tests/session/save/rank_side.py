@@ -1,0 +1,280 @@
+"""What each rank of the pool does when a test of many ranks asks it to. Puts stay under way between two requests."""
+
+import threading
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+import tensorstore_ck as tsck
+from tensorstore_ck.errors import BackendUnavailableError
+from tensorstore_ck.events import Event
+from tensorstore_ck.state import capture_copy
+from tests.end_to_end.crash.faulty import FaultyBackend
+from tests.session.group.pool import GROUPS
+from tests.session.save.places import MIB, SECONDS, Gate, Stop
+
+TIMEOUT_SECONDS = 15.0
+ROWS = 1000
+"""Of a sharded tensor, which takes 1.5 MiB: a copy of a state takes one piece of the memory for captures, of 2 MiB."""
+COPY = 2 * MIB
+
+
+class Side:
+    """This rank's handle, and the puts that it has begun."""
+
+    def __init__(self, folder: str, ranks: int, copies: int | None) -> None:
+        self.gate = Gate()
+        self.ranks = ranks
+        self.store = tsck.open(
+            f"{folder}/store", cache_dir=f"{folder}/cache-{dist.get_rank()}", host_memory_bytes=None if copies is None else copies * COPY
+        )
+        backend = FaultyBackend(self.store.engine.backend, self.gate, atomic_put=False)
+        self.store.engine.backend = self.store.engine.log._backend = backend
+        self.puts: dict[int, tsck.PendingSnapshot] = {}
+        self.stops: list[Stop] = []
+        self.events: list[Event] = []
+        self.store.on_event(self.events.append)
+        self.frozen: Any = None
+        self.held, self.holds = threading.Event(), threading.Event()
+
+
+SIDES: list[Side] = []
+Ending = tuple[str, str]
+"""``("published", root)``, or the name of an error's class and its message."""
+
+
+def full_tensors(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"w": torch.randn(ROWS, 400, generator=generator), "few": torch.randn(3, 50, generator=generator)}
+
+
+def state_of(step: int, rank: int, ranks: int) -> dict[str, Any]:
+    """A rank's side of the state of a step."""
+    mesh = DeviceMesh("cpu", torch.arange(ranks), _init_backend=False)
+    tensors = {}
+    for name, full in full_tensors(step).items():
+        chunks = full.chunk(ranks)
+        local = chunks[rank].clone() if rank < len(chunks) else full[:0].clone()
+        tensors[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
+    return {"model": tensors, "same": torch.full((900,), float(step)), "list": [step, {"step": step}]}
+
+
+def spoil(state: dict[str, Any], own: dict[str, Any]) -> None:
+    for value in state["model"].values():
+        value.to_local().fill_(-7.0)
+    for value in (state["same"], own["rng"]):
+        value.fill_(-7)
+    state["list"][1]["step"] = -7
+    own["seen"][:] = b"spoilt"
+
+
+def mine(only: int | None) -> bool:
+    return only is None or dist.get_rank() == only
+
+
+# --- requests -----------------------------------------------------------------------------------------------------------
+
+
+def begin(folder: str, ranks: int, copies: list[int | None]) -> None:
+    """Opens the store, with memory for so many copies on this rank."""
+    SIDES.append(Side(folder, ranks, copies[dist.get_rank()]))
+
+
+def end() -> Ending:
+    side = SIDES.pop()
+    side.held.set()
+    side.gate.open()
+    side.store.drain()
+    return ending(side.store.close)
+
+
+def stop(prefix: str, only: int | None = None) -> None:
+    if mine(only):
+        SIDES[-1].stops.append(SIDES[-1].gate.stop(prefix))
+
+
+def let_go() -> None:
+    SIDES[-1].held.set()
+    for each in SIDES[-1].stops:
+        each.let_go()
+
+
+def fail(prefix: str, only: int) -> None:
+    if mine(only):
+        SIDES[-1].gate.fail(prefix, BackendUnavailableError("injected"))
+
+
+def hold_after(step: int, only: int) -> None:
+    """This rank's worker stays at the event that tells that a step is published."""
+    side = SIDES[-1]
+
+    def hold(event: Event) -> None:
+        if (event.kind, event.step) == ("published", step):
+            side.holds.set()
+            side.held.wait(SECONDS)
+
+    if mine(only):
+        side.store.on_event(hold)
+
+
+def await_hold(only: int) -> None:
+    assert not mine(only) or SIDES[-1].holds.wait(SECONDS)
+
+
+def put(step: int, odd: int | None = None, **options: Any) -> Ending:
+    """Puts beside the training, and spoils what was put."""
+    side = SIDES[-1]
+    rank = dist.get_rank()
+    state, own = state_of(step, rank, side.ranks), {"rng": torch.tensor([step, rank]), "seen": bytearray([rank] * 100)}
+    if rank == odd:
+        state["odd"] = object()
+
+    def do() -> None:
+        side.puts[step] = side.store.put_snapshot_async(
+            state,
+            ref="job",
+            step=step,
+            group=GROUPS[side.ranks],
+            rank_state=own,
+            **{"timeout_seconds": TIMEOUT_SECONDS, **options},
+        )
+
+    try:
+        return ending(do)
+    finally:
+        spoil(state, own)
+
+
+def keep(step: int, changes: bool) -> Ending:
+    """Puts a state that has the large tensor of step 1, frozen; where it `changes`, on rank 1."""
+    side, rank = SIDES[-1], dist.get_rank()
+    state, options = state_of(step, rank, side.ranks), {"group": GROUPS[side.ranks], "timeout_seconds": TIMEOUT_SECONDS}
+    side.frozen = side.frozen if side.frozen is not None else state_of(1, rank, side.ranks)["model"]["w"]
+    state["model"]["w"] = side.frozen
+    if changes and rank == 1:
+        side.frozen.to_local()[0] += 1
+
+    def do() -> None:
+        side.puts[step] = side.store.put_snapshot_async(state, ref="job", step=step, frozen=["model.w"], **options)
+
+    return ending(do)
+
+
+def put_moved(step: int, moves: list[int], options: dict[str, Any]) -> tuple[Ending, list[str]]:
+    """Puts, and waits: a tensor of which each rank has a share has moved on these ranks. Also what was warned of."""
+    side, rank = SIDES[-1], dist.get_rank()
+    side.frozen = side.frozen if side.frozen is not None else state_of(1, rank, side.ranks)["model"]["w"]
+    if rank in moves:
+        side.frozen.to_local().add_(1)
+    state = {"w": side.frozen, "optimizer": {"state": {0: {"step": torch.tensor(float(options.pop("count", step)))}}}}
+    put = partial(side.store.put_snapshot, state, ref="job", step=step, group=GROUPS[side.ranks], timeout_seconds=TIMEOUT_SECONDS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ended = ending(lambda: put(**options))
+    return ended, [str(each.message) for each in caught]
+
+
+def put_torn(step: int, on: int | None) -> Ending:
+    """Puts, and waits; on one rank a tensor changes before its packs are durable."""
+    side, rank = SIDES[-1], dist.get_rank()
+    state, real = state_of(step, rank, side.ranks), side.gate.call
+
+    def call(what: str, *args: Any, **others: Any) -> Any:
+        if what.startswith("close") and rank == on:
+            state["model"]["w"].to_local().add_(1)
+        return real(what, *args, **others)
+
+    side.gate.call = call  # type: ignore[method-assign]
+    options: dict[str, Any] = {"verify_capture": 1.0, "timeout_seconds": TIMEOUT_SECONDS}
+    try:
+        return ending(lambda: side.store.put_snapshot(state, ref="job", step=step, group=GROUPS[side.ranks], **options))
+    finally:
+        side.gate.call = real  # type: ignore[method-assign]
+
+
+def put_torn_beside(step: int, on: int) -> Ending:
+    """Likewise, beside the training: before its copy is compared."""
+    side, rank = SIDES[-1], dist.get_rank()
+    state, real = state_of(step, rank, side.ranks), capture_copy._Rest.copy_strided
+
+    def copy_strided(self: capture_copy._Rest) -> None:
+        real(self)
+        if rank == on:
+            state["model"]["w"].to_local().add_(1)
+
+    capture_copy._Rest.copy_strided = copy_strided  # type: ignore[method-assign]
+    options: dict[str, Any] = {"verify_capture": 1.0, "timeout_seconds": TIMEOUT_SECONDS}
+    try:
+        return ending(lambda: side.store.put_snapshot_async(state, ref="job", step=step, group=GROUPS[side.ranks], **options).wait())
+    finally:
+        capture_copy._Rest.copy_strided = real  # type: ignore[method-assign]
+
+
+def put_now(step: int) -> Ending:
+    """Puts, and waits."""
+    side = SIDES[-1]
+    rank = dist.get_rank()
+    own = {"rng": torch.tensor([step, rank]), "seen": bytearray([rank] * 100)}
+    options: dict[str, Any] = {"group": GROUPS[side.ranks], "rank_state": own, "timeout_seconds": TIMEOUT_SECONDS}
+    return ending(lambda: side.store.put_snapshot(state_of(step, rank, side.ranks), ref="job", step=step, **options))
+
+
+def cancel(step: int, only: int) -> bool | None:
+    return SIDES[-1].puts[step].cancel() if mine(only) else None
+
+
+def wait(step: int, only: int | None = None) -> Ending | None:
+    return ending(lambda: SIDES[-1].puts[step].wait(SECONDS)) if mine(only) else None
+
+
+def settle() -> None:
+    """Until nothing is under way; nobody is told anything."""
+    SIDES[-1].store._saver.settle()
+
+
+def await_work_on(step: int, only: int) -> None:
+    side = SIDES[-1]
+    if mine(only):
+        with side.store._saver._changed:
+            assert side.store._saver._changed.wait_for(
+                lambda: getattr(side.store._saver._stores._working, "course", None) is side.puts[step]._course, SECONDS
+            )
+
+
+def restore(address: str) -> tuple[bool, int]:
+    """Whether this rank's side is what was put, and the step of its own state."""
+    side = SIDES[-1]
+    rank, group = dist.get_rank(), GROUPS[side.ranks]
+    found = state_of(0, rank, side.ranks)
+    side.store.checkout(address, into=found, group=group, timeout_seconds=TIMEOUT_SECONDS)
+    expected = state_of(found["list"][0], rank, side.ranks)
+    same = all(torch.equal(found["model"][name].to_local(), value.to_local()) for name, value in expected["model"].items())
+    own = side.store.rank_state(address, group=group, timeout_seconds=TIMEOUT_SECONDS)
+    return same and torch.equal(found["same"], expected["same"]) and own["seen"] == bytearray([rank] * 100), int(own["rng"][0])
+
+
+def told(kind: str, field: str = "") -> list[tuple[int | None, Any]]:
+    """The steps of the events of a kind, each with a field: its reason or error."""
+    events = [event for event in SIDES[-1].events if event.kind == kind]
+    return [(event.step, event.fields[field or ("reason" if kind == "dropped" else "error")]) for event in events]
+
+
+def memory() -> tuple[int, int]:
+    """In use, and the limit."""
+    arena = SIDES[-1].store._saver._memory.arena
+    assert arena is not None
+    return arena.in_use_bytes, arena.limit_bytes
+
+
+def ending(action: Callable[[], Any]) -> Ending:
+    try:
+        found = action()
+    except tsck.StoreError as exc:
+        return type(exc).__name__, str(exc)
+    return "published", found.root if isinstance(found, tsck.Snapshot) else ""

@@ -1,0 +1,360 @@
+"""An error is told once: by the next wait, or else by the next put, or else by close. It never kills what comes after it."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tensorstore_ck as tsck
+from tensorstore_ck.errors import BackendUnavailableError, ConflictError, NoSpaceError, UnsupportedValueError
+from tests.session.save.places import SECONDS, Scene, check, put_beside, scene, state_of
+
+
+class OddError(Exception):
+    """Nothing that a store raises."""
+
+
+def broken() -> BackendUnavailableError:
+    return BackendUnavailableError("injected")
+
+
+def fail(place: Scene, step: int, error: BaseException | None = None) -> tsck.PendingSnapshot:
+    """A put that fails beside the training, before anybody waits for it."""
+    place.gate.fail("put parts/", error or broken())
+    pending = put_beside(place.store, step)
+    settle(place)
+    assert pending.done()
+    return pending
+
+
+def settle(place: Scene) -> None:
+    """Until nothing is under way, and nobody was told anything."""
+    place.store._saver.settle()
+
+
+def require_silence(place: Scene, step: int) -> None:
+    """A put takes place, and the end says nothing."""
+    put_beside(place.store, step).wait()
+    assert place.steps()[-1] == step
+    check(place.store, step)
+    place.store.close()
+
+
+# --- who is told ------------------------------------------------------------------------------------------------------
+
+
+def test_by_the_wait_and_then_by_nobody_else() -> None:
+    with scene() as place:
+        pending = fail(place, 1)
+        for _ in range(3):
+            with pytest.raises(BackendUnavailableError, match="injected"):
+                pending.wait()
+        require_silence(place, 2)
+
+
+def test_by_a_wait_that_was_there_before() -> None:
+    with scene() as place:
+        stop = place.gate.stop("put parts/")
+        pending = put_beside(place.store, 1)
+        stop.await_reached()
+        threading.Timer(0, stop.let_go, [broken()]).start()
+        with pytest.raises(BackendUnavailableError, match="injected"):
+            pending.wait(SECONDS)
+        require_silence(place, 2)
+
+
+@pytest.mark.parametrize("milestone", ["staged", "published"])
+def test_by_the_wait_for_a_milestone(milestone: str) -> None:
+    with scene() as place:
+        pending = fail(place, 1)
+        pending.captured.wait(0)  # which it has passed
+        with pytest.raises(BackendUnavailableError, match="injected"):
+            getattr(pending, milestone).wait(0)
+        require_silence(place, 2)
+
+
+def put_again(store: tsck.Store) -> None:
+    state = state_of(2)
+    store.put_snapshot(state, ref="job", step=2)
+
+
+@pytest.mark.parametrize("again", [lambda store: put_beside(store, 2), put_again], ids=["beside", "waited for"])
+def test_by_the_next_put_which_then_does_not_take_place(again: Callable[[tsck.Store], object]) -> None:
+    with scene() as place:
+        pending = fail(place, 1)
+        with pytest.raises(BackendUnavailableError, match="injected") as raised:
+            again(place.store)
+        assert any("job@1" in note for note in raised.value.__notes__)
+        settle(place)
+        assert place.steps() == []
+        assert place.in_use_bytes == 0
+        require_silence(place, 3)
+        assert place.steps() == [3]
+        with pytest.raises(BackendUnavailableError):
+            pending.wait()  # who asks is answered
+
+
+def test_each_of_several_by_one_put_in_their_order() -> None:
+    with scene() as place:
+        stop = place.gate.stop("put parts/")
+        put_beside(place.store, 1)
+        stop.await_reached()
+        told = put_beside(place.store, 2)
+        put_beside(place.store, 3)
+        put_beside(place.store, 4)
+        stop.let_go(BackendUnavailableError("one"))
+        for error in ("two", "three"):
+            place.gate.fail("put parts/", BackendUnavailableError(error))
+        settle(place)
+        with pytest.raises(BackendUnavailableError, match="two"):
+            told.wait()
+        for step, error in ((5, "one"), (6, "three")):
+            with pytest.raises(BackendUnavailableError, match=error):
+                put_beside(place.store, step)
+        require_silence(place, 7)
+        assert place.steps() == [4, 7]
+
+
+def test_by_close() -> None:
+    with scene() as place:
+        fail(place, 1)
+        with pytest.raises(BackendUnavailableError, match="injected"):
+            place.store.close()
+        place.store.close()
+
+
+def test_by_close_though_others_were_told_by_a_wait() -> None:
+    with scene() as place:
+        stop = place.gate.stop("put parts/")
+        first = put_beside(place.store, 1)
+        stop.await_reached()
+        put_beside(place.store, 2)
+        put_beside(place.store, 3)
+        stop.let_go(BackendUnavailableError("one"))
+        for error in ("two", "three"):
+            place.gate.fail("put parts/", BackendUnavailableError(error))
+        settle(place)
+        with pytest.raises(BackendUnavailableError, match="one"):
+            first.wait()
+        with pytest.raises(BackendUnavailableError, match="two") as raised:
+            place.store.close()
+        assert any("three" in note for note in raised.value.__notes__), "an error is lost"
+        place.store.close()
+
+
+def test_by_the_end_of_a_block() -> None:
+    with scene() as place:
+        place.gate.fail("put parts/", broken())
+        with pytest.raises(BackendUnavailableError), put_beside(place.store, 1):
+            pass
+        require_silence(place, 2)
+
+
+def test_a_block_that_fails_itself_says_so_and_leaves_the_rest_to_the_next_put() -> None:
+    with scene() as place:
+        stop = place.gate.stop("put parts/")
+        with pytest.raises(ZeroDivisionError), put_beside(place.store, 1) as pending:
+            raise ZeroDivisionError
+        assert not pending.done()
+        stop.let_go(broken())
+        settle(place)
+        with pytest.raises(BackendUnavailableError):
+            put_beside(place.store, 2)
+
+
+def test_not_by_what_only_looks() -> None:
+    with scene() as place:
+        put_beside(place.store, 0).wait()
+        pending = fail(place, 1)
+        assert (pending.done(), pending.snapshot, pending.published.reached()) == (True, None, False)
+        assert isinstance(pending.error, BackendUnavailableError)
+        assert [found.step for found in place.store.log("job")] == [0]
+        check(place.store, 0)
+        assert not place.store.pending()
+        assert place.store.drain().dropped == ()
+        with pytest.raises(BackendUnavailableError):
+            put_beside(place.store, 2)
+
+
+# --- what goes on -----------------------------------------------------------------------------------------------------
+
+
+AT = ["open packs/", "append", "close", "put parts/", "put snapshots/", "get log/"]
+ERRORS = [NoSpaceError, OddError, MemoryError, KeyboardInterrupt, SystemExit]
+
+
+@pytest.mark.parametrize(("at", "error"), [*((at, BackendUnavailableError) for at in AT), *(("put parts/", error) for error in ERRORS)])
+def test_later_puts_are_not_hurt(at: str, error: type[BaseException]) -> None:
+    """Also by what no store should raise: the worker lives."""
+    with scene() as place:
+        put_beside(place.store, 0).wait()
+        stop = place.gate.stop(at)
+        failed = put_beside(place.store, 1)
+        stop.await_reached()
+        later = put_beside(place.store, 2)
+        stop.let_go(error("injected"))
+        with pytest.raises(error, match="injected"):
+            failed.wait(SECONDS)
+        assert later.wait(SECONDS).step == 2
+        assert place.steps() == [0, 2]
+        assert place.in_use_bytes == 0
+        require_silence(place, 3)
+
+
+def test_a_failed_put_is_told_by_an_event_and_an_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with scene() as place:
+        pending = fail(place, 1, OddError("odd"))
+        (event,) = place.told("failed")
+        assert (event.put, event.step) == (pending.id, 1)
+        assert (event.fields["error"], event.fields["error_kind"], event.fields["is_waited_for"]) == ("odd", "OddError", 0)
+        assert [record.levelname for record in caplog.records if "putting job@1 failed" in record.getMessage()] == ["ERROR"]
+        with pytest.raises(OddError):
+            pending.wait()
+
+
+def test_a_job_that_was_given_up_for_dead() -> None:
+    """Its successor has moved the ref: nothing of it becomes visible, before it looks at the ref again."""
+    with scene() as place:
+        put_beside(place.store, 1).wait()
+        with place.other() as successor:
+            successor.checkout("job")
+            successor.put_snapshot(state_of(2), ref="job", step=2)
+        stop = place.gate.stop("get log/")
+        first, second = put_beside(place.store, 10), put_beside(place.store, 11)
+        stop.let_go()
+        for pending in (first, second):
+            with pytest.raises(ConflictError, match="another process moved it"):
+                pending.wait()
+        assert place.steps() == [1, 2]
+        place.store.checkout("job")
+        require_silence(place, 3)
+        assert place.steps() == [1, 2, 3]
+
+
+def test_a_ref_that_is_known_to_be_elsewhere_is_refused_at_once_but_earlier_errors_come_first() -> None:
+    with scene() as place:
+        put_beside(place.store, 1).wait()
+        with place.other() as successor:
+            successor.checkout("job")
+            successor.put_snapshot(state_of(2), ref="job", step=2)
+        with pytest.raises(ConflictError):
+            put_beside(place.store, 10).wait()
+        with pytest.raises(ConflictError):
+            put_beside(place.store, 11)
+        place.gate.fail("put parts/", NoSpaceError("injected"))
+        put_beside(place.store, 12, expect=tsck.ANY)
+        settle(place)
+        with pytest.raises(NoSpaceError, match="injected"):
+            put_beside(place.store, 13)
+        with pytest.raises(ConflictError):
+            put_beside(place.store, 14)
+        assert place.steps() == [1, 2]
+        put_beside(place.store, 15, expect=tsck.ANY).wait()
+        require_silence(place, 16)
+
+
+def test_a_job_that_loses_its_ref_between_capture_and_commit() -> None:
+    with scene() as place:
+        put_beside(place.store, 1).wait()
+        stop = place.gate.stop("put parts/")
+        pending = put_beside(place.store, 10)
+        stop.await_reached()
+        with place.other() as successor:
+            successor.checkout("job")
+            successor.put_snapshot(state_of(2), ref="job", step=2)
+        stop.let_go()
+        with pytest.raises(ConflictError):
+            pending.wait()
+        assert place.steps() == [1, 2]
+
+
+def test_what_cannot_be_stored_is_refused_at_once_and_hurts_nobody() -> None:
+    with scene() as place:
+        stop = place.gate.stop("put parts/")
+        first = put_beside(place.store, 1)
+        stop.await_reached()
+        with pytest.raises(UnsupportedValueError, match=r"model\.odd"):
+            place.store.put_snapshot_async({"model": {"odd": object()}, "w": torch.zeros(9)}, ref="job", step=2)
+        with pytest.raises(tsck.errors.InvalidNameError):
+            place.store.put_snapshot_async({}, ref="../job")
+        with pytest.raises(tsck.errors.InvalidOptionError):
+            place.store.put_snapshot_async({}, ref="job", rank_state={})
+        assert [pending.step for pending in place.store.pending()] == [1]
+        stop.let_go()
+        first.wait()
+        require_silence(place, 3)
+
+
+def test_callbacks_that_fail_disturb_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    with scene() as place:
+        place.store.on_event(lambda event: 1 // 0)
+        told: list[Any] = []
+        stop = place.gate.stop("put parts/")
+        pending = put_beside(place.store, 1)
+        pending.published.on_settled(lambda _: 1 // 0)
+        pending.published.on_settled(told.append)
+        stop.let_go()
+        assert pending.wait(SECONDS).step == 1
+        settle(place)
+        assert told == [pending]
+        pending.published.on_settled(lambda _: 1 // 0)  # at once
+        assert sum("a callback of a put failed" in record.getMessage() for record in caplog.records) == 2
+        assert sum("raised on the event" in record.getMessage() for record in caplog.records) == 1
+        require_silence(place, 2)
+
+
+def test_a_callback_that_wants_to_end_the_process_does_not_end_the_worker() -> None:
+    with scene() as place:
+        stop = place.gate.stop("put parts/")
+        pending = put_beside(place.store, 1)
+
+        def leave(_: object) -> None:
+            raise SystemExit(3)
+
+        pending.published.on_settled(leave)
+        end = place.store.on_event(leave)
+        stop.let_go()
+        assert pending.wait(SECONDS).step == 1
+        assert put_beside(place.store, 2).wait(SECONDS).step == 2
+        end()
+        require_silence(place, 3)
+
+
+def test_a_callback_may_use_the_store() -> None:
+    with scene() as place:
+        said: list[Any] = []
+
+        def use(pending: tsck.PendingSnapshot) -> None:
+            said.append(place.store.checkout("job")["step"])
+            said.append(place.store.tag("first", "job").step)
+            said.append(place.store.drain(1.0).safe)
+            said.append(place.store.put_snapshot({}, ref="other", step=9).step)
+
+        stop = place.gate.stop("put parts/")
+        pending = put_beside(place.store, 1)
+        pending.published.on_settled(use)
+        stop.let_go()
+        settle(place)
+        assert said == [1, 1, pending.snapshot, 9]
+        require_silence(place, 2)
+
+
+def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the limit of processes: told where it happens, and the next put tries again."""
+    with scene() as place:
+        with monkeypatch.context() as patch:
+            plain = threading.Thread.start
+
+            def start(self: threading.Thread) -> None:
+                if self.name.startswith("tsck-save"):
+                    raise RuntimeError("can't start new thread")
+                plain(self)
+
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                put_beside(place.store, 1)
+        assert place.in_use_bytes == 0
+        assert not place.store.pending()
+        require_silence(place, 2)

@@ -1,0 +1,339 @@
+"""The memory of captures is a hard budget; what happens when it is used up is said before, and what was dropped is told."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import tensorstore_ck as tsck
+from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, SnapshotDroppedError
+from tensorstore_ck.session.save.capture_budget import CaptureMemory
+from tensorstore_ck.session.save.put_protocol import Turn
+from tensorstore_ck.session.save.single_put import AloneJob
+from tests.session.save.places import MIB, SECONDS, Scene, Stop, check, put_beside, scene
+
+COPY = 2 * MIB
+"""What memory is taken in."""
+
+
+@contextmanager
+def stalled_backend(copies: int) -> Iterator[tuple[Scene, Stop, tsck.PendingSnapshot]]:
+    """Memory for so many copies; step 1 is being stored, and goes on when it is let go."""
+    with scene(host_memory_bytes=copies * COPY) as place:
+        stop = place.gate.stop("put parts/")
+        first = put_beside(place.store, 1, size_bytes=COPY)
+        stop.await_reached()
+        yield place, stop, first
+
+
+class Put(threading.Thread):
+    """A put on a thread of its own: it may have to wait."""
+
+    def __init__(self, store: tsck.Store, step: int, **options: Any) -> None:
+        super().__init__(daemon=True)
+        self._put: Callable[[], tsck.PendingSnapshot] = lambda: put_beside(store, step, **{"size_bytes": COPY, **options})
+        self._returned: tsck.PendingSnapshot | None = None
+        self.start()
+
+    def run(self) -> None:
+        self._returned = self._put()
+
+    def returned(self) -> tsck.PendingSnapshot:
+        self.join(SECONDS)
+        assert self._returned is not None
+        return self._returned
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a put begins to wait for memory: the lock is held from there until it waits, so no change is missed."""
+    event, plain = threading.Event(), CaptureMemory.wait
+
+    def wait(self: CaptureMemory, item: Any, under_way: int) -> None:
+        event.set()
+        plain(self, item, under_way)
+
+    monkeypatch.setattr(CaptureMemory, "wait", wait)
+    return event
+
+
+def require_dropped(place: Scene, pending: tsck.PendingSnapshot, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Told by the wait, an event and the log; and nothing of it is visible."""
+    assert pending.done()
+    for _ in range(2):
+        with pytest.raises(SnapshotDroppedError, match=rf"job@{pending.step} was {reason}"):
+            pending.wait(0)
+    assert isinstance(pending.error, SnapshotDroppedError)
+    assert pending.snapshot is None
+    assert not pending.published.reached()
+    events = [event for event in place.told("dropped") if event.put == pending.id]
+    assert [(event.step, event.fields["reason"]) for event in events] == [(pending.step, reason)]
+    lines = [record for record in caplog.records if record.getMessage().startswith(f"dropped job@{pending.step}: ")]
+    assert [record.levelno for record in lines] == [logging.WARNING]
+    assert not [event for event in place.told("failed") if event.put == pending.id]
+    assert pending.step not in place.steps()
+
+
+# --- skip -------------------------------------------------------------------------------------------------------------
+
+
+def test_skip(caplog: pytest.LogCaptureFixture) -> None:
+    with stalled_backend(1) as (place, stop, first):
+        skipped = put_beside(place.store, 2, size_bytes=COPY, on_full="skip")
+        assert not first.done()
+        assert not skipped.captured.reached()
+        assert not [event for event in place.told("captured") if event.step == 2]
+        require_dropped(place, skipped, "skipped", caplog)
+        assert [pending.step for pending in place.store.pending()] == [1]
+        stop.let_go()
+        first.wait()
+        put_beside(place.store, 3, size_bytes=COPY, on_full="skip").wait()  # and raises nothing of step 2
+        assert place.steps() == [1, 3]
+        check(place.store, 3, size_bytes=COPY)
+
+
+def test_skip_leaves_alone_what_waits_for_its_turn(caplog: pytest.LogCaptureFixture) -> None:
+    with stalled_backend(2) as (place, stop, _):
+        put_beside(place.store, 2, size_bytes=COPY, on_full="skip")
+        skipped = put_beside(place.store, 3, size_bytes=COPY, on_full="skip")
+        require_dropped(place, skipped, "skipped", caplog)
+        stop.let_go()
+        place.store.drain()
+        assert place.steps() == [1, 2]
+
+
+# --- replace ----------------------------------------------------------------------------------------------------------
+
+
+def test_replace_drops_the_oldest_that_waits_and_never_the_one_in_work(caplog: pytest.LogCaptureFixture) -> None:
+    with stalled_backend(3) as (place, stop, first):
+        waiting = [put_beside(place.store, step, size_bytes=COPY, on_full="replace") for step in (2, 3, 4, 5)]
+        assert [pending.step for pending in place.store.pending() if pending.step not in (2, 3)] == [1, 4, 5]
+        stop.let_go()
+        place.store.drain()
+        for pending in waiting[:2]:
+            require_dropped(place, pending, "replaced", caplog)
+        assert [pending.wait().step for pending in (first, *waiting[2:])] == [1, 4, 5]
+        assert place.steps() == [1, 4, 5]
+        for step in (1, 4, 5):
+            check(place.store, step, size_bytes=COPY)
+        put_beside(place.store, 6).wait()  # nothing is left to be told
+
+
+def test_replace_drops_as_many_as_it_needs(caplog: pytest.LogCaptureFixture) -> None:
+    with stalled_backend(3) as (place, stop, _):
+        waiting = [put_beside(place.store, step, size_bytes=COPY) for step in (2, 3)]
+        put_beside(place.store, 4, size_bytes=2 * COPY, on_full="replace")
+        stop.let_go()
+        place.store.drain()
+        for pending in waiting:
+            require_dropped(place, pending, "replaced", caplog)
+        assert place.steps() == [1, 4]
+        check(place.store, 4, size_bytes=2 * COPY)
+
+
+def test_replace_waits_where_only_the_one_in_work_is_left(waits: threading.Event) -> None:
+    with stalled_backend(1) as (place, stop, first):
+        put = Put(place.store, 2, on_full="replace")
+        assert waits.wait(SECONDS)
+        assert not first.done()
+        stop.let_go()
+        assert put.returned().wait(SECONDS).step == 2
+        assert first.wait().step == 1
+        assert not place.told("dropped")
+        assert [event.step for event in place.told("stalled")] == [2]
+        assert place.steps() == [1, 2]
+
+
+def test_what_was_replaced_is_told_to_its_callbacks() -> None:
+    with stalled_backend(2) as (place, stop, _):
+        replaced, told = put_beside(place.store, 2, size_bytes=COPY), threading.Event()
+        replaced.published.on_settled(lambda pending: told.set() if isinstance(pending.error, SnapshotDroppedError) else None)
+        put_beside(place.store, 3, size_bytes=COPY, on_full="replace")
+        stop.let_go()
+        assert told.wait(SECONDS)
+
+
+def test_what_was_dropped_as_it_was_asked_for_is_no_error_of_the_next_put() -> None:
+    """Though nobody waited for it."""
+    with stalled_backend(3) as (place, stop, _):
+        for step in (2, 3):
+            put_beside(place.store, step, size_bytes=COPY)
+        put_beside(place.store, 4, size_bytes=COPY, on_full="replace")
+        put_beside(place.store, 5, size_bytes=COPY, on_full="skip")
+        assert place.store.pending()[2].cancel()
+        stop.let_go()
+        place.store.drain()
+        put_beside(place.store, 6).wait()
+        assert place.steps() == [1, 4, 6]
+        place.store.close()
+
+
+# --- block ------------------------------------------------------------------------------------------------------------
+
+
+def test_block_stalls_and_says_so_once(waits: threading.Event, caplog: pytest.LogCaptureFixture) -> None:
+    with stalled_backend(2) as (place, stop, first):
+        second = put_beside(place.store, 2, size_bytes=COPY)
+        third = Put(place.store, 3, size_bytes=2 * COPY)  # which needs the memory of both
+        assert waits.wait(SECONDS)
+        stop.let_go()
+        pendings = [first, second, third.returned()]
+        assert [pending.wait(SECONDS).step for pending in pendings] == [1, 2, 3]
+        (stalled,) = place.told("stalled")
+        assert (stalled.step, stalled.put, stalled.fields["queue_depth"]) == (3, pendings[2].id, 2)  # which it waited for
+        assert float(stalled.fields["stall_seconds"]) > 0
+        captured = next(event for event in place.told("captured") if event.step == 3)
+        assert float(captured.fields["stall_seconds"]) >= float(stalled.fields["stall_seconds"])
+        assert [record.levelno for record in caplog.records if "job@3 could be captured" in record.getMessage()] == [logging.WARNING]
+        assert not place.told("dropped")
+        assert place.steps() == [1, 2, 3]
+        for step, size in ((1, COPY), (2, COPY), (3, 2 * COPY)):
+            check(place.store, step, size_bytes=size)
+
+
+def test_a_callback_of_a_stall_may_ask_what_is_under_way(waits: threading.Event) -> None:
+    """From another thread, even: nothing is locked while callbacks run."""
+    with stalled_backend(1) as (place, stop, _):
+        answers: list[bool] = []
+
+        def ask(event: Any) -> None:
+            if event.kind == "stalled":
+                other = threading.Thread(target=place.store.pending)
+                other.start()
+                other.join(SECONDS / 10)
+                answers.append(not other.is_alive())
+
+        place.store.on_event(ask)
+        put = Put(place.store, 2)
+        assert waits.wait(SECONDS)
+        stop.let_go()
+        put.returned().wait(SECONDS)
+        assert answers == [True]
+
+
+def test_memory_is_free_before_anybody_is_told(waits: threading.Event) -> None:
+    """Who waits for it does not wait for the callbacks of the put that had it."""
+    with scene(host_memory_bytes=COPY) as place:
+        holds, goes = threading.Event(), threading.Event()
+
+        def hold(_: object) -> None:
+            holds.set()
+            goes.wait(SECONDS)
+
+        stop = place.gate.stop("put parts/")
+        first = put_beside(place.store, 1, size_bytes=COPY)
+        first.published.on_settled(hold)
+        put = Put(place.store, 2)
+        assert waits.wait(SECONDS)
+        stop.let_go()
+        assert holds.wait(SECONDS)
+        assert put.returned().captured.reached()
+        goes.set()
+        assert put.returned().wait(SECONDS).step == 2
+
+
+@pytest.mark.parametrize("on_full", ["block", "skip", "replace"])
+def test_the_limit_is_never_passed(on_full: Any) -> None:
+    limit, most = 3 * COPY, 0
+    with scene(host_memory_bytes=limit) as place:
+
+        def look(_: object) -> None:
+            nonlocal most
+            most = max(most, place.allocated_bytes)
+            assert place.in_use_bytes <= place.allocated_bytes
+
+        place.store.on_event(look)
+        sizes = [COPY, 3 * COPY, 100, 2 * COPY, COPY // 2, 3 * COPY, 2_500_000, 100, 3_500_000, COPY, 2 * COPY, 0]
+        pendings = [put_beside(place.store, step, size_bytes=size, on_full=on_full) for step, size in enumerate(sizes)]
+        place.store.drain()
+        look(None)
+        assert place.in_use_bytes == 0
+        assert COPY <= most <= limit
+        published = [step for step, pending in enumerate(pendings) if pending.snapshot is not None]
+        assert place.steps() == published
+        assert published == list(range(len(sizes))) or on_full != "block"
+        for step in published:
+            check(place.store, step, size_bytes=sizes[step])
+
+
+def test_close_gives_the_memory_back() -> None:
+    with scene() as place:
+        put_beside(place.store, 1).wait()
+        assert place.allocated_bytes > 0
+        place.store.close()
+        assert place.allocated_bytes == 0
+
+
+@pytest.mark.parametrize("on_full", ["block", "skip", "replace"])
+def test_a_state_that_does_not_fit_at_all(on_full: Any) -> None:
+    with stalled_backend(1) as (place, stop, first):
+        state = {"w": torch.zeros(2 * COPY, dtype=torch.uint8), "b": torch.zeros(5)}
+        with pytest.raises(NoSpaceError, match=r"job@2 needs 4\.0 MiB of host memory .* host_memory_bytes is 2\.0 MiB: raise it") as raised:
+            place.store.put_snapshot_async(state, ref="job", step=2, on_full=on_full)
+        assert raised.value.object_id == "host_memory_bytes"
+        assert [pending.step for pending in place.store.pending()] == [1]
+        stop.let_go()
+        first.wait()
+        put_beside(place.store, 3, size_bytes=COPY).wait()
+        assert place.store.put_snapshot(state, ref="job", step=4).step == 4  # which copies nothing
+        assert place.steps() == [1, 3, 4]
+        assert place.in_use_bytes == 0
+
+
+def test_a_bad_value_says_which_are_good() -> None:
+    with scene() as place:
+        with pytest.raises(InvalidOptionError, match="'block', 'skip' or 'replace', not 'drop'"):
+            place.store.put_snapshot_async({}, ref="job", on_full="drop")  # type: ignore[arg-type]
+        with pytest.raises(InvalidOptionError, match="more than 0"):
+            tsck.open("memory://never", create=True, host_memory_bytes=0)
+
+
+def test_a_capture_that_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with scene(host_memory_bytes=COPY) as place:
+        for error in (MemoryError("injected"), KeyboardInterrupt()):
+            with monkeypatch.context() as patch:
+
+                def fail(*_: object, error: BaseException = error, **__: object) -> None:
+                    raise error
+
+                patch.setattr("tensorstore_ck.session.save.single_put.copy_captured", fail)
+                with pytest.raises(type(error)):
+                    put_beside(place.store, 1, size_bytes=COPY)
+            assert place.in_use_bytes == 0
+            assert not place.store.pending()
+        put_beside(place.store, 2, size_bytes=COPY).wait()
+        assert place.steps() == [2]
+
+
+def test_a_put_that_is_interrupted_once_it_has_memory_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the other ranks cannot be told, or by Ctrl-C."""
+    with scene(host_memory_bytes=COPY) as place:
+        with monkeypatch.context() as patch:
+
+            def agree(self: AloneJob, decide: Callable[[], Turn]) -> Turn:
+                assert decide().goes
+                raise KeyboardInterrupt
+
+            patch.setattr(AloneJob, "agree", agree)
+            with pytest.raises(KeyboardInterrupt):
+                put_beside(place.store, 1, size_bytes=COPY)
+        assert place.in_use_bytes == 0
+        put_beside(place.store, 2, size_bytes=COPY).wait(SECONDS)
+
+
+def test_the_memory_of_a_cancelled_put_that_waits_is_taken() -> None:
+    """It needs it no more than one that was replaced."""
+    with stalled_backend(2) as (place, stop, _):
+        cancelled = put_beside(place.store, 2, size_bytes=COPY)
+        assert cancelled.cancel()
+        third = Put(place.store, 3).returned()
+        stop.let_go()
+        third.wait(SECONDS)
+        with pytest.raises(SnapshotDroppedError, match="cancelled"):
+            cancelled.wait(SECONDS)
+        assert place.steps() == [1, 3]

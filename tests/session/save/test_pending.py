@@ -1,0 +1,329 @@
+"""What users hold of a put under way: its milestones, its progress, and giving it up in each phase."""
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tensorstore_ck as tsck
+from tensorstore_ck.errors import BackendUnavailableError, SnapshotDroppedError, WaitTimeoutError
+from tensorstore_ck.session.save.single_put import AloneJob
+from tests.session.save.places import MIB, SECONDS, Scene, check, put_beside, scene
+
+IN_WORK = ["get log/", "open packs/", "append", "close", "put parts/"]
+"""Calls of a put that come before its last look at whether it was given up."""
+
+
+# --- cancel -----------------------------------------------------------------------------------------------------------
+
+
+def require_cancelled(place: Scene, pending: tsck.PendingSnapshot) -> None:
+    """Told by its wait alone, and nothing is left of it."""
+    with pytest.raises(SnapshotDroppedError, match=rf"job@{pending.step} was cancelled; nothing of it is visible"):
+        pending.wait(SECONDS)
+    assert [event.fields["reason"] for event in place.told("dropped") if event.put == pending.id] == ["cancelled"]
+    assert not place.told("failed")
+    assert not pending.cancel()
+    put_beside(place.store, 9).wait()
+    assert pending.step not in place.steps()
+    assert place.in_use_bytes == 0
+    place.store.close()
+
+
+def test_cancel_of_what_waits_for_its_turn() -> None:
+    with scene() as place:
+        stop = place.gate.stop("put parts/")
+        first, cancelled, third = (put_beside(place.store, step) for step in (1, 2, 3))
+        assert cancelled.cancel()
+        assert cancelled.cancel()
+        stop.let_go()
+        assert third.wait().parent == first.wait().root
+        require_cancelled(place, cancelled)
+        assert place.steps() == [1, 3, 9]
+
+
+@pytest.mark.parametrize("at", IN_WORK)
+def test_cancel_of_what_is_in_work(at: str) -> None:
+    with scene() as place:
+        put_beside(place.store, 1).wait()
+        stop = place.gate.stop(at)
+        cancelled, third = put_beside(place.store, 2), put_beside(place.store, 3)
+        stop.await_reached()
+        assert cancelled.cancel()
+        stop.let_go()
+        assert third.wait().parent == place.store.log("job~1")[0].root
+        require_cancelled(place, cancelled)
+        assert place.steps() == [1, 3, 9]
+
+
+def test_cancel_between_the_blocks_of_a_state() -> None:
+    """Long before the end: most of it is neither read nor written."""
+    with scene() as place:
+        put_beside(place.store, 1).wait()
+        stop = place.gate.stop("append")
+        place.store.put_snapshot_async({str(n): torch.full((4 * MIB,), n, dtype=torch.uint8) for n in range(12)}, ref="job", step=2)
+        (cancelled,) = place.store.pending()
+        stop.await_reached()
+        before = len(place.gate.calls_made)
+        cancelled.cancel()
+        stop.let_go()
+        place.store.drain()
+        assert sum(call == "append" for call in place.gate.calls_made[before:]) < 6
+        require_cancelled(place, cancelled)
+        assert not list(place.inner.list_uploads())
+
+
+def test_cancel_that_comes_too_late() -> None:
+    """Once the entry may be in the log, a put is published whatever was asked: `wait` says so, and so do all others."""
+    with scene() as place:
+        stop = place.gate.stop("create log/")
+        pending = put_beside(place.store, 1)
+        stop.await_reached()
+        assert pending.cancel()
+        stop.let_go()
+        assert pending.wait().step == 1
+        assert not pending.cancel()
+        assert not place.told("dropped")
+        check(place.store, 1)
+        put_beside(place.store, 2).wait()
+        assert place.steps() == [1, 2]
+
+
+def test_cancel_of_what_has_ended() -> None:
+    with scene() as place:
+        pending = put_beside(place.store, 1)
+        pending.wait()
+        assert not pending.cancel()
+        assert pending.wait().step == 1
+        place.gate.fail("put parts/", BackendUnavailableError("injected"))
+        failed = put_beside(place.store, 2)
+        with pytest.raises(BackendUnavailableError):
+            failed.wait()
+        assert not failed.cancel()
+        with pytest.raises(BackendUnavailableError):
+            failed.wait()
+
+
+# --- waiting ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wait", [tsck.PendingSnapshot.wait, lambda pending, seconds: pending.staged.wait(seconds)], ids=["wait", "staged"])
+@pytest.mark.parametrize("seconds", [0, 0.05])
+def test_a_wait_that_is_too_short(wait: Callable[[tsck.PendingSnapshot, float], Any], seconds: float) -> None:
+    with scene() as place:
+        stop = place.gate.stop("put parts/")
+        pending = put_beside(place.store, 1)
+        for _ in range(2):
+            with pytest.raises(WaitTimeoutError, match=rf"job@1 is not (published|staged) after {seconds:g} s; it goes on") as raised:
+                wait(pending, seconds)
+        assert raised.value.object_id == "job"
+        assert not pending.done()
+        assert pending.error is None
+        stop.let_go()
+        assert pending.wait().step == 1
+        put_beside(place.store, 2).wait()
+
+
+def test_many_threads_wait_for_one() -> None:
+    with scene() as place:
+        stop = place.gate.stop("put parts/")
+        pending = put_beside(place.store, 1)
+        found: list[tsck.Snapshot] = []
+        threads = [threading.Thread(target=lambda: found.append(pending.wait(SECONDS))) for _ in range(20)]
+        for thread in threads:
+            thread.start()
+        stop.let_go()
+        for thread in threads:
+            thread.join()
+        assert found == [pending.snapshot] * 20
+
+
+def test_a_block_waits_at_its_end() -> None:
+    with scene() as place:
+        with put_beside(place.store, 1) as pending:
+            pass
+        assert pending.published.reached()
+        assert pending.wait(0).step == 1
+
+
+# --- milestones -------------------------------------------------------------------------------------------------------
+
+
+def milestones(pending: tsck.PendingSnapshot) -> list[bool]:
+    return [milestone.reached() for milestone in (pending.captured, pending.staged, pending.published)]
+
+
+def test_what_is_said_at_each_milestone() -> None:
+    with scene() as place:
+        stop = place.gate.stop("create log/")
+        pending = put_beside(place.store, 1)
+        stop.await_reached()
+        assert milestones(pending) == [True, False, False]
+        pending.captured.wait(0)
+        assert repr(pending) == "<PendingSnapshot job@1: under way>"
+        assert [repr(pending.captured), repr(pending.published)] == ["<captured: reached>", "<published: not yet>"]
+        assert (pending.ref, pending.step, pending.snapshot, pending.done()) == ("job", 1, None, False)
+        assert place.steps() == []
+        assert not place.told("published")
+        stop.let_go()
+        snapshot = pending.wait()
+        assert milestones(pending) == [True, True, True]
+        assert (pending.snapshot, pending.done(), pending.error) == (snapshot, True, None)
+        assert repr(pending) == "<PendingSnapshot job@1: published>"
+        (event,) = place.told("published")
+        assert (event.put, event.fields["root"], event.fields["snapshot"]) == (pending.id, snapshot.root, snapshot.id)
+
+
+def test_nothing_is_called_saved_before_others_can_see_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Not in an event, not in the log, not by a milestone."""
+    caplog.set_level("DEBUG", "tensorstore_ck")
+    with scene() as place:
+        seen: list[list[int | None]] = []
+        place.store.on_event(lambda event: seen.append(place.steps()) if event.kind == "published" else None)
+        stop = place.gate.stop("create log/")
+        pending = put_beside(place.store, 1)
+        pending.published.on_settled(lambda _: seen.append(place.steps()))
+        stop.await_reached()
+        assert not any("saved" in record.getMessage() for record in caplog.records)
+        stop.let_go()
+        pending.wait()
+        place.store.drain()
+        assert seen == [[1], [1]]
+        assert sum("saved job@1" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("error", [None, BackendUnavailableError("injected")], ids=["published", "failed"])
+def test_callbacks_before_and_after_each_milestone(error: Exception | None) -> None:
+    with scene() as place:
+        told: list[tuple[str, str, bool, bool]] = []
+
+        def note(when: str, name: str) -> Callable[[tsck.PendingSnapshot], None]:
+            def called(pending: tsck.PendingSnapshot) -> None:
+                assert pending is held[0]
+                told.append((when, name, pending.done(), threading.current_thread() is threading.main_thread()))
+
+            return called
+
+        stop = place.gate.stop("put parts/")
+        pending = put_beside(place.store, 1)
+        held = [pending]
+        for name in ("captured", "staged", "published"):
+            getattr(pending, name).on_settled(note("before", name))
+        assert told == [("before", "captured", False, True)]  # which it has passed
+        stop.let_go(error)
+        place.store._saver.settle()
+        assert told[1:] == [("before", "staged", True, False), ("before", "published", True, False)]
+        for name in ("captured", "staged", "published"):
+            getattr(pending, name).on_settled(note("after", name))
+        assert [(when, name) for when, name, _, _ in told[3:]] == [("after", name) for name in ("captured", "staged", "published")]
+        assert pending.error is error
+        assert milestones(pending) == [True, error is None, error is None]
+        if error is not None:
+            with pytest.raises(BackendUnavailableError):
+                place.store.close()
+
+
+def test_a_callback_sees_the_end() -> None:
+    """`wait` in it does not wait."""
+    with scene() as place:
+        seen: list[Any] = []
+        stop = place.gate.stop("put parts/")
+        pending = put_beside(place.store, 1)
+        pending.published.on_settled(lambda it: seen.append((it.wait(0), it.snapshot, it.done())))
+        stop.let_go()
+        place.store.drain()
+        assert seen == [(pending.snapshot, pending.snapshot, True)]
+
+
+def test_what_is_held_of_a_put_does_not_hold_its_state() -> None:
+    """Nor do the tracebacks of errors that were told: what a loop collects costs no memory."""
+    with scene() as place:
+        before = jobs()
+        stop = place.gate.stop("put parts/")
+        puts = [put_beside(place.store, step) for step in (1, 2, 3, 4)]
+        stop.await_reached()
+        puts[1].cancel()
+        assert jobs() == before + 4
+        place.gate.fail("put snapshots/", BackendUnavailableError("injected"))
+        stop.let_go()
+        place.store._saver.settle()
+        with pytest.raises(BackendUnavailableError):
+            puts[0].wait()
+        put_beside(place.store, 5).wait()
+        place.store._saver.settle()
+        assert [pending.done() for pending in puts] == [True] * 4
+        assert jobs() <= before
+
+
+def jobs() -> int:
+    """What holds states."""
+    gc.collect()
+    return sum(type(found) is AloneJob for found in gc.get_objects())
+
+
+# --- progress and what is under way -----------------------------------------------------------------------------------
+
+
+def test_progress_moves_and_knows_its_end() -> None:
+    size = 12 * MIB
+    with scene() as place:
+        first = place.gate.stop("put parts/")
+        blocker = put_beside(place.store, 0)
+        first.await_reached()
+        stops = [place.gate.stop("open packs/")]
+        pending = put_beside(place.store, 1, size_bytes=size)
+        now = pending.progress()
+        assert (now.stage, now.fraction) == ("queued", 0.0)
+        assert now.stage_bytes["capture"] == size
+        assert now.stage_seconds["capture"] > 0
+        first.let_go()
+        blocker.wait()
+        stops[0].await_reached()
+        begun = pending.progress()
+        assert begun.total_bytes == size
+        assert begun.done_bytes < size
+        stop = place.gate.stop("put snapshots/")
+        stops[0].let_go()
+        stop.await_reached()
+        last = pending.progress()
+        assert last.stage == "commit"
+        assert (last.done_bytes, last.total_bytes, last.fraction) == (size, size, 1.0)
+        assert last.stage_bytes["write"] >= size
+        stop.let_go()
+        pending.wait()
+        assert pending.progress().stage_seconds["commit"] > 0
+        fields = place.told("published")[-1].fields
+        assert fields["logical_bytes"] == size
+        assert int(fields["hashed_bytes"]) >= size
+
+
+def test_pending_is_what_is_under_way_oldest_first() -> None:
+    with scene() as place:
+        assert place.store.pending() == []
+        stop = place.gate.stop("put parts/")
+        puts = [put_beside(place.store, step) for step in (1, 2, 3)]
+        assert [pending.id for pending in place.store.pending()] == [pending.id for pending in puts]
+        assert len({pending.id for pending in puts}) == 3
+        place.store.pending()[1].cancel()
+        stop.let_go()
+        place.store.drain()
+        assert place.store.pending() == []
+        assert [pending.done() for pending in puts] == [True] * 3
+        assert place.steps() == [1, 3]
+
+
+def test_events_tell_a_put_from_its_capture_to_its_end() -> None:
+    with scene() as place:
+        puts = [put_beside(place.store, step, size_bytes=1000) for step in range(30)]
+        place.store.drain()
+        for pending in puts:
+            events = [event for event in place.events if event.put == pending.id]
+            assert [event.kind for event in events if event.kind != "stalled"] == ["captured", "published"]
+            assert {(event.ref, event.step, event.rank) for event in events} == {("job", pending.step, 0)}
+            captured, published = events[-2:]
+            assert captured.time_ns <= published.time_ns
+            assert captured.fields["captured_bytes"] == 1024
+            assert published.fields["queue_depth"] == 0 or pending is not puts[-1]

@@ -1,0 +1,161 @@
+"""What a staging disk does wrong: bytes that are not what was written, no space, no folder. Never wrong bytes, never silence."""
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.errors import CorruptObjectError, DamageError, MissingObjectError, NoSpaceError
+from tests.backend.staging.places import PieceStore
+from tests.session.staging.places import (
+    KIB,
+    SECONDS,
+    UPLOADS,
+    Process,
+    Server,
+    check,
+    ended,
+    folder_of,
+    half_uploaded,
+    leave_staged,
+    leftovers,
+    process,
+    require_all_well,
+)
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def one_of(job: Process, pattern: str) -> Path:
+    (found,) = Path(job.folder.path).glob(pattern)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["packs", "parts", "snapshots"])
+def test_before_publication(tmp_path: Path, kind: str) -> None:
+    """The only bytes that there are: an error, whoever reads them, and whenever."""
+    server, path, connection = PieceStore(), tmp_path / "stage", Server(*UPLOADS)
+    with process(server, path, store_faults=connection) as job:
+        pending = job.put(0)
+        pending.staged.wait(SECONDS)
+        damage(one_of(job, f"unsent/{kind}/*/*"))
+        job.store._engine._parts.clear()
+        with pytest.raises(CorruptObjectError, match=kind):
+            job.store.checkout("job^staged")
+        connection.refuse()
+        ended(pending)
+    with process(server, tmp_path / "elsewhere") as other:
+        if "job" in other.store.branches():
+            with pytest.raises(DamageError):
+                other.store.checkout("job")
+            assert not other.store.fsck(read_data=True).ok
+
+
+@pytest.mark.parametrize("kind", ["packs", "parts", "snapshots"])
+def test_after_publication(tmp_path: Path, kind: str) -> None:
+    """Read from the store, and the copy is gone."""
+    server, path = PieceStore(), tmp_path / "stage"
+    with process(server, path) as job:
+        job.put(0).wait(SECONDS)
+    with process(server, path) as job:
+        copy = one_of(job, f"copies/{kind}/*/*")
+        damage(copy)
+        check(job.store, 0)
+        assert not copy.exists() or LocalBackend(job.folder.path).get(str(copy.relative_to(job.folder.path)), max_bytes=1 << 30)
+    with process(server, path) as job:
+        check(job.store, 0)
+    require_all_well(server, path, [0])
+
+
+def test_uploaded_but_not_published(tmp_path: Path) -> None:
+    """The store has it already, so it heals."""
+    server, path, connection = PieceStore(), tmp_path / "stage", Server()
+    with process(server, path, store_faults=connection) as job:
+        connection.refuse(*UPLOADS)
+        pending = job.put(0)
+        pending.staged.wait(SECONDS)
+        uploaded = threading.Event()
+        job.store.on_event(lambda event: uploaded.set() if event.fields.get("what") == "publishing" else None)
+        connection.refuse("create log")
+        assert uploaded.wait(SECONDS)
+        damage(one_of(job, "unsent/packs/*/*"))
+        check(job.store, 0, "job^staged")
+        connection.refuse()
+        assert ended(pending) is None
+    require_all_well(server, path, [0])
+
+
+def test_a_damaged_manifest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Told, and left where it is with all that it may name, for somebody who knows more."""
+    server, path = PieceStore(), tmp_path / "stage"
+    leave_staged(server, path, 1)
+    with process(server, tmp_path / "elsewhere") as other:
+        assert [info.step for _, info in other.view.all_staged()] == [1]
+    (manifest,) = Path(folder_of(server, path).path).glob("staged/*")
+    before = leftovers(folder_of(server, path))
+    damage(manifest)
+    with process(server, path) as job:
+        check(job.store, 0, "job")
+        assert "does not match its hash" in caplog.text
+        assert "tsck staging" in caplog.text
+        job.put(2).wait(SECONDS)
+    assert leftovers(folder_of(server, path)) == before
+
+
+def test_no_room_until_an_upload_has_ended(tmp_path: Path) -> None:
+    server, path, connection = PieceStore(), tmp_path / "stage", Server()
+    with process(server, path, store_faults=connection, capacity_bytes=600 * KIB) as job:
+        connection.refuse(*UPLOADS)
+        first, second = job.put(0), job.put(1)
+        first.staged.wait(SECONDS)
+        third = job.put(2)
+        second.staged.wait(SECONDS)
+        assert not third.staged.reached()
+        assert not third.done()
+        connection.refuse()
+        assert [ended(pending) for pending in (first, second, third)] == [None, None, None]
+        assert job.folder.used_bytes() <= 600 * KIB
+    require_all_well(server, path, [0, 1, 2])
+
+
+def test_no_room_at_all(tmp_path: Path) -> None:
+    server, path = PieceStore(), tmp_path / "stage"
+    with process(server, path, capacity_bytes=200 * KIB) as job:
+        error = ended(job.put(0))
+        assert isinstance(error, NoSpaceError)
+        assert "raise the capacity" in str(error)
+        assert leftovers(job.folder) == []
+    with process(server, path) as job:
+        assert job.error_of_put(0) is None
+    require_all_well(server, path, [0])
+
+
+@pytest.mark.parametrize("when", ["staged", "half uploaded"])
+def test_the_folder_is_deleted(tmp_path: Path, when: str) -> None:
+    server, path, connection = PieceStore(), tmp_path / "stage", Server()
+    with process(server, path, store_faults=connection) as job:
+        job.put(0).wait(SECONDS)
+        if when == "staged":
+            connection.refuse("get log")
+            pending = job.put(1)
+            pending.staged.wait(SECONDS)
+        else:
+            pending = half_uploaded(job, connection, 1)
+        shutil.rmtree(path)
+        connection.refuse()
+        error = ended(pending)
+        if when == "staged":
+            assert isinstance(error, MissingObjectError)
+            assert "neither on the staging disk nor in the store" in str(error)
+        else:
+            assert error is None, "what is open is not lost"
+        assert job.error_of_put(2) is None
+    require_all_well(server, path, [0, 2] if when == "staged" else [0, 1, 2])

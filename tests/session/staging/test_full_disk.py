@@ -1,0 +1,184 @@
+"""The staging disk has no room, for one write or from one write on: what was acknowledged as staged is published, in order, by somebody."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tensorstore_ck as tsck
+from tensorstore_ck.errors import PermissionDeniedError, SnapshotDroppedError, StoreError
+from tests.backend.staging.places import PieceStore
+from tests.end_to_end.crash.faulty import Faults
+from tests.session.staging.places import KIB, SECONDS, UPLOADS, Process, Server, check, ended, process, require_all_well
+from tests.session.staging.test_every_call import Full
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+class Acknowledged:
+    """What the processes on one disk were told."""
+
+    def __init__(self) -> None:
+        self.staged: set[int] = set()
+        self.published: set[int] = set()
+
+    def put(self, job: Process, *steps: int) -> None:
+        pendings = []
+        for step in steps:
+            try:
+                pendings.append((step, job.put(step)))
+            except StoreError:  # what an earlier one failed with
+                pendings.append((step, job.put(step)))
+        for step, pending in pendings:
+            ended(pending)
+            self.staged |= {step} if pending.staged.reached() else set()
+            self.published |= {step} if pending.published.reached() else set()
+
+
+def require_nothing_lost(server: PieceStore, path: Path, told: Acknowledged) -> None:
+    with process(server, path) as job:
+        job.store.finish_staged("job")
+        found = [snapshot.step for snapshot in reversed(job.store.log("job"))]
+    assert found == sorted(found)  # type: ignore[type-var]
+    assert told.staged | told.published <= set(found)
+    require_all_well(server, path, found)
+
+
+def test_full_from_each_write_on(tmp_path: Path) -> None:
+    """The disk is full for the rest of one process, and for all of the next one, which puts as well; then it has room."""
+    for at in range(1, 1000):
+        server, path, told, full = PieceStore(), tmp_path / str(at) / "stage", Acknowledged(), Full("no-space", persistent=True)
+        with process(server, path) as job:
+            told.put(job, 0)
+        with process(server, path, disk_faults=full) as job:
+            check(job.store, 0, "job")
+            full.calls, full.at = 0, at
+            told.put(job, 1, 2, 3)
+        with process(server, path, disk_faults=Full("no-space", 1, persistent=True)) as job:
+            job.store.finish_staged("job")
+            job.store.checkout("job")
+            assert job.error_of_put(4) is not None
+        require_nothing_lost(server, path, told)
+        if not full.struck:
+            assert told.published == {0, 1, 2, 3}
+            return
+    raise AssertionError("the enumeration did not end")
+
+
+def test_full_for_each_write(tmp_path: Path) -> None:
+    """One write fails; the puts that follow in the same process publish what it left."""
+    for at in range(1, 1000):
+        server, path, told, full = PieceStore(), tmp_path / str(at) / "stage", Acknowledged(), Full("no-space")
+        with process(server, path, disk_faults=full) as job:
+            told.put(job, 0)
+            full.calls, full.at = 0, at
+            told.put(job, 1, 2)
+            full.at = 0
+            told.put(job, 3)
+            assert 3 in told.published
+            assert told.staged <= {snapshot.step for snapshot in job.store.log("job")}, f"left behind by a put that followed: {full.struck}"
+        require_nothing_lost(server, path, told)
+        if not full.struck:
+            return
+    raise AssertionError("the enumeration did not end")
+
+
+def refused_put(job: Process, step: int, monkeypatch: pytest.MonkeyPatch) -> tsck.PendingSnapshot:
+    """A put that is staged, and whose upload the store refuses for now."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionDeniedError("the token has expired")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tests.session.staging.places.Client.call", refuse)
+        pending = job.put(step)
+        assert isinstance(ended(pending), PermissionDeniedError)
+    assert pending.staged.reached()
+    return pending
+
+
+def test_a_put_waits_behind_one_that_still_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, path = PieceStore(), tmp_path / "stage"
+    with process(server, path) as job:
+        job.put(0).wait(SECONDS)
+        refused_put(job, 1, monkeypatch)
+        refused = refused_put(job, 2, monkeypatch)
+        assert "job@1 was staged before job@2" in "".join(refused.error.__notes__)  # type: ignore[union-attr]
+        assert [snapshot.step for snapshot in job.store.log("job")] == [0]
+        job.put(3).wait(SECONDS)
+    require_all_well(server, path, [0, 1, 2, 3])
+
+
+def test_a_put_that_waits_may_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, path, connection = PieceStore(), tmp_path / "stage", Server()
+    with process(server, path, store_faults=connection) as job:
+        job.put(0).wait(SECONDS)
+        refused_put(job, 1, monkeypatch)
+        connection.refuse(*UPLOADS)
+        tried = threading.Event()
+        job.store.on_event(lambda event: tried.set() if event.kind == "retried" and event.step == 1 else None)
+        pending = job.put(2)
+        assert tried.wait(SECONDS)
+        pending.cancel()
+        assert isinstance(ended(pending), SnapshotDroppedError)
+        connection.refuse()
+        job.put(3).wait(SECONDS)
+    require_all_well(server, path, [0, 1, 3])
+
+
+def test_room_that_a_failed_put_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next put does not fit beside it, so it is published first."""
+    server, path = PieceStore(), tmp_path / "stage"
+    with process(server, path, capacity_bytes=450 * KIB) as job:
+        refused_put(job, 0, monkeypatch)
+        assert job.error_of_put(1) is None
+    require_all_well(server, path, [0, 1])
+
+
+def test_what_can_never_be_published_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Its files are gone meanwhile: the next put says so, and goes on."""
+    server, path = PieceStore(), tmp_path / "stage"
+    with process(server, path) as job:
+        job.put(0).wait(SECONDS)
+        refused_put(job, 1, monkeypatch)
+        for pack in Path(job.folder.path).glob("unsent/packs/*/*"):
+            pack.unlink()
+        job.put(2).wait(SECONDS)
+        assert "job@1 was staged, and will not be published: the staged packs/" in caplog.text
+    require_all_well(server, path, [0, 2])
+
+
+def test_a_clock_that_was_set_back(tmp_path: Path) -> None:
+    """What was staged later has an earlier time: it is published later all the same."""
+    server, path, refusing = PieceStore(), tmp_path / "stage", Server()
+    with process(server, path, store_faults=refusing) as job:
+        job.put(0).wait(SECONDS)
+        refusing.refuse(*UPLOADS)
+        job.put(1).staged.wait(SECONDS)
+        clock = job.store._engine.clock
+        job.store._engine.clock = lambda: clock() - 3_600_000_000_000
+        job.put(2).staged.wait(SECONDS)
+        job.store.drain(0)
+    with process(server, path) as job:
+        job.store.finish_staged("job")
+    require_all_well(server, path, [0, 1, 2])
+
+
+class NoCopies(Faults):
+    """Nothing becomes a copy."""
+
+    def call(self, what: str, effect: Callable[[], Any], tear: Callable[[], object] | None = None, *, create: bool = False) -> Any:
+        return super().call(what, effect, tear, create=create) if what.startswith(("rename", "makedirs", "delete")) else effect()
+
+
+@pytest.mark.parametrize("mode", ["no-space", "unavailable"])
+def test_what_is_published_stays_published_when_the_disk_fails_then(tmp_path: Path, mode: str) -> None:
+    server, path = PieceStore(), tmp_path / "stage"
+    with process(server, path, disk_faults=NoCopies(mode, 1, persistent=True)) as job:
+        job.put(0).wait(SECONDS)
+        job.put(1).wait(SECONDS)
+    with process(server, path) as job:
+        job.store.finish_staged("job")
+    require_all_well(server, path, [0, 1])

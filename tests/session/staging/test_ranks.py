@@ -1,0 +1,155 @@
+"""Staged puts of many ranks, by real processes: found again by the same ranks, fewer or more, as far as their disks are there."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import tensorstore_ck as tsck
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.cli import main
+from tests.session.group.pool import Pool, make_store
+from tests.session.staging import jobs
+
+OWN = ("disk-0", "disk-1", "disk-2")
+SHARED = ("disk", "disk", "disk")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_store(tmp_path)
+    return tmp_path
+
+
+def require_clean(folder: Path, steps: list[int | None], *disks: str) -> None:
+    """Nothing is pinned or staged any more, all is well, and the disks have copies alone."""
+    with tsck.open(folder / "store", cache_dir=folder / "cache-elsewhere") as store:
+        assert [snapshot.step for snapshot in reversed(store.log("job"))] == steps
+        assert [pin.owner for pin in store.pins()] == []
+        assert list(store._engine.log.view().all_staged()) == []
+        assert store.fsck(read_data=True).ok
+    for disk in disks:
+        found = [info.name for info in LocalBackend(str(folder / disk)).list("")]
+        assert [name for name in found if not name.endswith("/users") and "/copies/" not in name] == [], disk
+
+
+def test_the_same_ranks_go_on(pool: Pool, folder: Path) -> None:
+    assert pool.run(jobs.leave_staged, str(folder), 2, OWN, (1, 2), ranks=2) == [[1, 2], [1, 2]]
+    found = pool.run(jobs.restore_both, str(folder), 2, OWN, 3, ranks=2)
+    assert found == [(2, 2, 3, [0, 1, 2, 3])] * 2
+    require_clean(folder, [0, 1, 2, 3], "disk-0", "disk-1")
+
+
+@pytest.mark.parametrize("eager", [0, 1])
+def test_ranks_that_end_when_some_have_begun_to_publish(pool: Pool, folder: Path, eager: int) -> None:
+    pool.run(jobs.leave_staged, str(folder), 2, OWN, (), ranks=2)
+    assert pool.run(jobs.leave_while_one_publishes, str(folder), 2, OWN, eager, ranks=2) == [(1, [])] * 2
+    found = pool.run(jobs.restore_both, str(folder), 2, OWN, 2, ranks=2)
+    assert found == [(1, 1, 2, [0, 1, 2])] * 2
+    require_clean(folder, [0, 1, 2], "disk-0", "disk-1")
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_fewer_and_more_ranks_of_one_host(pool: Pool, folder: Path, ranks: int) -> None:
+    pool.run(jobs.leave_staged, str(folder), 2, SHARED, (1, 2), ranks=2)
+    for step, steps, _ in pool.run(jobs.resume, str(folder), ranks, SHARED, ranks=ranks):
+        assert (step, steps) == (2, [0, 1, 2])
+    require_clean(folder, [0, 1, 2], "disk")
+
+
+def test_more_ranks_of_several_hosts(pool: Pool, folder: Path) -> None:
+    pool.run(jobs.leave_staged, str(folder), 2, OWN, (1,), ranks=2)
+    for step, steps, _ in pool.run(jobs.resume, str(folder), 3, OWN, ranks=3):
+        assert (step, steps) == (1, [0, 1])
+    require_clean(folder, [0, 1], *OWN)
+
+
+def test_a_missing_host_is_waited_for(pool: Pool, folder: Path) -> None:
+    pool.run(jobs.leave_staged, str(folder), 2, OWN, (1,), ranks=2)
+    found = pool.run(jobs.resume, str(folder), 2, ("disk-0", "disk-2"), ranks=2)
+    assert [each[:2] for each in found] == [(0, [0])] * 2
+    assert "what rank 1 had is on none of these hosts" in found[0][2]
+    with tsck.open(folder / "store", cache_dir=folder / "cache-elsewhere") as store:
+        assert [snapshot.step for snapshot in store.log("job")] == [0]
+        assert [info.step for _, info in store._engine.log.view().all_staged()] == [1]
+    for step, steps, _ in pool.run(jobs.resume, str(folder), 2, OWN, ranks=2):
+        assert (step, steps) == (1, [0, 1])
+    require_clean(folder, [0, 1], *OWN[:2])
+
+
+@pytest.mark.parametrize("canceller", [0, 1])
+def test_cancelled_on_one_rank(pool: Pool, folder: Path, canceller: int) -> None:
+    pool.run(jobs.leave_staged, str(folder), 2, OWN, (), ranks=2)
+    found = pool.run(jobs.cancel, str(folder), 2, OWN, canceller, ranks=2)
+    assert found[canceller] == ("SnapshotDroppedError", 2)
+    assert found[1 - canceller] == ("SnapshotAbortedError", 2)
+    require_clean(folder, [0, 2], *OWN[:2])
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_during_its_upload(pool: Pool, folder: Path, failing: int) -> None:
+    pool.run(jobs.leave_staged, str(folder), 2, OWN, (), ranks=2)
+    for kinds, steps in pool.run(jobs.fail_once, str(folder), 2, OWN, failing, ranks=2):
+        assert steps == [0, 1]
+        assert "retried" in kinds
+        assert kinds[-1] == "published"
+    require_clean(folder, [0, 1], *OWN[:2])
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_no_put_overtakes_one_that_failed_at_each_try(pool: Pool, folder: Path, failing: int) -> None:
+    pool.run(jobs.leave_staged, str(folder), 2, OWN, (), ranks=2)
+    for error, steps in pool.run(jobs.fail_all_tries, str(folder), 2, OWN, failing, ranks=2):
+        assert error == "PermissionDeniedError"
+        assert steps == [0, 1, 2]
+    require_clean(folder, [0, 1, 2], *OWN[:2])
+
+
+def test_ranks_that_die_before_the_log_knows(pool: Pool, folder: Path) -> None:
+    pool.run(jobs.leave_staged, str(folder), 2, OWN, (), ranks=2)
+    pool.ask(jobs.die_before_the_log_knows, str(folder), 2, OWN, ranks=2)
+    for stale_seconds in (jobs.DAY_SECONDS, 0):
+        assert list((folder / "disk-0").glob("*/staged/*")), "somebody may still be at it"
+        for step, steps, _ in pool.run(jobs.resume, str(folder), 2, OWN, stale_seconds, ranks=2):
+            assert (step, steps) == (0, [0])
+    require_clean(folder, [0], *OWN[:2])
+
+
+def test_a_rank_that_does_not_know_whether_it_is_staged_keeps_it(pool: Pool, folder: Path) -> None:
+    pool.run(jobs.leave_staged, str(folder), 2, OWN, (), ranks=2)
+    assert pool.run(jobs.lose_the_log, str(folder), 2, OWN, ranks=2) == ["", "UndecidedError"]
+    for step, steps, _ in pool.run(jobs.resume, str(folder), 2, OWN, ranks=2):
+        assert (step, steps) == (1, [0, 1])
+    require_clean(folder, [0, 1], *OWN[:2])
+
+
+def test_a_rank_that_does_not_see_what_was_published(pool: Pool, folder: Path) -> None:
+    pool.run(jobs.leave_staged, str(folder), 2, OWN, (), ranks=2)
+    assert pool.run(jobs.miss_what_was_published, str(folder), 2, OWN, ranks=2) == ["", "BackendUnavailableError"]
+
+
+def test_one_process_publishes_what_lies_on_its_disk_in_full(pool: Pool, folder: Path) -> None:
+    pool.run(jobs.leave_staged, str(folder), 2, SHARED, (1, 2), ranks=2)
+    (shown, listed) = (tsck_staging(folder, *more) for more in ((), ("--json",)))
+    assert [line.split()[4] for line in shown.splitlines()[1:]] == ["2/2", "2/2"]
+    assert [put["problems"] for put in json.loads(listed)] == [[], []]
+    assert tsck_staging(folder, "resume").count("published job at") == 2
+    require_clean(folder, [0, 1, 2], "disk")
+
+
+def test_one_process_cannot_publish_what_lies_on_several_disks(pool: Pool, folder: Path) -> None:
+    pool.run(jobs.leave_staged, str(folder), 2, OWN, (1,), ranks=2)
+    assert "what rank 1 staged is not on this disk" in tsck_staging(folder, "resume", disk="disk-0")
+    assert "what rank 0 staged is not on this disk" in tsck_staging(folder, disk="disk-1")
+    tsck_staging(folder, "drop", "--all", "--yes", disk="disk-1")
+    for step, steps, _ in pool.run(jobs.resume, str(folder), 2, OWN, ranks=2):
+        assert (step, steps) == (0, [0])
+    require_clean(folder, [0], *OWN[:2])
+
+
+def tsck_staging(folder: Path, *arguments: str, disk: str = "disk") -> str:
+    options = ["-s", str(folder / "store"), "--cache-dir", str(folder / "cache-cli"), "--staging", str(folder / disk)]
+    result = CliRunner().invoke(main, ["staging", *arguments, *options], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout

@@ -1,0 +1,135 @@
+"""The store does not answer: staging goes on, and all is published in order when it is back; or by the next process."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from tensorstore_ck.errors import PermissionDeniedError, WaitTimeoutError
+from tests.backend.staging.places import PieceStore
+from tests.session.staging.places import SECONDS, UPLOADS, Process, Server, check, ended, leave_staged, leftovers, process, require_all_well
+
+pytestmark = pytest.mark.usefixtures("quick")
+ALL = ("",)
+
+
+def test_staging_goes_on_and_all_is_published_in_order(tmp_path: Path) -> None:
+    server, connection = PieceStore(), Server()
+    with process(server, tmp_path / "stage", store_faults=connection) as job:
+        job.put(0).wait(SECONDS)
+        connection.refuse(*ALL)
+        pendings = [job.put(step) for step in (1, 2, 3)]
+        for pending in pendings:
+            pending.staged.wait(SECONDS)
+        with pytest.raises(WaitTimeoutError):
+            pendings[0].published.wait(0.0)
+        connection.refuse()
+        roots = [pending.wait(SECONDS) for pending in pendings]
+        assert [each.parent for each in roots[1:]] == [each.root for each in roots[:-1]]
+        assert {"injected: " in str(event.fields["error"]) for event in job.told("retried")} == {True}
+        assert [event.step for event in job.told("published")] == [0, 1, 2, 3]
+        assert job.error_of_put(4) is None, "what was learned meanwhile is right"
+    require_all_well(server, tmp_path / "stage", [0, 1, 2, 3, 4])
+
+
+def test_it_goes_away_while_a_put_is_staged(tmp_path: Path) -> None:
+    """What is shared with the store cannot be pinned then, so it is staged as well."""
+    server, connection = PieceStore(), Server()
+    with process(server, tmp_path / "stage", store_faults=connection) as job:
+        job.put(0).wait(SECONDS)
+        connection.refuse("create log")
+        job.store._engine.log._sleep = lambda _: None
+        pending = job.put(1)
+        pending.staged.wait(SECONDS)
+        named = {name for name in leftovers(job.folder) if name.startswith("unsent/packs/")}
+        assert len(named) == 1
+        assert job.folder.unsent_bytes() > 200_000, "all of the state, not only what is new"
+        connection.refuse()
+        pending.wait(SECONDS)
+    require_all_well(server, tmp_path / "stage", [0, 1])
+
+
+def test_drain_says_what_is_staged_and_the_next_process_publishes_it(tmp_path: Path) -> None:
+    server, connection = PieceStore(), Server()
+    with process(server, tmp_path / "stage", store_faults=connection) as job:
+        job.put(0).wait(SECONDS)
+        connection.refuse(*ALL)
+        for step in (1, 2):
+            job.put(step).staged.wait(SECONDS)
+        report = job.store.drain(0)
+        assert [pending.step for pending in report.staged] == [1, 2]
+        assert (report.published, report.dropped, report.under_way) == ((), (), ())
+        assert report.safe is not None
+        assert report.safe.step == 0
+        assert "staged on this host: job@1, job@2" in str(report)
+    with process(server, tmp_path / "stage") as job:
+        check(job.store, 2, "job")
+        assert job.error_of_put(3) is None
+    require_all_well(server, tmp_path / "stage", [0, 1, 2, 3])
+
+
+def test_close_waits_for_it(tmp_path: Path) -> None:
+    server, connection = PieceStore(), Server()
+    job = Process(server, tmp_path / "stage", store_faults=connection)
+    job.put(0).wait(SECONDS)
+    connection.refuse(*ALL)
+    job.put(1).staged.wait(SECONDS)
+    closing = threading.Thread(target=job.store.close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive()
+    connection.refuse()
+    closing.join(SECONDS)
+    assert not closing.is_alive()
+    require_all_well(server, tmp_path / "stage", [0, 1])
+
+
+def test_close_leaves_what_others_staged(tmp_path: Path) -> None:
+    server = PieceStore()
+    leave_staged(server, tmp_path / "stage", 1)
+    job = Process(server, tmp_path / "stage", store_faults=Server(*UPLOADS))
+    job.store.close()
+    assert any(name.startswith("staged/") for name in leftovers(job.folder))
+    with process(server, tmp_path / "stage") as job:
+        job.store.finish_staged("job")
+    require_all_well(server, tmp_path / "stage", [0, 1])
+
+
+def test_a_refusal_costs_nothing_that_was_staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials that ran out: told, and the next process goes on."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionDeniedError("the token has expired")
+
+    server = PieceStore()
+    with process(server, tmp_path / "stage") as job:
+        job.put(0).wait(SECONDS)
+        with monkeypatch.context() as patch:
+            patch.setattr("tests.session.staging.places.Client.call", refuse)
+            error = ended(job.put(1))
+        assert isinstance(error, PermissionDeniedError)
+        assert "it stays on the staging disk" in "".join(error.__notes__)
+    with process(server, tmp_path / "stage") as job:
+        check(job.store, 1, "job")
+    require_all_well(server, tmp_path / "stage", [0, 1])
+
+
+def test_a_reader_may_open_a_store_with_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionDeniedError("you may only read")
+
+    server, connection = PieceStore(), Server()
+    with process(server, tmp_path / "stage", store_faults=connection) as job:
+        job.put(0).wait(SECONDS)
+        connection.refuse(*ALL)  # so the log does not know yet
+        job.put(1).staged.wait(SECONDS)
+        job.store.drain(0)
+    with monkeypatch.context() as patch:
+        patch.setattr("tests.session.staging.places.Client.create", refuse)
+        patch.setattr("tests.session.staging.places.Client.call", refuse)
+        with process(server, tmp_path / "stage") as reader:
+            check(reader.store, 0, "job")
+            assert [event.fields["error"] for event in reader.told("failed")] in ([], ["you may only read"])
+    with process(server, tmp_path / "stage") as job:
+        check(job.store, 1, "job")
+    require_all_well(server, tmp_path / "stage", [0, 1])

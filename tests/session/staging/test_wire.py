@@ -1,0 +1,129 @@
+"""Staged puts to an S3 server through a proxy that does what networks do: published once, and every byte is right."""
+
+import random
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorstore_ck as tsck
+from tensorstore_ck.backend import s3_multipart_writer
+from tensorstore_ck.common import retry
+from tensorstore_ck.log import log
+from tests.backend.chaos import ChaosProxy, Fault, Request, chaos_proxy, first
+from tests.servers import BUCKET, S3Server, storage_options
+
+SECONDS = 60.0
+MIB = 1 << 20
+STEPS_PUT = (0, 1)
+FEW_TRIES = {"retries": {"max_attempts": 1, "mode": "legacy"}}
+MORE_THAN_ONE_REQUEST_IS_TRIED = 5
+STEPS = [
+    ("POST", "?uploads"),
+    ("PUT", "partNumber=1"),
+    ("PUT", "partNumber=2"),
+    ("POST", "uploadId="),
+    ("PUT", "/parts/"),
+    ("PUT", "/snapshots/"),
+    ("PUT", "/log/"),
+]
+
+
+@pytest.fixture(scope="module")
+def moto_proxy(moto_server: S3Server) -> Iterator[ChaosProxy]:
+    with chaos_proxy(moto_server.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(moto_proxy: ChaosProxy) -> Iterator[ChaosProxy]:
+    yield moto_proxy
+    moto_proxy.plan = lambda _: Fault.NONE
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_multipart_writer, "PIECE_BYTES", 5 * MIB)  # the smallest that S3 takes
+    monkeypatch.setattr(random, "uniform", lambda *_: 0.01)
+    monkeypatch.setattr(retry, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(log, "RESEND_DELAYS", (0.01,) * 16)
+
+
+def opened(path: Path, url: str, endpoint: str, **options: Any) -> tsck.Store:
+    options |= {"storage_options": {**storage_options(endpoint), "config_kwargs": FEW_TRIES}}
+    return tsck.open(url, create=True, cache_dir=path / "cache", **options)
+
+
+def state_of(step: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    return {"w": torch.randint(0, 256, (6 * MIB,), dtype=torch.uint8, generator=generator), "step": step}
+
+
+def run(path: Path, endpoint: str, proxy: ChaosProxy, faults: list[Fault]) -> None:
+    """Puts through faults; then another host looks, past the proxy."""
+    url = f"s3://{BUCKET}/{uuid.uuid4()}"
+    opened(path, url, proxy.url).close()
+    plans = [first(MORE_THAN_ONE_REQUEST_IS_TRIED, fault, *step) for fault in faults for step in STEPS]
+
+    def plan(request: Request) -> Fault:
+        return next((found for each in plans if (found := each(request)) is not Fault.NONE), Fault.NONE)
+
+    proxy.plan = plan
+    with opened(path, url, proxy.url, staging=tsck.Staging(path / "stage")) as store:
+        kinds: list[str] = []
+        store.on_event(lambda event: kinds.append(event.kind))
+        for step in STEPS_PUT:
+            store.put_snapshot_async(state_of(step), ref="job", step=step)
+        store.drain()
+        proxy.plan = lambda _: Fault.NONE
+        assert kinds.count("published") == len(STEPS_PUT)
+        assert "retried" in kinds
+    with opened(path / "elsewhere", url, endpoint) as store:
+        assert [snapshot.step for snapshot in store.log("job")] == [1, 0]
+        for step in STEPS_PUT:
+            found = store.checkout(f"job@{step}")
+            assert torch.equal(found["w"], state_of(step)["w"])
+        assert store.pins() == ()
+        report = store.fsck(read_data=True)
+        assert report.ok, report.findings
+
+
+@pytest.mark.parametrize("fault", [Fault.STATUS_503, Fault.LOSE_REPLY, Fault.LOSE_REQUEST])
+def test_faults(tmp_path: Path, moto_server: S3Server, proxy: ChaosProxy, fault: Fault) -> None:
+    run(tmp_path, moto_server.endpoint, proxy, [fault])
+
+
+@pytest.mark.s3
+def test_a_real_server(tmp_path: Path, seaweedfs_server: S3Server) -> None:
+    with chaos_proxy(seaweedfs_server.port) as proxy:
+        run(tmp_path, seaweedfs_server.endpoint, proxy, [Fault.STATUS_503, Fault.LOSE_REPLY])
+
+
+def test_what_a_job_left_is_uploaded_by_the_next_and_nothing_twice(tmp_path: Path, moto_server: S3Server, proxy: ChaosProxy) -> None:
+    url = f"s3://{BUCKET}/{uuid.uuid4()}"
+    sent: list[str] = []
+
+    def until_the_second_piece(request: Request) -> Fault:
+        if "partNumber=" in request.path and request.method == "PUT":
+            sent.append(request.path)
+        return Fault.STATUS_503 if "partNumber=2" in request.path else Fault.NONE
+
+    staging = tsck.Staging(tmp_path / "stage", max_parallel_requests=1)
+    proxy.plan = until_the_second_piece
+    with opened(tmp_path, url, proxy.url, staging=staging) as store:
+        pending = store.put_snapshot_async(state_of(0), ref="job", step=0)
+        pending.staged.wait(SECONDS)
+        while not any("partNumber=2" in path for path in sent):
+            pass
+        assert [each.step for each in store.drain(0).staged] == [0]
+    proxy.plan = lambda _: Fault.NONE
+    proxy.seen.clear()
+    with opened(tmp_path, url, proxy.url, staging=staging) as store:
+        store.finish_staged("job")
+        assert torch.equal(store.checkout("job")["w"], state_of(0)["w"])
+    pieces = [request.path for request in proxy.seen if request.method == "PUT" and "partNumber=" in request.path]
+    assert len(pieces) == 1
+    assert "partNumber=2" in pieces[0]

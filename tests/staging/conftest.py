@@ -1,9 +1,0 @@
-"""Fixtures for tests of staged puts."""
-
-import pytest
-
-pytest.register_assert_rewrite("tests.staging.places")
-
-from tests.staging.places import quick  # noqa: E402 - after the registration
-
-__all__ = ["quick"]

@@ -1,0 +1,292 @@
+"""put_snapshot and checkout through the public surface: what is written once, what is noticed, what is refused."""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorstore_ck as tsck
+from tensorstore_ck.backend.local import LocalBackend
+from tensorstore_ck.common.ids import new_ulid
+from tensorstore_ck.engine.write.pack_writer import PackWriter
+from tensorstore_ck.format.store_config import decode_config
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(url: Path, tmp_path: Path) -> Iterator[tsck.Store]:
+    with tsck.open(url, create=True, cache_dir=tmp_path / "cache") as store:
+        yield store
+
+
+def tensors(seed: int, count: int = 4, rows: int = 300) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"layer.{number}": torch.randn(rows, 100, generator=generator) for number in range(count)}
+
+
+def equal(left: Tensors, right: Tensors) -> bool:
+    return list(left) == list(right) and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def packs(url: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in (url / "packs").rglob("*") if path.is_file()}
+
+
+def test_unchanged_tensors_are_stored_once(store: tsck.Store, url: Path) -> None:
+    state = tensors(0)
+    first = store.put_snapshot(state, ref="job", step=1, codec="raw")
+    before = packs(url)
+    state["layer.2"] = state["layer.2"] + 1
+    second = store.put_snapshot(state, ref="job", step=2, codec="raw")
+    added = {name: size for name, size in packs(url).items() if name not in before}
+    assert first.new_bytes > 4 * 120_000
+    assert 120_000 < sum(added.values()) < 122_000
+    assert second.new_bytes < 125_000
+    assert equal(store.checkout("job"), state)
+    assert equal(store.checkout("job@1"), tensors(0))
+    third = store.put_snapshot(state, ref="job", step=3, codec="raw")
+    assert len(packs(url)) == 2
+    assert third.new_bytes < 5000
+
+
+def test_another_ref_shares_blocks_through_the_index(store: tsck.Store, url: Path, tmp_path: Path) -> None:
+    store.put_snapshot(tensors(0), ref="one")
+    other = store.put_snapshot(tensors(0), ref="two")
+    assert other.parent is None
+    assert len(packs(url)) == 1
+    with tsck.open(url, cache_dir=tmp_path / "no-index") as cold:
+        cold.put_snapshot(tensors(0), ref="three")
+        assert equal(cold.checkout("three"), tensors(0))
+    assert len(packs(url)) == 2, "a cold host cannot know, and must not need to"
+
+
+def test_repeated_blocks_within_a_put(store: tsck.Store, url: Path) -> None:
+    state = {f"zero.{number}": torch.zeros(3 << 20, dtype=torch.uint8) for number in range(8)}
+    store.put_snapshot(state, ref="job")
+    assert sum(packs(url).values()) < (3 << 20) + 5000
+    assert equal(store.checkout("job"), state)
+
+
+def test_root_is_the_same_everywhere(url: Path, tmp_path: Path) -> None:
+    roots = set()
+    for name in ("a", "b"):
+        with tsck.open(tmp_path / name, create=True, cache_dir=tmp_path / "cache") as one:
+            roots.add(one.put_snapshot(tensors(7), ref=name, step=5, metadata={"lr": 0.1}, metrics={"loss": ord(name)}).root)
+    assert len(roots) == 1
+
+
+def test_lost_pack_is_written_again(store: tsck.Store, url: Path) -> None:
+    store.put_snapshot(tensors(0), ref="job", step=1)
+    for path in (url / "packs").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    store.put_snapshot(tensors(0), ref="job", step=2)
+    assert equal(store.checkout("job"), tensors(0))
+    with pytest.raises(tsck.MissingObjectError):
+        store.checkout("job@1")
+
+
+def test_damaged_parent_costs_dedup_only(store: tsck.Store, url: Path, tmp_path: Path) -> None:
+    store.put_snapshot(tensors(0), ref="job", step=1)
+    (part,) = (path for path in (url / "parts").rglob("*") if path.is_file())
+    part.write_bytes(part.read_bytes()[:-1])
+    with tsck.open(url, cache_dir=tmp_path / "cold") as fresh:
+        with pytest.warns(UserWarning, match="cannot reuse the blocks of the parent"):
+            fresh.put_snapshot(tensors(0), ref="job", step=2, expect=tsck.ANY)
+        assert equal(fresh.checkout("job"), tensors(0))
+
+
+def test_flipped_bit_is_never_returned(store: tsck.Store, url: Path) -> None:
+    store.put_snapshot(tensors(0), ref="job")
+    (pack,) = (path for path in (url / "packs").rglob("*") if path.is_file())
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 4
+    pack.write_bytes(data)
+    with pytest.raises(tsck.CorruptObjectError, match=r"packs/.*layer\.\d.*fsck"):
+        store.checkout("job")
+    with pytest.raises(tsck.DamageError):
+        store.checkout("job", into=tensors(1))
+
+
+def test_one_bad_read_is_no_damage(store: tsck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, left = tensors(0), [1]
+    store.put_snapshot(state, ref="job")
+
+    def read_into(self: LocalBackend, name: str, offset: int, memory: memoryview, original: Any = LocalBackend.read_into) -> None:
+        original(self, name, offset, memory)
+        if left and name.startswith("packs/") and len(memory) > 10_000:
+            memory[left.pop()] ^= 4
+
+    monkeypatch.setattr(LocalBackend, "read_into", read_into)
+    assert equal(store.checkout("job"), state)
+    assert left == []
+
+
+def test_large_states_span_packs(tmp_path: Path) -> None:
+    backend = LocalBackend(str(tmp_path / "packs-only"))
+    writer = PackWriter(backend, new_ulid, lambda _: None, open_packs=2, limit_bytes=1 << 20)
+    blocks = [bytes([number]) * 300_000 for number in range(20)]
+    ids = [writer.add([block])[0] for block in blocks]
+    writer.close()
+    places = [writer.location(block) for block in ids]
+    assert len({place.pack for place in places}) == 5
+    for block, place in zip(blocks, places, strict=True):
+        read = bytearray(place.raw)
+        text = next(info.name for info in backend.list("packs/") if backend.size(info.name) and _ulid(info.name) == place.pack)
+        backend.read_into(text, place.offset, memoryview(read))
+        assert bytes(read) == block
+
+
+def _ulid(name: str) -> bytes | None:
+    from tensorstore_ck.common.ids import parse_ulid
+
+    return parse_ulid(name.rpartition("/")[2])
+
+
+def test_many_small_tensors_of_many_shapes(store: tsck.Store) -> None:
+    generator = torch.Generator().manual_seed(0)
+    state = {f"p{number}": torch.randn(1 + number * 7 % 5000, generator=generator) for number in range(500)}
+    store.put_snapshot(state, ref="job")
+    assert equal(store.checkout("job"), state)
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    pointers = [tensor.data_ptr() for tensor in target.values()]
+    assert equal(store.checkout("job", into=target), state)
+    assert equal(target, state)
+    assert pointers == [tensor.data_ptr() for tensor in target.values()]
+
+
+def test_long_rows_and_many_blocks(store: tsck.Store) -> None:
+    state = {"wide": torch.randn(3, 2 << 20), "tall": torch.randn(5 << 20), "cube": torch.randn(2, 3, 1 << 20)}
+    store.put_snapshot(state, ref="job")
+    assert equal(store.checkout("job"), state)
+    with store.open_snapshot("job") as lazy:
+        assert torch.equal(lazy["wide"][1:2, 5:9], state["wide"][1:2, 5:9])
+        assert torch.equal(lazy["tall"][-5:], state["tall"][-5:])
+
+
+def test_mark_keeps_from_resuming(store: tsck.Store) -> None:
+    store.put_snapshot(tensors(0), ref="job", step=1)
+    store.put_snapshot(tensors(1), ref="job", step=2)
+    marked = store.mark("job", "bad", reason="loss spike")
+    assert marked.mark == "bad"
+    with pytest.raises(tsck.SnapshotMarkedBadError, match=r"loss spike.*allow_bad"):
+        store.checkout("job")
+    assert equal(store.checkout("job~1"), tensors(0))
+    assert equal(store.checkout("job", allow_bad=True), tensors(1))
+    assert store.mark("job@2", "").mark == ""
+    assert equal(store.checkout("job"), tensors(1))
+
+
+def test_annotate_adds_metrics(store: tsck.Store) -> None:
+    store.put_snapshot(tensors(0), ref="job", step=1, metrics={"loss": 2.0})
+    root = store.resolve("job").root
+    assert store.annotate("job@1", {"eval": 0.5, "loss": 1.5}).metrics == {"loss": 1.5, "eval": 0.5}
+    assert store.resolve("job").root == root
+
+
+def test_show_has_metadata_and_tensors(store: tsck.Store) -> None:
+    store.put_snapshot({**tensors(0), "step": 7, "name": "gpt"}, ref="job", metadata={"git": "abc", "nested": {"lr": [1, 2.5, None]}})
+    details = store.show("job")
+    assert details.metadata == {"git": "abc", "nested": {"lr": [1, 2.5, None]}}
+    assert details.tensors[0][:3] == ("layer.0", "float32", (300, 100))
+    assert details.values["step"] == 7
+
+
+@pytest.mark.parametrize(
+    ("address", "error"),
+    [
+        ("nothing", tsck.NotFoundError),
+        ("job@3", tsck.NotFoundError),
+        ("job~9", tsck.NotFoundError),
+        ("ffffffffff", tsck.NotFoundError),
+        ("abc", tsck.NotFoundError),
+        ("job@", tsck.InvalidNameError),
+        ("../job", tsck.InvalidNameError),
+        ("", tsck.InvalidNameError),
+        ("job@1@2", tsck.InvalidNameError),
+        ("a" * 3000, tsck.InvalidNameError),
+    ],
+)
+def test_bad_addresses(store: tsck.Store, address: str, error: type[tsck.StoreError]) -> None:
+    store.put_snapshot(tensors(0), ref="job", step=1)
+    with pytest.raises(error):
+        store.checkout(address)
+
+
+def test_addresses(store: tsck.Store) -> None:
+    one = store.put_snapshot(tensors(1), ref="job", step=1)
+    two = store.put_snapshot(tensors(2), ref="job", step=1)
+    store.tag("first", one.root)
+    assert store.resolve("job@1").root == two.root
+    assert store.resolve("job~1").root == store.resolve("first").root == store.resolve(one.root[:8]).root == one.root
+    assert store.resolve(f"{two.root}~1").root == one.root
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"step": -1},
+        {"step": 1.5},
+        {"step": True},
+        {"step": 1 << 64},
+        {"metrics": {"loss": "low"}},
+        {"metrics": {3: 1.0}},
+        {"metadata": {"model": object()}},
+        {"metadata": {1: 2}},
+        {"metadata": {"big": "x" * (2 << 20)}},
+        {"expect": 7},
+    ],
+)
+def test_bad_options_write_nothing(store: tsck.Store, url: Path, options: dict[str, object]) -> None:
+    with pytest.raises(tsck.InputError):
+        store.put_snapshot(tensors(0), ref="job", **options)  # type: ignore[arg-type]
+    assert not (url / "packs").exists()
+    assert not store.branches()
+
+
+@pytest.mark.parametrize("ref", ["", "a b", "../x", "x.lock", "deadbeef", "a//b", "a@1", "é", "/a", "x" * 200])
+def test_bad_refs(store: tsck.Store, ref: str) -> None:
+    with pytest.raises(tsck.InvalidNameError):
+        store.put_snapshot(tensors(0), ref=ref)
+
+
+def test_put_to_a_tag(store: tsck.Store) -> None:
+    store.put_snapshot(tensors(0), ref="job")
+    store.tag("v1", "job")
+    with pytest.raises(tsck.InputError, match="tags never move"):
+        store.put_snapshot(tensors(0), ref="v1", expect=tsck.ANY)
+
+
+def test_not_a_store(tmp_path: Path) -> None:
+    with pytest.raises(tsck.NotAStoreError, match="create=True"):
+        tsck.open(tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_newer_format_is_refused(store: tsck.Store, url: Path, tmp_path: Path) -> None:
+    config = decode_config((url / "store.json").read_bytes(), "here")
+    (url / "store.json").write_bytes(replace(config, format=2).encode())
+    with pytest.raises(tsck.FormatVersionError, match="upgrade"):
+        tsck.open(url, cache_dir=tmp_path / "cache")
+
+
+def test_two_handles_of_one_store(url: Path, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with tsck.open(url, create=True, cache_dir=tmp_path / "c") as one, tsck.open(url, cache_dir=tmp_path / "c") as two:
+            one.put_snapshot(tensors(0), ref="job", step=1)
+            assert equal(two.checkout("job"), tensors(0))
+            two.put_snapshot(tensors(1), ref="job", step=2)
+            with pytest.raises(tsck.ConflictError, match="another process moved it"):
+                one.put_snapshot(tensors(2), ref="job", step=2)
+            assert equal(one.checkout("job"), tensors(1))

@@ -1,0 +1,133 @@
+"""A job of several ranks that are killed at some call of a backend; in processes of its own."""
+
+import os
+import signal
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tensorstore_ck as tsck
+from tests.end_to_end.crash.faulty import Faults, FaultyBackend
+
+REF: Final = "job"
+STEPS: Final = 24
+EVERY: Final = 2
+DONE, ENDED, RAISED = 0, 3, 4
+"""Exit codes: the training is done; it was ended, as its saves fail; something else went wrong."""
+TIMEOUT: Final = timedelta(seconds=30)
+
+
+class Fault(NamedTuple):
+    """What becomes of a rank."""
+
+    mode: str = ""
+    """``kill``, or a mode of `Faults`."""
+    at: int = 0
+    """At which call of its backend."""
+
+
+class Rank(NamedTuple):
+    """One process of a job, and where it is."""
+
+    number: int
+    ranks: int
+    port: int
+    """Of the store of their process group."""
+    folder: str
+    fault: Fault
+
+    @property
+    def notes(self) -> Path:
+        """What it writes down for the launcher."""
+        return Path(self.folder) / f"notes-{self.number}"
+
+
+class Killing(Faults):
+    """Ends the process at a call, or fails each call from there on."""
+
+    def call(self, what: str, effect: Callable[[], Any], tear: Callable[[], object] | None = None, *, create: bool = False) -> Any:
+        if self.mode == "kill" and self.calls + 1 == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().call(what, effect, tear, create=create)
+
+
+def connect(rank: Rank) -> None:
+    """Begins the process."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    store = dist.TCPStore("127.0.0.1", rank.port, timeout=TIMEOUT)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank.number, world_size=rank.ranks, timeout=TIMEOUT)
+
+
+def run(rank: Rank) -> None:
+    """Of a job with a tiny model."""
+    connect(rank)
+    torch.manual_seed(0)
+    model = nn.Linear(200, 20)
+    train(rank, dist.group.WORLD, tsck.TrainingState(model=model), lambda: [model.weight])
+
+
+def train(rank: Rank, group: Any, state: object, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+    """Goes on from where the run before got to; writes down which step it resumed, and what it knows to be safe. Ends the process.
+
+    `tensors`: of the state as it is now; each step fills them with its number.
+    """
+    code = RAISED
+    try:
+        _train(rank, group, state, tensors)
+        code = DONE
+    except tsck.StoreError as exc:
+        code = ENDED
+        _note(rank, f"ended by {_line(exc)}", 0)
+    except BaseException as exc:  # noqa: BLE001 - the test tells it
+        frames = traceback.extract_tb(exc.__traceback__)[-3:]
+        _note(rank, f"raised {_line(exc)} ({', '.join(f'{Path(each.filename).name}:{each.lineno}' for each in frames)})", 0)
+    os._exit(code)
+
+
+def _train(rank: Rank, group: Any, state: object, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+    faults = Killing(rank.fault.mode, rank.fault.at, persistent=True)
+    with tsck.open(f"{rank.folder}/store", cache_dir=f"{rank.folder}/cache-{rank.number}", codec="raw") as opened:
+        opened.engine.backend = FaultyBackend(opened.engine.backend, faults, atomic_put=False)
+        ckpt = tsck.Checkpointer(
+            opened,
+            state,
+            ref=REF,
+            when=tsck.every_steps(EVERY),
+            group=group,
+            lead_steps=2,
+            timeout_seconds=10.0,
+            max_unsaved_seconds=1e-3,
+        )
+        resumed = ckpt.resume()
+        step = resumed.step if resumed is not None else 0
+        assert step is not None
+        wrong = [] if resumed is None else [tensor for tensor in tensors() if not bool((tensor == step).all())]
+        assert not wrong, f"{len(wrong)} tensors are not those of step {step}, such as {wrong[0]!r:.200}"
+        _note(rank, "resumed", step)
+        while step < STEPS:
+            step += 1
+            dist.barrier(group)
+            with torch.no_grad():
+                for tensor in tensors():
+                    tensor.fill_(step)
+            pending = ckpt.step(step)
+            if isinstance(pending, tsck.PendingSnapshot):
+                pending.published.on_settled(lambda it: _note(rank, "safe", it.step) if it.snapshot is not None else None)
+        ckpt.close()
+
+
+def _line(exc: BaseException) -> str:
+    return " ".join(f"{type(exc).__name__}: {exc}".split())[:400]
+
+
+def _note(rank: Rank, what: str, step: int | None) -> None:
+    with rank.notes.open("a") as file:
+        file.write(f"{what} {step}\n")

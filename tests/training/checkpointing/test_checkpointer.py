@@ -1,0 +1,242 @@
+"""The loop's helper: when it saves, what it resumes from, and what it does not let end a training."""
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tensorstore_ck as tsck
+from tensorstore_ck.common.ids import parse_ulid
+from tensorstore_ck.errors import DamageError, InvalidOptionError
+from tensorstore_ck.format.pack import pack_name
+from tests.end_to_end.crash.faulty import Faults, FaultyBackend
+from tests.session.group.pool import Pool, make_store
+from tests.training.checkpointing import rank_side
+
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[tsck.Store]:
+    with tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache", codec="raw") as store:
+        yield store
+
+
+def fresh() -> State:
+    return {"w": torch.zeros(3000), "n": torch.zeros(3000)}
+
+
+def train(ckpt: tsck.Checkpointer, state: State, first: int, last: int) -> list[int]:
+    saved = []
+    for step in range(first, last + 1):
+        state["w"] += step
+        state["n"].fill_(step)
+        if ckpt.step(step, {"loss": 1 / step}) is not None:
+            saved.append(step)
+    return saved
+
+
+def expected(step: int) -> State:
+    return {"w": torch.full((3000,), float(step * (step + 1) // 2)), "n": torch.full((3000,), float(step))}
+
+
+def same(left: State, right: State) -> bool:
+    return all(torch.equal(left[name], right[name]) for name in right)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_saves_and_resumes(store: tsck.Store, asynchronous: bool) -> None:
+    state = fresh()
+    options: dict[str, Any] = {"ref": "run", "when": tsck.every_steps(5) | tsck.last(), "asynchronous": asynchronous, "total_steps": 12}
+    with tsck.Checkpointer(store, state, keep={"keep_last": 2}, **options) as ckpt:
+        assert ckpt.resume() is None
+        assert train(ckpt, state, 1, 12) == [5, 10, 12]
+    assert [snapshot.step for snapshot in store.log("run")] == [12, 10]
+    assert store.log("run")[0].metrics == {"loss": 1 / 12}
+    again = fresh()
+    with tsck.Checkpointer(store, again, **options) as ckpt:
+        found = ckpt.resume()
+        assert found is not None
+        assert found.step == 12
+        assert same(again, expected(12))
+        assert train(ckpt, again, 13, 16) == [15]
+    noted, before = (store.show(address).metadata["checkpointer"] for address in ("run", "run~1"))
+    assert {name: noted[name] for name in ("began_ns", "resumes", "epoch")} == {"began_ns": before["began_ns"], "resumes": 1, "epoch": None}
+    assert store.log("run")[0].parent == found.root
+    assert noted["costs"]["stall"] == before["costs"]["stall"] > 0, "as the run before had it: there was none since"
+    assert noted["costs"]["restart"] > 0
+    advice = store.advise("run")
+    assert advice.costs.stall == noted["costs"]["stall"]
+    assert advice.sources["stall"] == advice.sources["restart"] == advice.sources["mtbf"] == "measured"
+
+
+def test_with_a_training_state(store: tsck.Store) -> None:
+    def job() -> tuple[nn.Module, tsck.TrainingState]:
+        torch.manual_seed(0)
+        model = nn.Linear(300, 300)
+        return model, tsck.TrainingState(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+
+    model, training = job()
+    with tsck.Checkpointer(store, training, ref="run", when=tsck.every_steps(1)) as ckpt:
+        with torch.no_grad():
+            next(model.parameters()).add_(1)
+        ckpt.step(1)
+    other, training = job()
+    with tsck.Checkpointer(store, training, ref="run", when=tsck.every_steps(1)) as ckpt:
+        found = ckpt.resume()
+    assert found is not None
+    assert torch.equal(other.weight, model.weight)  # type: ignore[arg-type]
+
+
+def damage(folder: Path, store: tsck.Store, root: str) -> None:
+    """Flips a bit in the pack that this snapshot alone has."""
+    others = {name for snapshot in store.log("run") if snapshot.root != root for name in store.show(snapshot.root).packs}
+    [ulid] = set(store.show(root).packs) - others
+    spoil(folder, ulid)
+
+
+def spoil(folder: Path, ulid: str) -> None:
+    """Flips bits all over a pack's blocks."""
+    found = parse_ulid(ulid)
+    assert found is not None
+    path = folder / "store" / pack_name(found)
+    data = bytearray(path.read_bytes())
+    for at in range(64, len(data) - 300, 50):
+        data[at] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(bytes(data))
+
+
+def test_damaged_and_marked_snapshots_are_passed_over(store: tsck.Store, tmp_path: Path) -> None:
+    state = fresh()
+    with tsck.Checkpointer(store, state, ref="run", when=tsck.every_steps(1), asynchronous=False) as ckpt:
+        train(ckpt, state, 1, 5)
+    store.mark("run@4", "bad", reason="diverged")
+    damage(tmp_path, store, store.resolve("run@5").root)
+    again = fresh()
+    with (
+        tsck.open(tmp_path / "store", cache_dir=tmp_path / "other") as other,
+        tsck.Checkpointer(other, again, ref="run", when=tsck.every_steps(1)) as ckpt,
+    ):
+        with pytest.warns(UserWarning, match="was passed over") as caught:
+            found = ckpt.resume()
+        assert found is not None
+        assert (found.step, same(again, expected(3))) == (3, True)
+        said = [str(each.message) for each in caught]
+        assert "does not match its hash" in said[0]
+        assert "run@4 was passed over: it is marked bad" in said[1]
+        assert train(ckpt, again, 4, 4) == [4]
+    assert store.log("run")[0].parent == found.root
+
+
+def test_where_nothing_is_sound_it_does_not_begin_anew(store: tsck.Store, tmp_path: Path) -> None:
+    state = fresh()
+    with tsck.Checkpointer(store, state, ref="run", when=tsck.every_steps(1), asynchronous=False) as ckpt:
+        train(ckpt, state, 1, 1)
+    damage(tmp_path, store, store.resolve("run").root)
+    with (
+        tsck.open(tmp_path / "store", cache_dir=tmp_path / "other") as other,
+        tsck.Checkpointer(other, fresh(), ref="run", when=tsck.every_steps(1)) as ckpt,
+        pytest.warns(UserWarning, match="passed over"),
+        pytest.raises(DamageError, match="none of the snapshots of 'run' can be restored"),
+    ):
+        ckpt.resume()
+
+
+def test_where_all_is_marked_it_does_not_begin_anew(store: tsck.Store) -> None:
+    state = fresh()
+    with tsck.Checkpointer(store, state, ref="run", when=tsck.every_steps(1), asynchronous=False) as ckpt:
+        train(ckpt, state, 1, 2)
+        store.mark("run@1", "bad")
+        store.mark("run@2", "bad")
+        with pytest.warns(UserWarning, match="is marked bad"), pytest.raises(DamageError, match="none of the snapshots of 'run'"):
+            ckpt.resume()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_save_that_fails_does_not_end_the_training(store: tsck.Store, asynchronous: bool) -> None:
+    faults = Faults()
+    engine = store.engine
+    engine.backend = FaultyBackend(engine.backend, faults, atomic_put=False)
+    state = fresh()
+    with tsck.Checkpointer(store, state, ref="run", when=tsck.every_steps(2), asynchronous=asynchronous) as ckpt:
+        train(ckpt, state, 1, 2)
+        ckpt.wait()
+        faults.mode, faults.at, faults.persistent = "unavailable", faults.calls + 1, True
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(ckpt, state, 3, 4)
+            ckpt.wait()
+        assert re.match("the snapshot of step 4 was not put: .*the training goes on", str(caught[0].message))
+        faults.mode, faults.at, faults.persistent = "", 0, False
+        train(ckpt, state, 5, 6)
+    assert [snapshot.step for snapshot in store.log("run")] == [6, 2]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda store: tsck.Checkpointer(store, {}, ref="run", when=1000),  # type: ignore[arg-type]
+        lambda store: tsck.Checkpointer(store, {}, ref="run", when=tsck.first(), lead_steps=0),
+        lambda store: tsck.Checkpointer(store, {}, ref="run", when=tsck.first(), keep={"expire_after": "1d"}),
+    ],
+)
+def test_what_makes_no_sense_is_refused(store: tsck.Store, make: Callable[[tsck.Store], object]) -> None:
+    with pytest.raises(InvalidOptionError):
+        make(store)
+
+
+def test_steps_that_go_back_are_refused(store: tsck.Store) -> None:
+    with tsck.Checkpointer(store, fresh(), ref="run", when=tsck.every_steps(100)) as ckpt:
+        ckpt.step(7)
+        with pytest.raises(InvalidOptionError, match="step 6 came after step 7"):
+            ckpt.step(6)
+
+
+# --- many ranks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("steps", [4, 8, 12]),
+        ("rank 0's clock", [5, 11]),
+        ("a signal to rank 1", [5, 6, 11]),
+        ("rank 1's clock, which does not count", [11]),
+    ],
+)
+def test_all_ranks_save_at_the_same_steps(pool: Pool, tmp_path: Path, name: str, steps: list[int]) -> None:
+    make_store(tmp_path)
+    found = pool.run(rank_side.run, str(tmp_path), name, 2, ranks=2)
+    assert found[0] == found[1]
+    assert found[0][1] == []
+    first, *rest = found[0][0]
+    if name == "a signal to rank 1":  # rank 0 sees it at once, or a step later
+        assert first in steps[:2]
+        assert rest == [11]
+    else:
+        assert [first, *rest] == steps
+    resumed = pool.run(rank_side.resume, str(tmp_path), 2, ranks=2)
+    last = steps[-1]
+    assert resumed == [(last, 2000.0 * last * (last + 1) / 2, [])] * 2
+
+
+@pytest.mark.timeout(120)
+def test_all_ranks_pass_over_what_one_finds_damaged(pool: Pool, tmp_path: Path) -> None:
+    make_store(tmp_path)
+    pool.run(rank_side.run, str(tmp_path), "steps", 2, ranks=2)
+    with tsck.open(tmp_path / "store", cache_dir=tmp_path / "look") as store:
+        newest, older = store.log("job")
+        assert (newest.step, older.step) == (12, 8), "and the policy let step 4 go"
+        packs = set(store.show(newest.root).packs) - set(store.show(older.root).packs)
+    for ulid in packs:
+        spoil(tmp_path, ulid)
+    resumed = pool.run(rank_side.resume, str(tmp_path), 2, ranks=2)
+    assert [(step, total) for step, total, _ in resumed] == [(8, 2000.0 * 36)] * 2
+    assert all("job was passed over" in said[0] for _, _, said in resumed)

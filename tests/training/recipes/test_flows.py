@@ -1,0 +1,211 @@
+"""Runs that go on: on other numbers of ranks, after a kill, and with saves beside the training while ranks are apart."""
+
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import tensorstore_ck as tsck
+from tests.training.recipes.dense import Block, adamw
+from tests.training.recipes.harness import FLAT, TIMEOUT_SECONDS, Worlds, difference, gathered, mesh_of, opened, state_of, step, united
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+
+Model = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def built(seed: int, *, steps: int = 1) -> Model:
+    torch.manual_seed(seed)
+    model = Block()
+    if dist.is_initialized():
+        fully_shard(model, mesh=mesh_of(dp=dist.get_world_size()))
+    optimizer = adamw(model)
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def options() -> dict[str, Any]:
+    return {"group": dist.group.WORLD, "timeout_seconds": TIMEOUT_SECONDS} if dist.is_initialized() else {}
+
+
+def put(store: tsck.Store, ref: str, model: Model, number: int) -> dict[str, Any]:
+    """What was put."""
+    state = state_of(*model, step=number)
+    expected = gathered(state)
+    store.put_snapshot(state, ref=ref, step=number, **options())
+    return expected
+
+
+def resume(store: tsck.Store, address: str) -> tuple[Model, dict[str, Any]]:
+    """A model that goes on, and what it then holds."""
+    model, optimizer = built(99, steps=2)
+    state = state_of(model, optimizer, step=-1)
+    store.checkout(address, into=state, **options())
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FLAT)
+    return (model, optimizer), gathered(state_of(model, optimizer, step=state["step"]))
+
+
+# --- 4 -> 2 -> 8 -> 1 ---------------------------------------------------------------------------------------------------
+
+
+def begin(folder: str, ref: str) -> dict[str, Any]:
+    return put(opened(folder), ref, built(1), 1)
+
+
+def go_on(folder: str, ref: str, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What was restored, and what was put after another step."""
+    model, restored = resume(opened(folder), ref)
+    step(*model)
+    return restored, put(opened(folder), ref, model, number)
+
+
+def test_4_then_2_then_8_then_1(worlds: Worlds, recipes_folder: Path) -> None:
+    expected = united(worlds.run(4, begin, str(recipes_folder), "chain"))
+    for number, ranks in ((2, 2), (3, 8), (4, 1)):
+        answers = worlds.run(ranks, go_on, str(recipes_folder), "chain", number)
+        for restored, _ in answers:
+            assert not difference(restored, expected), ranks
+        expected = united([said for _, said in answers])
+    with tsck.open(recipes_folder / "store", cache_dir=recipes_folder / "cache") as store:
+        assert [snapshot.step for snapshot in store.log("chain")] == [4, 3, 2, 1]
+        _, restored = resume(store, "chain")
+        assert not difference(restored, expected)
+        assert set(gathered(store.checkout("chain"))) == set(expected)
+
+
+# --- beside the training ------------------------------------------------------------------------------------------------
+
+
+def put_at_unequal_pace(folder: str) -> list[dict[str, Any]]:
+    """Rank 3 is still at the first put when rank 0 has gone on: each mutates its state as soon as it may."""
+    model, optimizer = built(2)
+    store, pending, copies = opened(folder), [], []
+    for number in range(1, 5):
+        state = state_of(model, optimizer, step=number)
+        copies.append(_copied(state))
+        pending.append(store.put_snapshot_async(state, ref="unequal-pace", step=number, **options()))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)  # without a collective, which would keep them together
+            for _ in range(40 * dist.get_rank()):
+                torch.randn(128, 128).mm(torch.randn(128, 128))
+    for each in pending:
+        each.wait()
+    return [gathered(copy) for copy in copies]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _copied(item) for name, item in value.items()}
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def restored_at(folder: str, address: str) -> dict[str, Any]:
+    return resume(opened(folder), address)[1]
+
+
+def test_saves_beside_the_training_at_unequal_pace(worlds: Worlds, recipes_folder: Path) -> None:
+    sides = worlds.run(4, put_at_unequal_pace, str(recipes_folder))
+    with tsck.open(recipes_folder / "store", cache_dir=recipes_folder / "cache") as store:
+        for number in range(1, 5):
+            expected = united([side[number - 1] for side in sides])
+            found = gathered(store.checkout(f"unequal-pace@{number}"))
+            assert not difference(found, expected), number
+            assert set(found) == set(expected)
+    for ranks in (2, 8):
+        for found in worlds.run(ranks, restored_at, str(recipes_folder), "unequal-pace@2"):
+            assert not difference(found, united([side[1] for side in sides])), ranks
+
+
+# --- elastic restart ----------------------------------------------------------------------------------------------------
+
+
+def put_and_die(folder: str, victim: int) -> None:
+    """With a put under way."""
+    model, optimizer = built(3)
+    store = opened(folder)
+    put(store, "elastic", (model, optimizer), 1)
+    torch.save(gathered(state_of(model, optimizer, step=1)), f"{folder}/elastic-1-{dist.get_rank()}")
+    step(model, optimizer)
+    state = state_of(model, optimizer, step=2)
+    torch.save(gathered(state), f"{folder}/elastic-2-{dist.get_rank()}")
+    dist.barrier()
+    pending = store.put_snapshot_async(state, ref="elastic", step=2, **options())
+    if dist.get_rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    pending.wait()
+
+
+def test_elastic_restart(worlds: Worlds, recipes_folder: Path) -> None:
+    """Whatever the put came to: fewer ranks go on from the newest snapshot, which is whole, then again as many as there were."""
+    with pytest.raises(AssertionError, match="crashed"):
+        worlds.run(4, put_and_die, str(recipes_folder), 0)
+    with tsck.open(recipes_folder / "store", cache_dir=recipes_folder / "cache") as store:
+        (newest, *_) = store.log("elastic")
+    assert newest.step in (1, 2)
+    expected = united([torch.load(recipes_folder / f"elastic-{newest.step}-{rank}", weights_only=False) for rank in range(4)])
+    for number, ranks in ((3, 2), (4, 4)):
+        answers = worlds.run(ranks, go_on, str(recipes_folder), "elastic", number)
+        for restored, _ in answers:
+            assert not difference(restored, expected), ranks
+        expected = united([said for _, said in answers])
+
+
+# --- TrainingState ------------------------------------------------------------------------------------------------------
+
+
+def with_statistics(kind: str, seed: int) -> Model:
+    """Batch norm's are each rank's own: it has seen other samples."""
+    torch.manual_seed(seed)
+    model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8))
+    if kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    else:
+        fully_shard(model, mesh=mesh_of(dp=dist.get_world_size()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step(model, optimizer, batch=torch.randn(dist.get_world_size(), 4, 8)[dist.get_rank()])
+    return model, optimizer
+
+
+def put_training(folder: str, kind: str) -> dict[str, Any]:
+    """The leaves of this rank's side."""
+    model, optimizer = with_statistics(kind, 5)
+    store = opened(folder)
+    for number in (1, 2, 3):  # in full with the first, later in rotation
+        tsck.TrainingState(model=model, optimizer=optimizer).put(store, ref=f"statistics-{kind}", step=number, **options())
+    return gathered(state_of(model, optimizer))
+
+
+def restore_training(folder: str, kind: str) -> tuple[dict[str, Any], list[str]]:
+    """The leaves, and what was warned of."""
+    model, optimizer = with_statistics(kind, 6)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        restored = tsck.TrainingState(model=model, optimizer=optimizer).restore(opened(folder), f"statistics-{kind}", **options())
+    assert restored is not None
+    assert not restored.mark
+    said = [str(each.message) for each in caught if "tensorstore_ck" in (each.category.__module__ or "")]
+    return gathered(state_of(model, optimizer)), said
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_unsynced_statistics_in_a_training_state(worlds: Worlds, recipes_folder: Path, kind: str) -> None:
+    """On as many ranks each has its own again; on others all have rank 0's, and are warned once. Nothing is marked as drift."""
+    expected = worlds.run(4, put_training, str(recipes_folder), kind)
+    statistics = [path for path in expected[0] if "running" in path]
+    assert len(statistics) == 2
+    assert expected[0][statistics[0]] != expected[1][statistics[0]]
+    for ranks in (4, 2, 8):
+        for rank, (found, said) in enumerate(worlds.run(ranks, restore_training, str(recipes_folder), kind)):
+            assert not difference(found, expected[rank if ranks == 4 else 0]), (ranks, rank)
+            assert len(said) == (ranks != 4), (ranks, rank, said)

@@ -1,0 +1,174 @@
+"""The line on a terminal: what it shows of puts in flight and of those that ended, and that it holds nobody up."""
+
+import io
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+from tensorstore_ck.common.put_progress import STAGES, Progress
+from tensorstore_ck.events import Event, Observers
+from tensorstore_ck.training.progress_line import ProgressLine
+
+CLEAR = "\r\x1b[K"
+MIB = 1 << 20
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Put(NamedTuple):
+    ref: str
+    step: int | None
+    now: Progress
+
+    def progress(self) -> Progress:
+        return self.now
+
+
+class FakeStore:
+    """What a `ProgressLine` sees of a store."""
+
+    def __init__(self, *puts: Put) -> None:
+        self.observers = Observers()
+        self.puts = list(puts)
+        self.asked = threading.Semaphore(0)
+
+    def on_event(self, callback: Callable[[Event], object]) -> Callable[[], None]:
+        return self.observers.subscribe(callback)
+
+    def pending(self) -> list[Put]:
+        self.asked.release()
+        return self.puts
+
+
+def progress(stage: Any, done_bytes: int = 0, total_bytes: int = 0, rate: float = 0.0) -> Progress:
+    return Progress(stage, done_bytes, total_bytes, rate, dict.fromkeys(STAGES, 0.0), dict.fromkeys(STAGES, 0))
+
+
+def drawn(*puts: Put) -> str:
+    terminal = Terminal()
+    ProgressLine(FakeStore(*puts), terminal).draw()
+    return terminal.getvalue()
+
+
+def dropped(ref: str) -> Event:
+    return Event("dropped", "", ref, 7, 0, 0, {"reason": "skipped"})
+
+
+SAID = CLEAR + "dropped runs/gpt@7: no memory was free for it\n"
+
+
+def test_the_line() -> None:
+    line = drawn(Put("runs/gpt", 1000, progress("write", 300 * MIB, 1200 * MIB, 150.0 * MIB)))
+    assert line == CLEAR + "runs/gpt@1000  write    [##--------]  25%  300.0 MiB of 1.2 GiB, 150.0 MiB/s"
+
+
+def test_a_narrow_terminal_cuts_it_off() -> None:
+    line = drawn(Put("a-long-name" * 5, None, progress("hash", 5, 10, 1.0)), Put("gpt", None, progress("queued")))
+    assert line == CLEAR + ("a-long-name" * 5 + "  hash     [#####-----]  50%  2 in flight")[:79]
+
+
+def test_no_bar_where_nothing_is_known() -> None:
+    assert drawn(Put("gpt", 1, progress("capture"))) == CLEAR + "gpt@1  capture"
+
+
+def test_the_newest_that_is_being_worked_on_is_shown() -> None:
+    assert "gpt@2  upload   3 in flight" in drawn(
+        Put("gpt", 1, progress("commit")), Put("gpt", 2, progress("upload")), Put("gpt", 3, progress("queued"))
+    )
+    assert "gpt@2  queued   2 in flight" in drawn(Put("gpt", 1, progress("queued")), Put("gpt", 2, progress("queued")))
+
+
+def test_a_ref_cannot_command_the_terminal() -> None:
+    assert "\x1b" not in drawn(Put("a\x1b[2Jb", 1, progress("hash"))).removeprefix(CLEAR)
+
+
+def test_it_is_redrawn_when_something_changed_and_taken_away_at_the_end() -> None:
+    store, terminal = FakeStore(Put("gpt", 1, progress("hash"))), Terminal()
+    line = ProgressLine(store, terminal)
+    line.draw()
+    first = terminal.getvalue()
+    line.draw()
+    assert terminal.getvalue() == first
+    store.puts = []
+    line.draw()
+    assert terminal.getvalue() == first + CLEAR
+
+
+def test_its_thread_draws_and_says_what_ended_and_ends_with_it() -> None:
+    store, terminal = FakeStore(Put("gpt", 1, progress("hash"))), Terminal()
+    line = ProgressLine(store, terminal)
+    with line:
+        for _ in range(2):
+            assert store.asked.acquire(timeout=60)
+        store.observers.emit(dropped("runs/gpt"))
+    assert terminal.getvalue().startswith(CLEAR + "gpt@1  hash")
+    assert SAID in terminal.getvalue()
+    assert terminal.getvalue().endswith((CLEAR, SAID)), "nothing of the line stays behind"
+    assert not [thread for thread in threading.enumerate() if thread.name == "tsck-progress"]
+    store.observers.emit(dropped("between"))
+    with line:
+        store.observers.emit(dropped("again"))
+    assert "dropped again@7" in terminal.getvalue()
+    assert "between" not in terminal.getvalue()
+
+
+def test_every_put_that_ended_gets_a_line_and_nothing_else_does() -> None:
+    store, terminal = FakeStore(), Terminal()
+    with ProgressLine(store, terminal):
+        store.observers.emit(Event("stalled", "", "r", 1, 0, 0, {"stall_seconds": 1.0, "queue_depth": 1}))
+        store.observers.emit(dropped("runs/gpt"))
+        store.observers.emit(dropped("runs/gpt"))
+    assert terminal.getvalue().count("dropped") == 2
+    assert "waited" not in terminal.getvalue()
+
+
+def test_nothing_is_shown_where_that_is_no_terminal() -> None:
+    store, stream = FakeStore(Put("gpt", 1, progress("hash"))), io.StringIO()
+    with ProgressLine(store, stream) as line:
+        store.observers.emit(dropped("r"))
+        line.draw()
+    assert stream.getvalue() == ""
+    assert not store.asked.acquire(blocking=False), "nor is the store asked"
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), ValueError("I/O operation on closed file")])
+def test_a_terminal_that_is_gone_is_given_up(error: Exception) -> None:
+    class Gone(Terminal):
+        tries = 0
+
+        def write(self, _: str) -> int:
+            Gone.tries += 1
+            raise error
+
+    store = FakeStore(Put("gpt", 1, progress("hash")))
+    line = ProgressLine(store, Gone())
+    line.draw()
+    line.draw()
+    with line:
+        store.observers.emit(dropped("r"))
+    assert Gone.tries == 1
+
+
+def test_a_terminal_that_takes_nothing_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorstore_ck.training.progress_line.STOP_SECONDS", 0.01)
+    stopped, writing = threading.Event(), threading.Event()
+
+    class Stopped(Terminal):
+        def write(self, text: str) -> int:
+            writing.set()
+            assert stopped.wait(60)
+            return len(text)
+
+    store = FakeStore(Put("gpt", 1, progress("hash")))
+    with ProgressLine(store, Stopped()):
+        assert writing.wait(60)
+        store.observers.emit(dropped("r"))  # returns
+    stopped.set()
+    for thread in threading.enumerate():
+        if thread.name == "tsck-progress":
+            thread.join(60)
