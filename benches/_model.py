@@ -6,12 +6,13 @@ from typing import Final
 from unittest.mock import patch
 
 from benches._simulated import Faked
-from tensorstore_ck.backend.protocol import Buffer
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Digest, block_id, derived_hash
+from tensorstore_ck.engine.interfaces import Captured, WantedBox
 from tensorstore_ck.engine.read import block_reader
 from tensorstore_ck.engine.write import pack_writer
 from tensorstore_ck.format.block_assignment import overlap, regions
-from tensorstore_ck.format.layout import Captured, Layout, Sharding, TensorSpec, WantedBox
+from tensorstore_ck.format.layout import Layout, Sharding, TensorSpec
 from tensorstore_ck.format.sharding import Box, Mesh, Shard
 
 LAYERS: Final = 126

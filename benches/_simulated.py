@@ -6,7 +6,8 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.backend.protocol import Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Digest, Ulid
 
 LIST_PAGE: Final = 1000

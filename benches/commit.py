@@ -17,10 +17,11 @@ import numpy as np
 from benches._simulated import CountingBackend, Traffic
 from tensorstore_ck.common.ids import Digest, new_ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.engine.opening import init_store, make_engine
 from tensorstore_ck.engine.write.put import PutRequest
 from tensorstore_ck.engine.write.suspicious_save import Findings
-from tensorstore_ck.format.layout import Captured, Layout, Sharding, TensorSpec
+from tensorstore_ck.format.layout import Layout, Sharding, TensorSpec
 from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values, part_name
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.format.sealed import Body

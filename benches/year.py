@@ -22,8 +22,9 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.backend.protocol import Backend, Buffer, Created
+from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.catalog import Catalog
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.opening import init_store, make_engine
 from tensorstore_ck.log.cache import open_table

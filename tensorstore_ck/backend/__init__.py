@@ -11,7 +11,8 @@ from urllib.parse import unquote, urlsplit
 
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.probe import ProbeResult, probe, probe_create
-from tensorstore_ck.backend.protocol import Backend, Buffer, Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.backend.protocol import Backend, Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.extras import missing_extra
 from tensorstore_ck.errors import InvalidOptionError, InvalidUrlError, MissingExtraError
 from tensorstore_ck.events import Callback, log_event

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 from fsspec.implementations.memory import MemoryFile
 
-from tensorstore_ck.backend.local_io import byte_views
 from tensorstore_ck.backend.object_names import check_name, check_prefix
-from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.backend.protocol import Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.backend.remote_errors import ProcessLocal, remote_errors
+from tensorstore_ck.common.buffers import Buffer, byte_views
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, UnsafeBackendError
 

@@ -16,11 +16,12 @@ from functools import partial
 from typing import Final
 
 from tensorstore_ck.backend.local_direct_writer import DirectWriter, use_direct
-from tensorstore_ck.backend.local_io import byte_views, read_at, read_whole, write_at
+from tensorstore_ck.backend.local_io import read_at, read_whole, write_at
 from tensorstore_ck.backend.local_writer import LocalWriter
 from tensorstore_ck.backend.object_names import check_name, check_prefix
 from tensorstore_ck.backend.os_errors import os_errors, store_error
-from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.backend.protocol import Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.common.buffers import Buffer, byte_views
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.common.owned_files import FILE_MODE

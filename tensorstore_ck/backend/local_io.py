@@ -10,17 +10,10 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from tensorstore_ck.backend.protocol import Buffer
-
 MAX_VECTORS: Final = 512
 """Buffers in one pwritev; Linux and macOS take 1,024."""
 
 _SYNC_FILE_RANGE_WRITE: Final = 2
-
-
-def byte_views(data: Sequence[Buffer]) -> list[memoryview]:
-    """The buffers as flat views of bytes, empty ones left out."""
-    return [view for view in (memoryview(piece).cast("B") for piece in data) if len(view)]
 
 
 def write_at(fd: int, views: Sequence[memoryview], offset: int) -> None:

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from tensorstore_ck.backend.local_io import byte_views, start_write_back, write_at
+from tensorstore_ck.backend.local_io import start_write_back, write_at
 from tensorstore_ck.backend.os_errors import os_errors
-from tensorstore_ck.backend.protocol import Buffer
+from tensorstore_ck.common.buffers import Buffer, byte_views
 from tensorstore_ck.errors import BackendUnavailableError
 
 WRITE_BACK_BYTES: Final = 64 << 20

@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from tensorstore_ck.backend.object_names import check_name, check_prefix
-from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.backend.protocol import Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.common.ids import Clock
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, MissingObjectError

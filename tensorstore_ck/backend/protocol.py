@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.free_space import Space
-
-Buffer = bytes | bytearray | memoryview
 
 
 class ObjectInfo(NamedTuple):

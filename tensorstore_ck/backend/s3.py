@@ -16,12 +16,13 @@ from typing import Any, Final
 
 from tensorstore_ck.backend import s3_resumable_upload
 from tensorstore_ck.backend.object_names import check_name, check_prefix
-from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.backend.protocol import Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.backend.remote_errors import ProcessLocal, error_code, http_status, remote_errors
 from tensorstore_ck.backend.resumable_upload import Upload
 from tensorstore_ck.backend.s3_create import NewObject, S3Creator, new_object
 from tensorstore_ck.backend.s3_multipart_writer import S3Writer
 from tensorstore_ck.backend.s3_requests import Moved, Request, S3Requests, Timing, is_passing
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, StoreError, UnsafeBackendError
 from tensorstore_ck.events import Callback, log_event

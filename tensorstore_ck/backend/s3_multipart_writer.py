@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
-from tensorstore_ck.backend.local_io import byte_views
-from tensorstore_ck.backend.protocol import Buffer
 from tensorstore_ck.backend.s3_create import NewObject, S3Creator, UploadedPieces
+from tensorstore_ck.common.buffers import Buffer, byte_views
 from tensorstore_ck.errors import BackendUnavailableError, StoreError
 
 PIECE_BYTES: Final = 15 << 20

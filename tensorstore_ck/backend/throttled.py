@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
-from tensorstore_ck.backend.local_io import byte_views
-from tensorstore_ck.backend.protocol import Backend, Buffer, ObjectWriter
+from tensorstore_ck.backend.protocol import Backend, ObjectWriter
+from tensorstore_ck.common.buffers import Buffer, byte_views
 from tensorstore_ck.common.free_space import MinFree, require_room
 from tensorstore_ck.common.rate_limit import RateLimit
 

@@ -17,7 +17,7 @@ from tensorstore_ck.catalog.read_entries import Freed, Noted, Put, Replay, Row
 from tensorstore_ck.catalog.schema import events, gc_runs, jobs, metadata, metrics, snapshots
 from tensorstore_ck.common.ids import Ulid, parse_ulid
 from tensorstore_ck.log import RefTable
-from tensorstore_ck.log.operations import MAX_METRICS
+from tensorstore_ck.log.field_checks import MAX_METRICS
 
 T = TypeVar("T")
 

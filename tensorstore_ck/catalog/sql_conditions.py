@@ -15,7 +15,7 @@ from tensorstore_ck.catalog.current_refs import STATES
 from tensorstore_ck.catalog.schema import metrics, pins, snapshots, stores, tags
 from tensorstore_ck.common.units import parse_bytes, parse_seconds
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.log.operations import MARKS
+from tensorstore_ck.log.field_checks import MARKS
 
 Condition = ColumnElement[bool]
 IsRare = Callable[[Select[Any]], bool]

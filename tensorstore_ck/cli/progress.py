@@ -10,8 +10,9 @@ from typing import Any, Self, TextIO, cast
 
 import click
 
-from tensorstore_ck.backend.protocol import Backend, Buffer, ObjectWriter
+from tensorstore_ck.backend.protocol import Backend, ObjectWriter
 from tensorstore_ck.cli.output import say
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.units import human_bytes
 
 

@@ -2,7 +2,7 @@
 
 Pure and free of torch. A layout is the same for all ranks of an SPMD job and from step to step: leaves that are not
 tensors are holes in its tree, filled by the part's values. It is content-addressed and stored as blocks, so it costs its
-bytes once. Also here: the two protocols by which bytes flow between memory and store (`ByteSource`, `ByteTarget`).
+bytes once.
 
 Tree nodes (``Node``), as msgpack:
 
@@ -22,11 +22,10 @@ A value can be ``["tree", node, values]``: a subtree without tensors, which was 
 It takes the place of its hole (`tree.expand`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -296,92 +295,3 @@ def _storages(items: list[Any], tensors: Sequence[TensorSpec]) -> list[SharedSto
             raise ValueError("a shared storage does not hold its tensors")
         storages.append(SharedStorage(size, tuple(members), tuple(offsets)))
     return storages
-
-
-class ByteSource(Protocol):
-    """The bytes of one tensor, row-major and contiguous, as they are captured."""
-
-    @property
-    def size_bytes(self) -> int:
-        """How many it has."""
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop): the tensor's own memory where it is contiguous on the CPU, else a copy. Thread-safe."""
-
-
-class ByteTarget(Protocol):
-    """Where the bytes of one stored tensor go when it is restored."""
-
-    def memory(self) -> memoryview | None:
-        """All of the destination, writable, when bytes can be read straight into it; else None, and `write` is called."""
-
-    def write(self, start: int, data: memoryview) -> None:
-        """Takes the verified bytes from `start` on. Thread-safe; called once for every byte, in any order."""
-
-
-@dataclass(slots=True)
-class Frozen:
-    """A tensor of which its owner says that it does not change: its bytes are read each `verify_every`-th time only."""
-
-    verify_every: int
-    ids: Sequence[Digest] = ()
-    """Of its blocks on this rank, in order, when it was last read."""
-    cut: bytes = b""
-    """What says which blocks of the whole tensor these are."""
-    unread: int = 0
-    """How often it was put since."""
-
-    @property
-    def is_due(self) -> bool:
-        """Whether it is to be read, to see whether that is true."""
-        return self.unread + 1 >= self.verify_every
-
-
-class Captured(NamedTuple):
-    """A state, taken apart: what a put stores."""
-
-    layout: Layout
-    values: Sequence[object]
-    """msgpack-able; one for each hole of the tree. A large one is ``["b", kind, i]`` with its bytes in ``blobs[i]``."""
-    blobs: Sequence[bytes]
-    sources: Sequence[ByteSource]
-    """One for each tensor of the layout: what this rank holds of it, one region after another."""
-    explicit: Sequence[Explicit] = ()
-    frozen: Mapping[int, Frozen] = MappingProxyType({})
-
-    @property
-    def logical_bytes(self) -> int:
-        """Of whole tensors and large values."""
-        return sum(spec.size_bytes for spec in self.layout.tensors) + sum(map(len, self.blobs))
-
-
-class WantedBox(NamedTuple):
-    """A box of a tensor that is to be read, and where its bytes go, row-major."""
-
-    tensor: int
-    box: Box
-    target: ByteTarget
-
-
-class Content(Protocol):
-    """A stored snapshot, opened: what a restore takes."""
-
-    @property
-    def layout(self) -> Layout:
-        """Its layout."""
-
-    @property
-    def values(self) -> Sequence[Any]:
-        """The value of each hole, decoded from msgpack but not from our value encoding."""
-
-    def blob(self, index: int) -> bytes:
-        """The verified bytes of a large value."""
-
-    def read(self, targets: dict[int, ByteTarget]) -> None:
-        """Reads and verifies whole tensors, by their numbers in the layout."""
-
-    def read_boxes(self, wanted: Iterable[WantedBox]) -> None:
-        """Reads and verifies boxes of tensors."""
-
-    def read_range(self, tensor: int, start: int, stop: int) -> bytearray:
-        """Verified bytes [start, stop) of a tensor; reads only the blocks that hold them."""

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tensorstore_ck.backend.protocol import Buffer
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Digest, Ulid, derived_hash, ulid_text
 from tensorstore_ck.errors import CorruptObjectError, FormatVersionError
 

@@ -13,10 +13,11 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 
 from tensorstore_ck.chunker import cut_box
+from tensorstore_ck.engine.interfaces import Content, WantedBox
 from tensorstore_ck.engine.read.block_reader import MemoryTarget
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.block_assignment import row_boxes
-from tensorstore_ck.format.layout import Content, Layout, WantedBox
+from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.sharding import Box
 from tensorstore_ck.format.tree import Branch, Leaf, leaves, parse
 from tensorstore_ck.format.values import describe

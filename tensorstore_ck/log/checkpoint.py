@@ -16,7 +16,7 @@ from tensorstore_ck.format.sealed import seal, unseal
 from tensorstore_ck.log import table_keys as keys
 from tensorstore_ck.log import table_rows
 from tensorstore_ck.log.cache import Batch, Reader
-from tensorstore_ck.log.operations import is_count, is_digest
+from tensorstore_ck.log.field_checks import is_count, is_digest
 
 MIN_TAIL_ENTRIES: Final = 64
 MAX_TAIL_ENTRIES: Final = 2000

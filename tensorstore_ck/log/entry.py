@@ -9,7 +9,8 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.ids import Digest, derived_hash
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError
 from tensorstore_ck.format.sealed import object_hash, seal, unseal
-from tensorstore_ck.log.operations import Op, is_count, is_digest, is_ulid, op_problem
+from tensorstore_ck.log.field_checks import is_count, is_digest, is_ulid
+from tensorstore_ck.log.operations import Op, op_problem
 
 MAX_ENTRY_BYTES: Final = 1 << 20
 MAX_ACTOR_CHARS: Final = 256

@@ -11,7 +11,7 @@ from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.log import fold_gc, table_keys, table_rows
 from tensorstore_ck.log.cache import Batch
 from tensorstore_ck.log.entry import Entry
-from tensorstore_ck.log.operations import MAX_METRICS, is_ulid
+from tensorstore_ck.log.field_checks import MAX_METRICS, is_ulid
 from tensorstore_ck.log.ref_table import RefTable, SnapshotInfo
 
 

@@ -4,29 +4,38 @@ An operation is a map with ``op`` and ``critical``. A build that does not know a
 ignores others. A known operation may carry fields that this build does not know. Format: FORMAT.md, "Operations".
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
+from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.errors import AlreadyExistsError, InvalidOptionError, NotFoundError
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.sealed import object_hash
+from tensorstore_ck.log.field_checks import (
+    MAX_OP_NAME_CHARS,
+    MAX_OWNER_BYTES,
+    MAX_REASON_CHARS,
+    Check,
+    is_count,
+    is_date,
+    is_digest,
+    is_mark,
+    is_metrics,
+    is_owner,
+    is_parent,
+    is_reason,
+    is_rules,
+    is_step,
+    is_ulid,
+    is_url,
+    or_nil,
+)
 from tensorstore_ck.log.object_set import Objects, is_ulids, join_ulids
 from tensorstore_ck.log.ref_names import is_ref_glob, is_ref_name
 
 if TYPE_CHECKING:
     from tensorstore_ck.log.ref_table import RefTable
-
-MAX_METRICS: Final = 1024
-MAX_METRIC_NAME_CHARS: Final = 256
-MAX_REASON_CHARS: Final = 4096
-MAX_OP_NAME_CHARS: Final = 64
-MAX_OWNER_BYTES: Final = 256
-MAX_RULES: Final = 64
-MAX_RULE_ITEMS: Final = 1000
-MAX_URL_CHARS: Final = 1024
-MARKS: Final = ("bad", "damaged", "drift", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,69 +249,6 @@ def op_problem(fields: object) -> str | None:
     return None
 
 
-def _bytes(length: int) -> "Check":
-    return lambda value: type(value) is bytes and len(value) == length
-
-
-def _integer(low: int) -> "Check":
-    return lambda value: type(value) is int and low <= value < 1 << 63
-
-
-def _optional(check: "Check") -> "Check":
-    return lambda value: value is None or check(value)
-
-
-def _is_metrics(value: object) -> bool:
-    return (
-        type(value) is dict
-        and len(value) <= MAX_METRICS
-        and all(type(name) is str and len(name) <= MAX_METRIC_NAME_CHARS and type(number) is float for name, number in value.items())
-    )
-
-
-def _is_reason(value: object) -> bool:
-    return type(value) is str and len(value) <= MAX_REASON_CHARS
-
-
-def _is_mark(value: object) -> bool:
-    return type(value) is str and value in MARKS
-
-
-def _is_owner(value: object) -> bool:
-    return type(value) is str and 0 < len(value.encode("utf-8", "replace")) <= MAX_OWNER_BYTES and "\0" not in value
-
-
-def _is_url(value: object) -> bool:
-    return type(value) is str and 0 < len(value) <= MAX_URL_CHARS and value.isprintable()
-
-
-def _is_rules(value: object) -> bool:
-    """Whether a policy may have these: what they mean is for `retention.policy` to say."""
-    return (
-        type(value) is dict and 0 < len(value) <= MAX_RULES and all(type(name) is str and _is_rule(rule, 3) for name, rule in value.items())
-    )
-
-
-def _is_rule(value: object, depth: int) -> bool:
-    if type(value) is list:
-        return depth > 0 and len(value) <= MAX_RULE_ITEMS and all(_is_rule(each, depth - 1) for each in value)
-    return type(value) in (int, float, bool) or (type(value) is str and len(value) <= MAX_METRIC_NAME_CHARS)
-
-
-Check = Callable[[object], bool]
-is_digest: Final = _bytes(DIGEST_BYTES)
-is_ulid: Final = _bytes(ULID_BYTES)
-is_count: Final = _integer(0)
-is_step: Final = _optional(_integer(-(1 << 63)))
-is_parent: Final = _optional(is_digest)
-is_metrics: Final = _is_metrics
-is_mark: Final = _is_mark
-is_reason: Final = _is_reason
-is_owner: Final = _is_owner
-is_rules: Final = _is_rules
-is_url: Final = _is_url
-is_date: Final = _optional(is_count)
-
 _OBJECTS: Final[Mapping[str, Check]] = dict.fromkeys(("packs", "parts", "snapshots", "moved"), is_ulids)
 
 SCHEMA: Final[Mapping[str, Mapping[str, Check]]] = {
@@ -340,15 +286,15 @@ SCHEMA: Final[Mapping[str, Mapping[str, Check]]] = {
     "abort": {"txn": is_ulid},
     "pin": {"root": is_digest, "owner": is_owner, "reason": is_reason, "expires_ns": is_date},
     "unpin": {"snapshot": is_ulid, "owner": is_owner},
-    "policy": {"glob": is_ref_glob, "rules": _optional(_is_rules)},
-    "expire": {"name": is_ref_name, "snapshots": _optional(is_ulids)},
+    "policy": {"glob": is_ref_glob, "rules": or_nil(is_rules)},
+    "expire": {"name": is_ref_name, "snapshots": or_nil(is_ulids)},
     "undo": {"n": is_count, "name": is_ref_name, "snapshots": is_ulids},
     "purge": {"n": is_count, "name": is_ref_name},
     "condemn": _OBJECTS,
     "rescue": _OBJECTS,
     "sweep": _OBJECTS,
     "relocate": {"pack": is_ulid, "moved": is_ulid, "hash": is_digest, "targets": is_ulids},
-    "place": {"packs": is_ulids, "url": _is_url},
+    "place": {"packs": is_ulids, "url": is_url},
     "settle": {"n": is_count},
 }
 """Operation -> its fields and what makes each valid."""

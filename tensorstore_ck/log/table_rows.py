@@ -11,8 +11,7 @@ import msgpack
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.sealed import pack_body
-from tensorstore_ck.log.object_set import is_ulids
-from tensorstore_ck.log.operations import (
+from tensorstore_ck.log.field_checks import (
     MAX_METRICS,
     MAX_RULE_ITEMS,
     Check,
@@ -29,6 +28,7 @@ from tensorstore_ck.log.operations import (
     is_ulid,
     is_url,
 )
+from tensorstore_ck.log.object_set import is_ulids
 from tensorstore_ck.log.ref_names import is_ref_glob, is_ref_name
 from tensorstore_ck.log.table_keys import KINDS_BY_BYTE
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import Content
 from tensorstore_ck.engine.read.block_reader import read_blocks
 from tensorstore_ck.engine.read.merged_snapshot import open_rank_state, open_snapshot
-from tensorstore_ck.format.layout import Content
 from tensorstore_ck.format.random_streams import RULE, Streams
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.session.group.process_groups import Reading

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tensorstore_ck.engine.interfaces import ByteTarget, Content, WantedBox
 from tensorstore_ck.engine.read.block_reader import MemoryTarget, deliver
-from tensorstore_ck.format.layout import ByteTarget, Content, WantedBox
 from tensorstore_ck.format.sharding import whole_box
 
 PIECE_BYTES: Final = 256 << 20

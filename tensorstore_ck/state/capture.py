@@ -11,20 +11,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from tensorstore_ck.engine.interfaces import ByteSource, Captured
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format import sharding
-from tensorstore_ck.format.layout import (
-    MAX_ITEM_BYTES,
-    ByteSource,
-    Captured,
-    Explicit,
-    Layout,
-    Node,
-    Sharding,
-    SharedStorage,
-    Spread,
-    TensorSpec,
-)
+from tensorstore_ck.format.layout import MAX_ITEM_BYTES, Explicit, Layout, Node, Sharding, SharedStorage, Spread, TensorSpec
 from tensorstore_ck.format.sharding import Mesh
 from tensorstore_ck.format.tree import ATTRIBUTES, PARAMETER, REQUIRES_GRAD, ROOT, Names
 from tensorstore_ck.format.values import MAX_NESTING, encode, key_text, numpy_dtype_name, packed, split_large

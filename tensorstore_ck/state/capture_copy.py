@@ -13,9 +13,10 @@ import numpy.typing as npt
 import torch
 
 from tensorstore_ck.common.threads import for_each
+from tensorstore_ck.engine.interfaces import ByteSource, Captured
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, Sampling, pieces, require_unchanged, share_of
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, ByteSource, Captured
+from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES
 from tensorstore_ck.state.arena import Arena, Slot
 from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, address_of
 from tensorstore_ck.state.cuda_copy import Arrival, DeviceCopy, is_on_device

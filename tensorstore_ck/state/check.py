@@ -7,8 +7,8 @@ from typing import Final
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import block_id, new_ulid
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.errors import UnsupportedValueError
-from tensorstore_ck.format.layout import Captured
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.state.capture import Walk

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from tensorstore_ck.format.layout import ByteTarget, Content
+from tensorstore_ck.engine.interfaces import ByteTarget, Content
 from tensorstore_ck.format.tree import Leaf
 from tensorstore_ck.state.aliasing import Areas, Extent, find_suspects, overlapping
 from tensorstore_ck.state.allocate import Form, FreshTensors, view_of

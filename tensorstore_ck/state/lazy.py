@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tensorstore_ck.engine.interfaces import Content
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
-from tensorstore_ck.format.layout import Content
 from tensorstore_ck.format.tree import Leaf, leaves, parse
 from tensorstore_ck.format.values import decode
 from tensorstore_ck.state.allocate import Form, form_of, view_of

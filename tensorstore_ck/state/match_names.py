@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from tensorstore_ck.engine.interfaces import Content
 from tensorstore_ck.errors import MismatchError
-from tensorstore_ck.format.layout import Content, TensorSpec
+from tensorstore_ck.format.layout import TensorSpec
 from tensorstore_ck.format.tree import Branch, Leaf, Tree
 from tensorstore_ck.format.values import MAX_NESTING
 from tensorstore_ck.state.allocate import CONVERTIBLE, Form, contiguous_strides

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from tensorstore_ck.engine.interfaces import ByteSource, WantedBox
 from tensorstore_ck.format.block_assignment import row_boxes
-from tensorstore_ck.format.layout import ByteSource, WantedBox
 from tensorstore_ck.format.sharding import Box, Mesh, Placement
 from tensorstore_ck.state.boxes import held_boxes
 from tensorstore_ck.state.byte_sources import CopySource, MemorySource, target_of

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 import torch
 
+from tensorstore_ck.engine.interfaces import Content
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.format.layout import Content
 from tensorstore_ck.format.tree import Branch, Leaf, Tree
 from tensorstore_ck.format.values import decode, require_unlike
 from tensorstore_ck.state.registered_types import FACTORIES, decode_torch, namedtuple_class, registered_name

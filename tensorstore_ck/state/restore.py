@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from tensorstore_ck.engine.interfaces import Content
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.format.layout import Content
 from tensorstore_ck.format.tree import parse
 from tensorstore_ck.state.allocate import CONVERTIBLE, FreshTensors, require_memory_for
 from tensorstore_ck.state.load_report import LoadReport, Unclaimed

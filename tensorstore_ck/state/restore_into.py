@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tensorstore_ck.engine.interfaces import Content, WantedBox
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, StoreError, UnsupportedValueError
-from tensorstore_ck.format.layout import Content, WantedBox
 from tensorstore_ck.format.tree import ROOT, Branch, Leaf, Names, Tree, leaves, parse
 from tensorstore_ck.format.values import MAX_NESTING, encode, key_text
 from tensorstore_ck.state.allocate import Form, FreshTensors, Wanted, form_of, require_memory_for

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tensorstore_ck.format.layout import ByteSource, TensorSpec
+from tensorstore_ck.engine.interfaces import ByteSource
+from tensorstore_ck.format.layout import TensorSpec
 from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD
 from tensorstore_ck.state.aliasing import Area, Areas
 from tensorstore_ck.state.boxes import is_checkpointable

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.backend.protocol import Buffer
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Ulid, new_ulid, ulid_text
 from tensorstore_ck.common.processes import Process
 from tensorstore_ck.engine.object_ids import PutIds

@@ -9,7 +9,7 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.backend.protocol import Buffer
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.format.codec import Codec, Elements, Encoded, Encoder
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend

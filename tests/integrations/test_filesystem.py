@@ -19,7 +19,8 @@ from safetensors.torch import load
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend import local, open_backend
-from tensorstore_ck.format.layout import Captured, Layout
+from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.integrations import virtual_safetensors
 from tensorstore_ck.integrations.filesystem import SnapshotFileSystem
 from tests.maintenance.fsck.stores import State

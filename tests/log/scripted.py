@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, MutableSequence
 from typing import Any
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.backend.protocol import Backend, Buffer, Created, ObjectInfo
+from tensorstore_ck.backend.protocol import Backend, Created, ObjectInfo
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Digest, Ulid, block_id
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError
 from tensorstore_ck.format.record import Record

@@ -11,8 +11,8 @@ from tensorstore_ck.log import Entry, Op, RefTable
 from tensorstore_ck.log import checkpoint as checkpoints
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.entry import decode_entry, genesis_hash, seal_entry
+from tensorstore_ck.log.field_checks import MAX_METRICS
 from tensorstore_ck.log.fold import fold
-from tensorstore_ck.log.operations import MAX_METRICS
 from tests.log.scripted import UUID, new_id, put_op
 
 REFS = ["main", "runs/a", "run"]

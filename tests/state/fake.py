@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from tensorstore_ck.engine.interfaces import ByteTarget, Captured, WantedBox
 from tensorstore_ck.engine.read.block_reader import deliver
-from tensorstore_ck.format.layout import ByteTarget, Captured, WantedBox, decode_layout
+from tensorstore_ck.format.layout import decode_layout
 from tensorstore_ck.format.sealed import pack_body, unpack_body
 from tensorstore_ck.state import capture, restore
 

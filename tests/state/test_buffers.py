@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError
-from tensorstore_ck.format.layout import Captured
 from tensorstore_ck.state import Box, Boxes, FlatShard, capture, capture_copy, restore
 from tensorstore_ck.state.byte_sources import BytesSource, address_of, memory_at
 from tensorstore_ck.state.capture_copy import Arena, Slot, copied_bytes, copy_captured

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
-from tensorstore_ck.format.layout import Captured, Layout, Node
+from tensorstore_ck.format.layout import Layout, Node
 from tensorstore_ck.format.tree import expand, leaves, parse
 from tensorstore_ck.state import restore
 from tensorstore_ck.state.opaque_item import capture_value

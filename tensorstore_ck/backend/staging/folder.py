@@ -27,11 +27,11 @@ from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.backend.staging.folder_lock import Lease
 from tensorstore_ck.backend.staging.sparse_files import Copies, FileUse, files_below
 from tensorstore_ck.backend.staging.upload_journal import JournalEntry, UploadJournal
+from tensorstore_ck.common.filesystem_kind import NETWORK_FILESYSTEM, filesystem_of
 from tensorstore_ck.common.free_space import Space, writing_to
 from tensorstore_ck.common.private_folder import PrivateFolder
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MissingObjectError, NoSpaceError
-from tensorstore_ck.log.cache.open_cache import NETWORK_FILESYSTEM, filesystem_of
 
 MAX_MANIFEST_BYTES: Final = 256 << 20
 USERS: Final = "users"

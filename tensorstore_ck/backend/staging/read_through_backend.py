@@ -12,9 +12,10 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from tensorstore_ck.backend.protocol import Backend, Buffer, Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.backend.protocol import Backend, Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.backend.staging.folder import StagingFolder
 from tensorstore_ck.backend.staging.sparse_files import GRAIN_BYTES
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.errors import MissingObjectError, StoreError
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.local import LocalBackend
-from tensorstore_ck.backend.local_io import byte_views, read_at, read_whole, write_at
+from tensorstore_ck.backend.local_io import read_at, read_whole, write_at
 from tensorstore_ck.backend.object_names import check_name
-from tensorstore_ck.backend.protocol import Buffer
+from tensorstore_ck.common.buffers import Buffer, byte_views
 from tensorstore_ck.common.owned_files import FILE_MODE
 from tensorstore_ck.common.private_folder import PrivateFolder
 

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from tensorstore_ck.backend.protocol import Backend, Buffer, ObjectWriter
+from tensorstore_ck.backend.protocol import Backend, ObjectWriter
 from tensorstore_ck.backend.staging.folder import StagingFolder
+from tensorstore_ck.common.buffers import Buffer
 
 
 class StagingWrites:

@@ -16,11 +16,11 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid, block_id
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import ByteTarget
 from tensorstore_ck.engine.part_extents import chain_of, location_of
 from tensorstore_ck.engine.reachability import Places, require_live, resolve
 from tensorstore_ck.errors import CorruptObjectError, DamageError
 from tensorstore_ck.format.codec import BASED, Codec, decode
-from tensorstore_ck.format.layout import ByteTarget
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.log import SnapshotInfo

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from tensorstore_ck.engine.interfaces import ByteTarget
 from tensorstore_ck.format.block_assignment import Region, overlap
-from tensorstore_ck.format.layout import ByteTarget, TensorSpec
+from tensorstore_ck.format.layout import TensorSpec
 from tensorstore_ck.format.sharding import Box
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import ByteTarget, WantedBox
 from tensorstore_ck.engine.read.block_reader import ReadBlocks, read_blocks
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.errors import MismatchError, NotFoundError
 from tensorstore_ck.format.block_assignment import first_ranks
-from tensorstore_ck.format.layout import ByteTarget, WantedBox
 from tensorstore_ck.format.layout_merge import ContradictionError, Union
 from tensorstore_ck.format.sharding import whole_box
 from tensorstore_ck.log import SnapshotInfo

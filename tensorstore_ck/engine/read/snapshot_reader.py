@@ -12,12 +12,13 @@ import numpy as np
 
 from tensorstore_ck.common.host_memory import require_memory
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import ByteTarget, WantedBox
 from tensorstore_ck.engine.reachability import require_live, resolve
 from tensorstore_ck.engine.read.block_reader import MemoryTarget, OpenPart, ReadBlocks, WantedBlock, deliver, read_blocks, wanted_blocks
 from tensorstore_ck.engine.read.box_copy import Scatter
 from tensorstore_ck.errors import CorruptObjectError, DamageError
 from tensorstore_ck.format.block_assignment import alike, decode_regions, every_region, row_boxes
-from tensorstore_ck.format.layout import ByteTarget, Layout, WantedBox, decode_layout
+from tensorstore_ck.format.layout import Layout, decode_layout
 from tensorstore_ck.format.part import Part, decode_values, part_name
 from tensorstore_ck.format.part_index import Held, PartPlan
 from tensorstore_ck.format.record import Record

@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from tensorstore_ck.common.ids import DIGEST_BYTES
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.engine.write.part_writer import WrittenPart
 from tensorstore_ck.engine.write.sampled_checks import is_floating
 from tensorstore_ck.engine.write.suspicious_save import Claim, Counts, Findings, find_snapshot, snapshot_before, steps_between
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.format.layout import Captured
 from tensorstore_ck.format.part import Part, decode_values
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.step_counters import find_counters

@@ -11,12 +11,12 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Digest, block_id
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.engine.part_extents import chain_of, location_of
 from tensorstore_ck.engine.reachability import Places
 from tensorstore_ck.engine.read.block_reader import decode_at
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.codec import KINDS, Codec, cast_sample
-from tensorstore_ck.format.layout import Captured
 from tensorstore_ck.format.pack import MAX_BASES
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.log.block_index import Base, Location

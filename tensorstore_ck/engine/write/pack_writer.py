@@ -10,7 +10,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from tensorstore_ck.backend.protocol import Backend, Buffer, ObjectWriter
+from tensorstore_ck.backend.protocol import Backend, ObjectWriter
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Digest, IdSource, Ulid, block_id
 from tensorstore_ck.common.put_progress import Meter
 from tensorstore_ck.common.threads import for_each

@@ -11,12 +11,13 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from tensorstore_ck.backend.protocol import Buffer
 from tensorstore_ck.chunker import cut_opaque
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, ZERO_DIGEST, Digest, Ulid
 from tensorstore_ck.common.put_progress import Meter
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.engine.part_extents import extents_of, with_bases
 from tensorstore_ck.engine.reachability import Places
 from tensorstore_ck.engine.write.delta_bases import Earlier, Likeness, Masters, TensorBlock, earlier_part
@@ -25,7 +26,7 @@ from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSamp
 from tensorstore_ck.errors import CorruptObjectError, FrozenChangedError, UnsupportedValueError
 from tensorstore_ck.format.block_assignment import Region, Share, encode_regions, regions, shares
 from tensorstore_ck.format.codec import Coding, Encoder, elements_of
-from tensorstore_ck.format.layout import Captured, layout_id
+from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.format.part import BLOB_DTYPE, Extents, Part, encode_values, part_name
 from tensorstore_ck.format.sealed import FREE_BYTES, HEADER_BYTES, ParseBudget, check_msgpack
 from tensorstore_ck.log.block_index import Base, Location

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.common.put_progress import Meter
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.engine.reachability import condemned_among, resolve
 from tensorstore_ck.engine.write.branch_conflict import moved_away
 from tensorstore_ck.engine.write.compare_parent import Examiner
@@ -27,7 +28,6 @@ from tensorstore_ck.errors import (
     UndecidedError,
 )
 from tensorstore_ck.format.codec import Coding
-from tensorstore_ck.format.layout import Captured
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.format.record import Record, record_name, with_note
 from tensorstore_ck.log import BranchHead, ObjectKey, Objects, Op, RefTable, SnapshotInfo

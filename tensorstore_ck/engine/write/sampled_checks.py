@@ -13,9 +13,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tensorstore_ck.common.ids import Digest, block_id, derived_hash
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.errors import CaptureChangedError
 from tensorstore_ck.format.codec import elements_of
-from tensorstore_ck.format.layout import Captured
 
 SAMPLE_SHARE: Final = 1 / 256
 """Of the bytes of larger tensors: both looks together then took less than 1 % of the put of 1 GiB to memory, at 2.6 GB/s."""

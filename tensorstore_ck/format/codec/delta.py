@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from tensorstore_ck.backend.protocol import Buffer
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec.byte_planes import BYTES, Elements, decode_planes, planes_bytes, planes_or_raw
 from tensorstore_ck.format.codec.byte_split import add_differences, bytes_of, differences, words_of

@@ -7,7 +7,7 @@ of tensors.
 from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
 
-from tensorstore_ck.backend.protocol import Buffer
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.format.codec.byte_planes import Elements, encode_planes, likely_elements, planes_bytes
 from tensorstore_ck.format.codec.cast import KINDS, encode_cast
 from tensorstore_ck.format.codec.delta import delta_bytes, encode_delta

@@ -12,7 +12,7 @@ import lz4.block
 import numpy as np
 import zstandard
 
-from tensorstore_ck.backend.protocol import Buffer
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.errors import CorruptObjectError, FormatVersionError
 from tensorstore_ck.format.codec.byte_planes import Elements, decode_planes
 from tensorstore_ck.format.codec.cast import decode_cast

@@ -9,9 +9,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.engine.write.part_writer import Seat
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
-from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, Captured, Explicit, decode_layout
+from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, Explicit, decode_layout
 from tensorstore_ck.format.sharding import Box, whole_box
 from tensorstore_ck.integrations.dcp.byte_items import resolve_item
 from tensorstore_ck.integrations.dcp.flat_layout import Skeleton, build_skeleton, items_of_metadata, items_of_plans

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from tensorstore_ck.engine.interfaces import Content, WantedBox
 from tensorstore_ck.engine.read.merged_snapshot import open_snapshot
 from tensorstore_ck.errors import ConflictError, MismatchError, StoreError
-from tensorstore_ck.format.layout import Content, WantedBox
 from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.format.sharding import Box
 from tensorstore_ck.format.tree import REQUIRES_GRAD, Branch, Leaf, Tree, leaves, parse

@@ -20,6 +20,7 @@ from torch.futures import Future
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.engine.write.compare_parent import Examiner
 from tensorstore_ck.engine.write.dedup import KnownBlocks
 from tensorstore_ck.engine.write.pack_writer import PackWriter
@@ -29,7 +30,7 @@ from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, Sampling, t
 from tensorstore_ck.engine.write.suspicious_save import Claim, Findings, SuspiciousSaveWarning, Unchanged, merged, require_checks
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.format.codec import Coding
-from tensorstore_ck.format.layout import Captured, layout_id
+from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.integrations.dcp.duplicate_items import Copies, differences, explain, local_items, look_at
 from tensorstore_ck.integrations.dcp.flat_layout import build_skeleton, items_of_plans
 from tensorstore_ck.integrations.dcp.plans import Role, Tiny, assign_roles, held_of, skeleton_of, with_tiny

@@ -14,10 +14,11 @@ from typing import Final, NamedTuple
 import torch
 
 from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.engine.interfaces import ByteTarget, Content, WantedBox
 from tensorstore_ck.engine.read.block_reader import MemoryTarget
 from tensorstore_ck.engine.read.merged_snapshot import MergedSnapshot
 from tensorstore_ck.format.block_assignment import row_boxes
-from tensorstore_ck.format.layout import ByteTarget, Content, TensorSpec, WantedBox
+from tensorstore_ck.format.layout import TensorSpec
 from tensorstore_ck.format.sharding import Box
 from tensorstore_ck.format.tree import Leaf
 from tensorstore_ck.integrations.exporting.output_file import OutputFile

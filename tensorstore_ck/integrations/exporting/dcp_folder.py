@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from tensorstore_ck.engine.interfaces import Content
 from tensorstore_ck.errors import UnsupportedValueError
-from tensorstore_ck.format.layout import Content
 from tensorstore_ck.format.tree import ATTRIBUTES, Branch, Leaf, Tree, leaves
 from tensorstore_ck.format.values import key_text
 from tensorstore_ck.integrations.exporting.atomic_target import require_room

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tensorstore_ck.format.layout import Content
+from tensorstore_ck.engine.interfaces import Content
 from tensorstore_ck.format.tree import Tree
 from tensorstore_ck.integrations.exporting.atomic_target import Target
 

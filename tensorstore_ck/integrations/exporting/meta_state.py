@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import torch.utils.deterministic
 
+from tensorstore_ck.engine.interfaces import Content
 from tensorstore_ck.errors import NoSpaceError, UnsupportedValueError
-from tensorstore_ck.format.layout import Content
 from tensorstore_ck.format.tree import Leaf, Tree
 from tensorstore_ck.state.allocate import Found, FreshTensors, form_of
 from tensorstore_ck.state.byte_sources import address_of

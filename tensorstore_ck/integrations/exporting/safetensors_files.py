@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
+from tensorstore_ck.engine.interfaces import Content
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
-from tensorstore_ck.format.layout import Content
 from tensorstore_ck.format.tree import Leaf, Tree, leaves
 from tensorstore_ck.format.values import decode, describe
 from tensorstore_ck.integrations.exporting.atomic_target import Target, require_room

@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.engine.interfaces import ByteSource, Captured
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.format.layout import ByteSource, Captured
 from tensorstore_ck.state.byte_sources import address_of, memory_at
 
 _PIECE_BYTES: Final = 4 << 20

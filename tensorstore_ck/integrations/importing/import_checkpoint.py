@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.engine.write.put import Anything, check_expected, put
-from tensorstore_ck.format.layout import Captured
 from tensorstore_ck.format.record import NOTE
 from tensorstore_ck.integrations.importing.crc_check import watched
 from tensorstore_ck.integrations.importing.detect_format import find_state

@@ -18,14 +18,12 @@ from typing import Final
 
 import platformdirs
 
+from tensorstore_ck.common.filesystem_kind import NETWORK_FILESYSTEM, filesystem_of
 from tensorstore_ck.common.owned_files import FOLDER_MODE, open_own_folder
 from tensorstore_ck.errors import PermissionDeniedError
 from tensorstore_ck.log.cache.memory_table import MemoryTable
 from tensorstore_ck.log.cache.protocol import CacheWarning, Table
 
-NETWORK_FILESYSTEM: Final = re.compile(
-    r"nfs\d*|lustre|ceph|cifs|smb\w*|fuse(\..*|blk)?|9p|virtiofs|gpfs|beegfs\w*|afs|ocfs2|gfs2|pvfs2|orangefs|glusterfs|panfs|wekafs"
-)
 _UNUSED_SECONDS: Final = 30 * 24 * 3600
 
 
@@ -103,25 +101,6 @@ def _private_folder(base: Path, name: str) -> Path:
     if NETWORK_FILESYSTEM.fullmatch(kind):
         raise OSError(f"it is on a {kind} filesystem, where LMDB is not safe")
     return base / name
-
-
-def filesystem_of(folder: Path) -> str:
-    """The type of the filesystem that holds `folder`; empty where the system does not tell."""
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        return ""
-    path = folder.resolve()
-    best, kind = -1, ""
-    for line in lines:
-        # https://docs.kernel.org/filesystems/proc.html (3.5): id parent dev root mount-point options [tags] - type source options
-        before, _, after = line.partition(" - ")
-        fields = before.split(" ")
-        mount = Path(re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), fields[4]))
-        depth = len(mount.parts)
-        if depth >= best and path.is_relative_to(mount):  # of several on one mount point the last hides the others
-            best, kind = depth, after.split(" ", 1)[0]
-    return kind
 
 
 def _remove_unused(base: Path, name: str) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from tensorstore_ck.backend.protocol import Buffer
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.executor import Executor
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine

@@ -12,11 +12,11 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from tensorstore_ck.backend.protocol import Buffer
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import WantedBox
 from tensorstore_ck.engine.read.block_reader import MemoryTarget
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
-from tensorstore_ck.format.layout import WantedBox
 from tensorstore_ck.format.part import Part, part_name
 from tensorstore_ck.format.part_index import Held
 from tensorstore_ck.format.sharding import Box

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorstore_ck.common.ids import block_id, derived_hash
+from tensorstore_ck.engine.interfaces import ByteSource, Captured
 from tensorstore_ck.format.block_assignment import Region, regions
-from tensorstore_ck.format.layout import ByteSource, Captured, Layout, Sharding, TensorSpec
+from tensorstore_ck.format.layout import Layout, Sharding, TensorSpec
 from tensorstore_ck.format.sharding import Box
 from tensorstore_ck.session.group.mixed_regions import Cut, Placed
 from tensorstore_ck.session.group.planned_state import NOTHING, Kept, source_at, told_by, without_copies

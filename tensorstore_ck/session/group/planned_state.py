@@ -6,7 +6,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from tensorstore_ck.format.layout import ByteSource, Captured, Explicit, Frozen, Layout
+from tensorstore_ck.engine.interfaces import ByteSource, Captured, Frozen
+from tensorstore_ck.format.layout import Explicit, Layout
 from tensorstore_ck.format.sharding import Box
 from tensorstore_ck.format.tree import Branch, Leaf, Tree, parse
 from tensorstore_ck.session.group.put_plan import KEEPS, SOLE, Known, Place, Plan

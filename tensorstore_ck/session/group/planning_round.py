@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, block_id, derived_hash
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.block_assignment import alike, decode_regions, encode_regions
-from tensorstore_ck.format.layout import Captured, Layout, layout_id
+from tensorstore_ck.format.layout import Layout, layout_id
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, take_digest
 from tensorstore_ck.session.group.attempt import Attempt
 from tensorstore_ck.session.group.duplicate_regions import Share, Sum, Told, sums_of, told_digests

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.common.ids import block_id
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.block_assignment import MIN_RUN_BYTES, every_region
-from tensorstore_ck.format.layout import Captured, Explicit, Layout, decode_layout
+from tensorstore_ck.format.layout import Explicit, Layout, decode_layout
 from tensorstore_ck.format.layout_merge import ContradictionError, Union
 from tensorstore_ck.format.sealed import pack_body, take, unpack_body
 from tensorstore_ck.format.sharding import Box

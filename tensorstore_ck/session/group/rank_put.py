@@ -11,13 +11,14 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.ids import Ulid, derived_hash
 from tensorstore_ck.common.put_progress import Meter
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.engine.write.dedup import KnownBlocks
 from tensorstore_ck.engine.write.part_writer import Known, Seat, WrittenPart, write_part
 from tensorstore_ck.engine.write.put import MAX_TRIES, PutRequest
 from tensorstore_ck.engine.write.suspicious_save import Findings, merged
 from tensorstore_ck.errors import MismatchError, SnapshotExpiredError
 from tensorstore_ck.format.block_assignment import alike, first_ranks
-from tensorstore_ck.format.layout import Captured, Layout
+from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.random_streams import RULE
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, take_digest, unpack_body

@@ -10,9 +10,10 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import block_id, derived_hash
 from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.engine.write.part_writer import Seat
 from tensorstore_ck.format.block_assignment import regions
-from tensorstore_ck.format.layout import Captured, Layout
+from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.session.group.duplicate_regions import Sum, Told, contradicting
 from tensorstore_ck.session.group.rank_messages import named_ranks

@@ -11,11 +11,12 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.ids import Digest, block_id, derived_hash
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import ByteSource, Captured
 from tensorstore_ck.engine.write.part_writer import Seat, source_offsets
 from tensorstore_ck.engine.write.put import ANY, PutRequest, put
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.block_assignment import Region, regions, shares
-from tensorstore_ck.format.layout import ByteSource, Captured, Layout, TensorSpec
+from tensorstore_ck.format.layout import Layout, TensorSpec
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.format.part_index import PartPlan
 from tensorstore_ck.format.record import encode_metadata

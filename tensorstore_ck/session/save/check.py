@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.engine.write.put import ANY, PutRequest
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, UnsupportedValueError
-from tensorstore_ck.format.layout import Captured
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.format.sealed import take_count
 from tensorstore_ck.session.group.dry_run import RankCheck

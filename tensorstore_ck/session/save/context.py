@@ -14,9 +14,9 @@ from tensorstore_ck.common.free_space import require_room
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError, UndecidedError
 from tensorstore_ck.events import Event
-from tensorstore_ck.format.layout import Captured
 from tensorstore_ck.session.group.process_groups import Groups
 from tensorstore_ck.session.ref_fence import Seen
 from tensorstore_ck.session.save.frozen_tensors import FrozenTensors

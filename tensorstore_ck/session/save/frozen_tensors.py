@@ -7,7 +7,7 @@ with the same names, or another share of a tensor, is read.
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from tensorstore_ck.format.layout import ByteSource, Captured, Frozen
+from tensorstore_ck.engine.interfaces import ByteSource, Captured, Frozen
 
 VERIFY_EVERY: Final = 10
 """Each so-manieth put reads a frozen tensor all the same."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from tensorstore_ck.backend.staging import Tier
 from tensorstore_ck.common.threads import cpu_threads
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.errors import StoreError, UndecidedError
-from tensorstore_ck.format.layout import Captured
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.session.group.rank_put import Prepared, RankStates, begin_put, run_put

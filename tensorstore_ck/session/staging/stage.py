@@ -14,6 +14,7 @@ from tensorstore_ck.backend.staging import StagingWrites, Tier
 from tensorstore_ck.common.ids import Digest, Ulid, ulid_text
 from tensorstore_ck.common.put_progress import Meter
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.engine.reachability import revive
 from tensorstore_ck.engine.write.dedup import KnownBlocks
 from tensorstore_ck.engine.write.part_writer import ALONE, Known, WrittenPart, write_part
@@ -25,7 +26,6 @@ from tensorstore_ck.errors import (
     StoreError,
     UndecidedError,
 )
-from tensorstore_ck.format.layout import Captured
 from tensorstore_ck.format.record import Record, decode_record, record_name
 from tensorstore_ck.format.sealed import Body, object_hash
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo

@@ -13,7 +13,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
-from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo
+from tensorstore_ck.backend.protocol import Created, ObjectInfo
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.engine import opening
 from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.integrations.dcp import Writer

@@ -19,7 +19,8 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.ids import new_ulid
-from tensorstore_ck.format.layout import Captured, Explicit, Layout, TensorSpec
+from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.format.layout import Explicit, Layout, TensorSpec
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import decode_part, part_name
 from tensorstore_ck.format.record import decode_record, record_name

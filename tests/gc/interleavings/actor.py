@@ -16,8 +16,9 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
-from tensorstore_ck.backend.protocol import Buffer, Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.backend.protocol import Created, ObjectInfo, ObjectWriter
 from tensorstore_ck.common import threads
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.common.ids import Clock, IdSource, Ulid
 from tensorstore_ck.engine.engine import Engine

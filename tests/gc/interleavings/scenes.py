@@ -6,9 +6,10 @@ from typing import Final, NamedTuple
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.engine.write.put import ANY, Expected, PutRequest, check_expected, put
 from tensorstore_ck.errors import BackendUnavailableError, ConflictError, NotFoundError, UndecidedError
-from tensorstore_ck.format.layout import Captured, Layout, TensorSpec
+from tensorstore_ck.format.layout import Layout, TensorSpec
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.gc.collect import run_gc
 from tensorstore_ck.gc.report import GcOptions

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.format.layout import Captured
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.format.sharding import Mesh, Shard
 from tensorstore_ck.format.store_config import CONFIG_NAME, new_config
 from tensorstore_ck.store import Store

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tensorstore_ck.common.filesystem_kind import filesystem_of
 from tensorstore_ck.log.cache import CacheWarning, MemoryTable, open_cache, open_table
 from tensorstore_ck.log.cache.lmdb_table import LmdbTable
 
@@ -146,6 +147,6 @@ def test_caches_that_were_not_used_for_long_are_removed(tmp_path: Path) -> None:
 
 
 def test_the_filesystem_of_a_folder_is_that_of_its_mount() -> None:
-    assert open_cache.filesystem_of(Path("/proc/self")) == "proc"
-    assert open_cache.filesystem_of(Path("/dev/shm")) == "tmpfs"
-    assert open_cache.filesystem_of(Path("/")) != ""
+    assert filesystem_of(Path("/proc/self")) == "proc"
+    assert filesystem_of(Path("/dev/shm")) == "tmpfs"
+    assert filesystem_of(Path("/")) != ""

@@ -4,7 +4,8 @@ import pytest
 
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.backend.protocol import Backend, Buffer, Created
+from tensorstore_ck.backend.protocol import Backend, Created
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.errors import BackendUnavailableError, NotAStoreError, StoreError
 from tensorstore_ck.format.store_config import decode_config
 from tensorstore_ck.log import SnapshotInfo

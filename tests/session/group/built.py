@@ -10,9 +10,10 @@ from typing import Any
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.format.layout import Captured, Explicit, Layout, TensorSpec
+from tensorstore_ck.format.layout import Explicit, Layout, TensorSpec
 from tensorstore_ck.format.part import Part, part_name
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.sharding import Box, Mesh, Shard

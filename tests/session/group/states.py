@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.format.block_assignment import regions
-from tensorstore_ck.format.layout import Captured, Layout, Sharding, Spread, TensorSpec
+from tensorstore_ck.format.layout import Layout, Sharding, Spread, TensorSpec
 from tensorstore_ck.format.sharding import Box, Mesh
 
 Array = np.ndarray[Any, Any]

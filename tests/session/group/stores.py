@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.engine.read.block_reader import MemoryTarget
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.engine.write.put import ANY, PutRequest
-from tensorstore_ck.format.layout import Captured
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.cache import MemoryTable

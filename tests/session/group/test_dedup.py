@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.engine.write.dedup import alike_parts
-from tensorstore_ck.format.layout import Captured
 from tensorstore_ck.format.sharding import Mesh, Shard
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, make_store
 from tests.session.group.states import Spreading, captured, sharded, whole

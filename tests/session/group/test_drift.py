@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.engine.interfaces import Captured
 from tensorstore_ck.engine.write.put import ANY, PutRequest
 from tensorstore_ck.errors import NoSpaceError
 from tensorstore_ck.format import block_assignment
-from tensorstore_ck.format.layout import Captured
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.format.sharding import Mesh, Shard
 from tensorstore_ck.log import SnapshotInfo

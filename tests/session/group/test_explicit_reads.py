@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
+from tensorstore_ck.engine.interfaces import Captured, WantedBox
 from tensorstore_ck.engine.read.block_reader import MemoryTarget
 from tensorstore_ck.engine.read.merged_snapshot import open_snapshot
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
-from tensorstore_ck.format.layout import Captured, Explicit, Layout, TensorSpec, WantedBox
+from tensorstore_ck.format.layout import Explicit, Layout, TensorSpec
 from tensorstore_ck.format.sharding import Box
 from tests.gc.stores import open_store
 from tests.session.group.states import BytesSource, whole

@@ -15,7 +15,8 @@ import tensorstore_ck as tsck_package
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.cli import main
 from tensorstore_ck.common.ids import ulid_text
-from tensorstore_ck.format.layout import Captured, Explicit, Layout, TensorSpec
+from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.format.layout import Explicit, Layout, TensorSpec
 from tensorstore_ck.format.part import decode_part, part_name
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.sharding import Box, Mesh, Shard

@@ -8,7 +8,8 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.backend.protocol import Buffer, Created
+from tensorstore_ck.backend.protocol import Created
+from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.errors import BY_KIND, BackendUnavailableError
 from tensorstore_ck.log.cache import MemoryTable

@@ -1,0 +1,28 @@
+"""What kind of filesystem a folder is on, and which kinds are reached over a network."""
+
+import re
+from pathlib import Path
+from typing import Final
+
+NETWORK_FILESYSTEM: Final = re.compile(
+    r"nfs\d*|lustre|ceph|cifs|smb\w*|fuse(\..*|blk)?|9p|virtiofs|gpfs|beegfs\w*|afs|ocfs2|gfs2|pvfs2|orangefs|glusterfs|panfs|wekafs"
+)
+
+
+def filesystem_of(folder: Path) -> str:
+    """The type of the filesystem that holds `folder`; empty where the system does not tell."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    path = folder.resolve()
+    best, kind = -1, ""
+    for line in lines:
+        # https://docs.kernel.org/filesystems/proc.html (3.5): id parent dev root mount-point options [tags] - type source options
+        before, _, after = line.partition(" - ")
+        fields = before.split(" ")
+        mount = Path(re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), fields[4]))
+        depth = len(mount.parts)
+        if depth >= best and path.is_relative_to(mount):  # of several on one mount point the last hides the others
+            best, kind = depth, after.split(" ", 1)[0]
+    return kind
