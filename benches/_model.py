@@ -8,12 +8,12 @@ from unittest.mock import patch
 from benches._simulated import Faked
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Digest, block_id, derived_hash
-from tensorstore_ck.engine.interfaces import Captured, WantedBox
+from tensorstore_ck.engine.interfaces import CapturedState, WantedBox
 from tensorstore_ck.engine.read import block_reader
 from tensorstore_ck.engine.write import pack_writer
 from tensorstore_ck.format.block_assignment import overlap, regions
 from tensorstore_ck.format.layout import Layout, Sharding, TensorSpec
-from tensorstore_ck.format.sharding import Box, Mesh, Shard
+from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
 
 LAYERS: Final = 126
 KINDS: Final = ("param", "exp_avg", "exp_avg_sq")
@@ -69,15 +69,15 @@ class _Counter:
         self.taken += len(data)
 
 
-def captured(layout: Layout, step: int, rank: int) -> Captured:
+def captured(layout: Layout, step: int, rank: int) -> CapturedState:
     """One rank's side, all of it new at every step."""
-    return Captured(layout, (), (), [_FakedSource(step, rank, tensor) for tensor in range(len(layout.tensors))])
+    return CapturedState(layout, (), (), [_FakedSource(step, rank, tensor) for tensor in range(len(layout.tensors))])
 
 
 def wanted(target: Layout, rank: int, ranks: int) -> list[WantedBox]:
     """What a rank of another run, or of the same, restores."""
     held = regions(target, rank, tuple(range(ranks)))
-    return [WantedBox(region.tensor, Box(region.offsets, region.sizes), _Counter()) for region in held]
+    return [WantedBox(region.tensor, BoxBounds(region.offsets, region.sizes), _Counter()) for region in held]
 
 
 def sources_of(stored: Layout, ranks: int, boxes: Iterable[WantedBox]) -> set[int]:
@@ -94,7 +94,7 @@ def is_complete(boxes: Iterable[WantedBox], layout: Layout) -> bool:
     """Whether every byte came, once."""
     for tensor, box, target in boxes:
         assert isinstance(target, _Counter)
-        whole = Box((0,) * len(box.sizes), layout.tensors[tensor].shape)
+        whole = BoxBounds((0,) * len(box.sizes), layout.tensors[tensor].shape)
         size_bytes = layout.tensors[tensor].item_bytes
         for extent in (overlap(box, whole) or box).sizes:
             size_bytes *= extent

@@ -14,7 +14,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import init_store, make_engine
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.engine.write.put import PutRequest
-from tensorstore_ck.engine.write.suspicious_save import Findings
+from tensorstore_ck.engine.write.suspicious_save import SaveFindings
 from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import part_name
@@ -25,7 +25,7 @@ from tensorstore_ck.log import Objects, SnapshotInfo
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.forget import forget
 from tensorstore_ck.session.group.publish import RankParts
-from tensorstore_ck.session.group.rank_put import Done, Prepared, RankPut, RankStates
+from tensorstore_ck.session.group.rank_put import PreparedPut, RankDone, RankPut, RankStates
 
 T = TypeVar("T")
 
@@ -112,7 +112,7 @@ class Job:
         states = RankStates(captured(self.layout, step, rank), None)
         group = SimpleNamespace(rank=rank, ranks=self.ranks, in_job=None)
         attempt = SimpleNamespace(txn=txn, ask=lambda *_: {})  # ranks that are alike tell nothing more
-        return RankPut(self._engines[rank], group, lambda: Prepared(request, states), attempt=attempt, memory={})  # type: ignore[arg-type]
+        return RankPut(self._engines[rank], group, lambda: PreparedPut(request, states), attempt=attempt, memory={})  # type: ignore[arg-type]
 
     def _copy(self, put: RankPut, rank: int) -> Body:
         """Stores a part like that of `put`, with packs and block ids of its own."""
@@ -123,7 +123,9 @@ class Job:
         ids = np.random.default_rng(list(packs[0])).bytes(len(written.part.ids))
         part, ulid = written.part._replace(rank=rank, packs=packs, ids=ids), new_ulid()
         self.backend.put(part_name(ulid), part.encode())
-        done = Done(RankParts([ulid], [part.part_id()], written.new_bytes, part.anchor, part.anchor, Objects()), 0, None, None, Findings())
+        done = RankDone(
+            RankParts([ulid], [part.part_id()], written.new_bytes, part.anchor, part.anchor, Objects()), 0, None, None, SaveFindings()
+        )
         return done.record()
 
     def _watched(self, work: Callable[[], T]) -> tuple[T, Ran]:

@@ -1,7 +1,7 @@
 """What it costs that all ranks say that they live: `python -m benches.alive --ranks 64 1024`.
 
-A real TCPStore in a process of its own, as torchrun's agent serves it, and a real `Heart` with a connection of its own for each rank; the
-ranks are threads of two processes, which takes more of one interpreter than a rank does of its own. Rank 0's looks are the real ones.
+A real TCPStore in a process of its own, as torchrun's agent serves it, and a real `Heartbeat` with a connection of its own for each
+rank; the ranks are threads of two processes, which takes more of one interpreter than a rank does of its own. Rank 0's looks are real.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from tensorstore_ck.session.group import Channel, StoreThread
-from tensorstore_ck.session.group.liveness import BEAT_SECONDS, DEAD_AFTER_SECONDS, Heart, Watch
+from tensorstore_ck.session.group.liveness import BEAT_SECONDS, DEAD_AFTER_SECONDS, Heartbeat, LivenessWatch
 
 TICKS: Final = os.sysconf("SC_CLK_TCK")
 PROCESSES: Final = 2
@@ -46,7 +46,7 @@ def serve(pipe: Connection) -> None:
 
 def live(pipe: Connection, port: int, ranks: range) -> None:
     store = connect(port)
-    hearts = [Heart(store) for _ in ranks]
+    hearts = [Heartbeat(store) for _ in ranks]
     for rank, heart in zip(ranks, hearts, strict=True):
         heart(f"alive/{rank}", BEAT_SECONDS)
     while not store.check([f"alive/{rank}" for rank in ranks]):
@@ -64,7 +64,7 @@ def measure(ranks: int, seconds: float) -> str:
     port = here.recv()
     assert server.pid is not None
     store = connect(port)
-    channel = Channel(StoreThread(store), "", ranks=ranks, watch=Watch("alive/", every=0.0, limit=DEAD_AFTER_SECONDS))
+    channel = Channel(StoreThread(store), "", ranks=ranks, watch=LivenessWatch("alive/", every=0.0, limit=DEAD_AFTER_SECONDS))
     started = time.perf_counter()
     channel.set_unborn(ranks, "unborn/", FAR_AWAY)
     making = time.perf_counter() - started

@@ -23,7 +23,7 @@ import tensorstore_ck as tsck
 from benches._peers import State, load_dcp, save_dcp
 from benches.local import make_state, ratio, timed
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.backend.throttled import LimitedBackend
+from tensorstore_ck.backend.throttled import ThrottledBackend
 from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.format.codec import CodecName
 
@@ -37,7 +37,7 @@ Seconds = dict[str, dict[str, list[float]]]
 """What was done -> who did it -> how long each round took."""
 
 
-class Throttled(LimitedBackend):
+class Throttled(ThrottledBackend):
     """An object store limited to `rate` bytes a second in each direction."""
 
     is_local = False

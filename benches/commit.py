@@ -17,10 +17,10 @@ import numpy as np
 from benches._simulated import CountingBackend, Traffic
 from tensorstore_ck.common.ids import Digest, new_ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.opening import init_store, make_engine
 from tensorstore_ck.engine.write.put import PutRequest
-from tensorstore_ck.engine.write.suspicious_save import Findings
+from tensorstore_ck.engine.write.suspicious_save import SaveFindings
 from tensorstore_ck.format.layout import Layout, Sharding, TensorSpec
 from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values, part_name
 from tensorstore_ck.format.record import encode_metadata
@@ -31,10 +31,10 @@ from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.session.group import Channel, Group, KeyValue
 from tensorstore_ck.session.group.planning_round import Planning
 from tensorstore_ck.session.group.publish import RankParts
-from tensorstore_ck.session.group.put_plan import Known, Memory, Plan, plan_of, remember
-from tensorstore_ck.session.group.rank_kinds import Kind, encode_kind
-from tensorstore_ck.session.group.rank_put import Done, Prepared, RankPut, RankStates, put_ranks
-from tensorstore_ck.session.group.replica_check import Digests
+from tensorstore_ck.session.group.put_plan import Memory, PlanMemory, PutPlan, plan_of, remember
+from tensorstore_ck.session.group.rank_kinds import RankKind, encode_kind
+from tensorstore_ck.session.group.rank_put import PreparedPut, RankDone, RankPut, RankStates, put_ranks
+from tensorstore_ck.session.group.replica_check import ReplicaDigests
 from tests.session.group.simulation import FakeStore
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class Cost(NamedTuple):
     traffic: Traffic
 
 
-def state(ranks: int, kinds: int, kind: int) -> Captured:
+def state(ranks: int, kinds: int, kind: int) -> CapturedState:
     """Tensors of one row of 32 bytes on each rank, and of its experts, where there are several kinds."""
     names = [f"layers.{number}.weight" for number in range(TENSORS)]
     meshes, spreads = [Mesh((ranks,), tuple(range(ranks)))], [Sharding(0, (Shard(0),))] * TENSORS
@@ -89,7 +89,7 @@ def state(ranks: int, kinds: int, kind: int) -> Captured:
         specs += [TensorSpec(name, "float32", 4, (len(own), 8)) for name in names[TENSORS:]]
     values = [f"value.{number}" for number in range(VALUES)]
     tree = ["d", [*names, *values], [*range(len(names)), *[None] * VALUES]]
-    return Captured(Layout(specs, tree, (), meshes, spreads), list(range(VALUES)), (), [ZeroSource()] * len(specs))
+    return CapturedState(Layout(specs, tree, (), meshes, spreads), list(range(VALUES)), (), [ZeroSource()] * len(specs))
 
 
 class ZeroSource:
@@ -145,7 +145,7 @@ def measure(case: Case, ranks: int, blocks: int) -> Cost:
     store.bytes = 0
     backend.take_traffic()
     started = time.perf_counter()
-    put_ranks(engine, group, lambda: Prepared(request, states), ref=request.ref, memory=memory, timeout=600)
+    put_ranks(engine, group, lambda: PreparedPut(request, states), ref=request.ref, memory=memory, timeout=600)
     return Cost(time.perf_counter() - started, store.bytes, backend.take_traffic())
 
 
@@ -164,8 +164,8 @@ class Job(NamedTuple):
 def _put_before(job: Job) -> None:
     """As if the same layouts had been put once: all ranks know the plan."""
     ranks, case = job.ranks, job.case
-    kinds = [Kind(tuple(range(kind, ranks, case.kinds)), *state(ranks, case.kinds, kind)[:2], {}, ()) for kind in range(case.kinds)]
-    known = plan_of(kinds, {}) if case.kinds > 1 else Known(Plan())
+    kinds = [RankKind(tuple(range(kind, ranks, case.kinds)), *state(ranks, case.kinds, kind)[:2], {}, ()) for kind in range(case.kinds)]
+    known = plan_of(kinds, {}) if case.kinds > 1 else PlanMemory(PutPlan())
     known.turn = 1
     planning = Planning(SimpleNamespace(txn=new_ulid()), job.memory, 0, ranks)  # type: ignore[arg-type]
     remember(job.memory, planning.compare(_hellos(job), state(ranks, case.kinds, 0))["key"], known)
@@ -178,7 +178,7 @@ def _hellos(job: Job) -> list[Body]:
     of_kind = []
     for kind in range(case.kinds):
         states, place = RankStates(state(ranks, case.kinds, kind), None), SimpleNamespace(rank=kind, ranks=ranks, in_job=None)
-        put = RankPut(engine, place, lambda states=states: Prepared(request, states), attempt=attempt, memory=memory)  # type: ignore[arg-type, misc]
+        put = RankPut(engine, place, lambda states=states: PreparedPut(request, states), attempt=attempt, memory=memory)  # type: ignore[arg-type, misc]
         of_kind.append(put.hello())
     return [of_kind[rank % case.kinds] for rank in range(ranks)]
 
@@ -187,13 +187,13 @@ def _sayings(job: Job, blocks: int) -> Iterable[tuple[str, Body]]:
     """The hellos and dones of all ranks but rank 0, and what the first of each kind tells; their parts are stored."""
     engine, backend, case, _, ranks, _ = job
     head, hellos = engine.log.sync().n, _hellos(job)
-    replicas = Digests({}, b"") if case.is_first else None
+    replicas = ReplicaDigests({}, b"") if case.is_first else None
     for rank in range(1, ranks):
         part, ulid = make_part(hellos[rank]["layout"], rank, ranks, blocks), new_ulid()
         if case.condemns:
             backend.put(part_name(ulid), part.encode())
             backend.packs_named += part.packs
-        done = Done(RankParts([ulid], [part.part_id()], blocks * BLOCK_BYTES, head, head, Objects()), 0, replicas, None, Findings())
+        done = RankDone(RankParts([ulid], [part.part_id()], blocks * BLOCK_BYTES, head, head, Objects()), 0, replicas, None, SaveFindings())
         yield f"hello/{rank}", {"record": hellos[rank], "oldest": 1}
         yield f"done/{rank}", {"record": done.record()}
         if rank < case.kinds:

@@ -23,8 +23,8 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import open_engine
 from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part, part_name
 from tensorstore_ck.format.record import Record, encode_metadata, record_name
-from tensorstore_ck.gc.live_set import Reach
-from tensorstore_ck.gc.mark import Marks
+from tensorstore_ck.gc.live_set import LiveSet
+from tensorstore_ck.gc.mark import LiveBits
 from tensorstore_ck.gc.usage import measure_usage
 from tensorstore_ck.log import Op
 
@@ -128,10 +128,10 @@ class Memory:
         return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
 
-def mark(engine: Engine) -> Marks:
+def mark(engine: Engine) -> LiveBits:
     """What gc does first: every part of every root, by its summary."""
     listed = {ulid: info.size_bytes for info in engine.backend.list("parts/") if (ulid := parse_ulid(info.name[-26:]))}
-    reach = Reach(engine, listed)
+    reach = LiveSet(engine, listed)
     reach.update(engine.log.view())
     return reach._marks
 

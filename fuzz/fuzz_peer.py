@@ -9,7 +9,7 @@ from _common import fuzz, mutate_body
 with atheris.instrument_imports(include=["tensorstore_ck"]):
     import torch  # noqa: F401 - a link loads it, which takes longer than an input may
 
-    from tensorstore_ck.session.peers.link import Link, PeerLostError, message_mac
+    from tensorstore_ck.session.peers.link import PeerLink, PeerLostError, message_mac
 
 KEY = bytes(32)
 
@@ -37,7 +37,7 @@ def target(data: bytes) -> None:
     signed = b"".join(piece + message_mac(KEY, (1, 0, 0, number), memoryview(piece)) for number, piece in pieces)
     for stream in (data, signed):
         with suppress(PeerLostError):
-            assert type(Link(Hostile(stream), (0, 1), 0, KEY, 1.0).receive_record(1, 0)) is dict
+            assert type(PeerLink(Hostile(stream), (0, 1), 0, KEY, 1.0).receive_record(1, 0)) is dict
 
 
 if __name__ == "__main__":

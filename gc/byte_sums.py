@@ -1,7 +1,7 @@
 """Sums of bytes by who holds them. Pure arithmetic: knows what a block takes, not what a holder is.
 
-`Tally`: each block is marked with the number of the set of holders that reach it; sets are numbered as they turn up and bytes summed per
-set, so that a block costs one byte of memory while there are fewer than 256 of them. `Owners`: for holders so many that their
+`ByteSums`: each block is marked with the number of the set of holders that reach it; sets are numbered as they turn up and bytes summed per
+set, so that a block costs one byte of memory while there are fewer than 256 of them. `OwnerBytes`: for holders so many that their
 sets would be too many, which block has one holder alone. Both count a block once however often it is added. Not thread-safe.
 """
 
@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 SHARED: Final = (1 << 32) - 1
 
 
-class Blocks(NamedTuple):
+class BlockSet(NamedTuple):
     """Distinct blocks, by pack and entry."""
 
     packs: list[Ulid]
@@ -37,14 +37,14 @@ class Blocks(NamedTuple):
         return np.repeat(array.starts(self.packs, last + 1), self.counts) + self.entries
 
 
-def distinct_blocks(packs: Sequence[Ulid], extents: Extents) -> Blocks:
+def distinct_blocks(packs: Sequence[Ulid], extents: Extents) -> BlockSet:
     """The blocks that extents refer to, delta bases included."""
     rows, keys = in_order(extents)
     firsts = np.flatnonzero(np.diff(keys, prepend=-1))
     rows, keys = rows[firsts], keys[firsts]
     numbers = keys >> 32
     starts = np.flatnonzero(np.diff(numbers, prepend=-1))
-    return Blocks(
+    return BlockSet(
         [packs[number] for number in numbers[starts].tolist()],
         np.diff(starts, append=len(keys)),
         keys & (1 << 32) - 1,
@@ -54,7 +54,7 @@ def distinct_blocks(packs: Sequence[Ulid], extents: Extents) -> Blocks:
     )
 
 
-class Sums(NamedTuple):
+class HolderBytes(NamedTuple):
     """What some holders have."""
 
     snapshots: int
@@ -63,7 +63,7 @@ class Sums(NamedTuple):
     stored_bytes: int
 
 
-class Tally:
+class ByteSums:
     """Bytes per set of holders; a set is a bit mask, with a bit for each of `holders`."""
 
     def __init__(self, holders: Collection[str]) -> None:
@@ -71,7 +71,7 @@ class Tally:
         self._numbers = PackArray(np.uint8)
         self._number_of = {0: 0}
         self._sets = [0]
-        self._columns: list[list[int]] = [[0] for _ in Sums._fields]
+        self._columns: list[list[int]] = [[0] for _ in HolderBytes._fields]
         self._objects: dict[Hashable, int] = {}
         self.blocks = 0
         """Distinct ones."""
@@ -84,10 +84,10 @@ class Tally:
         """A set of holders."""
         return sum(self._bit[holder] for holder in holders)
 
-    def sums(self, chosen: Callable[[int], bool | int]) -> Sums:
+    def sums(self, chosen: Callable[[int], bool | int]) -> HolderBytes:
         """Over all sets that `chosen` says yes to."""
         numbers = [number for number, mask in enumerate(self._sets) if number and chosen(mask)]
-        return Sums(*(sum(map(column.__getitem__, numbers)) for column in self._columns))
+        return HolderBytes(*(sum(map(column.__getitem__, numbers)) for column in self._columns))
 
     def add_snapshot(self, mask: int, logical_bytes: int) -> None:
         """A snapshot, once."""
@@ -103,7 +103,7 @@ class Tally:
             column[before] -= size
             column[after] += size
 
-    def add_blocks(self, mask: int, blocks: Blocks) -> None:
+    def add_blocks(self, mask: int, blocks: BlockSet) -> None:
         """What a part refers to."""
         at = blocks.positions(self._numbers)
         before = self._numbers.values[at]
@@ -126,7 +126,7 @@ class Tally:
                 for number in np.flatnonzero(counted).tolist():
                     column[number] += sign * int(counted[number])
 
-    def _count_new(self, blocks: Blocks, is_new: Array) -> None:
+    def _count_new(self, blocks: BlockSet, is_new: Array) -> None:
         if is_new.any():
             self.blocks += int(is_new.sum())
             starts = np.cumsum(blocks.counts) - blocks.counts
@@ -155,7 +155,7 @@ def _total(sizes: Array) -> int:
     return int(sizes.sum(dtype=np.int64))
 
 
-class Owners:
+class OwnerBytes:
     """What each of many holders has, and has alone; holders are numbered from 0. A block costs four bytes of memory."""
 
     def __init__(self, holders: int) -> None:
@@ -175,7 +175,7 @@ class Owners:
             self.exclusive_bytes[owner - 1] -= stored_bytes
         self._objects[key] = SHARED if owner else holder + 1
 
-    def add_blocks(self, holder: int, blocks: Blocks, seen: PackArray) -> None:
+    def add_blocks(self, holder: int, blocks: BlockSet, seen: PackArray) -> None:
         """What a part refers to; `seen` (of bool) is the holder's own, so that what two of its parts refer to counts once."""
         at = blocks.positions(seen)
         new = np.flatnonzero(~seen.values[at])

@@ -13,10 +13,10 @@ from tensorstore_ck.common.ids import ulid_text
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import GcRefusedError, StoreError, UnsafeBackendError
-from tensorstore_ck.gc.compact import Compacted, Move, SparsePack, compact, live_bytes, put_in_force
-from tensorstore_ck.gc.listing import Listed
-from tensorstore_ck.gc.plan import Plan, Planner, written_bytes
-from tensorstore_ck.gc.report import GcOptions, GcReport, GoneSnapshot, Progress, RewrittenPack, Summed
+from tensorstore_ck.gc.compact import Compacted, CompactedPack, SparsePack, compact, live_bytes, put_in_force
+from tensorstore_ck.gc.listing import ListedObject
+from tensorstore_ck.gc.plan import GcPlan, Planner, written_bytes
+from tensorstore_ck.gc.report import GcOptions, GcReport, GoneSnapshot, Progress, ProgressSum, RewrittenPack
 from tensorstore_ck.log import FOLDERS, ObjectKey, Objects, Op, RefTable, pieces
 
 OBJECTS_AN_ENTRY: Final = 40_000
@@ -64,7 +64,7 @@ class _Gc:
             raise refusal
         self._engine.placed.require_own()
         self._end(plan.ending)
-        copied = Summed(self._progress, "rewriting packs", sum(map(live_bytes, plan.sparse)))
+        copied = ProgressSum(self._progress, "rewriting packs", sum(map(live_bytes, plan.sparse)))
         compacted = self._compact(plan.sparse, copied)
         self._condemn(plan.garbage, compacted.moves)
         self._sweep()
@@ -77,7 +77,7 @@ class _Gc:
 
     # --- what to do ---------------------------------------------------------------------------------------------------
 
-    def _refusal(self, plan: Plan) -> StoreError | None:
+    def _refusal(self, plan: GcPlan) -> StoreError | None:
         """Why the plan must not be carried out."""
         url = self._engine.backend.url
         if not self._engine.config.exclusive_create:
@@ -110,7 +110,7 @@ class _Gc:
             )
         return None
 
-    def _relies_on_clock(self, plan: Plan) -> bool:
+    def _relies_on_clock(self, plan: GcPlan) -> bool:
         """Whether anything goes because of its age or date; undo windows of no length end at any time."""
         dated = any(op.name != "purge" or self._options.undo_window_seconds > 0 for op in plan.ending)
         return dated or self._options.min_age_seconds > 0 or self._options.grace_seconds > 0
@@ -143,7 +143,7 @@ class _Gc:
         while accepted and self._engine.log.append(build).ops:
             pass
 
-    def _compact(self, packs: Sequence[SparsePack], copied: Summed) -> Compacted:
+    def _compact(self, packs: Sequence[SparsePack], copied: ProgressSum) -> Compacted:
         """Copies what is live of packs, to where each lies."""
         places = self._engine.placed.places()
         done = Compacted([], 0, self._notes)
@@ -155,7 +155,7 @@ class _Gc:
             done = done._replace(written_bytes=done.written_bytes + found.written_bytes)
         return done
 
-    def _condemn(self, garbage: list[ObjectKey], moves: list[Move]) -> None:
+    def _condemn(self, garbage: list[ObjectKey], moves: list[CompactedPack]) -> None:
         """Lists the garbage and puts moves in force, as of the very head that the entry follows."""
 
         def build(view: RefTable, batch: Iterable[ObjectKey]) -> list[Op]:
@@ -175,11 +175,11 @@ class _Gc:
         while self._engine.log.append(build).ops:
             pass
 
-    def _delete(self, listed: Mapping[ObjectKey, Listed]) -> list[ObjectKey]:
+    def _delete(self, listed: Mapping[ObjectKey, ListedObject]) -> list[ObjectKey]:
         """Deletes what was swept, whoever swept it."""
         view = self._engine.log.view()
         dead = sorted(key for key in listed if (state := view.object_state(key)) is not None and state.swept)
-        deleted = Summed(self._progress, "deleting objects", len(dead))
+        deleted = ProgressSum(self._progress, "deleting objects", len(dead))
 
         def delete(keys: list[ObjectKey]) -> None:
             self._engine.backend.delete([key.name for key in keys])
@@ -188,7 +188,7 @@ class _Gc:
         for_each((dead[at : at + DELETE_BATCH] for at in range(0, len(dead), DELETE_BATCH)), delete, THREADS)
         return dead
 
-    def _settle(self, listed: Mapping[ObjectKey, Listed], deleted: Sequence[ObjectKey]) -> None:
+    def _settle(self, listed: Mapping[ObjectKey, ListedObject], deleted: Sequence[ObjectKey]) -> None:
         """Forgets tombstones of long ago, so that their number stays bounded."""
         view = self._engine.log.view()
         left = set(listed) - set(deleted)
@@ -205,7 +205,7 @@ class _Gc:
 
     def _report(
         self,
-        plan: Plan,
+        plan: GcPlan,
         deleted: Collection[ObjectKey],
         rewritten: Sequence[SparsePack],
         written_bytes: int,

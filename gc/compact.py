@@ -19,9 +19,9 @@ from tensorstore_ck.engine.write.pack_writer import EncodedBlock, PackWriter
 from tensorstore_ck.errors import CorruptObjectError, DamageError
 from tensorstore_ck.format.codec import BASED, Codec, StoredBlock, decode
 from tensorstore_ck.format.pack import HEADER, TRAILER, Footer, decode_footer, footer_bytes, pack_name, stored_check
-from tensorstore_ck.format.relocation import MOVED_DTYPE, Moved
+from tensorstore_ck.format.relocation import MOVED_DTYPE, RelocationMap
 from tensorstore_ck.format.sealed import object_hash
-from tensorstore_ck.gc.live_set import Reach
+from tensorstore_ck.gc.live_set import LiveSet
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable
 from tensorstore_ck.log.block_index import Base
 
@@ -31,7 +31,7 @@ REMOTE_THREADS: Final = 8
 MOVES_AN_ENTRY: Final = 500
 
 
-class Move(NamedTuple):
+class CompactedPack(NamedTuple):
     """A pack whose live entries were copied."""
 
     pack: Ulid
@@ -69,7 +69,7 @@ class Move(NamedTuple):
 class Compacted(NamedTuple):
     """What was written."""
 
-    moves: list[Move]
+    moves: list[CompactedPack]
     written_bytes: int
     problems: list[str]
     """Packs that could not be read, and why."""
@@ -183,13 +183,13 @@ def live_bytes(pack: SparsePack) -> int:
     return int(pack.footer.entries["stored"][pack.entries].sum(dtype=np.int64))
 
 
-def put_in_force(engine: Engine, moves: Sequence[Move], reach: Reach, anchor: int) -> set[Ulid]:
+def put_in_force(engine: Engine, moves: Sequence[CompactedPack], reach: LiveSet, anchor: int) -> set[Ulid]:
     """Lets moves take effect, as of the very head that the entry follows; `anchor`: the entry at which they were planned.
 
     Returns the packs that were moved: not those that came to be needed in other entries meanwhile, or that somebody else moved.
     """
 
-    def build(view: RefTable, batch: Sequence[Move]) -> list[Op]:
+    def build(view: RefTable, batch: Sequence[CompactedPack]) -> list[Op]:
         reach.update(view)
         if anchor < view.horizon():
             return []
@@ -227,7 +227,7 @@ def _runs(sources: Sequence[SparsePack]) -> Iterator[tuple[SparsePack, list[int]
             yield source, run
 
 
-def _write_move(engine: Engine, writer: PackWriter, source: SparsePack, place: str | None) -> Move:
+def _write_move(engine: Engine, writer: PackWriter, source: SparsePack, place: str | None) -> CompactedPack:
     places = [writer.location(_block_id(source.footer, entry)) for entry in source.entries.tolist()]
     targets = sorted({place.pack for place in places})
     numbers = {target: number for number, target in enumerate(targets)}
@@ -238,9 +238,9 @@ def _write_move(engine: Engine, writer: PackWriter, source: SparsePack, place: s
         ],
         MOVED_DTYPE,
     )
-    ulid, encoded = engine.new_id(), Moved(source.pack, targets, rows, place).encode()
+    ulid, encoded = engine.new_id(), RelocationMap(source.pack, targets, rows, place).encode()
     engine.backend.put(ObjectKey("moved", ulid).name, encoded)
-    return Move(source.pack, ulid, object_hash(encoded), tuple(targets), source.entries, len(encoded), place)
+    return CompactedPack(source.pack, ulid, object_hash(encoded), tuple(targets), source.entries, len(encoded), place)
 
 
 def _block_id(footer: Footer, entry: int) -> Digest:

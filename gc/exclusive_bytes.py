@@ -10,7 +10,7 @@ from tensorstore_ck.gc.mark import PackArray, read_parts
 from tensorstore_ck.log import SnapshotInfo
 
 
-class Increments:
+class ExclusiveBytes:
     """Asked for one snapshot after the other, it says what each adds to those before it. One part at a time is in memory."""
 
     def __init__(self, engine: Engine) -> None:

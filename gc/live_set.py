@@ -13,7 +13,7 @@ from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import Entries, follow
 from tensorstore_ck.errors import DamageError, UnreadableError
-from tensorstore_ck.gc.mark import Marks, read_summaries
+from tensorstore_ck.gc.mark import LiveBits, read_summaries
 from tensorstore_ck.gc.part_summary import PartSummary, SummaryCache
 from tensorstore_ck.gc.roots import how_to_let_go, roots
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
@@ -36,10 +36,10 @@ def at_newest(engine: Engine, look: Callable[[int, RefTable], T]) -> T:
     raise AssertionError
 
 
-class Needs:
+class RootNeeds:
     """What some roots need."""
 
-    def __init__(self, marks: Marks, objects: set[ObjectKey]) -> None:
+    def __init__(self, marks: LiveBits, objects: set[ObjectKey]) -> None:
         self._marks = marks
         self._objects = objects
         """Records, parts and moved objects."""
@@ -53,7 +53,7 @@ class Needs:
         return self._marks.live_entries(pack)
 
 
-class Reach(Needs):
+class LiveSet(RootNeeds):
     """The closure of all roots."""
 
     def __init__(
@@ -67,11 +67,11 @@ class Reach(Needs):
         self._relocations: frozenset[tuple[Ulid, Ulid]] = frozenset()
         self._relocated: frozenset[Ulid] = frozenset()
         self._snapshots: set[Ulid] = set()
-        super().__init__(Marks(), set())
+        super().__init__(LiveBits(), set())
 
-    def now(self) -> Needs:
+    def now(self) -> RootNeeds:
         """What the roots need that were taken in until now, whatever is taken in later. It costs a bit of memory per stored block."""
-        return Needs(self._marks.copy(), set(self._objects))
+        return RootNeeds(self._marks.copy(), set(self._objects))
 
     def update(self, view: RefTable) -> None:
         """Takes in whatever the roots of `view` need.
@@ -82,7 +82,7 @@ class Reach(Needs):
         relocations = frozenset(view.all_relocations())
         if relocations != self._relocations:
             self._relocations, self._relocated = relocations, frozenset(pack for pack, _ in relocations)
-            self._snapshots, self._objects, self._marks = set(), set(), Marks()
+            self._snapshots, self._objects, self._marks = set(), set(), LiveBits()
         new = sorted(roots(view).keys() - self._snapshots)  # oldest first: packs then grow in place
         done = 0
 

@@ -80,7 +80,7 @@ class PackArray:
         self._end += size
 
 
-class Marks:
+class LiveBits:
     """Which entries of which packs are needed. Not thread-safe."""
 
     def __init__(self) -> None:
@@ -96,9 +96,9 @@ class Marks:
         """Memory in use."""
         return self._words.values.nbytes
 
-    def copy(self) -> "Marks":
+    def copy(self) -> "LiveBits":
         """Marks of their own, that say the same."""
-        copied = Marks()
+        copied = LiveBits()
         copied._words = self._words.copy()
         return copied
 

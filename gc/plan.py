@@ -15,14 +15,14 @@ from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.pack import ENTRY_DTYPE, HEADER, PACK_LIMIT_BYTES, TRAILER, Footer
-from tensorstore_ck.format.relocation import MOVED_DTYPE, Moved
+from tensorstore_ck.format.relocation import MOVED_DTYPE, RelocationMap
 from tensorstore_ck.format.writer_record import series_of
 from tensorstore_ck.gc.compact import SparsePack, live_bytes, read_footer
-from tensorstore_ck.gc.listing import Listed, list_objects
-from tensorstore_ck.gc.live_set import Needs, Reach, at_newest
+from tensorstore_ck.gc.listing import ListedObject, list_objects
+from tensorstore_ck.gc.live_set import LiveSet, RootNeeds, at_newest
 from tensorstore_ck.gc.pack_counts import PackCounts
 from tensorstore_ck.gc.report import Freeable, FreedLater, GcOptions, Progress, gc_command, iso_time, unpin_command
-from tensorstore_ck.gc.writers import Writers
+from tensorstore_ck.gc.writers import WriterRecords
 from tensorstore_ck.log import FOLDERS, Entry, ObjectKey, Op, Pin, RefTable, SnapshotInfo, fold
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.table_rows import ObjectRow
@@ -31,13 +31,13 @@ THREADS: Final = 8
 _NS: Final = 1_000_000_000
 
 
-class Plan(NamedTuple):
+class GcPlan(NamedTuple):
     """What would be done at `view`."""
 
     view: RefTable
     ending: list[Op]
     """Undo windows and pins that have run out, and that `view` has no more."""
-    listed: dict[ObjectKey, Listed]
+    listed: dict[ObjectKey, ListedObject]
     garbage: list[ObjectKey]
     """To be condemned, unless something has come to need it."""
     young: frozenset[ObjectKey]
@@ -61,7 +61,7 @@ class _Level(NamedTuple):
     """What is needed once some holds have ended."""
 
     why: str
-    needs: Needs
+    needs: RootNeeds
     due_ns: int
     """When the last of these holds ends; 0: they have ended."""
     pins: tuple[Pin, ...]
@@ -87,15 +87,15 @@ class Planner:
         self._view = engine.log.view()
         self._ends: list[Op] = []
         self._levels: list[_Level] = []
-        self._listed: dict[ObjectKey, Listed] = {}
+        self._listed: dict[ObjectKey, ListedObject] = {}
         self._due: dict[int, int] = {}
-        self.reach = Reach(engine, {})
+        self.reach = LiveSet(engine, {})
         self.anchor = 0
         """The entry that `reach` was marked at."""
         self.requests = 0
         self.notes: list[str] = []
 
-    def make(self) -> Plan:
+    def make(self) -> GcPlan:
         """The plan at the newest head.
 
         Raises:
@@ -129,7 +129,7 @@ class Planner:
     def _mark(self, anchor: int, view: RefTable) -> None:
         """Marks at the newest head without what has run out, and before that without what will run out."""
         part_sizes = {key.ulid: listed.size_bytes for key, listed in self._listed.items() if key.kind == "part"}
-        self.reach = Reach(self._engine, part_sizes, lambda done, total: self._progress("marking snapshots", done, total))
+        self.reach = LiveSet(self._engine, part_sizes, lambda done, total: self._progress("marking snapshots", done, total))
         self.anchor = anchor
         self._ends = self.ending(view)
         self._view = current = simulated(view, self._ends) if self._ends else view
@@ -150,13 +150,13 @@ class Planner:
 
     # --- this run -----------------------------------------------------------------------------------------------------
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> GcPlan:
         options, listed = self._options, self._listed
         self.requests += len(FOLDERS) + len(listed) // 1000
         states = {key: state for key in listed if (state := self._view.object_state(key)) is not None}
         unneeded = [key for key in listed if key not in states and not self.reach.needs(key)]
         young = {key for key in unneeded if self._is_young(key)}
-        writers = Writers(self._engine)
+        writers = WriterRecords(self._engine)
         ended = writers.ended({series_of(key.ulid) for key in young})
         young = {key for key in young if series_of(key.ulid) not in ended}
         self.requests += writers.requests
@@ -168,7 +168,7 @@ class Planner:
             self.notes.append(f"{left} more packs are sparse: the next run goes on with them")
         doomed = [*due, *(garbage if not options.grace_seconds else ())]
         doomed += [ObjectKey("pack", pack.pack) for pack in packs if not options.grace_seconds]
-        return Plan(
+        return GcPlan(
             self._view,
             self._ends,
             listed,
@@ -298,7 +298,7 @@ class Planner:
         return info.root.hex() if info is not None else ""
 
 
-def plan_gc(engine: Engine, options: GcOptions | None = None) -> Plan:
+def plan_gc(engine: Engine, options: GcOptions | None = None) -> GcPlan:
     """What gc would do, for those who only tell it.
 
     Raises:
@@ -325,7 +325,7 @@ def written_bytes(packs: Sequence[SparsePack]) -> int:
     rows = np.concatenate([pack.footer.entries[pack.entries] for pack in packs])
     _, first = np.unique(rows["id"], return_index=True)
     pack_bytes = int(rows["stored"][first].sum(dtype=np.int64)) + len(first) * ENTRY_DTYPE.itemsize
-    moved = [len(Moved(pack.pack, [pack.pack], np.zeros(len(pack.entries), MOVED_DTYPE)).encode()) for pack in packs]
+    moved = [len(RelocationMap(pack.pack, [pack.pack], np.zeros(len(pack.entries), MOVED_DTYPE)).encode()) for pack in packs]
     return pack_bytes + sum(moved) + (HEADER.size + TRAILER.size) * -(-pack_bytes // PACK_LIMIT_BYTES)
 
 

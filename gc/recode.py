@@ -7,10 +7,10 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import UnsafeBackendError
 from tensorstore_ck.format.codec import Mode
 from tensorstore_ck.gc.compact import live_bytes
-from tensorstore_ck.gc.listing import Listed, list_objects
-from tensorstore_ck.gc.live_set import Reach, at_newest
+from tensorstore_ck.gc.listing import ListedObject, list_objects
+from tensorstore_ck.gc.live_set import LiveSet, at_newest
 from tensorstore_ck.gc.repack import look_at, rewrite, smaller
-from tensorstore_ck.gc.report import Progress, RewrittenPack, Summed
+from tensorstore_ck.gc.report import Progress, ProgressSum, RewrittenPack
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
 
 
@@ -60,9 +60,9 @@ def run_recode(
         raise UnsafeBackendError(f"{url} does not create objects exclusively: recode needs a total order of commits", object_id=url)
     listed = list_objects(engine.backend)
     part_sizes = {key.ulid: found.size_bytes for key, found in listed.items() if key.kind == "part"}
-    reach = Reach(engine, part_sizes, lambda done, total: progress("marking snapshots", done, total))
+    reach = LiveSet(engine, part_sizes, lambda done, total: progress("marking snapshots", done, total))
 
-    def look(_: int, view: RefTable) -> tuple[int, dict[ObjectKey, Listed]]:
+    def look(_: int, view: RefTable) -> tuple[int, dict[ObjectKey, ListedObject]]:
         reach.update(view)
         chosen = list(choose(view))
         needed = {ObjectKey("pack", pack) for info in chosen for pack in reach.packs_of(view, info)}
@@ -74,7 +74,7 @@ def run_recode(
     plan = smaller(engine, found, mode, progress)
     rewritten, after, notes = plan.packs, plan.after_bytes, found.notes
     if not dry_run:
-        copied = Summed(progress, "rewriting packs", sum(map(live_bytes, plan.packs)))
+        copied = ProgressSum(progress, "rewriting packs", sum(map(live_bytes, plan.packs)))
         done = rewrite(engine, reach, plan.packs, mode=mode, progress=copied.add)
         rewritten, after, notes = done.packs, done.written_bytes, [*notes, *done.notes]
     told = tuple(RewrittenPack(ObjectKey("pack", pack.pack).name, pack.size_bytes, live_bytes(pack)) for pack in rewritten)

@@ -18,9 +18,9 @@ from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.codec import BASED, Codec, Encoder, Mode, StoredBlock, decode
 from tensorstore_ck.format.pack import Footer
 from tensorstore_ck.gc.compact import SparsePack, compact, live_bytes, put_in_force, read_blocks, read_footer
-from tensorstore_ck.gc.listing import Listed
-from tensorstore_ck.gc.live_set import Reach, at_newest
-from tensorstore_ck.gc.report import Progress, Summed
+from tensorstore_ck.gc.listing import ListedObject
+from tensorstore_ck.gc.live_set import LiveSet, at_newest
+from tensorstore_ck.gc.report import Progress, ProgressSum
 from tensorstore_ck.log import ObjectKey, RefTable
 
 BATCH_BYTES: Final = 16 << 30
@@ -31,7 +31,7 @@ WORTH: Final = 0.97
 _OPAQUE: Final = frozenset({Codec.LZ4, Codec.ZSTD})
 
 
-class Found(NamedTuple):
+class RepackScan(NamedTuple):
     """Packs that were looked at."""
 
     packs: list[SparsePack]
@@ -39,7 +39,7 @@ class Found(NamedTuple):
     """Those that could not be read, and why."""
 
 
-class Smaller(NamedTuple):
+class RepackPlan(NamedTuple):
     """Packs that would become smaller."""
 
     packs: list[SparsePack]
@@ -47,7 +47,7 @@ class Smaller(NamedTuple):
     """What they would take."""
 
 
-class Rewritten(NamedTuple):
+class RepackResult(NamedTuple):
     """What was done."""
 
     packs: list[SparsePack]
@@ -57,11 +57,11 @@ class Rewritten(NamedTuple):
     """Packs that could not be read, and why."""
 
 
-def look_at(engine: Engine, reach: Reach, candidates: Mapping[ObjectKey, Listed], progress: Progress) -> Found:
+def look_at(engine: Engine, reach: LiveSet, candidates: Mapping[ObjectKey, ListedObject], progress: Progress) -> RepackScan:
     """Packs, with those of their entries that are needed."""
     found: dict[Ulid, SparsePack] = {}
     notes: list[str] = []
-    looked = Summed(progress, "looking at packs", len(candidates))
+    looked = ProgressSum(progress, "looking at packs", len(candidates))
 
     def look(key: ObjectKey) -> None:
         try:
@@ -72,13 +72,13 @@ def look_at(engine: Engine, reach: Reach, candidates: Mapping[ObjectKey, Listed]
         looked.add(1)
 
     for_each(candidates, look, cpu_threads())
-    return Found([found[pack] for pack in sorted(found)], notes)
+    return RepackScan([found[pack] for pack in sorted(found)], notes)
 
 
-def smaller(engine: Engine, found: Found, mode: Mode, progress: Progress) -> Smaller:
+def smaller(engine: Engine, found: RepackScan, mode: Mode, progress: Progress) -> RepackPlan:
     """Those packs that would become smaller, by some blocks of each."""
     after: dict[Ulid, int] = {}
-    sampled = Summed(progress, "sampling packs", len(found.packs))
+    sampled = ProgressSum(progress, "sampling packs", len(found.packs))
 
     def sample(pack: SparsePack) -> None:
         try:
@@ -91,18 +91,18 @@ def smaller(engine: Engine, found: Found, mode: Mode, progress: Progress) -> Sma
         sampled.add(1)
 
     for_each(found.packs, sample, cpu_threads())
-    return Smaller([pack for pack in found.packs if pack.pack in after], sum(after.values()))
+    return RepackPlan([pack for pack in found.packs if pack.pack in after], sum(after.values()))
 
 
 def rewrite(
     engine: Engine,
-    reach: Reach,
+    reach: LiveSet,
     packs: Iterable[SparsePack],
     *,
     mode: Mode | None,
     place: str | None = None,
     progress: Callable[[int], None],
-) -> Rewritten:
+) -> RepackResult:
     """Copies the needed entries of packs, and puts the copies in force.
 
     Args:
@@ -113,7 +113,7 @@ def rewrite(
         place: The URL where they are to lie, if not the store's own place.
         progress: Called with each number of bytes copied.
     """
-    done = Rewritten([], 0, [])
+    done = RepackResult([], 0, [])
     if place is not None:
         engine.placed.begin(place)
     for batch in _batches(packs):
@@ -128,7 +128,7 @@ def rewrite(
     return done
 
 
-def _still_needed(reach: Reach, packs: Iterable[SparsePack], anchor: int, view: RefTable) -> tuple[int, list[SparsePack]]:
+def _still_needed(reach: LiveSet, packs: Iterable[SparsePack], anchor: int, view: RefTable) -> tuple[int, list[SparsePack]]:
     reach.update(view)
     keys = [(pack, ObjectKey("pack", pack.pack)) for pack in packs]
     left = [pack for pack, key in keys if view.object_state(key) is None and reach.needs(key)]

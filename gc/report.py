@@ -148,7 +148,7 @@ class GcReport:
         return self.deleted_bytes - self.written_bytes
 
 
-class Summed:
+class ProgressSum:
     """Adds up progress from several threads."""
 
     def __init__(self, progress: Progress, what: str, total: int) -> None:

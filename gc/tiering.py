@@ -16,13 +16,13 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import UnsafeBackendError
 from tensorstore_ck.format.codec import Mode
 from tensorstore_ck.gc.compact import SparsePack, live_bytes
-from tensorstore_ck.gc.listing import Listed, list_objects
-from tensorstore_ck.gc.live_set import Reach, at_newest
-from tensorstore_ck.gc.repack import Found, look_at, rewrite, smaller
-from tensorstore_ck.gc.report import Progress, Summed
+from tensorstore_ck.gc.listing import ListedObject, list_objects
+from tensorstore_ck.gc.live_set import LiveSet, at_newest
+from tensorstore_ck.gc.repack import RepackScan, look_at, rewrite, smaller
+from tensorstore_ck.gc.report import Progress, ProgressSum
 from tensorstore_ck.log import ObjectKey, RefTable
 from tensorstore_ck.log.cache import Table, TableError
-from tensorstore_ck.log.retention.age_rules import AS_IS, HERE, Wish, wishes
+from tensorstore_ck.log.retention.age_rules import AS_IS, HERE, AgeTarget, wishes
 
 MODE: Final[Mode] = "small"
 _JUDGED: Final = b"j/"
@@ -59,7 +59,7 @@ class TierReport:
         return sum(pack.live_bytes for pack in self.packs)
 
 
-class _Plan(NamedTuple):
+class _TierPlan(NamedTuple):
     snapshots: int
     targets: dict[ObjectKey, tuple[str | None, bool]]
     """Pack -> where it is to lie, and whether it is to be encoded smaller; of those of which anything is wished."""
@@ -94,7 +94,7 @@ def run_tiering(
         engine.placed.require_own()
     listed = list_objects(engine.backend)
     part_sizes = {key.ulid: found.size_bytes for key, found in listed.items() if key.kind == "part"}
-    reach = Reach(engine, part_sizes, lambda done, total: progress("marking snapshots", done, total))
+    reach = LiveSet(engine, part_sizes, lambda done, total: progress("marking snapshots", done, total))
     plan = at_newest(engine, lambda _, view: _plan(engine, reach, listed, view))
     places = engine.placed.places()
     moving = {key for key, (place, _) in plan.targets.items() if place != places.get(key.ulid)}
@@ -102,7 +102,7 @@ def run_tiering(
     staying = {key for key in plan.targets.keys() - moving if key.ulid not in judged}
     found = look_at(engine, reach, {key: listed[key] for key in moving | staying}, progress)
     to_move = [pack for pack in found.packs if ObjectKey("pack", pack.pack) in moving]
-    to_judge = Found([pack for pack in found.packs if ObjectKey("pack", pack.pack) in staying], found.notes)
+    to_judge = RepackScan([pack for pack in found.packs if ObjectKey("pack", pack.pack) in staying], found.notes)
     worth = smaller(engine, to_judge, MODE, progress)
     told: list[TieredPack] = []
     written, notes = worth.after_bytes + sum(map(live_bytes, to_move)), found.notes
@@ -110,7 +110,7 @@ def run_tiering(
         written = 0
         worth_it = {pack.pack for pack in worth.packs}
         _note_judged(engine.table, {pack.pack for pack in to_judge.packs} - worth_it, gone=judged - {key.ulid for key in listed})
-    copied = Summed(progress, "rewriting packs", sum(map(live_bytes, [*to_move, *worth.packs])))
+    copied = ProgressSum(progress, "rewriting packs", sum(map(live_bytes, [*to_move, *worth.packs])))
     for (place, small), packs in _grouped(plan, [*to_move, *worth.packs]):
         done = packs
         if not dry_run:
@@ -120,12 +120,12 @@ def run_tiering(
     return TierReport(dry_run, plan.snapshots, tuple(told), written, tuple(notes))
 
 
-def _plan(engine: Engine, reach: Reach, listed: dict[ObjectKey, Listed], view: RefTable) -> _Plan:
+def _plan(engine: Engine, reach: LiveSet, listed: dict[ObjectKey, ListedObject], view: RefTable) -> _TierPlan:
     wished = wishes(view, engine.clock())
     if not wished:
-        return _Plan(0, {})
+        return _TierPlan(0, {})
     reach.update(view)
-    of_pack: dict[Ulid, Wish] = {}
+    of_pack: dict[Ulid, AgeTarget] = {}
     for ulid, wish in wished.items():
         info = view.snapshot(ulid)
         for pack in reach.packs_of(view, info) if info is not None else ():
@@ -137,10 +137,10 @@ def _plan(engine: Engine, reach: Reach, listed: dict[ObjectKey, Listed], view: R
         place = now if wish.stage == AS_IS else None if wish.stage == HERE else place_url(wish.stage.url, engine.config.uuid)
         if (place != now or wish.small) and key in listed and view.object_state(key) is None:
             targets[key] = (place, wish.small)
-    return _Plan(len(wished), targets)
+    return _TierPlan(len(wished), targets)
 
 
-def _grouped(plan: _Plan, packs: list[SparsePack]) -> Iterator[tuple[tuple[str | None, bool], list[SparsePack]]]:
+def _grouped(plan: _TierPlan, packs: list[SparsePack]) -> Iterator[tuple[tuple[str | None, bool], list[SparsePack]]]:
     """Those together that go to one place in one form."""
     groups: dict[tuple[str | None, bool], list[SparsePack]] = {}
     for pack in packs:

@@ -20,7 +20,7 @@ from tensorstore_ck.engine.reachability import resolve
 from tensorstore_ck.format.codec import codec_name
 from tensorstore_ck.format.pack import ENTRY_DTYPE, HEADER, TRAILER
 from tensorstore_ck.format.part import Part
-from tensorstore_ck.gc.byte_sums import Blocks, Owners, Tally, distinct_blocks
+from tensorstore_ck.gc.byte_sums import BlockSet, ByteSums, OwnerBytes, distinct_blocks
 from tensorstore_ck.gc.mark import PackArray, read_parts
 from tensorstore_ck.gc.part_summary import SummaryCache, summarize
 from tensorstore_ck.gc.plan import plan_gc
@@ -33,7 +33,7 @@ _FOLDERS: Final = tuple(f"{folder}/" for folder in FOLDERS.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldBytes:
     """What some refs hold: a branch with its whole history."""
 
     snapshots: int
@@ -49,7 +49,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RefUsage(Held):
+class RefUsage(HeldBytes):
     """One branch or tag."""
 
     ref: str
@@ -58,7 +58,7 @@ class RefUsage(Held):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobUsage(Held):
+class JobUsage(HeldBytes):
     """The refs of one job: those whose names are alike up to the last '/'. A ref without one is a job of its own."""
 
     job: str
@@ -117,7 +117,7 @@ class PlaceUsage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage(Held):
+class Usage(HeldBytes):
     """What all refs, pins and undo windows hold together, and what lies in the store."""
 
     refs: tuple[RefUsage, ...]
@@ -164,12 +164,12 @@ class _Measurement:
         self._relocated = {pack for pack, _ in self._view.all_relocations()}
         self._sizes = {info.name: info.size_bytes for info in engine.backend.list("")}
         self._labels = sorted({label for labels in self._held.values() for label in labels})
-        self._tally = Tally(self._labels)
+        self._tally = ByteSums(self._labels)
         part_sizes = {ulid: size for name, size in self._sizes.items() if name.startswith("parts/") and (ulid := parse_ulid(name[-26:]))}
         self._summaries = SummaryCache(engine.table, part_sizes)
         chosen = sorted(ulid for ulid, labels in self._held.items() if labels != [UNDO]) if per_snapshot else []
         self._number = {ulid: number for number, ulid in enumerate(chosen)}
-        self._owners = Owners(len(chosen))
+        self._owners = OwnerBytes(len(chosen))
         self._per_snapshot = per_snapshot
         self._lock = threading.Lock()
 
@@ -207,7 +207,7 @@ class _Measurement:
         if number is not None:
             self._owners.add_object(number, key, size_bytes)
 
-    def _blocks(self, part: Part, moved: set[ObjectKey]) -> Blocks:
+    def _blocks(self, part: Part, moved: set[ObjectKey]) -> BlockSet:
         """The blocks of a part, where they are now; adds the moved objects on the way to `moved`."""
         if self._relocated.isdisjoint(part.packs):
             return distinct_blocks(part.packs, part.extents)

@@ -18,7 +18,7 @@ from tensorstore_ck.format.writer_record import MAX_RECORD_BYTES, SERIES_SECONDS
 REMOTE_THREADS: Final = 8
 
 
-class Writers:
+class WriterRecords:
     """The records that one listing showed."""
 
     def __init__(self, engine: Engine) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails
-from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, Groups
-from tensorstore_ck.session.ref_fence import Seen
+from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, ProcessGroups
+from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.restoring import Restoring
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ class ReadOnlyStore(Protocol):
     @property
     def engine(self) -> Engine: ...
     @property
-    def seen(self) -> Seen: ...
+    def seen(self) -> RefFence: ...
     @property
-    def groups(self) -> Groups: ...
+    def groups(self) -> ProcessGroups: ...
 
     # --- restore ------------------------------------------------------------------------------------------------------
 

@@ -101,11 +101,11 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Call
 
     if _EXTRAS.get(protocol) == "s3":
         from tensorstore_ck.backend.s3 import S3Backend  # noqa: PLC0415 - loads fsspec
-        from tensorstore_ck.backend.s3_requests import Timing, without_retries  # noqa: PLC0415
+        from tensorstore_ck.backend.s3_requests import RetryTiming, without_retries  # noqa: PLC0415
 
         bucket, _, prefix = root.partition("/")
         single_shot, tries = without_retries(options)
-        timing = Timing(max_tries=tries)
+        timing = RetryTiming(max_tries=tries)
         return S3Backend(lambda: connect(single_shot), bucket, prefix.strip("/"), timing=timing, on_wait=on_wait, secrets=secrets)
     from tensorstore_ck.backend.fsspec_backend import CREATE_CALLS, FsspecBackend  # noqa: PLC0415 - loads fsspec
 

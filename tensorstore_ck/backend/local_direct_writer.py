@@ -34,7 +34,7 @@ def use_direct(fd: int) -> bool:
     return True
 
 
-class _Window:
+class _WriteWindow:
     """`WINDOW_BYTES` of the file, on their way to the disk."""
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -48,7 +48,7 @@ class DirectWriter(LocalWriter):
 
     def __init__(self, fd: int, unlink: Callable[[], object], name: str, seal: Callable[[int], None]) -> None:
         super().__init__(fd, unlink, name, seal)
-        self._windows: dict[int, _Window] = {}
+        self._windows: dict[int, _WriteWindow] = {}
         self._spare: list[mmap.mmap] = []
 
     def _write(self, views: list[memoryview], offset: int) -> None:
@@ -74,15 +74,15 @@ class DirectWriter(LocalWriter):
             write_at(self._fd, [memoryview(window.memory)[: window.filled]], number * WINDOW_BYTES)
         self._windows.clear()
 
-    def _window(self, number: int) -> _Window:
+    def _window(self, number: int) -> _WriteWindow:
         with self._state:
             window = self._windows.get(number)
             if window is None:
                 memory = self._spare.pop() if self._spare else mmap.mmap(-1, WINDOW_BYTES)
-                window = self._windows[number] = _Window(memory)
+                window = self._windows[number] = _WriteWindow(memory)
             return window
 
-    def _write_window(self, number: int, window: _Window) -> None:
+    def _write_window(self, number: int, window: _WriteWindow) -> None:
         try:
             write_at(self._fd, [memoryview(window.memory)], number * WINDOW_BYTES)
         except OSError as exc:

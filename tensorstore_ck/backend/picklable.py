@@ -11,7 +11,7 @@ from tensorstore_ck.backend import open_backend
 from tensorstore_ck.errors import InvalidUrlError
 
 
-class PortableBackend:
+class PicklableBackend:
     """A backend that is opened anew wherever it arrives."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None, no_sync: bool = False) -> None:
@@ -30,4 +30,4 @@ class PortableBackend:
         return getattr(self._backend, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PortableBackend, self._arguments
+        return PicklableBackend, self._arguments

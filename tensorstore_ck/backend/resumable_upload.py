@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
 
-class Piece(NamedTuple):
+class UploadPiece(NamedTuple):
     """A range of an object that travels in one request."""
 
     number: int
@@ -26,10 +26,10 @@ class Upload(Protocol):
 
     token: str
     """What `resume_upload` takes, in this process or another one."""
-    missing: Sequence[Piece]
+    missing: Sequence[UploadPiece]
     """What the place did not have when this upload was begun or resumed."""
 
-    def send(self, piece: Piece, body: BinaryIO) -> None:
+    def send(self, piece: UploadPiece, body: BinaryIO) -> None:
         """Sends a missing piece: all that is in `body`, from where it stands.
 
         Raises:

@@ -21,7 +21,7 @@ from tensorstore_ck.backend.remote_errors import ProcessLocal, error_code, http_
 from tensorstore_ck.backend.resumable_upload import Upload
 from tensorstore_ck.backend.s3_create import NewObject, S3Creator, new_object
 from tensorstore_ck.backend.s3_multipart_writer import S3Writer
-from tensorstore_ck.backend.s3_requests import Moved, Request, S3Requests, Timing, is_passing
+from tensorstore_ck.backend.s3_requests import Moved, Request, RetryTiming, S3Requests, is_passing
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, StoreError, UnsafeBackendError
@@ -47,7 +47,7 @@ class S3Backend:
         bucket: str,
         prefix: str,
         *,
-        timing: Timing | None = None,
+        timing: RetryTiming | None = None,
         on_wait: Callback = log_event,
         secrets: Sequence[str] = (),
     ) -> None:
@@ -57,7 +57,7 @@ class S3Backend:
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self._has_condition = False
-        self._requests = S3Requests(self.url, bucket, self._filesystem.get, timing or Timing(), on_wait, secrets=secrets)
+        self._requests = S3Requests(self.url, bucket, self._filesystem.get, timing or RetryTiming(), on_wait, secrets=secrets)
         self._creator = S3Creator(self._requests)
 
     # --- read ---

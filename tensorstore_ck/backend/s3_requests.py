@@ -96,7 +96,7 @@ def wait(future: "Future[Any]", seconds: float) -> bool:
     return bool(wait_for_futures([future], seconds).done)
 
 
-class Timing(NamedTuple):
+class RetryTiming(NamedTuple):
     """How long is waited, and by which clock."""
 
     max_tries: int | None = None
@@ -126,7 +126,7 @@ class S3Requests:
         url: str,
         bucket: str,
         filesystem: Callable[[], Any],
-        timing: Timing,
+        timing: RetryTiming,
         on_wait: Callback,
         *,
         secrets: Sequence[str] = (),

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Final, NamedTuple, Protocol
 
 from tensorstore_ck.backend import s3_multipart_writer
 from tensorstore_ck.backend.remote_errors import error_code
-from tensorstore_ck.backend.resumable_upload import Piece, Upload, UploadGoneError
+from tensorstore_ck.backend.resumable_upload import Upload, UploadGoneError, UploadPiece
 from tensorstore_ck.backend.s3_create import NewObject, UploadedPieces, is_taken, new_object
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, StoreError
 
@@ -91,13 +91,13 @@ def upload_id_of(token: str) -> str:
     return token.partition("/")[2]
 
 
-def pieces_of(size_bytes: int, piece_bytes: int) -> list[Piece]:
+def pieces_of(size_bytes: int, piece_bytes: int) -> list[UploadPiece]:
     """The pieces of an object of that size; an empty object is one empty piece."""
-    pieces: list[Piece] = []
+    pieces: list[UploadPiece] = []
     offset = 0
     while offset < size_bytes or not pieces:
         size = min(piece_bytes << (len(pieces) // s3_multipart_writer.PIECES_OF_ONE_SIZE), size_bytes - offset)
-        pieces.append(Piece(len(pieces) + 1, offset, size))
+        pieces.append(UploadPiece(len(pieces) + 1, offset, size))
         offset += size
     return pieces
 
@@ -105,12 +105,12 @@ def pieces_of(size_bytes: int, piece_bytes: int) -> list[Piece]:
 class PutUpload:
     """An object of one piece, or one that is there already."""
 
-    def __init__(self, destination: Destination, token: str, missing: Sequence[Piece]) -> None:
+    def __init__(self, destination: Destination, token: str, missing: Sequence[UploadPiece]) -> None:
         self.token = token
         self.missing = missing
         self._destination = destination
 
-    def send(self, piece: Piece, body: BinaryIO) -> None:
+    def send(self, piece: UploadPiece, body: BinaryIO) -> None:
         try:
             self._destination.creator.put(self._destination.new, body)
         except StoreError as exc:
@@ -125,7 +125,7 @@ class PutUpload:
 class MultipartUpload:
     """An object of many pieces."""
 
-    def __init__(self, destination: Destination, token: str, missing: Sequence[Piece], tags: dict[int, str]) -> None:
+    def __init__(self, destination: Destination, token: str, missing: Sequence[UploadPiece], tags: dict[int, str]) -> None:
         """`tags`: of the pieces that are not missing, by number."""
         self.token = token
         self.missing = missing
@@ -133,7 +133,7 @@ class MultipartUpload:
         self._upload_id = upload_id_of(token)
         self._tags = tags
 
-    def send(self, piece: Piece, body: BinaryIO) -> None:
+    def send(self, piece: UploadPiece, body: BinaryIO) -> None:
         try:
             reply = self._destination.call("write", "upload_part", UploadId=self._upload_id, PartNumber=piece.number, Body=body)
         except MissingObjectError as exc:
@@ -163,7 +163,7 @@ def _taken(new: NewObject) -> CorruptObjectError:
     )
 
 
-def _tags(destination: Destination, upload_id: str, pieces: Sequence[Piece]) -> dict[int, str]:
+def _tags(destination: Destination, upload_id: str, pieces: Sequence[UploadPiece]) -> dict[int, str]:
     """Number -> tag of the pieces that the server has in full."""
     tags: dict[int, str] = {}
     more: dict[str, int] = {}

@@ -34,7 +34,7 @@ ENTRY_BYTES: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class SaveEstimate:
     """What was measured, and what follows for a snapshot of `size_bytes` by `ranks`, all of whose blocks are new and kept as they are."""
 
     size_bytes: int
@@ -67,7 +67,7 @@ class _Speed(NamedTuple):
     read: float
 
 
-def forecast(backend: Backend, size_bytes: int, ranks: int) -> Forecast:
+def forecast(backend: Backend, size_bytes: int, ranks: int) -> SaveEstimate:
     """Measures with a tenth of `size_bytes`, but at least 64 MiB and at most 1 GiB, or what passes in about 10 s.
 
     Raises:
@@ -89,7 +89,7 @@ def forecast(backend: Backend, size_bytes: int, ranks: int) -> Forecast:
         return size, every if measured_ranks == 1 else one, every, _time_commits(backend, folder)
 
     (sample_bytes, one, every, commit_seconds), _ = in_folder(backend, measure)
-    return Forecast(
+    return SaveEstimate(
         size_bytes=size_bytes,
         ranks=ranks,
         sample_bytes=sample_bytes,

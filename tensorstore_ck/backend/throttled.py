@@ -31,7 +31,7 @@ def limited(
     """`backend` with these limits; itself where there is none. One `RateLimit` may be shared by several backends."""
     if writes is None and reads is None and min_free is None:
         return backend
-    return cast(Backend, LimitedBackend(backend, writes=writes, reads=reads, min_free=min_free, sleep=sleep))
+    return cast(Backend, ThrottledBackend(backend, writes=writes, reads=reads, min_free=min_free, sleep=sleep))
 
 
 def limited_to(backend: Backend, bytes_per_second: float | None) -> Backend:
@@ -45,7 +45,7 @@ def limited_to(backend: Backend, bytes_per_second: float | None) -> Backend:
     return limited(backend, writes=RateLimit(bytes_per_second), reads=RateLimit(bytes_per_second))
 
 
-class LimitedBackend:
+class ThrottledBackend:
     """See `limited`. What is not here is the backend's own."""
 
     def __init__(
@@ -84,7 +84,7 @@ class LimitedBackend:
 
     def open_writer(self, name: str) -> ObjectWriter:
         """A writer that waits."""
-        return _LimitedWriter(self, name, self._inner.open_writer(name))
+        return _ThrottledWriter(self, name, self._inner.open_writer(name))
 
     def _wait(self, limit: RateLimit | None, size: int) -> None:
         if limit is not None and (seconds := limit.take(size)) > 0:
@@ -101,10 +101,10 @@ class LimitedBackend:
         require_room(self._inner, self._min_free, size, name)
 
 
-class _LimitedWriter:
+class _ThrottledWriter:
     """Appends of several threads stay whole: one at a time where they are paced, as the filesystem would have it anyway."""
 
-    def __init__(self, backend: LimitedBackend, name: str, inner: ObjectWriter) -> None:
+    def __init__(self, backend: ThrottledBackend, name: str, inner: ObjectWriter) -> None:
         self._backend = backend
         self._name = name
         self._inner = inner

@@ -23,8 +23,8 @@ except ImportError as exc:
     raise missing_extra("catalog", "the catalog") from exc
 
 from tensorstore_ck.catalog.catalog import Catalog
-from tensorstore_ck.catalog.results import CatalogJob, CatalogStore, Found, SyncOutcome, SyncReport
+from tensorstore_ck.catalog.results import CatalogJob, CatalogStore, FoundSnapshot, SyncOutcome, SyncReport
 
-__all__ = ["Catalog", "CatalogJob", "CatalogStore", "Found", "SyncOutcome", "SyncReport"]
+__all__ = ["Catalog", "CatalogJob", "CatalogStore", "FoundSnapshot", "SyncOutcome", "SyncReport"]
 
 del _lark, _sqlalchemy

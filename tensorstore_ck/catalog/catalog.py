@@ -11,10 +11,10 @@ from sqlalchemy import Connection, func, select
 from tensorstore_ck.catalog import create_tables
 from tensorstore_ck.catalog.current_refs import LIVE
 from tensorstore_ck.catalog.database import Database
-from tensorstore_ck.catalog.query import Asked, find
-from tensorstore_ck.catalog.results import CatalogJob, CatalogStore, Found, SyncOutcome, SyncReport
+from tensorstore_ck.catalog.query import CheckedQuery, find
+from tensorstore_ck.catalog.results import CatalogJob, CatalogStore, FoundSnapshot, SyncOutcome, SyncReport
 from tensorstore_ck.catalog.schema import jobs, metrics, snapshots, stores
-from tensorstore_ck.catalog.sync import Batch, CacheMovedError, sync_batch
+from tensorstore_ck.catalog.sync import CacheMovedError, SyncBatch, sync_batch
 from tensorstore_ck.catalog.sync_stores import PARALLEL, OpenStore, sync_several
 from tensorstore_ck.common.ids import Clock
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, NotFoundError
@@ -133,7 +133,7 @@ class Catalog:
                     self._database.count_anew(snapshots.name, metrics.name)
                 return SyncReport(store.engine.config.uuid, store.url, entries, found, batch.head_n, reason)
 
-    def _batch(self, store: ReadOnlyStore, *, anew: bool) -> Batch:
+    def _batch(self, store: ReadOnlyStore, *, anew: bool) -> SyncBatch:
         for _ in range(_TRIES):
             try:
                 with self._database.writing() as connection:
@@ -157,7 +157,7 @@ class Catalog:
         descending: bool = False,
         limit: int | None = None,
         state: str | None = LIVE,
-    ) -> tuple[Found, ...]:
+    ) -> tuple[FoundSnapshot, ...]:
         """The snapshots that fit, of all stores, newest first.
 
         Args:
@@ -171,14 +171,14 @@ class Catalog:
             InvalidOptionError: the condition cannot be understood; the message says where.
             NotFoundError: there is no catalog, or no snapshot has that metric.
         """
-        asked = Asked.of(condition, order_by=order_by, descending=descending, limit=limit, state=state, now_ns=self._clock())
+        asked = CheckedQuery.of(condition, order_by=order_by, descending=descending, limit=limit, state=state, now_ns=self._clock())
         with self._reading() as connection:
             return find(connection, asked)
 
     @staticmethod
     def metrics_in(condition: str, order_by: str | None = None) -> tuple[str, ...]:
         """The metrics that a condition, and an order, speak of."""
-        return Asked.of(condition, order_by=order_by).metrics
+        return CheckedQuery.of(condition, order_by=order_by).metrics
 
     def synced(self) -> dict[str, int]:
         """URL of each store -> when it was synced last, in nanoseconds since 1970."""

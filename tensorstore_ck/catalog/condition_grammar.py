@@ -67,7 +67,7 @@ NAME: /(?!(and|or|not|in|like|between|is|null|true|false)(?![\w.\/]))[A-Za-z_][\
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class TestedName:
     """What is tested."""
 
     text: str
@@ -76,7 +76,7 @@ class Name:
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class ComparedValue:
     """What it is compared with."""
 
     text: str
@@ -88,10 +88,10 @@ class Value:
 class Test:
     """One test."""
 
-    name: Name
+    name: TestedName
     op: str
     """``=``, ``!=``, ``<``, ``<=``, ``>``, ``>=``, ``in``, ``like``, ``between``, ``null``, ``nan``, ``flag``."""
-    values: tuple[Value, ...] = ()
+    values: tuple[ComparedValue, ...] = ()
     negated: bool = False
     """For those that are words: ``not in``."""
     depth: int = 1
@@ -146,15 +146,15 @@ def _parser() -> Lark:
 class _Nodes(Transformer[Token, Any]):
     """Makes nodes while the text is parsed, so that nothing recurses, however deep it is."""
 
-    def plain(self, found: list[Token]) -> Name:
-        return Name(str(found[0]), is_metric=False)
+    def plain(self, found: list[Token]) -> TestedName:
+        return TestedName(str(found[0]), is_metric=False)
 
-    def quoted(self, found: list[Token]) -> Name:
-        return Name(_unquoted(found[0]), is_metric=True)
+    def quoted(self, found: list[Token]) -> TestedName:
+        return TestedName(_unquoted(found[0]), is_metric=True)
 
-    def value(self, found: list[Token]) -> Value:
+    def value(self, found: list[Token]) -> ComparedValue:
         kind = {"NUMBER": "number", "QUANTITY": "quantity", "TEXT": "text"}.get(found[0].type, "flag")
-        return Value(_unquoted(found[0]) if kind == "text" else str(found[0]), kind)
+        return ComparedValue(_unquoted(found[0]) if kind == "text" else str(found[0]), kind)
 
     def compare(self, found: list[Any]) -> Test:
         name, op, value = found

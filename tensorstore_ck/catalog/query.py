@@ -9,9 +9,9 @@ from typing import Any, Final, Self
 
 from sqlalchemy import Connection, Select, and_, func, select, tuple_
 
-from tensorstore_ck.catalog.condition_grammar import Name, Node, is_text, parse
+from tensorstore_ck.catalog.condition_grammar import Node, TestedName, is_text, parse
 from tensorstore_ck.catalog.current_refs import STATES
-from tensorstore_ck.catalog.results import Found
+from tensorstore_ck.catalog.results import FoundSnapshot
 from tensorstore_ck.catalog.row_writer import VALUES_A_STATEMENT
 from tensorstore_ck.catalog.schema import metrics, pins, snapshots, stores, tags
 from tensorstore_ck.catalog.sql_conditions import FIELDS, IsRare, is_metric, names_of, to_sql
@@ -29,7 +29,7 @@ _ORDERS: Final[dict[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CheckedQuery:
     """A question that makes sense, but for metrics that nobody may have."""
 
     node: Node | None
@@ -38,7 +38,7 @@ class Asked:
     now_ns: int
     metrics: tuple[str, ...]
     """Those that it speaks of."""
-    order_by: Name | None
+    order_by: TestedName | None
     descending: bool
     limit: int | None
 
@@ -66,7 +66,7 @@ class Asked:
         names = names_of(node) if node is not None else []
         if node is not None:
             to_sql(node, now_ns, lambda _: True)  # to find what makes no sense
-        if Name("state", is_metric=False) in names:
+        if TestedName("state", is_metric=False) in names:
             state = None
         order = _order_name(order_by) if order_by is not None else None
         asked = [*names, *([order] if order is not None else [])]
@@ -74,7 +74,7 @@ class Asked:
         return cls(node, state, now_ns, metrics, order, descending, limit if limit is None else min(limit, _MAX_LIMIT))
 
 
-def find(connection: Connection, asked: Asked) -> tuple[Found, ...]:
+def find(connection: Connection, asked: CheckedQuery) -> tuple[FoundSnapshot, ...]:
     """The snapshots that fit."""
     for name in asked.metrics:
         _require_metric(connection, name)
@@ -93,7 +93,7 @@ def find(connection: Connection, asked: Asked) -> tuple[Found, ...]:
         its_tags.setdefault((store_id, ulid), []).append(name)
     pinned = {tuple(row) for row in _select(connection, tuple_(pins.c.store_id, pins.c.ulid), by_ulid, pins.c.store_id, pins.c.ulid)}
     return tuple(
-        Found(
+        FoundSnapshot(
             urls[row.store_id],
             row.ref,
             row.job,
@@ -115,7 +115,7 @@ def find(connection: Connection, asked: Asked) -> tuple[Found, ...]:
     )
 
 
-def statement(asked: Asked, is_rare: IsRare) -> Select[Any]:
+def statement(asked: CheckedQuery, is_rare: IsRare) -> Select[Any]:
     """The ids of those that fit, in order: sorting them alone is faster than sorting whole rows."""
     joined = select(snapshots.c.id)
     if asked.node is not None:
@@ -144,10 +144,10 @@ def _is_rare(connection: Connection, those: Select[Any]) -> bool:
     return connection.execute(select(func.count()).select_from(some)).scalar_one() <= MAX_RARE
 
 
-def _order_name(text: str) -> Name:
+def _order_name(text: str) -> TestedName:
     if not is_text(text):
         raise InvalidOptionError(f"order_by must be the name of a field or a metric, not {text!r}", object_id="order_by")
-    name = Name(text[1:-1], is_metric=True) if len(text) > 2 and text[0] == text[-1] == '"' else Name(text, is_metric=False)
+    name = TestedName(text[1:-1], is_metric=True) if len(text) > 2 and text[0] == text[-1] == '"' else TestedName(text, is_metric=False)
     if not is_metric(name) and name.text != "age" and name.text not in _ORDERS:
         raise InvalidOptionError(
             f"there is no order of {name.text}: take one of {', '.join(_ORDERS)}, age, or a metric", object_id=name.text

@@ -45,14 +45,14 @@ _NUMBERS: Final = ("step", "logical_bytes", "new_bytes", "expires_ns")
 _LISTS: Final = (*FOLDERS.values(), "targets")
 
 
-class Put(NamedTuple):
+class PutEvent(NamedTuple):
     """A snapshot was published."""
 
     row: Row
     metrics: Mapping[str, float]
 
 
-class Noted(NamedTuple):
+class AnnotatedEvent(NamedTuple):
     """Something was said about a root."""
 
     root: str
@@ -61,7 +61,7 @@ class Noted(NamedTuple):
     """With its reason; None: nothing was said of that."""
 
 
-class Freed(NamedTuple):
+class FreedEvent(NamedTuple):
     """A snapshot's record was swept, and the fold has forgotten it."""
 
     ulid: str
@@ -69,7 +69,7 @@ class Freed(NamedTuple):
 
 
 @dataclass(slots=True)
-class Replay:
+class EntryEvents:
     """What a batch of entries says."""
 
     store_id: int
@@ -79,7 +79,7 @@ class Replay:
     """Whether the fold has a snapshot, as of its head."""
     events: list[Row] = field(default_factory=list)
     gc_runs: list[Row] = field(default_factory=list)
-    changes: list[Put | Noted | Freed] = field(default_factory=list)
+    changes: list[PutEvent | AnnotatedEvent | FreedEvent] = field(default_factory=list)
     hit_ulids: set[str] = field(default_factory=set)
     """These may have another state now."""
     hit_roots: set[str] = field(default_factory=set)
@@ -119,16 +119,16 @@ class Replay:
             "logical_bytes": fields["logical_bytes"],
             "new_bytes": fields["new_bytes"],
         }
-        self.changes.append(Put(row, cleaned(fields["metrics"])))
+        self.changes.append(PutEvent(row, cleaned(fields["metrics"])))
 
     def _say(self, entry: Entry, op: Op) -> None:
         fields = op.fields
         if op.name == "annotate":
-            self.changes.append(Noted(fields["root"].hex(), cleaned(fields["metrics"]), None))
+            self.changes.append(AnnotatedEvent(fields["root"].hex(), cleaned(fields["metrics"]), None))
         elif op.name == "mark":
-            self.changes.append(Noted(fields["root"].hex(), {}, (fields["mark"], clean(fields["reason"]))))
+            self.changes.append(AnnotatedEvent(fields["root"].hex(), {}, (fields["mark"], clean(fields["reason"]))))
         elif op.name == "sweep":
-            self.changes += [Freed(ulid_text(ulid), entry.n) for ulid in split_ulids(fields["snapshots"]) if not self.is_known(ulid)]
+            self.changes += [FreedEvent(ulid_text(ulid), entry.n) for ulid in split_ulids(fields["snapshots"]) if not self.is_known(ulid)]
 
     def _hit(self, op: Op) -> None:
         """Notes which snapshots, and which tables, an operation may change."""

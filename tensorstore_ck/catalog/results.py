@@ -69,7 +69,7 @@ class CatalogStore:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundSnapshot:
     """A snapshot that fits."""
 
     store: str

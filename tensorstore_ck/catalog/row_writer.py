@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, Connection, Table, and_, bindparam, delete
 from sqlalchemy.dialects import postgresql, sqlite
 
 from tensorstore_ck.catalog import current_refs
-from tensorstore_ck.catalog.read_entries import Freed, Noted, Put, Replay, Row
+from tensorstore_ck.catalog.read_entries import AnnotatedEvent, EntryEvents, FreedEvent, PutEvent, Row
 from tensorstore_ck.catalog.schema import events, gc_runs, jobs, metadata, metrics, snapshots
 from tensorstore_ck.common.ids import Ulid, parse_ulid
 from tensorstore_ck.log import RefTable
@@ -53,7 +53,7 @@ class _Root:
     reason: str = ""
 
 
-class Feed:
+class RowWriter:
     """One store's rows, in one transaction that holds the store's lock."""
 
     def __init__(self, connection: Connection, store_id: int) -> None:
@@ -63,7 +63,7 @@ class Feed:
         self._by_root: dict[str, _Root] = {}
         self._replaced: list[int] = []
 
-    def write(self, replay: Replay, view: RefTable) -> int:
+    def write(self, replay: EntryEvents, view: RefTable) -> int:
         """Writes a batch; returns the number of its snapshots."""
         self._load(replay.changes)
         for change in replay.changes:
@@ -80,10 +80,16 @@ class Feed:
 
     # --- what was said, in memory -------------------------------------------------------------------------------------
 
-    def _load(self, changes: Iterable[Put | Noted | Freed]) -> None:
+    def _load(self, changes: Iterable[PutEvent | AnnotatedEvent | FreedEvent]) -> None:
         """Reads the snapshots that the changes are about, and all others of the same roots."""
-        ulids = {change.row["ulid"] if isinstance(change, Put) else change.ulid for change in changes if not isinstance(change, Noted)}
-        roots = {change.row["root"] if isinstance(change, Put) else change.root for change in changes if not isinstance(change, Freed)}
+        ulids = {
+            change.row["ulid"] if isinstance(change, PutEvent) else change.ulid
+            for change in changes
+            if not isinstance(change, AnnotatedEvent)
+        }
+        roots = {
+            change.row["root"] if isinstance(change, PutEvent) else change.root for change in changes if not isinstance(change, FreedEvent)
+        }
         columns = (snapshots.c.id, snapshots.c.ulid, snapshots.c.root, snapshots.c.mark, snapshots.c.reason, snapshots.c.freed_n)
         rows = self._select(columns, snapshots.c.ulid, ulids)
         rows += self._select(columns, snapshots.c.root, roots | {row.root for row in rows})
@@ -106,16 +112,16 @@ class Feed:
             found += self._connection.execute(select(*columns).where(snapshots.c.store_id == self._store_id, column.in_(piece)))
         return found
 
-    def _apply(self, change: Put | Noted | Freed) -> None:
+    def _apply(self, change: PutEvent | AnnotatedEvent | FreedEvent) -> None:
         match change:
-            case Put():
+            case PutEvent():
                 self._put(change)
-            case Noted():
+            case AnnotatedEvent():
                 self._note(change)
-            case Freed():
+            case FreedEvent():
                 self._free(change)
 
-    def _put(self, put: Put) -> None:
+    def _put(self, put: PutEvent) -> None:
         row = put.row
         before = self._by_ulid.get(row["ulid"])
         if before is not None:  # no writer draws a ULID twice; but what the fold does with such a log is done here
@@ -129,7 +135,7 @@ class Feed:
         root.members.append(snapshot)
         self._by_ulid[snapshot.ulid] = snapshot
 
-    def _note(self, noted: Noted) -> None:
+    def _note(self, noted: AnnotatedEvent) -> None:
         root = self._by_root.get(noted.root)
         if root is None or not root.members:
             return
@@ -143,7 +149,7 @@ class Feed:
             for snapshot in root.members:
                 snapshot.mark, snapshot.reason, snapshot.changed = root.mark, root.reason, True
 
-    def _free(self, freed: Freed) -> None:
+    def _free(self, freed: FreedEvent) -> None:
         snapshot = self._by_ulid.get(freed.ulid)
         if snapshot is not None and snapshot.freed_n is None:
             snapshot.freed_n, snapshot.changed = freed.n, True
@@ -159,7 +165,7 @@ class Feed:
 
     # --- into the tables ----------------------------------------------------------------------------------------------
 
-    def _write_snapshots(self, new: Sequence[_Snapshot], replay: Replay, view: RefTable) -> None:
+    def _write_snapshots(self, new: Sequence[_Snapshot], replay: EntryEvents, view: RefTable) -> None:
         mine = snapshots.c.store_id == self._store_id
         for ids in _pieces(self._replaced):
             self._connection.execute(delete(metrics).where(metrics.c.snapshot.in_(ids)))

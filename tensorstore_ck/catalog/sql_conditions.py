@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from sqlalchemy import BigInteger, ColumnElement, Double, Select, Table, Text, and_, exists, false, literal, not_, or_, select
 
-from tensorstore_ck.catalog.condition_grammar import Name, Node, Test, Value
+from tensorstore_ck.catalog.condition_grammar import ComparedValue, Node, Test, TestedName
 from tensorstore_ck.catalog.current_refs import STATES
 from tensorstore_ck.catalog.schema import metrics, pins, snapshots, stores, tags
 from tensorstore_ck.common.units import parse_bytes, parse_seconds
@@ -44,13 +44,13 @@ def to_sql(node: Node, now_ns: int, is_rare: IsRare) -> Condition:
     return not_(parts[0]) if node.how == "not" else and_(*parts) if node.how == "and" else or_(*parts)
 
 
-def names_of(node: Node) -> list[Name]:
+def names_of(node: Node) -> list[TestedName]:
     """What is tested, in order, each once."""
     found = [node.name] if isinstance(node, Test) else [name for part in node.parts for name in names_of(part)]
     return list(dict.fromkeys(found))
 
 
-def is_metric(name: Name) -> bool:
+def is_metric(name: TestedName) -> bool:
     """Whether it is the name of a metric, and of no field."""
     return name.is_metric or name.text not in FIELDS
 
@@ -217,17 +217,17 @@ def _require(test: Test, ops: Sequence[str], what: str) -> None:
         raise InvalidOptionError(f"{test.name.text} is {what}: test it with {known}, not with {said}", object_id=test.name.text)
 
 
-def _wrong(test: Test, value: Value, wanted: str) -> InvalidOptionError:
+def _wrong(test: Test, value: ComparedValue, wanted: str) -> InvalidOptionError:
     return InvalidOptionError(f"{test.name.text} must be compared with {wanted}, not with {value.text!r}", object_id=test.name.text)
 
 
-def _number(test: Test, value: Value) -> float:
+def _number(test: Test, value: ComparedValue) -> float:
     if value.kind != "number":
         raise _wrong(test, value, "a number")
     return int(value.text) if value.text.lstrip("+-").isdecimal() and len(value.text) < 20 else float(value.text)
 
 
-def _size(test: Test, value: Value) -> float:
+def _size(test: Test, value: ComparedValue) -> float:
     if value.kind == "number":
         return _number(test, value)
     try:
@@ -236,14 +236,14 @@ def _size(test: Test, value: Value) -> float:
         raise _wrong(test, value, "a size like 500MB, 10GB or 1.5GiB") from None
 
 
-def _seconds(test: Test, value: Value) -> float:
+def _seconds(test: Test, value: ComparedValue) -> float:
     try:
         return parse_seconds(value.text if value.kind in ("quantity", "text") else None, "age")
     except InvalidOptionError:
         raise _wrong(test, value, "a length of time like 90s, 10m, 12h or 7d") from None
 
 
-def _date_ns(test: Test, value: Value) -> int:
+def _date_ns(test: Test, value: ComparedValue) -> int:
     """Without a time zone it is UTC."""
     try:
         found = datetime.fromisoformat(value.text if value.kind == "text" else "")

@@ -7,8 +7,8 @@ from sqlalchemy import Connection, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from tensorstore_ck.catalog.create_tables import forget_store
-from tensorstore_ck.catalog.read_entries import Replay
-from tensorstore_ck.catalog.row_writer import Feed
+from tensorstore_ck.catalog.read_entries import EntryEvents
+from tensorstore_ck.catalog.row_writer import RowWriter
 from tensorstore_ck.catalog.schema import stores
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
@@ -22,7 +22,7 @@ class CacheMovedError(Exception):
     """Another process of this host emptied the cache that the fold lies in: what was read of it is not to be trusted."""
 
 
-class Batch(NamedTuple):
+class SyncBatch(NamedTuple):
     """What one transaction did."""
 
     entries: int
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     is_last: bool
 
 
-def sync_batch(connection: Connection, engine: Engine, url: str, *, size: int, now_ns: int, anew: bool = False) -> Batch:
+def sync_batch(connection: Connection, engine: Engine, url: str, *, size: int, now_ns: int, anew: bool = False) -> SyncBatch:
     """Feeds up to `size` entries, and notes how far it came.
 
     Raises:
@@ -50,17 +50,17 @@ def sync_batch(connection: Connection, engine: Engine, url: str, *, size: int, n
             forget_store(connection, at.store_id)
             at = at._replace(head_n=0, head_hash=log.chain.genesis.hex())
     view, last_n, last_hash = log.view(), at.head_n, at.head_hash
-    replay = Replay(at.store_id, lambda n, txn: _counts(view, n, txn), lambda ulid: view.snapshot(ulid) is not None)
+    replay = EntryEvents(at.store_id, lambda n, txn: _counts(view, n, txn), lambda ulid: view.snapshot(ulid) is not None)
     first_hash = Digest(bytes.fromhex(at.head_hash)) if at.head_n else log.chain.genesis
     batches = log.chain.entries(at.head_n, first_hash, at_least=head.n)
     for entry in islice((entry for batch in batches for entry in batch), min(size, max(0, head.n - at.head_n))):
         replay.add(entry)
         last_n, last_hash = entry.n, entry.hash.hex()
-    count = Feed(connection, at.store_id).write(replay, view)
+    count = RowWriter(connection, at.store_id).write(replay, view)
     _require_folded(view, head.n)
     values = {"url": url, "log": engine.config.log, "head_n": last_n, "head_hash": last_hash, "synced_ns": now_ns}
     connection.execute(update(stores).where(stores.c.store_id == at.store_id).values(values))
-    return Batch(last_n - at.head_n, count, last_n, reason, last_n >= head.n)
+    return SyncBatch(last_n - at.head_n, count, last_n, reason, last_n >= head.n)
 
 
 class _At(NamedTuple):

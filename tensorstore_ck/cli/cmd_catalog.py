@@ -16,7 +16,7 @@ from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import FormatVersionError, StoreError
 
 if TYPE_CHECKING:
-    from tensorstore_ck.catalog import Catalog, CatalogJob, CatalogStore, Found, SyncOutcome, SyncReport
+    from tensorstore_ck.catalog import Catalog, CatalogJob, CatalogStore, FoundSnapshot, SyncOutcome, SyncReport
     from tensorstore_ck.read_only_store import ReadOnlyStore
 
 CATALOG_VARIABLE: Final = "TSCK_CATALOG"
@@ -184,7 +184,7 @@ def _job_cells(job: "CatalogJob") -> list[str]:
     ]
 
 
-def _found_lines(found: Sequence["Found"], names: Sequence[str], synced: Mapping[str, int], *, more: bool) -> Iterable[str]:
+def _found_lines(found: Sequence["FoundSnapshot"], names: Sequence[str], synced: Mapping[str, int], *, more: bool) -> Iterable[str]:
     if found:
         header = ["REF", "STEP", "TIME (UTC)", "SIZE", "NEW", *map(printable, names), "ROOT", "TAGS", "PINNED", "STATE", "MARK"]
         rows = [_cells(each, names) for each in found]
@@ -200,7 +200,7 @@ def _found_lines(found: Sequence["Found"], names: Sequence[str], synced: Mapping
     yield f"{as_of}; `tsck catalog sync` brings in what came since"
 
 
-def _cells(each: "Found", names: Sequence[str]) -> list[str]:
+def _cells(each: "FoundSnapshot", names: Sequence[str]) -> list[str]:
     return [
         printable(each.ref),
         "-" if each.step is None else str(each.step),

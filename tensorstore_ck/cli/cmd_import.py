@@ -13,7 +13,7 @@ from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.format.codec import CodecName
 
 if TYPE_CHECKING:
-    from tensorstore_ck.integrations.importing import Contents
+    from tensorstore_ck.integrations.importing import CheckpointContents
 
 KEY = "key:"
 
@@ -120,7 +120,7 @@ def import_(
 import_.name = "import"
 
 
-def _lines(contents: "Contents") -> Iterator[str]:
+def _lines(contents: "CheckpointContents") -> Iterator[str]:
     tensors = f"{counted(contents.tensors, 'tensor')} ({human_bytes(contents.tensor_bytes)})"
     yield f"found a {contents.format}: {tensors}, {counted(contents.values, 'other value')}"
     for what, count in contents.converted.items():

@@ -9,7 +9,7 @@ import click
 
 from tensorstore_ck.backend import ProbeResult
 from tensorstore_ck.backend import probe as run_probe
-from tensorstore_ck.backend.save_estimate import Forecast, forecast
+from tensorstore_ck.backend.save_estimate import SaveEstimate, forecast
 from tensorstore_ck.cli.options import StoreChoice, byte_count, command, store_options
 from tensorstore_ck.cli.output import counted, emit, facts, green, indented, printable, red, short_root, table
 from tensorstore_ck.common.units import human_bytes
@@ -42,7 +42,7 @@ def probe(context: click.Context, choice: StoreChoice, *, size: int | None, rank
     """
     if ranks is not None and size is None:
         raise click.UsageError("--ranks is for --size.")
-    found: Forecast | None = None
+    found: SaveEstimate | None = None
     with closing(choice.open_backend()) as backend:
         result = run_probe(backend)
         if size is not None and result.exclusive_create:
@@ -81,7 +81,7 @@ def _probe_lines(result: ProbeResult) -> list[str]:
     return lines
 
 
-def _forecast_lines(found: Forecast) -> list[str]:
+def _forecast_lines(found: SaveEstimate) -> list[str]:
     def speed(count: float) -> str:
         return f"{human_bytes(int(count))}/s"
 

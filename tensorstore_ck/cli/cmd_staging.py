@@ -21,12 +21,12 @@ from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.events import LEVELS, Event, event_text
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.group.process_groups import Groups
-from tensorstore_ck.session.ref_fence import Seen
-from tensorstore_ck.session.save.context import Handle
-from tensorstore_ck.session.save.put_status import Course
+from tensorstore_ck.session.group.process_groups import ProcessGroups
+from tensorstore_ck.session.ref_fence import RefFence
+from tensorstore_ck.session.save.context import SaveContext
+from tensorstore_ck.session.save.put_status import PutStatus
 from tensorstore_ck.session.save.resume_staged import resume_here, sweep
-from tensorstore_ck.session.staging.listing import StagedPut, list_staged
+from tensorstore_ck.session.staging.listing import StagedPutInfo, list_staged
 from tensorstore_ck.session.staging.manifest import Manifest
 from tensorstore_ck.session.staging.publish import drop
 from tensorstore_ck.session.staging.verify import verify_staged
@@ -124,12 +124,12 @@ def _resume(context: click.Context, engine: Engine, *, as_json: bool, verify: bo
     tier = engine.tier
     assert tier is not None
     engine.observers.subscribe(_echo)
-    handle = Handle(engine, Seen(), Groups(engine), wait_for_upload=lambda: False)
+    handle = SaveContext(engine, RefFence(), ProcessGroups(engine), wait_for_upload=lambda: False)
     published: list[SnapshotInfo] = []
     failed: list[tuple[str, StoreError]] = []
 
     def is_verified(manifests: Sequence[Manifest]) -> bool:
-        course = Course(manifests[0].ref, manifests[0].step)
+        course = PutStatus(manifests[0].ref, manifests[0].step)
         try:
             verify_staged(engine, tier, manifests)
         except StoreError as exc:
@@ -139,7 +139,7 @@ def _resume(context: click.Context, engine: Engine, *, as_json: bool, verify: bo
 
     engine.log.sync()
     for job in resume_here(handle, tier, is_verified if verify else lambda _: True):
-        course = Course(job.ref, job.step)
+        course = PutStatus(job.ref, job.step)
         try:
             published.append(job.publish(course))
         except StoreError as exc:
@@ -169,8 +169,8 @@ def _drop(engine: Engine, folder: StagingFolder | None, txns: Sequence[str], *, 
     chosen = [known[txn] for txn in dict.fromkeys(txns)] if txns else [put for put in known.values() if put.is_here]
     if chosen and not yes:
         _confirm(chosen)
-    dropped: list[StagedPut] = []
-    kept: list[StagedPut] = []
+    dropped: list[StagedPutInfo] = []
+    kept: list[StagedPutInfo] = []
     for put in chosen:
         (dropped if drop(engine, engine.tier, _txn(put)) is None else kept).append(put)
     if engine.tier is not None:
@@ -181,7 +181,7 @@ def _drop(engine: Engine, folder: StagingFolder | None, txns: Sequence[str], *, 
     emit({"dropped": dropped, "published": kept}, lines or ["nothing is staged"], as_json=as_json)
 
 
-def _confirm(puts: Sequence[StagedPut]) -> None:
+def _confirm(puts: Sequence[StagedPutInfo]) -> None:
     if not sys.stdin.isatty():
         raise click.UsageError("This cannot be undone: add --yes to drop without being asked.")
     for put in puts:
@@ -189,19 +189,19 @@ def _confirm(puts: Sequence[StagedPut]) -> None:
     click.confirm(f"Give up {counted(len(puts), 'staged snapshot')} for good?", abort=True, err=True)
 
 
-def _txn(put: StagedPut) -> Ulid:
+def _txn(put: StagedPutInfo) -> Ulid:
     found = parse_ulid(put.txn)
     assert found is not None
     return found
 
 
-def _name(put: StagedPut) -> str:
+def _name(put: StagedPutInfo) -> str:
     if put.ref is None:
         return "a snapshot whose manifest is damaged"
     return printable(put.ref if put.step is None else f"{put.ref}@{put.step}")
 
 
-def _lines(found: Sequence[StagedPut], path: str | None) -> list[str]:
+def _lines(found: Sequence[StagedPutInfo], path: str | None) -> list[str]:
     if not found:
         return [
             "nothing is staged" + ("" if path is not None else ", as far as the log says; --staging FOLDER looks at this host's disk, too")
@@ -209,7 +209,7 @@ def _lines(found: Sequence[StagedPut], path: str | None) -> list[str]:
     return [*_table(found), *_why(found)]
 
 
-def _table(found: Sequence[StagedPut]) -> list[str]:
+def _table(found: Sequence[StagedPutInfo]) -> list[str]:
     now_ns = time.time_ns()
     rows = [
         [
@@ -230,7 +230,7 @@ def _table(found: Sequence[StagedPut]) -> list[str]:
     return table(header, rows, right={"STEP", "RANKS HERE", "SIZE", "SENT", "AGE"}, styles=styles)
 
 
-def _why(found: Sequence[StagedPut]) -> Iterator[str]:
+def _why(found: Sequence[StagedPutInfo]) -> Iterator[str]:
     """What is wrong, below the table."""
     for put in found:
         if put.problems:

@@ -15,9 +15,9 @@ import click
 
 from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.cold.allowed_locations import as_places
-from tensorstore_ck.backend.cold.cold_backend import PlacedBackend
-from tensorstore_ck.backend.cold.locations import PlaceOpener
-from tensorstore_ck.backend.picklable import PortableBackend
+from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
+from tensorstore_ck.backend.cold.locations import LocationOpener
+from tensorstore_ck.backend.picklable import PicklableBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.cli.allowed_locations import read_places
@@ -107,19 +107,19 @@ class StoreChoice:
 
     def make_portable(self, engine: Engine) -> None:
         """Lets an engine reach its store in a form that travels to workers elsewhere."""
-        own = cast(Backend, PortableBackend(self.require_url(), self.storage_options, self.no_sync))
+        own = cast(Backend, PicklableBackend(self.require_url(), self.storage_options, self.no_sync))
         if engine.read_only:
             own = cast(Backend, ReadOnlyBackend(own))
         with suppress(StoreError):  # a log that cannot be read is for the command to tell
             engine.log.sync()
-        placed = PlacedBackend(
+        placed = ColdTierBackend(
             own, self.place_opener(own.url, read_only=engine.read_only), lambda _: engine.log.view(), store=engine.config.uuid
         )
         engine.placed, engine.backend = placed, cast(Backend, placed)
 
-    def place_opener(self, url: str, *, read_only: bool = False) -> PlaceOpener:
+    def place_opener(self, url: str, *, read_only: bool = False) -> LocationOpener:
         """Opens the places to which packs of the store at `url` were moved."""
-        return PlaceOpener(url, self.storage_options, self.no_sync, read_only, allowed=as_places(self.allowed_places()))
+        return LocationOpener(url, self.storage_options, self.no_sync, read_only, allowed=as_places(self.allowed_places()))
 
     def allowed_places(self) -> tuple[str, ...]:
         """The places that packs of the store may lie at, besides those that need no word."""

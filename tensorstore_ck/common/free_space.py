@@ -29,7 +29,7 @@ class Space(NamedTuple):
     total_bytes: int
 
 
-class Place(Protocol):
+class HasSpace(Protocol):
     """Something that can be written to, such as a backend."""
 
     url: str
@@ -67,7 +67,7 @@ class MinFree:
         return self.size_bytes + int(self.fraction * total_bytes)
 
 
-def require_room(place: Place, min_free: MinFree, needed_bytes: int, what: str) -> None:
+def require_room(place: HasSpace, min_free: MinFree, needed_bytes: int, what: str) -> None:
     """Refuses what would leave less than `min_free` of a place; `what` it is begins the message.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Where the time and the bytes of one put go: `Meter`, which the put's threads add to, and `Progress`, which anybody may ask for.
+"""Where the time and the bytes of one put go: `PutMeter`, which the put's threads add to, and `Progress`, which anybody may ask for.
 
 Knows the stages' names and a clock, nothing of what is done in them. A stage's seconds are those in which at least one thread was at
 it, so that no number of threads makes a stage longer than the put; stages overlap, and their seconds do not add up.
@@ -61,7 +61,7 @@ class _Tally:
         self.total_bytes = 0
 
 
-class Meter:
+class PutMeter:
     """Seconds and bytes of the stages of one put. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

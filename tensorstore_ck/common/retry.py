@@ -28,7 +28,7 @@ class AbandonedError(Exception):
     """Another thread failed: its error is the one to raise."""
 
 
-class Patience:
+class RetryPolicy:
     """Used by several threads at once."""
 
     def __init__(

@@ -12,22 +12,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final, Self, TypeVar
 
-from tensorstore_ck.backend.cold.cold_backend import PlacedBackend
+from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.read_only import read_only_error
-from tensorstore_ck.backend.staging import Tier
+from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.backend.throttled import limited_to
 from tensorstore_ck.common.free_space import MinFree
 from tensorstore_ck.common.ids import DIGEST_BYTES, Clock, IdSource, Ulid
 from tensorstore_ck.common.processes import Process
 from tensorstore_ck.common.rate_limit import RateLimit
-from tensorstore_ck.engine.object_ids import PutIds
+from tensorstore_ck.engine.object_ids import ObjectIds
 from tensorstore_ck.errors import CorruptObjectError, UnsafeBackendError
 from tensorstore_ck.events import Observers, logged_observers
 from tensorstore_ck.format.codec import CodecChoice
 from tensorstore_ck.format.part import Part, decode_part, part_name
 from tensorstore_ck.format.record import Record, decode_record, record_name
-from tensorstore_ck.format.relocation import Moved, decode_moved
+from tensorstore_ck.format.relocation import RelocationMap, decode_moved
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.format.store_config import StoreConfig
 from tensorstore_ck.log import Log, ObjectKey, Relocation, SnapshotInfo
@@ -52,7 +52,7 @@ class Engine:
     index: BlockIndex
     clock: Clock
     new_id: IdSource
-    placed: PlacedBackend
+    placed: ColdTierBackend
     """Knows which packs lie elsewhere; `backend` reads through it."""
     single_writer: bool = False
     """Opened by a caller who vouches that no other process writes."""
@@ -60,7 +60,7 @@ class Engine:
     """Opened to look at: its backends refuse every change."""
     observers: Observers = field(default_factory=logged_observers)
     """Who is told what happens."""
-    tier: Tier | None = None
+    tier: StagingTier | None = None
     """The staging disk, where there is one; `backend` then reads through it."""
     limit: RateLimit | None = None
     """How fast the job may write to the store: this process's share of it."""
@@ -68,13 +68,13 @@ class Engine:
     """What must stay free of the store's place."""
     codecs: CodecChoice = field(default_factory=CodecChoice)
     """How blocks are encoded."""
-    put_ids: PutIds | None = None
+    put_ids: ObjectIds | None = None
     """Names what this process puts, so that gc can tell whose it was; None: nobody can tell."""
     find_process: Callable[[], Process | None] = lambda: None
     """Which process this is, where that can be told."""
     _parts: "OrderedDict[Ulid, Part]" = field(default_factory=OrderedDict)
     _records: "OrderedDict[Ulid, Record]" = field(default_factory=OrderedDict)
-    _moved: "OrderedDict[Ulid, Moved]" = field(default_factory=OrderedDict)
+    _moved: "OrderedDict[Ulid, RelocationMap]" = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def require_writable(self, what: str = "this") -> None:
@@ -138,7 +138,7 @@ class Engine:
             while len(self._parts) > MAX_CACHED_PARTS:
                 self._parts.popitem(last=False)
 
-    def read_moved(self, relocation: Relocation) -> Moved:
+    def read_moved(self, relocation: Relocation) -> RelocationMap:
         """The moved object of a relocation, checked against the log; the last few are kept."""
         with self._lock:
             moved = self._moved.get(relocation.moved)

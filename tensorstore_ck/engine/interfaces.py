@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.format.layout import Explicit, Layout
-from tensorstore_ck.format.sharding import Box
+from tensorstore_ck.format.sharding import BoxBounds
 
 
 class ByteSource(Protocol):
@@ -32,7 +32,7 @@ class ByteTarget(Protocol):
 
 
 @dataclass(slots=True)
-class Frozen:
+class FrozenTensor:
     """A tensor of which its owner says that it does not change: its bytes are read each `verify_every`-th time only."""
 
     verify_every: int
@@ -49,7 +49,7 @@ class Frozen:
         return self.unread + 1 >= self.verify_every
 
 
-class Captured(NamedTuple):
+class CapturedState(NamedTuple):
     """A state, taken apart: what a put stores."""
 
     layout: Layout
@@ -59,7 +59,7 @@ class Captured(NamedTuple):
     sources: Sequence[ByteSource]
     """One for each tensor of the layout: what this rank holds of it, one region after another."""
     explicit: Sequence[Explicit] = ()
-    frozen: Mapping[int, Frozen] = MappingProxyType({})
+    frozen: Mapping[int, FrozenTensor] = MappingProxyType({})
 
     @property
     def logical_bytes(self) -> int:
@@ -71,11 +71,11 @@ class WantedBox(NamedTuple):
     """A box of a tensor that is to be read, and where its bytes go, row-major."""
 
     tensor: int
-    box: Box
+    box: BoxBounds
     target: ByteTarget
 
 
-class Content(Protocol):
+class SnapshotContent(Protocol):
     """A stored snapshot, opened: what a restore takes."""
 
     @property

@@ -20,7 +20,7 @@ from tensorstore_ck.format.writer_record import SERIES_SECONDS, WriterRecord, in
 CLOSE_SECONDS: Final = 5.0
 
 
-class PutIds:
+class ObjectIds:
     """An `IdSource` for one open store. A forked child, and a process that runs for long, begins a series of its own."""
 
     def __init__(self, backend: Backend, new_id: IdSource, clock: Clock, find_process: Callable[[], Process | None]) -> None:

@@ -11,18 +11,18 @@ import platformdirs
 
 from tensorstore_ck.backend import open_backend, probe_create
 from tensorstore_ck.backend.cold.allowed_locations import as_places
-from tensorstore_ck.backend.cold.cold_backend import PlacedBackend
-from tensorstore_ck.backend.cold.locations import PlaceOpener
+from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
+from tensorstore_ck.backend.cold.locations import LocationOpener
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
-from tensorstore_ck.backend.staging import Staging, Tier, TieredBackend, Uploader
+from tensorstore_ck.backend.staging import ReadThroughBackend, Staging, StagingTier, Uploader
 from tensorstore_ck.backend.throttled import limited
 from tensorstore_ck.common.free_space import MinFree, require_room
 from tensorstore_ck.common.ids import Clock, IdSource, new_ulid
 from tensorstore_ck.common.processes import Process, this_process
 from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.engine.engine import Engine, current_actor
-from tensorstore_ck.engine.object_ids import PutIds
+from tensorstore_ck.engine.object_ids import ObjectIds
 from tensorstore_ck.errors import (
     AlreadyExistsError,
     BackendUnavailableError,
@@ -87,7 +87,7 @@ def open_engine(
         folder = options.open(config.uuid) if options is not None else None
         watermark = Watermark(_head_file(backend, state_dir, config), log=config.log, rollback=rollback, url=backend.url)
         table = open_table(None if cache_dir is None else Path(cache_dir), f"{config.uuid}-{config.log}")
-        opener = PlaceOpener(backend.url, dict(storage_options or {}), no_sync, read_only, observers.emit, allowed)
+        opener = LocationOpener(backend.url, dict(storage_options or {}), no_sync, read_only, observers.emit, allowed)
         engine = make_engine(
             backend,
             config,
@@ -104,9 +104,9 @@ def open_engine(
         if folder is None or options is None:
             engine.backend = limited(backend, writes=limit, min_free=guard)
         else:
-            tiered = TieredBackend(folder, limited(backend, min_free=guard))
+            tiered = ReadThroughBackend(folder, limited(backend, min_free=guard))
             uploader = Uploader(folder, tiered.store, max_parallel_requests=options.max_parallel_requests, limit=limit)
-            engine.backend, engine.tier = tiered, Tier(folder, uploader, tiered, options)
+            engine.backend, engine.tier = tiered, StagingTier(folder, uploader, tiered, options)
         return engine
     except BaseException:
         backend.close()
@@ -145,11 +145,11 @@ def make_engine(
         apart.sync()  # what keeps its own notes in the cache, and folds no log there, is to find them again
         return apart.view()
 
-    placed = PlacedBackend(backend, open_place or PlaceOpener(backend.url), look, store=config.uuid)
+    placed = ColdTierBackend(backend, open_place or LocationOpener(backend.url), look, store=config.uuid)
     engine = Engine(cast(Backend, placed), config, log.table, log, BlockIndex(log.table), clock, new_id, placed, single_writer, read_only)
     if find_process is not None:
         engine.find_process = find_process
-        engine.put_ids = None if read_only else PutIds(backend, new_id, clock, find_process)
+        engine.put_ids = None if read_only else ObjectIds(backend, new_id, clock, find_process)
     return engine
 
 

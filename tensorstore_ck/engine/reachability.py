@@ -14,14 +14,14 @@ from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, SnapshotExpiredError
 from tensorstore_ck.format.part import Extents, Part
-from tensorstore_ck.format.relocation import Moved, Rows
+from tensorstore_ck.format.relocation import RelocationMap, Rows
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, Relocation, SnapshotInfo
 
 Entries = npt.NDArray[Any]
 Positions = npt.NDArray[np.int64]
 
 
-class Places(NamedTuple):
+class BlockLocations(NamedTuple):
     """Where the blocks of a part are."""
 
     packs: list[Ulid]
@@ -40,7 +40,7 @@ class Places(NamedTuple):
             yield ObjectKey("moved", moved)
 
 
-def resolve(engine: Engine, view: RefTable, part: Part) -> Places:
+def resolve(engine: Engine, view: RefTable, part: Part) -> BlockLocations:
     """The places of a part's blocks.
 
     Raises:
@@ -48,7 +48,7 @@ def resolve(engine: Engine, view: RefTable, part: Part) -> Places:
     """
     relocated, packs = relocations_in_order(view, part.packs), list(part.packs)
     if not relocated:
-        return Places(packs, part.extents, frozenset())
+        return BlockLocations(packs, part.extents, frozenset())
     extents, moved = part.extents.copy(), set[Ulid]()
     numbers = {pack: number for number, pack in enumerate(packs)}
     pending: dict[Ulid, list[Positions]] = {}
@@ -74,7 +74,7 @@ def resolve(engine: Engine, view: RefTable, part: Part) -> Places:
                 extents["pack"][rows[at]] = numbers[target]
                 pending.setdefault(target, []).append(rows[at])
             left = left[~hit]
-    return Places(packs, extents, frozenset(moved))
+    return BlockLocations(packs, extents, frozenset(moved))
 
 
 def follow(engine: Engine, view: RefTable, entries: Mapping[Ulid, Entries]) -> Iterator[tuple[Ulid, Entries, Ulid | None]]:
@@ -147,7 +147,7 @@ def _circle(way: Mapping[Ulid, Sequence[Relocation]], back_to: Ulid) -> CorruptO
     )
 
 
-def _look_up(engine: Engine, relocation: Relocation, entries: Entries) -> tuple[Moved, Rows, npt.NDArray[np.bool_]]:
+def _look_up(engine: Engine, relocation: Relocation, entries: Entries) -> tuple[RelocationMap, Rows, npt.NDArray[np.bool_]]:
     """(the moved object, its rows for those of the `entries` that it lists, which of them these are)."""
     found = engine.read_moved(relocation)
     at = np.minimum(np.searchsorted(found.rows["from"], entries), len(found.rows) - 1)

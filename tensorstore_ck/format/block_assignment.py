@@ -15,7 +15,7 @@ import numpy as np
 from tensorstore_ck.chunker import cut_box, cut_interval
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, Explicit, Layout, Sharding, TensorSpec
-from tensorstore_ck.format.sharding import Box, Shard, boxes, holders_of, replicas
+from tensorstore_ck.format.sharding import BoxBounds, Shard, boxes, holders_of, replicas
 
 MIN_RUN_BYTES: Final = 64 << 20
 """Replicas share the writing of what they hold in runs of at least this size, so that each writes large objects."""
@@ -36,7 +36,7 @@ class Region(NamedTuple):
         """Its bytes."""
         return prod(self.sizes) * spec.item_bytes
 
-    def pieces(self, spec: TensorSpec, start: int, stop: int) -> Iterator[tuple[Box, int]]:
+    def pieces(self, spec: TensorSpec, start: int, stop: int) -> Iterator[tuple[BoxBounds, int]]:
         """Boxes of the tensor that cover the region's elements [start, stop), and the element of the region at which each begins."""
         if self.is_flat:
             covering = row_boxes(spec.shape, self.offsets[0] + start, self.offsets[0] + stop)
@@ -45,20 +45,20 @@ class Region(NamedTuple):
         for offsets, sizes in covering:
             if not self.is_flat:
                 offsets = tuple(map(add, offsets, self.offsets))
-            yield Box(offsets, sizes), start
+            yield BoxBounds(offsets, sizes), start
             start += prod(sizes)
 
-    def overlaps(self, spec: TensorSpec, box: Box, start: int, stop: int) -> bool:
+    def overlaps(self, spec: TensorSpec, box: BoxBounds, start: int, stop: int) -> bool:
         """Whether any of its elements [start, stop) lies in a box."""
         return any(overlap(piece, box) is not None for piece, _ in self.pieces(spec, start, stop))
 
-    def ahead_of(self, box: Box) -> int | None:
+    def ahead_of(self, box: BoxBounds) -> int | None:
         """How many of its elements come before the first one of a box, where both have the same columns; else None."""
         if self.is_flat or self.offsets[1:] != box.offsets[1:] or self.sizes[1:] != box.sizes[1:] or not box.sizes:
             return None
         return (box.offsets[0] - self.offsets[0]) * prod(self.sizes[1:])
 
-    def common(self, spec: TensorSpec, box: Box) -> int:
+    def common(self, spec: TensorSpec, box: BoxBounds) -> int:
         """How many of its elements lie in a box."""
         both = (overlap(piece, box) for piece, _ in self.pieces(spec, 0, prod(self.sizes)))
         return sum(prod(each.sizes) for each in both if each is not None)
@@ -75,7 +75,7 @@ class Region(NamedTuple):
         return [int(length) for length in lengths]
 
 
-class Share(NamedTuple):
+class BlockShare(NamedTuple):
     """What one part has of one region: neighbouring blocks of it, or all of a small one inside the part."""
 
     region: int
@@ -143,9 +143,9 @@ def every_region(
     layout: Layout,
     tensor: int,
     alike: tuple[int, ...],
-    told: Callable[[int, int], Sequence[Box]] = lambda rank, tensor: (),
+    told: Callable[[int, int], Sequence[BoxBounds]] = lambda rank, tensor: (),
     *,
-    near: Box | None = None,
+    near: BoxBounds | None = None,
     order: Sequence[int] | None = None,
 ) -> Iterator[Region]:
     """Every region of a tensor, each once; with `near`, those that have something of that box, and perhaps a few others.
@@ -171,7 +171,7 @@ def every_region(
 
 
 def _positions(
-    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: Sequence[Shard | None], near: Box | None
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: Sequence[Shard | None], near: BoxBounds | None
 ) -> Iterator[range]:
     """Along each mesh dim, where those ranks stand that have something of a box; of replicas the first."""
     whole = set(range(len(shape)))
@@ -186,7 +186,7 @@ def _positions(
             yield holders_of(shape[shard.dim], shard.split_factor, extent, start, start + size)
 
 
-def shares(layout: Layout, held: Sequence[Region], rank: int, target_bytes: int) -> list[Share]:
+def shares(layout: Layout, held: Sequence[Region], rank: int, target_bytes: int) -> list[BlockShare]:
     """What the part of `rank` has of each region, in order.
 
     All regions of one set of n replicas, T bytes in all, are cut into k = max(1, min(n, T // `MIN_RUN_BYTES`)) runs: a block that
@@ -218,7 +218,7 @@ def shares(layout: Layout, held: Sequence[Region], rank: int, target_bytes: int)
             start = int(starts[first]) if first < last else 0
             begun[region.replicas] += size_bytes
         if first < last:
-            found.append(Share(number, start, lengths[first:last], is_inline))
+            found.append(BlockShare(number, start, lengths[first:last], is_inline))
     return found
 
 
@@ -254,7 +254,7 @@ def decode_regions(layout: Layout, data: bytes, name: str) -> list[Explicit]:
                 raise ValueError("a tensor has other dims, or too many regions")
             told = []
             for _ in range(count):
-                told.append(Box(tuple(numbers[at : at + dims]), tuple(numbers[at + dims : at + 2 * dims])))
+                told.append(BoxBounds(tuple(numbers[at : at + dims]), tuple(numbers[at + dims : at + 2 * dims])))
                 at += 2 * dims
             for box in told:
                 bounds = zip(box.offsets, box.sizes, shape, strict=True)
@@ -266,12 +266,12 @@ def decode_regions(layout: Layout, data: bytes, name: str) -> list[Explicit]:
     return found
 
 
-def overlap(one: Box, other: Box) -> Box | None:
+def overlap(one: BoxBounds, other: BoxBounds) -> BoxBounds | None:
     """What two boxes have in common; None when that is nothing."""
     offsets = tuple(map(max, one.offsets, other.offsets))
     ends = (min(a + b, c + d) for a, b, c, d in zip(*one, *other, strict=True))
     sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
-    return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+    return BoxBounds(offsets, sizes) if all(size > 0 for size in sizes) else None
 
 
 def row_boxes(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

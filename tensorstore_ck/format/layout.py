@@ -32,7 +32,7 @@ import numpy as np
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.sealed import Body, ParseBudget, object_hash, seal, take, unseal
-from tensorstore_ck.format.sharding import Box, Mesh, Shard
+from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
 
 MAX_DIMS: Final = 64
 MAX_NAME_BYTES: Final = 1024
@@ -98,7 +98,7 @@ class Explicit(NamedTuple):
     """The regions of one tensor that one rank holds, where the layout does not say: boxes, or intervals of the flattened tensor."""
 
     tensor: int
-    boxes: tuple[Box, ...]
+    boxes: tuple[BoxBounds, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ _DICTS: Final = ("d", "o")
 _TYPED: Final = ("r", "n", "f")
 
 
-class Side(Protocol):
+class LayoutPart(Protocol):
     """What the ranks with one layout put."""
 
     @property
@@ -33,7 +33,7 @@ class Side(Protocol):
         """The verified bytes of a large value."""
 
 
-class ContradictionError(Exception):
+class LayoutConflictError(Exception):
     """Two sides have different things at one path. Never leaves this package."""
 
     def __init__(self, path: str, one: int, other: int) -> None:
@@ -42,10 +42,10 @@ class ContradictionError(Exception):
         self.sides = (one, other)
 
 
-class Union:
+class MergedLayout:
     """The united state. Values and tensors are numbered in its own order."""
 
-    def __init__(self, sides: Sequence[Side]) -> None:
+    def __init__(self, sides: Sequence[LayoutPart]) -> None:
         """Raises:
         ContradictionError: the sides have different containers or tensors at one path.
         """
@@ -54,7 +54,7 @@ class Union:
         self._members: list[set[tuple[int, int]]] = []
         """Of each tensor: where it is on all sides that have it."""
         self._values: list[Any] = []
-        self.differing: list[ContradictionError] = []
+        self.differing: list[LayoutConflictError] = []
         """Values that are not equal on all sides."""
         self.blobs: list[tuple[int, int]] = []
         """Where each large value is: (side, its number there)."""
@@ -62,7 +62,7 @@ class Union:
         """Where each tensor is, on the first side that has it."""
         self.shared: dict[int, list[tuple[int, int]]] = {}
         """Where each tensor is that several sides have."""
-        self.numbered: list[ContradictionError] = []
+        self.numbered: list[LayoutConflictError] = []
         """Tensors that several sides have under a number instead of a name: those of an optimizer's state, most likely."""
         trees = [parse(side.layout, len(side.values), f"the layout of {side.name}") for side in sides]
         tree = self._node(list(enumerate(trees)), is_numbered=False)
@@ -87,7 +87,7 @@ class Union:
                 or (tree.node[0] in _TYPED and tree.node[1] != first.node[1])
                 or (tree.node[0] not in _DICTS and str(tree.keys) != str(first.keys))
             ):
-                raise ContradictionError(first.path, side, number)
+                raise LayoutConflictError(first.path, side, number)
             branches.append((number, tree))
         children: dict[str, list[tuple[int, Tree]]] = {}
         keys: dict[str, Any] = {}
@@ -114,16 +114,16 @@ class Union:
         others: list[tuple[int, Leaf]] = []
         for number, other in trees[1:]:
             if not isinstance(other, Leaf) or other.kind != first.kind:
-                raise ContradictionError(first.path, side, number)
+                raise LayoutConflictError(first.path, side, number)
             others.append((number, other))
         if first.kind == "value":
             self._add_value(side, first, others)
             return None
         for number, other in others:
             if not self._is_same_tensor(side, first, number, other):
-                raise ContradictionError(first.path, side, number)
+                raise LayoutConflictError(first.path, side, number)
         if is_numbered and others:
-            self.numbered.append(ContradictionError(first.path, side, others[0][0]))
+            self.numbered.append(LayoutConflictError(first.path, side, others[0][0]))
         name = self._sides[side].layout.tensors[first.index].name
         tensor = self._number_of.setdefault(name, len(self.places))
         every = [(side, first.index), *((number, other.index) for number, other in others)]
@@ -131,7 +131,7 @@ class Union:
             self.places.append((side, first.index))
             self._members.append(set())
         elif self._members[tensor].isdisjoint(every):  # the keys "a.b", and "a" over "b", have one path
-            raise ContradictionError(first.path, self.places[tensor][0], side)
+            raise LayoutConflictError(first.path, self.places[tensor][0], side)
         self._members[tensor].update(every)
         if others:
             known = self.shared.setdefault(tensor, [])
@@ -142,7 +142,7 @@ class Union:
         value = self._sides[side].values[first.index]
         different = next((number for number, other in others if not self._is_same_value(side, first, number, other)), None)
         if different is not None:
-            self.differing.append(ContradictionError(first.path, side, different))
+            self.differing.append(LayoutConflictError(first.path, side, different))
             value = self.differing[-1]
         elif _is_large(value):
             self.blobs.append((side, value[2]))
@@ -183,7 +183,7 @@ class _Values(Sequence[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         value = self._values[index]
-        if isinstance(value, ContradictionError):
+        if isinstance(value, LayoutConflictError):
             raise MismatchError(
                 f"the ranks that put this snapshot had different values of {value.path!r}; leave it out with select= or rename=, "
                 "and put what is a rank's alone into rank_state=",

@@ -12,7 +12,7 @@ from tensorstore_ck.format.pack import MAX_BLOCK_BYTES
 from tensorstore_ck.format.part import Part
 
 
-class Held(NamedTuple):
+class RegionBytes(NamedTuple):
     """What a part has of one region: its bytes [start, stop)."""
 
     region: Region
@@ -30,7 +30,7 @@ class Held(NamedTuple):
         return range(0) if self.is_inline else range(self.first, self.first + len(self.lengths))
 
 
-class PartPlan:
+class PartIndex:
     """The tensors' blocks of one part."""
 
     def __init__(self, layout: Layout, part: Part, alike: tuple[int, ...], block_bytes: int, name: str) -> None:
@@ -39,7 +39,7 @@ class PartPlan:
         Raises:
             CorruptObjectError: the part does not fit its layout.
         """
-        self._held: dict[int, list[Held]] = {}
+        self._held: dict[int, list[RegionBytes]] = {}
         explicit = decode_regions(layout, part.regions, name)
         known = set(alike)
         if not all(known.issuperset(mesh.ranks) for mesh in layout.meshes):
@@ -54,7 +54,7 @@ class PartPlan:
         for share in shares(layout, all_regions, part.rank, block_bytes):
             region = all_regions[share.region]
             at = inline if share.is_inline else row
-            held = Held(region, share.start, share.start + sum(share.lengths), at, share.lengths, share.is_inline)
+            held = RegionBytes(region, share.start, share.start + sum(share.lengths), at, share.lengths, share.is_inline)
             self._held.setdefault(region.tensor, []).append(held)
             if share.is_inline:
                 inline += share.lengths[0]
@@ -69,11 +69,11 @@ class PartPlan:
             spec = layout.tensors[tensor if tensor is not None else 0]
             raise CorruptObjectError(f"{name}: the blocks of tensor {spec.name!r} do not fit its shape", object_id=spec.name)
 
-    def of(self, tensor: int) -> list[Held]:
+    def of(self, tensor: int) -> list[RegionBytes]:
         """What the part has of a tensor, in order."""
         return self._held.get(tensor, [])
 
-    def of_region(self, region: Region) -> Held | None:
+    def of_region(self, region: Region) -> RegionBytes | None:
         """What the part has of a region."""
         return next((held for held in self.of(region.tensor) if held.region[:4] == region[:4]), None)
 
@@ -81,7 +81,7 @@ class PartPlan:
         """The tensor whose block is in an extent row."""
         return next((tensor for tensor, held in self._all() if row in held.rows), None)
 
-    def _all(self) -> Iterator[tuple[int, Held]]:
+    def _all(self) -> Iterator[tuple[int, RegionBytes]]:
         return ((tensor, held) for tensor, several in self._held.items() for held in several)
 
 

@@ -32,7 +32,7 @@ MOVED_DTYPE: Final = np.dtype(
 Rows = npt.NDArray[np.void]
 
 
-class Moved(NamedTuple):
+class RelocationMap(NamedTuple):
     """One decoded moved object."""
 
     pack: Ulid
@@ -48,7 +48,7 @@ class Moved(NamedTuple):
         return seal("moved", {"pack": self.pack, "targets": b"".join(self.targets), "rows": self.rows.tobytes(), **place})
 
 
-def decode_moved(data: bytes, name: str, expected: Digest) -> Moved:
+def decode_moved(data: bytes, name: str, expected: Digest) -> RelocationMap:
     """Decodes and checks a moved object that a log entry names by its hash.
 
     Raises:
@@ -76,4 +76,4 @@ def decode_moved(data: bytes, name: str, expected: Digest) -> Moved:
     place = body.get("place")
     if place is not None and not (type(place) is str and place.isprintable()):
         raise CorruptObjectError(f"{name} names no place", object_id=name)
-    return Moved(Ulid(pack), targets, rows, place)
+    return RelocationMap(Ulid(pack), targets, rows, place)

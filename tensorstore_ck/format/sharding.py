@@ -49,22 +49,22 @@ class Mesh(NamedTuple):
         return tuple(reversed(coordinate))
 
 
-class Box(NamedTuple):
+class BoxBounds(NamedTuple):
     """Where a box of a global tensor lies. The public `tensorstore_ck.Box` is one together with the memory that holds it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
-def whole_box(shape: tuple[int, ...]) -> Box:
+def whole_box(shape: tuple[int, ...]) -> BoxBounds:
     """All of a tensor."""
-    return Box((0,) * len(shape), shape)
+    return BoxBounds((0,) * len(shape), shape)
 
 
 class LocalBox(NamedTuple):
     """A box of a global tensor, and where it begins in the local one."""
 
-    box: Box
+    box: BoxBounds
     local_offsets: tuple[int, ...]
 
 
@@ -90,7 +90,7 @@ def boxes(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[
     dims = [_with_local_starts(dim) for dim in intervals(shape, mesh_shape, placements, coordinate)]
     found = []
     for runs in product(*dims):
-        box = Box(tuple(start for start, _, _ in runs), tuple(length for _, length, _ in runs))
+        box = BoxBounds(tuple(start for start, _, _ in runs), tuple(length for _, length, _ in runs))
         found.append(LocalBox(box, tuple(local for _, _, local in runs)))
     return found
 

@@ -14,7 +14,7 @@ _GROUPS: Final = ("state", "param_groups")
 _DICTS: Final = ("d", "o", "f", "c")
 
 
-class Counter(NamedTuple):
+class StepCounter(NamedTuple):
     """One counter."""
 
     optimizer: str
@@ -25,23 +25,23 @@ class Counter(NamedTuple):
 
 
 @dataclass(slots=True)
-class Counters:
+class StepCounters:
     """What was found in one layout."""
 
-    found: list[Counter] = field(default_factory=list)
+    found: list[StepCounter] = field(default_factory=list)
     may_skip: bool = False
     """Whether a gradient scaler is part of the state, which lets optimizers skip steps."""
 
 
-def find_counters(layout: Layout) -> Counters:
+def find_counters(layout: Layout) -> StepCounters:
     """Looks through the tree of a layout."""
-    counters = Counters()
-    _Walk(layout, counters).visit(layout.tree, "", "", 0)
+    counters = StepCounters()
+    _CounterSearch(layout, counters).visit(layout.tree, "", "", 0)
     return counters
 
 
-class _Walk:
-    def __init__(self, layout: Layout, counters: Counters) -> None:
+class _CounterSearch:
+    def __init__(self, layout: Layout, counters: StepCounters) -> None:
         self._layout = layout
         self._counters = counters
         self._holes = 0
@@ -84,8 +84,8 @@ class _Walk:
 
     def _note(self, node: Node, optimizer: str) -> None:
         if node is None:
-            self._counters.found.append(Counter(optimizer, "value", self._holes))
+            self._counters.found.append(StepCounter(optimizer, "value", self._holes))
             return
         number = node if type(node) is int else node[1] if node[0] == "t" else None
         if number is not None and set(self._layout.tensors[number].shape) <= {1}:
-            self._counters.found.append(Counter(optimizer, "tensor", number))
+            self._counters.found.append(StepCounter(optimizer, "tensor", number))

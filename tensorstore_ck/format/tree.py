@@ -2,7 +2,7 @@
 
 Pure and free of torch, so that `tsck show` and fsck can walk a state without it. The grammar is that of `layout`; anything else is a
 `CorruptObjectError`. Paths join keys and positions by ``.``. Two leaves never share a path: capture and parse hand out names in the same
-depth-first order from the same `Names`.
+depth-first order from the same `LeafNames`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -60,7 +60,7 @@ class Branch:
 Tree = Branch | Leaf
 
 
-class Names:
+class LeafNames:
     """Hands out leaf names: valid UTF-8, of bounded length, none twice."""
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class _Parser:
         self.holes = 0
         self._tensor_count = tensor_count
         self._object_id = object_id
-        self._names = Names()
+        self._names = LeafNames()
 
     def fail(self, what: str) -> NoReturn:
         raise CorruptObjectError(f"{self._object_id} has a malformed tree: {what}; run `tsck fsck`", object_id=self._object_id)

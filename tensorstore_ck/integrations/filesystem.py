@@ -44,7 +44,7 @@ MAX_OPEN_SNAPSHOTS: Final = 8
 Info = dict[str, Any]
 
 
-class _Place(NamedTuple):
+class _PathTarget(NamedTuple):
     """What a path names: a folder, a snapshot, or a file of one."""
 
     path: str
@@ -120,21 +120,21 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     modified = created
 
-    def _list(self, view: RefTable, path: str) -> list[_Place]:
+    def _list(self, view: RefTable, path: str) -> list[_PathTarget]:
         place = self._place(view, path)
         path = place.path
         if place.file:
             return [place]
         if path.endswith("@"):  # only here, and not beside the branch, whose folder would then have the tensors of all steps in it
             steps = {move.step: move.ulid for move in view.moves(_base(path), newest_first=False) if move.step is not None}
-            return [_Place(f"{path}{step}", view.snapshot(ulid)) for step, ulid in steps.items()]
+            return [_PathTarget(f"{path}{step}", view.snapshot(ulid)) for step, ulid in steps.items()]
         below = (name.removeprefix(f"{path}/") for name in _refs(view) if not path or name.startswith(f"{path}/"))
-        found = {name: _Place(name, _ref(view, name)) for name in (f"{path}/{each.partition('/')[0]}".lstrip("/") for each in below)}
+        found = {name: _PathTarget(name, _ref(view, name)) for name in (f"{path}/{each.partition('/')[0]}".lstrip("/") for each in below)}
         for file in self._open_snapshot(place.info).files if place.info is not None else ():
-            found.setdefault(f"{path}/{file}", _Place(f"{path}/{file}", place.info, file))
+            found.setdefault(f"{path}/{file}", _PathTarget(f"{path}/{file}", place.info, file))
         return list(found.values())
 
-    def _place(self, view: RefTable, path: str) -> _Place:
+    def _place(self, view: RefTable, path: str) -> _PathTarget:
         """Raises:
         NotFoundError: there is nothing.
         """
@@ -142,17 +142,17 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
         folder, _, name = path.rpartition("/")
         info = _ref(view, path)
         if info is not None:
-            return _Place(path, info)
+            return _PathTarget(path, info)
         if name in FILES and folder:
             info = _resolve(view, folder)
             if name not in self._open_snapshot(info).files:
                 raise NotFoundError(f"{folder!r} has no {name}: see what `ls` finds there", object_id=path)
-            return _Place(path, info, name)
+            return _PathTarget(path, info, name)
         if not path or (path.endswith("@") and view.branch(_base(path))) or any(ref.startswith(f"{path}/") for ref in _refs(view)):
-            return _Place(path, None)
-        return _Place(path, _resolve(view, path))
+            return _PathTarget(path, None)
+        return _PathTarget(path, _resolve(view, path))
 
-    def _info(self, place: _Place) -> Info:
+    def _info(self, place: _PathTarget) -> Info:
         info: Info = {"name": place.path, "size": 0, "type": "directory"}
         if place.file:
             info |= {"size": self._file(place).size, "type": "file"}
@@ -176,7 +176,7 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
             file.seek(bounds[0])
             return file.read(max(bounds[1] - bounds[0], 0))
 
-    def _file(self, place: _Place) -> File:
+    def _file(self, place: _PathTarget) -> File:
         assert place.info is not None
         opened = self._open_snapshot(place.info)
         if place.file != SNAPSHOT:

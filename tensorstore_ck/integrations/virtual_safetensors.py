@@ -13,12 +13,12 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 
 from tensorstore_ck.chunker import cut_box
-from tensorstore_ck.engine.interfaces import Content, WantedBox
-from tensorstore_ck.engine.read.block_reader import MemoryTarget
+from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
+from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.block_assignment import row_boxes
 from tensorstore_ck.format.layout import Layout
-from tensorstore_ck.format.sharding import Box
+from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import Branch, Leaf, leaves, parse
 from tensorstore_ck.format.values import describe
 from tensorstore_ck.log import SnapshotInfo
@@ -103,7 +103,7 @@ class BytesFile:
         return 0, self.size
 
 
-class _Place(NamedTuple):
+class _FileTensor(NamedTuple):
     """A tensor of the file."""
 
     leaf: Leaf
@@ -121,7 +121,7 @@ class _Place(NamedTuple):
 class SafetensorsFile:
     """The file that holds some tensors of a snapshot, all of dtypes that it can hold. Thread-safe as far as its content is."""
 
-    def __init__(self, content: Content, tensors: Mapping[str, Leaf], metadata: Mapping[str, str]) -> None:
+    def __init__(self, content: SnapshotContent, tensors: Mapping[str, Leaf], metadata: Mapping[str, str]) -> None:
         """`tensors`: by their names in the file.
 
         Raises:
@@ -145,7 +145,7 @@ class SafetensorsFile:
         self._places = [place._replace(start=place.start + len(self._head)) for place in filled]
         self._starts = np.array([place.start for place in self._places], np.int64)
         self._windows = np.array(list(_windows(len(self._head), self._places)), np.int64)
-        self._span: tuple[_Place, bytearray] | None = None
+        self._span: tuple[_FileTensor, bytearray] | None = None
 
     def window(self, position: int) -> tuple[int, int]:
         """See `File`. Windows begin and end where blocks do, so that none is read twice by who reads on."""
@@ -177,7 +177,7 @@ class SafetensorsFile:
             to[:] = data
 
     def _add(
-        self, place: _Place, start: int, piece: memoryview, wanted: list[WantedBox], copies: list[tuple[memoryview, memoryview]]
+        self, place: _FileTensor, start: int, piece: memoryview, wanted: list[WantedBox], copies: list[tuple[memoryview, memoryview]]
     ) -> None:
         """Wants the bytes of a tensor from `start` on; where they are not whole elements of its base, by way of a copy of those."""
         base = self._content.layout.tensors[place.leaf.index]
@@ -190,10 +190,10 @@ class SafetensorsFile:
         at = 0
         for offsets, sizes in row_boxes(base.shape, first, last):
             size = prod(sizes) * base.item_bytes
-            wanted.append(WantedBox(place.leaf.index, Box(offsets, sizes), MemoryTarget(memory[at : at + size])))
+            wanted.append(WantedBox(place.leaf.index, BoxBounds(offsets, sizes), BufferTarget(memory[at : at + size])))
             at += size
 
-    def _gather(self, place: _Place, strides: tuple[int, ...], start: int, piece: memoryview) -> None:
+    def _gather(self, place: _FileTensor, strides: tuple[int, ...], start: int, piece: memoryview) -> None:
         """Takes the elements of a view one by one; what lies between its first and last one is kept for who reads on."""
         low, high = _reach(place.shape, strides, place.item_bytes)
         span = self._span
@@ -214,7 +214,7 @@ class SafetensorsFile:
 class SnapshotFiles:
     """A snapshot, and its files."""
 
-    def __init__(self, content: Content) -> None:
+    def __init__(self, content: SnapshotContent) -> None:
         self._content = content
         layout = content.layout
         tree = parse(layout, len(content.values))
@@ -278,7 +278,7 @@ def _stored_dtype(layout: Layout, leaf: Leaf) -> str:
     return dtype
 
 
-def _place(layout: Layout, leaf: Leaf) -> _Place:
+def _place(layout: Layout, leaf: Leaf) -> _FileTensor:
     """Where a leaf lies in its base. All of it comes from a store, and is checked here."""
     spec = layout.tensors[leaf.index]
     dtype = _DTYPES[_stored_dtype(layout, leaf)]
@@ -288,14 +288,14 @@ def _place(layout: Layout, leaf: Leaf) -> _Place:
             raise CorruptObjectError(
                 f"a layout claims that {spec.dtype} takes {spec.item_bytes} bytes; run `tsck fsck`", object_id=leaf.path
             )
-        return _Place(leaf, 0, spec.size_bytes, spec.shape, item_bytes, 0, None)
+        return _FileTensor(leaf, 0, spec.size_bytes, spec.shape, item_bytes, 0, None)
     _, _, _, shape, steps, offset, _ = leaf.node
     strides = tuple(step * item_bytes for step in steps)
     low, high = _reach(shape, strides, item_bytes)
     if 0 in shape or offset + low < 0 or offset + high > spec.size_bytes:
         raise CorruptObjectError(f"view {leaf.path!r} does not lie within tensor {spec.name!r}; run `tsck fsck`", object_id=leaf.path)
     size = prod(shape) * item_bytes
-    return _Place(leaf, 0, size, tuple(shape), item_bytes, offset, None if _is_contiguous(shape, strides, item_bytes) else strides)
+    return _FileTensor(leaf, 0, size, tuple(shape), item_bytes, offset, None if _is_contiguous(shape, strides, item_bytes) else strides)
 
 
 def _reach(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> tuple[int, int]:
@@ -313,7 +313,7 @@ def _is_contiguous(shape: Sequence[int], strides: Sequence[int], item_bytes: int
     return True
 
 
-def _windows(head_bytes: int, places: Iterable[_Place]) -> Iterable[int]:
+def _windows(head_bytes: int, places: Iterable[_FileTensor]) -> Iterable[int]:
     """Where windows begin: the header alone; large tensors cut by the grid, as if blocks were that large; small ones together."""
     yield 0
     yield head_bytes

@@ -13,14 +13,14 @@ log.py                       sync and append: the commit protocol
 """
 
 from tensorstore_ck.log.entry import Entry
-from tensorstore_ck.log.entry_reader import Chain, chain_break, logs_in
+from tensorstore_ck.log.entry_reader import EntryReader, chain_break, logs_in
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.head_file import HeadFile
 from tensorstore_ck.log.log import Appended, Log
 from tensorstore_ck.log.object_set import FOLDERS, ObjectKey, Objects, pieces
 from tensorstore_ck.log.operations import Op
 from tensorstore_ck.log.ref_names import validate_ref_name
-from tensorstore_ck.log.ref_table import BranchHead, Head, Move, Pin, RefTable, Relocation, SnapshotInfo, TxnOutcome, UndoWindow
+from tensorstore_ck.log.ref_table import BranchHead, BranchMove, Head, Pin, RefTable, Relocation, SnapshotInfo, TxnOutcome, UndoWindow
 from tensorstore_ck.log.watermark import ROLLBACK, LogChangedWarning, Rollback, Watermark
 
 __all__ = [
@@ -28,13 +28,13 @@ __all__ = [
     "ROLLBACK",
     "Appended",
     "BranchHead",
-    "Chain",
+    "BranchMove",
     "Entry",
+    "EntryReader",
     "Head",
     "HeadFile",
     "Log",
     "LogChangedWarning",
-    "Move",
     "ObjectKey",
     "Objects",
     "Op",

@@ -21,7 +21,7 @@ _READERS: Final = 16
 _GENEROUS: Final = MAX_ENTRY_BYTES + 1  # so that an entry that is too long is told by its decoder, as damage of that entry
 
 
-class Chain:
+class EntryReader:
     """The entries of one log."""
 
     def __init__(self, backend: Backend, *, uuid: bytes, prefix: str) -> None:

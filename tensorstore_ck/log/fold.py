@@ -50,7 +50,7 @@ def _put(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     )
     batch.put(table_keys.snapshot_key(op["snapshot"]), table_rows.encode_row(row))
     batch.put(table_keys.root_key(op["root"], op["snapshot"]), table_rows.encode_row(table_rows.RootRow(entry.n)))
-    _move(batch, view, entry, op["ref"], table_rows.Move(op["snapshot"], op["root"], op["step"], entry.n, entry.time_ns, "put"))
+    _move(batch, view, entry, op["ref"], table_rows.BranchMove(op["snapshot"], op["root"], op["step"], entry.n, entry.time_ns, "put"))
     if is_ulid(op.get("staged")):
         batch.delete(table_keys.staged_key(op["staged"]))
 
@@ -85,11 +85,11 @@ def _reset(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
         _move(batch, view, entry, op["name"], _arrival(info, entry, "reset"))
 
 
-def _arrival(info: SnapshotInfo, entry: Entry, op: str) -> table_rows.Move:
-    return table_rows.Move(info.ulid, info.root, info.step, entry.n, entry.time_ns, op)
+def _arrival(info: SnapshotInfo, entry: Entry, op: str) -> table_rows.BranchMove:
+    return table_rows.BranchMove(info.ulid, info.root, info.step, entry.n, entry.time_ns, op)
 
 
-def _move(batch: Batch, view: RefTable, entry: Entry, name: str, move: table_rows.Move) -> None:
+def _move(batch: Batch, view: RefTable, entry: Entry, name: str, move: table_rows.BranchMove) -> None:
     seq = view.length(name)
     batch.put(table_keys.move_key(name, seq), table_rows.encode_row(move))
     if move.step is not None:

@@ -62,7 +62,7 @@ def expire(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     newest_of_step: dict[int | None, int] = {}
     changed: set[int | None] = set()
     for key, value in list(batch.scan(table_keys.moves_prefix(name))):
-        move, seq = table_rows.decode_row(table_rows.Move, value), int.from_bytes(key[-8:], "big")
+        move, seq = table_rows.decode_row(table_rows.BranchMove, value), int.from_bytes(key[-8:], "big")
         if whole or move.ulid in gone:
             batch.delete(key)
             batch.put(table_keys.forgotten_key(entry.n, name, seq), value)
@@ -91,7 +91,7 @@ def forget_tag(batch: Batch, view: RefTable, entry: Entry, name: str) -> None:
         return
     tag = table_rows.decode_row(table_rows.TagRow, value)
     info = view.snapshot(tag.ulid)
-    move = table_rows.Move(tag.ulid, tag.root, info.step if info else None, tag.n, tag.time_ns, TAG)
+    move = table_rows.BranchMove(tag.ulid, tag.root, info.step if info else None, tag.n, tag.time_ns, TAG)
     batch.delete(table_keys.tag_key(name))
     batch.put(table_keys.forgotten_key(entry.n, name, 0), table_rows.encode_row(move))
     _open_window(batch, entry, name, TAG)
@@ -108,7 +108,7 @@ def undo(batch: Batch, view: RefTable, _entry: Entry, op: Fields) -> None:
         return
     steps: dict[int, int] = {}
     for key, value in list(batch.scan(table_keys.forgotten_prefix(n, name))):
-        move, seq = table_rows.decode_row(table_rows.Move, value), int.from_bytes(key[-8:], "big")
+        move, seq = table_rows.decode_row(table_rows.BranchMove, value), int.from_bytes(key[-8:], "big")
         if move.ulid not in wanted:
             continue
         if move.op != TAG:
@@ -135,7 +135,7 @@ def purge(batch: Batch, _view: RefTable, entry: Entry, op: Fields) -> None:
     """Ends an undo window: what is in it holds nothing any more."""
     for key, value in list(batch.scan(table_keys.forgotten_prefix(op["n"], op["name"]))):
         batch.delete(key)
-        hold(batch, table_rows.decode_row(table_rows.Move, value).ulid, -1, entry)
+        hold(batch, table_rows.decode_row(table_rows.BranchMove, value).ulid, -1, entry)
     _close_window_if_empty(batch, op["n"], op["name"])
 
 
@@ -221,7 +221,7 @@ def _targets(joined: bytes) -> Iterable[ObjectKey]:
 def place(batch: Batch, _view: RefTable, _entry: Entry, op: Fields) -> None:
     """Packs lie elsewhere: that stays so until their tombstones are forgotten."""
     for pack in split_ulids(op["packs"]):
-        batch.put(table_keys.place_key(pack), table_rows.encode_row(table_rows.PlaceRow(op["url"])))
+        batch.put(table_keys.place_key(pack), table_rows.encode_row(table_rows.LocationRow(op["url"])))
 
 
 def settle(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:

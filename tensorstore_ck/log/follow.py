@@ -16,7 +16,7 @@ from tensorstore_ck.log import checkpoint
 from tensorstore_ck.log.cache import Batch, MemoryTable, Table
 from tensorstore_ck.log.checkpoint import Checkpoint, Tail
 from tensorstore_ck.log.entry import Entry
-from tensorstore_ck.log.entry_reader import Chain, chain_break, logs_in
+from tensorstore_ck.log.entry_reader import EntryReader, chain_break, logs_in
 from tensorstore_ck.log.fold import fold
 from tensorstore_ck.log.ref_table import RefTable
 from tensorstore_ck.log.table_rows import Head
@@ -37,7 +37,7 @@ class Follower:
     def __init__(
         self,
         backend: Backend,
-        chain: Chain,
+        chain: EntryReader,
         watermark: Watermark,
         *,
         prefix: str,

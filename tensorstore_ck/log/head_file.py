@@ -27,7 +27,7 @@ class NotOwnError(PermissionError):
     """Another user of the host may have written what lies there."""
 
 
-class Known(NamedTuple):
+class SeenHead(NamedTuple):
     """What the file holds."""
 
     head: Head
@@ -53,7 +53,7 @@ class HeadFile:
         """Where it lies."""
         return self._folder / self._name
 
-    def read(self) -> Known | None:
+    def read(self) -> SeenHead | None:
         """What it holds; None where there is none, it is damaged, or others could have written it, of which this warns."""
         try:
             with self._opened(make=False) as folder:
@@ -64,7 +64,7 @@ class HeadFile:
             pass
         return None
 
-    def swap(self, old: Known | None, new: Known) -> Known | None:
+    def swap(self, old: SeenHead | None, new: SeenHead) -> SeenHead | None:
         """Replaces `old` with `new`, unless it holds something else, or another process replaces it just now. What it holds then.
 
         Raises:
@@ -107,7 +107,7 @@ class HeadFile:
         finally:
             os.close(folder)
 
-    def _read(self, folder: int) -> Known | None:
+    def _read(self, folder: int) -> SeenHead | None:
         try:
             fd = os.open(self._name, _READ, dir_fd=folder)
         except FileNotFoundError:
@@ -134,13 +134,13 @@ def _require_own(found: os.stat_result, path: Path) -> None:
         raise NotOwnError(f"{path} can be written by others: `chmod go-w` it")
 
 
-def _encode(known: Known) -> bytes:
+def _encode(known: SeenHead) -> bytes:
     head = known.head
     body = {"n": head.n, "hash": head.hash.hex(), "accepted_ns": known.accepted_ns, "dismissed_n": known.dismissed_n, "log": known.log}
     return json.dumps(body).encode() + b"\n"
 
 
-def _decode(data: bytes) -> Known | None:
+def _decode(data: bytes) -> SeenHead | None:
     try:
         body = json.loads(data)
         n, accepted_ns, dismissed_n = (body[name] for name in ("n", "accepted_ns", "dismissed_n"))
@@ -152,4 +152,4 @@ def _decode(data: bytes) -> Known | None:
         and all(type(value) is int and value >= 0 for value in (n, accepted_ns, dismissed_n))
         and len(digest) == DIGEST_BYTES
     )
-    return Known(Head(n, Digest(digest)), accepted_ns, dismissed_n, log) if is_sound else None
+    return SeenHead(Head(n, Digest(digest)), accepted_ns, dismissed_n, log) if is_sound else None

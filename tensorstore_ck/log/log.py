@@ -17,7 +17,7 @@ from tensorstore_ck.common.ids import Clock, IdSource, Ulid
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, DamageError, FormatVersionError, StoreError, UndecidedError
 from tensorstore_ck.log.cache import Batch, FailoverTable, Table, TableBusyError, TableDamagedError, TableError
 from tensorstore_ck.log.entry import Entry, seal_entry
-from tensorstore_ck.log.entry_reader import Chain
+from tensorstore_ck.log.entry_reader import EntryReader
 from tensorstore_ck.log.follow import EmptiedError, Follower, empty
 from tensorstore_ck.log.operations import Op
 from tensorstore_ck.log.ref_table import RefTable, SnapshotInfo
@@ -82,7 +82,7 @@ class Log:
         `on_swept` is told the packs that an entry sweeps, in the batch that folds it: what is kept beside the fold must
         forget them at that very moment.
         """
-        self.chain = Chain(backend, uuid=uuid, prefix=prefix)
+        self.chain = EntryReader(backend, uuid=uuid, prefix=prefix)
         self._watermark = watermark or Watermark(url=backend.url)
         self._follower = Follower(backend, self.chain, self._watermark, prefix=prefix, on_swept=on_swept, may_begin=is_made_anew)
         self.table = FailoverTable(table, self._fill)

@@ -9,9 +9,9 @@ from tensorstore_ck.log import table_keys, table_rows
 from tensorstore_ck.log.cache import Reader
 from tensorstore_ck.log.object_set import ObjectKey, split_ulids
 from tensorstore_ck.log.ref_names import is_ref_name
-from tensorstore_ck.log.table_rows import Head, Move, TxnOutcome
+from tensorstore_ck.log.table_rows import BranchMove, Head, TxnOutcome
 
-__all__ = ["BranchHead", "Head", "Move", "Pin", "RefTable", "Relocation", "SnapshotInfo", "TxnOutcome", "UndoWindow"]
+__all__ = ["BranchHead", "BranchMove", "Head", "Pin", "RefTable", "Relocation", "SnapshotInfo", "TxnOutcome", "UndoWindow"]
 
 _HEX: Final = re.compile(r"[0-9a-f]{0,64}")
 
@@ -80,7 +80,7 @@ class UndoWindow(NamedTuple):
     time_ns: int
     kind: str
     """``branch``: all of it; ``snapshots`` of one; ``tag``."""
-    moves: list[Move]
+    moves: list[BranchMove]
 
 
 class Relocation(NamedTuple):
@@ -120,7 +120,7 @@ class RefTable:
         row = self._row(table_rows.StepRow, table_keys.length_key(name)) if branch is None else None
         return branch.length if branch is not None else row.seq if row is not None else 0
 
-    def moves(self, name: str, *, newest_first: bool = True, limit: int | None = None) -> Iterator[Move]:
+    def moves(self, name: str, *, newest_first: bool = True, limit: int | None = None) -> Iterator[BranchMove]:
         """The history of a branch, as moves."""
         if not is_ref_name(name):
             return
@@ -128,7 +128,7 @@ class RefTable:
         for count, (_, value) in enumerate(items):
             if count == limit:
                 return
-            yield table_rows.decode_row(Move, value)
+            yield table_rows.decode_row(BranchMove, value)
 
     def history(self, name: str, *, newest_first: bool = True, limit: int | None = None) -> Iterator[SnapshotInfo]:
         """The history of a branch, as snapshots: one that it was moved to twice comes twice."""
@@ -142,7 +142,7 @@ class RefTable:
         if not is_ref_name(branch) or not -(1 << 63) <= step < 1 << 63:
             return None
         row = self._row(table_rows.StepRow, table_keys.step_key(branch, step))
-        move = self._row(Move, table_keys.move_key(branch, row.seq)) if row is not None else None
+        move = self._row(BranchMove, table_keys.move_key(branch, row.seq)) if row is not None else None
         return move.ulid if move is not None else None
 
     def tags(self) -> list[str]:
@@ -258,7 +258,7 @@ class RefTable:
         prefix = table_keys.window_key(0, "")[:-8]
         for key, value in self._reader.scan(prefix if entry is None else table_keys.window_key(entry, ""), reverse=newest_first):
             n, name = int.from_bytes(key[len(prefix) :][:8], "big"), key[len(prefix) + 8 :].decode("ascii")
-            moves = [table_rows.decode_row(Move, value) for _, value in self._reader.scan(table_keys.forgotten_prefix(n, name))]
+            moves = [table_rows.decode_row(BranchMove, value) for _, value in self._reader.scan(table_keys.forgotten_prefix(n, name))]
             yield UndoWindow(n, name, *table_rows.decode_row(table_rows.WindowRow, value), moves)
 
     def object_state(self, key: ObjectKey) -> table_rows.ObjectRow | None:
@@ -287,13 +287,15 @@ class RefTable:
 
     def place_of(self, pack: bytes) -> str | None:
         """The URL of the place where a pack lies; None: the store's own."""
-        row = self._row(table_rows.PlaceRow, table_keys.place_key(pack))
+        row = self._row(table_rows.LocationRow, table_keys.place_key(pack))
         return row.url if row is not None else None
 
     def places(self) -> dict[Ulid, str]:
         """Where packs lie that are not in the store's own place."""
         prefix = table_keys.place_key(b"")
-        return {Ulid(key[len(prefix) :]): table_rows.decode_row(table_rows.PlaceRow, value).url for key, value in self._reader.scan(prefix)}
+        return {
+            Ulid(key[len(prefix) :]): table_rows.decode_row(table_rows.LocationRow, value).url for key, value in self._reader.scan(prefix)
+        }
 
     def horizon(self) -> int:
         """Tombstones of entries up to this one are forgotten, and nothing anchored before it may commit."""

@@ -55,7 +55,7 @@ class BranchRow(NamedTuple):
     length: int
 
 
-class Move(NamedTuple):
+class BranchMove(NamedTuple):
     """One place in a branch's history."""
 
     ulid: Ulid
@@ -192,7 +192,7 @@ class MovedRow(NamedTuple):
     pack: Ulid
 
 
-class PlaceRow(NamedTuple):
+class LocationRow(NamedTuple):
     """Where a pack lies."""
 
     url: str
@@ -222,7 +222,7 @@ def _is_bool(value: object) -> bool:
 _CHECKS: Final[Mapping[type, tuple[Check, ...]]] = {
     Head: (is_count, is_digest, is_count),
     BranchRow: (is_ulid, is_digest, is_step, is_count, is_count, is_count),
-    Move: (is_ulid, is_digest, is_step, is_count, is_count, _is_short),
+    BranchMove: (is_ulid, is_digest, is_step, is_count, is_count, _is_short),
     StepRow: (is_count,),
     TagRow: (is_ulid, is_digest, is_count, is_count),
     SnapshotRow: (is_digest, is_digest, is_parent, is_ref_name, is_step, is_count, is_count, is_metrics, is_count, is_count),
@@ -238,7 +238,7 @@ _CHECKS: Final[Mapping[type, tuple[Check, ...]]] = {
     ObjectRow: (_is_bool, is_count),
     RelocationRow: (is_count, is_digest, is_ulids),
     MovedRow: (is_ulid,),
-    PlaceRow: (is_url,),
+    LocationRow: (is_url,),
     HorizonRow: (is_count,),
 }
 
@@ -253,7 +253,7 @@ def _is_sequence_key(key: bytes) -> bool:
 
 _KEYS: Final[Mapping[bytes, tuple[type, Callable[[bytes], bool]]]] = {
     b"b": (BranchRow, _is_name_key),
-    b"l": (Move, _is_sequence_key),
+    b"l": (BranchMove, _is_sequence_key),
     b"s": (StepRow, _is_sequence_key),
     b"t": (TagRow, _is_name_key),
     b"u": (SnapshotRow, lambda key: len(key) == 1 + ULID_BYTES),
@@ -267,11 +267,11 @@ _KEYS: Final[Mapping[bytes, tuple[type, Callable[[bytes], bool]]]] = {
     b"p": (PinRow, lambda key: len(key) > 1 + ULID_BYTES and is_owner(key[1 + ULID_BYTES :].decode("utf-8", "replace"))),
     b"o": (PolicyRow, lambda key: is_ref_glob(key[1:].decode("ascii", "replace"))),
     b"e": (WindowRow, lambda key: _is_name_key(key[8:])),
-    b"d": (Move, lambda key: _is_sequence_key(key[8:])),
+    b"d": (BranchMove, lambda key: _is_sequence_key(key[8:])),
     b"g": (ObjectRow, lambda key: len(key) == 2 + ULID_BYTES and key[1:2] in KINDS_BY_BYTE),
     b"m": (RelocationRow, lambda key: len(key) == 1 + 2 * ULID_BYTES),
     b"w": (MovedRow, lambda key: len(key) == 1 + ULID_BYTES),
-    b"c": (PlaceRow, lambda key: len(key) == 1 + ULID_BYTES),
+    b"c": (LocationRow, lambda key: len(key) == 1 + ULID_BYTES),
     b"z": (HorizonRow, lambda key: len(key) == 1),
 }
 

@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.errors import InvalidOptionError, LogChangedError
-from tensorstore_ck.log.head_file import HeadFile, Known
+from tensorstore_ck.log.head_file import HeadFile, SeenHead
 from tensorstore_ck.log.table_rows import Head
 
 Rollback = Literal["warn", "error"]
@@ -53,14 +53,14 @@ class Watermark:
         self._url = url
         self._monotonic = monotonic
         self._head: Head | None = None
-        self._on_file: Known | None = None
+        self._on_file: SeenHead | None = None
         self._has_looked = False
         self._has_saved = False
         self._has_appended = False
         self._next_save = 0.0
         self._lost: Head | None = None
         """An entry that was seen, and that the log does not hold any more; nobody has accepted that yet."""
-        self._other_log: Known | None = None
+        self._other_log: SeenHead | None = None
         """What was seen of another log of this store, in the place of which store.json names this one; nobody has accepted that yet."""
         self._told: Head | None = None
 
@@ -145,7 +145,7 @@ class Watermark:
             dismissed = [0 if self._lost is None else self._lost.n]
             if before is not None and before.log == self._log:
                 dismissed += [before.dismissed_n, before.head.n]
-            new = Known(head, now_ns, max(dismissed), self._log)
+            new = SeenHead(head, now_ns, max(dismissed), self._log)
             try:
                 before = self._file.swap(before, new)
             except OSError as exc:
@@ -191,7 +191,7 @@ class Watermark:
         )
         self._tell(head, message, name)
 
-    def _tell_other_log(self, other: Known) -> None:
+    def _tell_other_log(self, other: SeenHead) -> None:
         where = shlex.quote(self._url)
         message = (
             f"{self._url}: store.json names the log {self._log}, and this user has seen the log {other.log} of this store, up to entry "
@@ -208,9 +208,9 @@ class Watermark:
             warnings.warn(LogChangedWarning(message), stacklevel=2)
 
     @property
-    def _known(self) -> Known | None:
+    def _known(self) -> SeenHead | None:
         """What the file holds of this log."""
         return self._on_file if self._on_file is not None and self._on_file.log == self._log else None
 
-    def _with(self, head: Head) -> Known:
-        return self._known._replace(head=head) if self._known is not None else Known(head, log=self._log)
+    def _with(self, head: Head) -> SeenHead:
+        return self._known._replace(head=head) if self._known is not None else SeenHead(head, log=self._log)

@@ -11,7 +11,7 @@ from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.record import decode_metadata, record_name
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.address import resolve
-from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, Costs, best, daly, ettr, require_costs, young
+from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, SaveCosts, best, daly, ettr, require_costs, young
 
 NEWEST: Final = 200
 """Snapshots that are looked at."""
@@ -31,7 +31,7 @@ class Advice:
     """What is known, what follows, and what to change first. Times in seconds; an interval is training between two saves."""
 
     ref: str
-    costs: Costs
+    costs: SaveCosts
     sources: dict[str, Source]
     """Where each of the costs is from."""
     snapshots: int
@@ -98,7 +98,7 @@ def advise(
                 object_id=name,
             )
         values[name], sources[name] = value, "given" if said is not None else "measured" if name in measured else "assumed"
-    costs = require_costs(Costs(**values))
+    costs = require_costs(SaveCosts(**values))
     for name, value in (("bytes_per_second", bytes_per_second), ("bytes_per_day", bytes_per_day)):
         if value is not None and not value > 0:
             raise InvalidOptionError(f"{name} must be more than 0", object_id=name)
@@ -160,7 +160,7 @@ def _around(interval: float) -> list[float]:
 
 
 def _advice(
-    costs: Costs,
+    costs: SaveCosts,
     interval: float | None,
     wanted: float,
     *,

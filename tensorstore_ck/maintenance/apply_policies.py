@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tensorstore_ck.common.ids import Ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
-from tensorstore_ck.gc.exclusive_bytes import Increments
+from tensorstore_ck.gc.exclusive_bytes import ExclusiveBytes
 from tensorstore_ck.gc.roots import UNDO, roots
 from tensorstore_ck.log import Op, RefTable
 from tensorstore_ck.log.ref_names import is_ref_glob
@@ -134,7 +134,7 @@ def retain(engine: Engine, refs: Sequence[str] = (), *, dry_run: bool = False, i
     now_ns = engine.clock()
     of_branch = {ref: {"(given)": instead} if instead is not None else policies_of(view, ref) for ref in refs or view.branches()}
     found = {
-        ref: verdicts(view, ref, own.values(), now_ns, added_bytes=Increments(engine) if _has_limit(own) else None)
+        ref: verdicts(view, ref, own.values(), now_ns, added_bytes=ExclusiveBytes(engine) if _has_limit(own) else None)
         for ref, own in of_branch.items()
         if own
     }
@@ -184,7 +184,7 @@ def _report(
 
 def _freed(engine: Engine, view: RefTable, going: set[tuple[str, Ulid]]) -> dict[Ulid, int]:
     """What each snapshot that nothing will hold takes beyond those that something does, and those that go before it."""
-    added = Increments(engine)
+    added = ExclusiveBytes(engine)
     gone: list[Ulid] = []
     for ulid, labels in sorted(roots(view).items()):
         left = [label for label in labels if label != UNDO and (label, ulid) not in going]

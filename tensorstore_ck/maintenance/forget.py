@@ -13,7 +13,7 @@ from tensorstore_ck.common.ids import Digest, Ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import ConflictError, NotFoundError
 from tensorstore_ck.gc.roots import UNDO, roots
-from tensorstore_ck.log import Move, Op, RefTable, UndoWindow
+from tensorstore_ck.log import BranchMove, Op, RefTable, UndoWindow
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot
 
@@ -146,14 +146,14 @@ def _to_undo(view: RefTable, address: str | None) -> list[tuple[UndoWindow, set[
     )
 
 
-def _meant_by(view: RefTable, address: str) -> Callable[[UndoWindow, Move], bool]:
+def _meant_by(view: RefTable, address: str) -> Callable[[UndoWindow, BranchMove], bool]:
     if "~" in address:
         found = resolve(view, address)
         return lambda window, move: move.root == found.info.root and found.branch in (None, window.name)
     name, _, step = address.partition("@")
     wanted_step = step and (step.lstrip("0") or "0")
 
-    def is_meant(window: UndoWindow, move: Move) -> bool:
+    def is_meant(window: UndoWindow, move: BranchMove) -> bool:
         is_root = len(name) >= MIN_ROOT_DIGITS and move.root.hex().startswith(name)
         return (window.name == name or is_root) and (not step or str(move.step) == wanted_step)
 

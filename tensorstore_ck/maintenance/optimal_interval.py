@@ -14,7 +14,7 @@ DEFAULT_MTBF_SECONDS: Final = 4 * 3600.0
 """What is assumed where nothing is known."""
 
 
-class Costs(NamedTuple):
+class SaveCosts(NamedTuple):
     """What is measured of a job."""
 
     stall: float
@@ -27,7 +27,7 @@ class Costs(NamedTuple):
     """Mean time between failures of the whole job."""
 
 
-def require_costs(costs: Costs) -> Costs:
+def require_costs(costs: SaveCosts) -> SaveCosts:
     """The same, if it makes sense.
 
     Raises:
@@ -39,12 +39,12 @@ def require_costs(costs: Costs) -> Costs:
     return costs
 
 
-def young(costs: Costs) -> float:
+def young(costs: SaveCosts) -> float:
     """Young's interval between two saves, of training: the square root of 2 x stall x MTBF."""
     return math.sqrt(2 * costs.stall * costs.mtbf)
 
 
-def daly(costs: Costs) -> float:
+def daly(costs: SaveCosts) -> float:
     """Daly's, which stays right where a save costs much of the time between failures."""
     if costs.stall >= 2 * costs.mtbf:
         return costs.mtbf
@@ -52,7 +52,7 @@ def daly(costs: Costs) -> float:
     return math.sqrt(2 * costs.stall * costs.mtbf) * (1 + root / 3 + root**2 / 9) - costs.stall
 
 
-def ettr(interval: float, costs: Costs) -> float:
+def ettr(interval: float, costs: SaveCosts) -> float:
     """The share of wall time that is training which counts, when a save is begun after each `interval` of training.
 
     Failures come at random, at a constant rate 1/M, also while the job restarts. An interval and its save take t + s; a try of that
@@ -68,7 +68,7 @@ def ettr(interval: float, costs: Costs) -> float:
     return interval / spent
 
 
-def best(costs: Costs) -> float:
+def best(costs: SaveCosts) -> float:
     """The interval with the best `ettr`, found by golden section: it has one maximum. Where a save stalls nothing, the lag bounds it."""
     low, high = max(costs.stall, costs.lag, 1e-3) / 100, max(10 * costs.mtbf, 1.0)
     ratio = (math.sqrt(5) - 1) / 2

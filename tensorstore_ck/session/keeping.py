@@ -19,7 +19,7 @@ from tensorstore_ck.log import Op, RefTable, SnapshotInfo, validate_ref_name
 from tensorstore_ck.log.address import Resolved, resolve
 from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, pinned_snapshots, pinned_with_root
 from tensorstore_ck.maintenance import forget as forgetting
-from tensorstore_ck.session.ref_fence import Seen
+from tensorstore_ck.session.ref_fence import RefFence
 
 if TYPE_CHECKING:
     from tensorstore_ck.gc import GcOptions, GcReport
@@ -51,7 +51,7 @@ class KeepingStore:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._seen = Seen()
+        self._seen = RefFence()
 
     def __enter__(self) -> Self:
         return self
@@ -73,7 +73,7 @@ class KeepingStore:
         return self._engine
 
     @property
-    def seen(self) -> Seen:
+    def seen(self) -> RefFence:
         """What this handle has seen of refs, likewise."""
         return self._seen
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tensorstore_ck.common.host_memory import default_limit_bytes
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.write.put import Anything
+from tensorstore_ck.engine.write.put import AnyHead
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged, require_checks
 from tensorstore_ck.errors import InvalidOptionError, StoreError
@@ -19,14 +19,14 @@ from tensorstore_ck.format.codec import CodecName, DeltaOption
 from tensorstore_ck.log.address import is_staged_address, resolve
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
-from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, Groups, process_group
+from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, ProcessGroups, process_group
 from tensorstore_ck.session.keeping import changes
 from tensorstore_ck.session.manage import ManagedStore
-from tensorstore_ck.session.ref_fence import LAST_SEEN, Asked, LastSeen, asked
-from tensorstore_ck.session.save import DrainReport, OnFull, PendingSnapshot, Preemption, Saver
+from tensorstore_ck.session.ref_fence import LAST_SEEN, LastSeen, PutOptions, asked
+from tensorstore_ck.session.save import DrainReport, OnFull, PendingSnapshot, Preemption, SaveQueue
 from tensorstore_ck.session.save.at_exit import finish_at_exit
 from tensorstore_ck.session.save.connect_peers import connect_peers
-from tensorstore_ck.session.save.context import Handle
+from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.resume_staged import resume_alone, resume_ranks
 from tensorstore_ck.session.save.retrying import retrying
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from tensorstore_ck.session.save.group_put import GroupJob
-    from tensorstore_ck.session.save.single_put import AloneJob
+    from tensorstore_ck.session.save.group_put import GroupPut
+    from tensorstore_ck.session.save.single_put import SinglePut
     from tensorstore_ck.state.capture_copy import Arena
 
 
@@ -57,12 +57,12 @@ class SavingStore(ManagedStore):
             raise InvalidOptionError(f"host_memory_bytes must be more than 0, not {host_memory_bytes}", object_id="host_memory_bytes")
         if not dead_after_seconds >= 1:
             raise InvalidOptionError(f"dead_after_seconds must be at least 1, not {dead_after_seconds}", object_id="dead_after_seconds")
-        self._groups = Groups(engine, float(dead_after_seconds))
+        self._groups = ProcessGroups(engine, float(dead_after_seconds))
         self._host_memory_bytes = host_memory_bytes
         self._local_ranks = 1
         self._numbers = itertools.count(1)
-        self._saver = Saver(self._open_arena, engine.observers)
-        self._handle = Handle(engine, self._seen, self._groups, self._saver.wait_for_upload)
+        self._saver = SaveQueue(self._open_arena, engine.observers)
+        self._handle = SaveContext(engine, self._seen, self._groups, self._saver.wait_for_upload)
         self._resumed_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
         if engine.tier is not None:
             finish_at_exit(self._saver)
@@ -70,7 +70,7 @@ class SavingStore(ManagedStore):
                 self._saver.resume(job)
 
     @property
-    def groups(self) -> Groups:
+    def groups(self) -> ProcessGroups:
         """The process groups that this handle has met, for what is built on top of a store."""
         return self._groups
 
@@ -83,7 +83,7 @@ class SavingStore(ManagedStore):
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, object] | None = None,
-        expect: "str | Snapshot | Anything | LastSeen | None" = LAST_SEEN,
+        expect: "str | Snapshot | AnyHead | LastSeen | None" = LAST_SEEN,
         parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
         group: "ProcessGroup | DeviceMesh | None" = None,
         rank_state: object = None,
@@ -136,7 +136,7 @@ class SavingStore(ManagedStore):
             UndecidedError: the store went away in the middle of the commit: see `retrying`.
         """
 
-        def ask() -> Asked:
+        def ask() -> PutOptions:
             return asked(
                 self._engine,
                 ref,
@@ -166,7 +166,7 @@ class SavingStore(ManagedStore):
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, object] | None = None,
-        expect: "str | Snapshot | Anything | LastSeen | None" = LAST_SEEN,
+        expect: "str | Snapshot | AnyHead | LastSeen | None" = LAST_SEEN,
         parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
         group: "ProcessGroup | DeviceMesh | None" = None,
         rank_state: object = None,
@@ -210,7 +210,7 @@ class SavingStore(ManagedStore):
             NoSpaceError: the state does not fit into `host_memory_bytes` at all.
         """
 
-        def ask() -> Asked:
+        def ask() -> PutOptions:
             return asked(
                 self._engine,
                 ref,
@@ -224,21 +224,21 @@ class SavingStore(ManagedStore):
                 checks=require_checks(unchanged, verify_capture),
             )
 
-        from tensorstore_ck.session.save.group_put import Unready  # noqa: PLC0415 - likewise
-        from tensorstore_ck.session.save.single_put import AloneJob  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.session.save.group_put import UnpreparedState  # noqa: PLC0415 - likewise
+        from tensorstore_ck.session.save.single_put import SinglePut  # noqa: PLC0415 - loads torch
 
         group = process_group(group)
 
-        def make() -> "AloneJob | GroupJob":
+        def make() -> "SinglePut | GroupPut":
             captured = state
             if group is not None:  # also where host_memory_bytes is given: other ranks may not have it, and all must ask
                 try:
                     self._local_ranks = self._groups.local_ranks(group, timeout_seconds=timeout_seconds)
                 except StoreError as exc:  # the others may know, and begin the put
-                    captured = Unready(exc)
+                    captured = UnpreparedState(exc)
             job = self._job(ask, captured, rank_state, ref=ref, step=step, group=group, frozen=frozen, timeout_seconds=timeout_seconds)
             job.prepare()
-            if isinstance(job, AloneJob) and self._saver.is_quiet():
+            if isinstance(job, SinglePut) and self._saver.is_quiet():
                 job.check_known()
             return job
 
@@ -323,7 +323,7 @@ class SavingStore(ManagedStore):
 
     def _job(
         self,
-        ask: Callable[[], Asked],
+        ask: Callable[[], PutOptions],
         state: object,
         rank_state: object,
         *,
@@ -332,9 +332,9 @@ class SavingStore(ManagedStore):
         group: "ProcessGroup | None",
         frozen: Sequence[str],
         timeout_seconds: float,
-    ) -> "AloneJob | GroupJob":
-        from tensorstore_ck.session.save.group_put import GroupJob  # noqa: PLC0415 - likewise
-        from tensorstore_ck.session.save.single_put import AloneJob  # noqa: PLC0415 - loads torch
+    ) -> "SinglePut | GroupPut":
+        from tensorstore_ck.session.save.group_put import GroupPut  # noqa: PLC0415 - likewise
+        from tensorstore_ck.session.save.single_put import SinglePut  # noqa: PLC0415 - loads torch
 
         if group is None:
             require_no_rank_state(rank_state)
@@ -342,8 +342,8 @@ class SavingStore(ManagedStore):
             self._engine.limit.share(group.size())
         self._resume(group, timeout_seconds)
         if group is None:
-            return AloneJob(self._handle, next(self._numbers), ask(), state, frozen)
-        return GroupJob(self._handle, group, ask, state, rank_state, ref=ref, step=step, frozen=frozen, timeout_seconds=timeout_seconds)
+            return SinglePut(self._handle, next(self._numbers), ask(), state, frozen)
+        return GroupPut(self._handle, group, ask, state, rank_state, ref=ref, step=step, frozen=frozen, timeout_seconds=timeout_seconds)
 
     def _open_arena(self) -> "Arena":
         import torch  # noqa: PLC0415 - takes a second

@@ -6,9 +6,9 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.branch_conflict import branch_command
-from tensorstore_ck.engine.write.put import Anything, Expected, PutRequest
+from tensorstore_ck.engine.write.put import AnyHead, Expected, PutRequest
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, Sampling, turn_of
-from tensorstore_ck.engine.write.suspicious_save import Checks, require_checks
+from tensorstore_ck.engine.write.suspicious_save import SaveChecks, require_checks
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.codec import CodecName, DeltaOption, require_delta, require_name
 from tensorstore_ck.format.record import MAX_STEP, check_metrics, encode_metadata
@@ -39,7 +39,7 @@ class _Ref(NamedTuple):
     """A put may not have a lower step, unless it says what it expects: this handle only restored the head, which has this one."""
 
 
-class Seen:
+class RefFence:
     """What this handle put and restored."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Seen:
         is_fenced = not is_moved and info.root == found.branch_root and info.ref == ref  # else nobody has put to the branch yet
         self._refs[ref] = _Ref(found.branch_root, info.root, is_moved, info.step if is_fenced else None)
 
-    def check_step(self, engine: Engine, view: RefTable, asked: "Asked") -> None:
+    def check_step(self, engine: Engine, view: RefTable, asked: "PutOptions") -> None:
         """Refuses what takes a ref over by mistake: a script that looked at the newest snapshot of a job, and then begins its own.
 
         Raises:
@@ -114,7 +114,7 @@ class Seen:
             if seen is not None and branch is not None and branch.root == seen.current:
                 return branch.root  # what was restored while it was staged is published by now
             return seen.head if seen else None
-        if expect is None or isinstance(expect, Anything):
+        if expect is None or isinstance(expect, AnyHead):
             return expect
         if isinstance(expect, Snapshot):
             return Digest(bytes.fromhex(expect.root))
@@ -156,7 +156,7 @@ class Seen:
         )
         return self.as_of_now(engine, said, any_step=any_step)
 
-    def as_of_now(self, engine: Engine, asked: "Asked", *, sync: bool = True, any_step: bool = False) -> PutRequest:
+    def as_of_now(self, engine: Engine, asked: "PutOptions", *, sync: bool = True, any_step: bool = False) -> PutRequest:
         """A put as of now; asks the log, or goes by what is known of it."""
         if sync:
             engine.log.sync()
@@ -184,7 +184,7 @@ class Seen:
         return branch.root if branch is not None else None
 
 
-class Asked(NamedTuple):
+class PutOptions(NamedTuple):
     """What a put says besides the state, checked as far as it can be without asking the log."""
 
     ref: str
@@ -195,9 +195,9 @@ class Asked(NamedTuple):
     codec: CodecName | None
     delta: DeltaOption
     parent: object
-    checks: Checks
+    checks: SaveChecks
 
-    def sampling_of_copies(self, number: int) -> "tuple[Sampling, Asked]":
+    def sampling_of_copies(self, number: int) -> "tuple[Sampling, PutOptions]":
         """What of the put of that number is compared with its copies; and the put, in which nothing is to be read a second time then."""
         sampling = Sampling(turn_of(None, number), self.checks.verify_capture)
         return sampling, self._replace(checks=self.checks._replace(verify_capture=0.0))
@@ -214,8 +214,8 @@ def asked(
     parent: object = LAST_SEEN,
     codec: object = None,
     delta: object = None,
-    checks: Checks,
-) -> Asked:
+    checks: SaveChecks,
+) -> PutOptions:
     """Checks what a put says.
 
     Raises:
@@ -228,10 +228,10 @@ def asked(
     number = None if step is None else step.__index__()
     if number is not None and not 0 <= number <= MAX_STEP:
         raise InvalidOptionError(f"step {number} must be from 0 to {MAX_STEP}", object_id="step")
-    if not (expect is None or isinstance(expect, LastSeen | Anything | Snapshot | str)):
+    if not (expect is None or isinstance(expect, LastSeen | AnyHead | Snapshot | str)):
         raise InvalidOptionError(f"expect must be a root, tsck.ANY or None, not {type(expect).__name__}", object_id="expect")
     if not (parent is None or isinstance(parent, LastSeen | Snapshot | str)):
         raise InvalidOptionError(f"parent must be an address, a Snapshot or None, not {type(parent).__name__}", object_id="parent")
     engine.require_writable()
     chosen = None if codec is None else require_name(codec)
-    return Asked(ref, number, expect, packed_metadata, checked_metrics, chosen, require_delta(delta), parent, checks)
+    return PutOptions(ref, number, expect, packed_metadata, checked_metrics, chosen, require_delta(delta), parent, checks)

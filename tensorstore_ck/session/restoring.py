@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import Content
+from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.engine.read.block_reader import read_blocks
 from tensorstore_ck.engine.read.merged_snapshot import open_rank_state, open_snapshot
 from tensorstore_ck.format.random_streams import RULE, Streams
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.session.group.process_groups import Reading
+from tensorstore_ck.session.group.process_groups import GroupReading
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ class Restoring(NamedTuple):
     engine: Engine
     info: SnapshotInfo
     group: "ProcessGroup | None" = None
-    reading: Reading | None = None
+    reading: GroupReading | None = None
     """How it reads together with the others of `group`."""
 
     def lazy(self) -> "LazySnapshot":
@@ -53,7 +53,9 @@ class Restoring(NamedTuple):
 
         group, reading = self.group, self.reading
         place = 0.0 if group is None else (group.rank() + 0.5) / group.size()
-        content: Content = open_snapshot(self.engine, self.info, reading.read_blocks if reading is not None else read_blocks, place=place)
+        content: SnapshotContent = open_snapshot(
+            self.engine, self.info, reading.read_blocks if reading is not None else read_blocks, place=place
+        )
         if broadcast and reading is not None and group is not None:
             from tensorstore_ck.state.broadcast_reads import BroadcastContent  # noqa: PLC0415 - loads torch.distributed
 

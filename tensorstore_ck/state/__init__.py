@@ -6,9 +6,9 @@ below. Nothing is pickled, nothing that a store names is imported or called, and
 
 from tensorstore_ck.state.boxes import Box, Boxes
 from tensorstore_ck.state.capture import capture
-from tensorstore_ck.state.check import Problem, StateCheck, check_state, problems
+from tensorstore_ck.state.check import StateCheck, StateProblem, check_state, problems
 from tensorstore_ck.state.lazy import LazySnapshot, LazyTensor
-from tensorstore_ck.state.load_report import LoadReport, LoadWarning, Unclaimed
+from tensorstore_ck.state.load_report import LoadReport, LoadWarning, UnclaimedNames
 from tensorstore_ck.state.registered_types import register_type
 from tensorstore_ck.state.restore import restore
 from tensorstore_ck.state.sharded_tensors import FlatShard
@@ -21,9 +21,9 @@ __all__ = [
     "LazyTensor",
     "LoadReport",
     "LoadWarning",
-    "Problem",
     "StateCheck",
-    "Unclaimed",
+    "StateProblem",
+    "UnclaimedNames",
     "capture",
     "check_state",
     "problems",

@@ -46,7 +46,7 @@ Area = tuple[object, int, int, bool] | None
 """What `find_suspects` needs of a leaf: device, start and stop of its allocation, and `Extent.repeats`; None without bytes."""
 
 
-class Areas:
+class MemoryAreas:
     """Those of all leaves, as columns."""
 
     def __init__(self, areas: Iterable[Area] = ()) -> None:
@@ -70,7 +70,7 @@ class Areas:
         self.stops.append(stop)
 
 
-class Extra(NamedTuple):
+class CoveringArea(NamedTuple):
     """A tensor of plain bytes that covers leaves of which none covers the others."""
 
     first: int
@@ -79,7 +79,7 @@ class Extra(NamedTuple):
     stop: int
 
 
-class Place(NamedTuple):
+class AreaOffset(NamedTuple):
     """A base (a leaf's number; ``-1 - i`` for extra i) and bytes from there."""
 
     base: int
@@ -90,15 +90,15 @@ class Storage(NamedTuple):
     """Bases that lie side by side in one allocation."""
 
     size_bytes: int
-    places: Sequence[Place]
+    places: Sequence[AreaOffset]
 
 
-class Sharing(NamedTuple):
+class AliasPlan(NamedTuple):
     """The plan."""
 
-    views: dict[int, Place]
+    views: dict[int, AreaOffset]
     """Leaf -> where it begins, for every leaf that is not stored on its own."""
-    extras: list[Extra]
+    extras: list[CoveringArea]
     storages: list[Storage]
 
 
@@ -108,7 +108,7 @@ class _Cluster(NamedTuple):
     size_bytes: int
 
 
-def find_suspects(areas: Areas) -> list[int]:
+def find_suspects(areas: MemoryAreas) -> list[int]:
     """The leaves whose allocation overlaps another's, or whose elements repeat: few or none, in most states."""
     starts, stops = np.array(areas.starts, np.uint64), np.array(areas.stops, np.uint64)
     leaves_on: defaultdict[object, list[int]] = defaultdict(list)
@@ -130,9 +130,9 @@ def _touching(leaves: Numbers, starts: Addresses, stops: Addresses) -> list[int]
     return [*leaves[before].tolist(), *leaves[before + 1].tolist()]
 
 
-def find_sharing(extents: dict[int, Extent]) -> Sharing:
+def find_sharing(extents: dict[int, Extent]) -> AliasPlan:
     """Plans for the suspects."""
-    plan = Sharing({}, [], [])
+    plan = AliasPlan({}, [], [])
     by_device: defaultdict[object, list[tuple[int, int, int]]] = defaultdict(list)
     for leaf, extent in extents.items():
         by_device[extent.device].append((extent.area_start, extent.area_stop, leaf))
@@ -156,7 +156,7 @@ def overlapping(intervals: list[tuple[int, int, int]]) -> Iterator[list[int]]:
         yield run
 
 
-def _plan_area(area: list[int], extents: dict[int, Extent], plan: Sharing) -> None:
+def _plan_area(area: list[int], extents: dict[int, Extent], plan: AliasPlan) -> None:
     runs = overlapping([(extents[leaf].start, extents[leaf].stop, leaf) for leaf in area])
     clusters = [_plan_cluster(sorted(run), extents, plan) for run in runs]
     if len(clusters) == 1 and (clusters[0].start % ALIGNMENT_BYTES == 0 or len(area) == 1):
@@ -166,13 +166,13 @@ def _plan_area(area: list[int], extents: dict[int, Extent], plan: Sharing) -> No
     for cluster in clusters:
         gap = cluster.start - stop
         position += gap if gap < MAX_GAP_BYTES else gap % MAX_GAP_BYTES
-        places.append(Place(cluster.base, position))
+        places.append(AreaOffset(cluster.base, position))
         position += cluster.size_bytes
         stop = cluster.start + cluster.size_bytes
     plan.storages.append(Storage(position, places))
 
 
-def _plan_cluster(members: list[int], extents: dict[int, Extent], plan: Sharing) -> _Cluster:
+def _plan_cluster(members: list[int], extents: dict[int, Extent], plan: AliasPlan) -> _Cluster:
     """Leaves whose bytes overlap: chooses the base that they are views of."""
     first = extents[members[0]]
     if len(members) == 1 and not first.repeats:
@@ -182,7 +182,7 @@ def _plan_cluster(members: list[int], extents: dict[int, Extent], plan: Sharing)
         if extents[base].is_whole and extents[base].start == start and extents[base].stop == stop:
             break
     else:
-        plan.extras.append(Extra(members[0], start, stop))
+        plan.extras.append(CoveringArea(members[0], start, stop))
         base = -len(plan.extras)
-    plan.views.update({leaf: Place(base, extents[leaf].address - start) for leaf in members if leaf != base})
+    plan.views.update({leaf: AreaOffset(base, extents[leaf].address - start) for leaf in members if leaf != base})
     return _Cluster(base, start, stop - start)

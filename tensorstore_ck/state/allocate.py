@@ -40,7 +40,7 @@ Found = torch.Tensor | Array
 AnyDtype = torch.dtype | np.dtype[Any]
 
 
-class Form(NamedTuple):
+class LeafForm(NamedTuple):
     """What a leaf looks like."""
 
     dtype: AnyDtype
@@ -70,11 +70,11 @@ def dtype_of(name: str, item_bytes: int | None) -> AnyDtype:
     return dtype
 
 
-def form_of(layout: Layout, leaf: Leaf) -> Form:
+def form_of(layout: Layout, leaf: Leaf) -> LeafForm:
     """The checked form of a tensor or view: it lies within its base."""
     spec = layout.tensors[leaf.index]
     if leaf.kind == "tensor":
-        return Form(dtype_of(spec.dtype, spec.item_bytes), spec.shape, contiguous_strides(spec.shape), 0)
+        return LeafForm(dtype_of(spec.dtype, spec.item_bytes), spec.shape, contiguous_strides(spec.shape), 0)
     _, _, name, shape, strides, offset, _ = leaf.node
     dtype = dtype_of(name, None)
     reaches = [(extent - 1) * step for extent, step in zip(shape, strides, strict=True)]
@@ -83,7 +83,7 @@ def form_of(layout: Layout, leaf: Leaf) -> Form:
     is_negative = isinstance(dtype, torch.dtype) and any(step < 0 for step in strides)
     if is_negative or 0 in shape or first < 0 or last > spec.size_bytes:
         raise CorruptObjectError(f"view {leaf.path!r} does not lie within tensor {spec.name!r}; run `tsck fsck`", object_id=leaf.path)
-    return Form(dtype, tuple(shape), tuple(strides), offset)
+    return LeafForm(dtype, tuple(shape), tuple(strides), offset)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def view_of(base: Found, form: Form) -> Found:
+def view_of(base: Found, form: LeafForm) -> Found:
     """A tensor or array of `form` over the memory of `base`, which is contiguous."""
     if isinstance(form.dtype, torch.dtype):
         if isinstance(base, np.ndarray):
@@ -127,14 +127,14 @@ def require_memory_for(layout: Layout, wanted: Sequence[Wanted], device: torch.d
     require_memory(needed_bytes, f"to make {len(numbers):,} tensors", advice)
 
 
-class FreshTensors:
+class TensorAllocator:
     """Allocates what is wanted; `targets` then take the bytes, and `get` gives the tensors."""
 
     def __init__(self, layout: Layout, wanted: Iterable[Wanted], device: torch.device) -> None:
         """`device` is that of torch tensors; arrays, and what shares memory with them when it is read, are on the CPU."""
         self._layout = layout
         self._device = device
-        self._forms: dict[str, Form] = {}
+        self._forms: dict[str, LeafForm] = {}
         """Path -> form, of what is not simply a stored tensor."""
         self._converted: dict[str, torch.dtype] = {}
         """Path -> the dtype that `get` converts to, where the base is read as it is stored."""
@@ -255,7 +255,7 @@ def _whole(spec: TensorSpec, memory: torch.Tensor, offset: int) -> Found:
     dtype = dtype_of(spec.dtype, spec.item_bytes)
     if isinstance(dtype, torch.dtype) and offset % dtype.itemsize:
         raise CorruptObjectError(f"tensor {spec.name!r} lies at an impossible place; run `tsck fsck`", object_id=spec.name)
-    return view_of(memory, Form(dtype, spec.shape, contiguous_strides(spec.shape), offset))
+    return view_of(memory, LeafForm(dtype, spec.shape, contiguous_strides(spec.shape), offset))
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 
 from tensorstore_ck.errors import NoSpaceError
 from tensorstore_ck.state.byte_sources import Array, address_of
-from tensorstore_ck.state.cuda_copy import Arrival, DeviceCopies, SideStreams
+from tensorstore_ck.state.cuda_copy import DeviceArrival, DeviceCopies, SideStreams
 
 GRAIN_BYTES: Final = 2 << 20
 """Memory is taken in whole huge pages, so that a state that grew a little still fits."""
@@ -107,7 +107,7 @@ class Slot:
         self.size_bytes = size_bytes
         self.memory: Array | None = memory
         """None: it was released."""
-        self.arrivals: list[Arrival] = []
+        self.arrivals: list[DeviceArrival] = []
         """Of copies from devices into it, which may still be under way."""
 
     def release(self) -> None:

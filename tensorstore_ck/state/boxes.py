@@ -15,7 +15,7 @@ import torch
 
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.format import sharding
-from tensorstore_ck.state.sharded_tensors import Piece
+from tensorstore_ck.state.sharded_tensors import LocalPiece
 
 _PROTOCOL: Final = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
@@ -87,13 +87,13 @@ class Boxes:
         object.__setattr__(self, "boxes", boxes)
 
 
-class Held(NamedTuple):
+class HeldBoxes(NamedTuple):
     """What lies here of a tensor."""
 
     shape: tuple[int, ...]
     """Of the whole tensor."""
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LocalPiece, ...]
     """None is empty."""
     requires_grad: bool
     is_parameter: bool
@@ -109,7 +109,7 @@ def is_checkpointable(value: object) -> bool:
     )
 
 
-def held_boxes(value: Any, path: str = "") -> Held | None:
+def held_boxes(value: Any, path: str = "") -> HeldBoxes | None:
     """What of a tensor lies in a `Box`, in `Boxes` or in a `CheckpointableTensor`; None for anything else.
 
     Raises:
@@ -122,10 +122,10 @@ def held_boxes(value: Any, path: str = "") -> Held | None:
     boxes = value.boxes if isinstance(value, Boxes) else (value,)
     first = boxes[0].local
     pieces = _pieces((box.local.detach(), box.offsets) for box in boxes)
-    return Held(boxes[0].global_shape, first.dtype, pieces, first.requires_grad, isinstance(first, torch.nn.Parameter))
+    return HeldBoxes(boxes[0].global_shape, first.dtype, pieces, first.requires_grad, isinstance(first, torch.nn.Parameter))
 
 
-def _held_of_checkpointable(tensor: Any, path: str) -> Held:
+def _held_of_checkpointable(tensor: Any, path: str) -> HeldBoxes:
     local = tensor.detach().as_subclass(torch.Tensor)
     try:
         shape = _numbers(tensor.global_shape)
@@ -142,14 +142,14 @@ def _held_of_checkpointable(tensor: Any, path: str) -> Held:
             f" {', '.join(_PROTOCOL[:-1])} or {_PROTOCOL[-1]}, or delete them if it is an ordinary tensor",
             object_id=path,
         ) from exc
-    return Held(shape, local.dtype, _pieces(pieces), tensor.requires_grad, isinstance(tensor, torch.nn.Parameter))
+    return HeldBoxes(shape, local.dtype, _pieces(pieces), tensor.requires_grad, isinstance(tensor, torch.nn.Parameter))
 
 
-def _pieces(held: Iterable[tuple[torch.Tensor, tuple[int, ...]]]) -> tuple[Piece, ...]:
-    return tuple(Piece(sharding.Box(offsets, tuple(local.shape)), local) for local, offsets in held if 0 not in local.shape)
+def _pieces(held: Iterable[tuple[torch.Tensor, tuple[int, ...]]]) -> tuple[LocalPiece, ...]:
+    return tuple(LocalPiece(sharding.BoxBounds(offsets, tuple(local.shape)), local) for local, offsets in held if 0 not in local.shape)
 
 
-def fault_of(shape: tuple[int, ...], boxes: Sequence[sharding.Box]) -> str:
+def fault_of(shape: tuple[int, ...], boxes: Sequence[sharding.BoxBounds]) -> str:
     """Why boxes, none of them empty, are not all of a tensor, each element once; empty when they are."""
     if not all(len(box.offsets) == len(box.sizes) == len(shape) and _lies_within(*box, shape) for box in boxes):
         return "a piece lies outside"

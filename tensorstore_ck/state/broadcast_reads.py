@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tensorstore_ck.engine.interfaces import ByteTarget, Content, WantedBox
-from tensorstore_ck.engine.read.block_reader import MemoryTarget, deliver
+from tensorstore_ck.engine.interfaces import ByteTarget, SnapshotContent, WantedBox
+from tensorstore_ck.engine.read.block_reader import BufferTarget, deliver
 from tensorstore_ck.format.sharding import whole_box
 
 PIECE_BYTES: Final = 256 << 20
@@ -23,9 +23,9 @@ Agree = Callable[[bytes, Callable[[bytes], None]], None]
 
 
 class BroadcastContent:
-    """`Content` of which tensors that all ranks read in full are read once."""
+    """`SnapshotContent` of which tensors that all ranks read in full are read once."""
 
-    def __init__(self, content: Content, group: "dist.ProcessGroup", agree: Agree) -> None:
+    def __init__(self, content: SnapshotContent, group: "dist.ProcessGroup", agree: Agree) -> None:
         self._content = content
         self._group = group
         self._agree = agree
@@ -53,7 +53,7 @@ class BroadcastContent:
             common = np.unpackbits(np.frombuffer(bits, np.uint8), count=len(tensors)).astype(bool)
             owners.update(_owners([(number, tensors[number].size_bytes) for number in np.flatnonzero(common).tolist()], self._group.size()))
             read.update({number: bytearray(tensors[number].size_bytes) for number, rank in owners.items() if rank == self._group.rank()})
-            own = [WantedBox(number, whole_box(tensors[number].shape), MemoryTarget(memoryview(memory))) for number, memory in read.items()]
+            own = [WantedBox(number, whole_box(tensors[number].shape), BufferTarget(memoryview(memory))) for number, memory in read.items()]
             self._content.read_boxes([*own, *(each for each in every if each.tensor not in owners)])
 
         self._agree(np.packbits(whole).tobytes(), work)

@@ -11,26 +11,26 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from tensorstore_ck.engine.interfaces import ByteSource, Captured
+from tensorstore_ck.engine.interfaces import ByteSource, CapturedState
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format import sharding
 from tensorstore_ck.format.layout import MAX_ITEM_BYTES, Explicit, Layout, Node, Sharding, SharedStorage, Spread, TensorSpec
 from tensorstore_ck.format.sharding import Mesh
-from tensorstore_ck.format.tree import ATTRIBUTES, PARAMETER, REQUIRES_GRAD, ROOT, Names
+from tensorstore_ck.format.tree import ATTRIBUTES, PARAMETER, REQUIRES_GRAD, ROOT, LeafNames
 from tensorstore_ck.format.values import MAX_NESTING, encode, key_text, numpy_dtype_name, packed, split_large
-from tensorstore_ck.state.aliasing import Extra, Place, find_sharing, find_suspects
+from tensorstore_ck.state.aliasing import AreaOffset, CoveringArea, find_sharing, find_suspects
 from tensorstore_ck.state.boxes import Box, Boxes, fault_of, is_checkpointable
 from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, address_of
 from tensorstore_ck.state.memory_extents import area_of, extent_of
 from tensorstore_ck.state.plain_memory import PLAIN, is_plain, require_plain
-from tensorstore_ck.state.rank_shares import Share, share_of, source_of
+from tensorstore_ck.state.rank_shares import RankShare, share_of, source_of
 from tensorstore_ck.state.registered_types import DTYPE_NAMES, FACTORIES, encode_torch, namedtuple_name, registered_class
-from tensorstore_ck.state.sharded_tensors import Describer, FlatShard
-from tensorstore_ck.state.sharded_wrappers import Apart, spread_of
-from tensorstore_ck.state.tensor_table import Columns, Form, Specs, flags_of
+from tensorstore_ck.state.sharded_tensors import FlatShard, SpreadDescriber
+from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, spread_of
+from tensorstore_ck.state.tensor_table import Specs, TensorKind, TensorTable, flags_of
 from tensorstore_ck.state.unsupported_types import advice_for
 
-_SHARES: Final = frozenset({Box, Boxes, Share})
+_SHARES: Final = frozenset({Box, Boxes, RankShare})
 _INLINE: Final = frozenset({type(None), bool, float})
 _CONTAINERS: Final = frozenset({dict, list, tuple, OrderedDict, Counter, defaultdict})
 _FACTORY_NAMES: Final = {factory: name for name, factory in FACTORIES.items()}
@@ -38,7 +38,7 @@ _FACTORY_NAMES: Final = {factory: name for name, factory in FACTORIES.items()}
 Refuse = Callable[[UnsupportedValueError], None]
 
 
-def capture(state: object, describer: Describer | None = None) -> Captured:
+def capture(state: object, describer: SpreadDescriber | None = None) -> CapturedState:
     """Takes `state` apart. Its tensors must neither move nor change until the result has been stored.
 
     Args:
@@ -48,26 +48,26 @@ def capture(state: object, describer: Describer | None = None) -> Captured:
     Raises:
         UnsupportedValueError: something in it cannot be stored; the message has its path and what to do.
     """
-    walk = Walk(describer=describer)
+    walk = CaptureWalk(describer=describer)
     walk.visit(state)
     return walk.finish()
 
 
-class Walk:
+class CaptureWalk:
     """One walk over a state. With `refuse`, it goes on after what cannot be stored."""
 
-    def __init__(self, refuse: Refuse | None = None, describer: Describer | None = None) -> None:
+    def __init__(self, refuse: Refuse | None = None, describer: SpreadDescriber | None = None) -> None:
         self._describer = describer
         self._spreads: dict[int, Spread] = {}
         self._meshes: dict[Mesh, int] = {}
-        self._explicit: dict[int, tuple[sharding.Box, ...]] = {}
-        self._apart: dict[int, tuple[torch.Tensor, Apart | None]] = {}
+        self._explicit: dict[int, tuple[sharding.BoxBounds, ...]] = {}
+        self._apart: dict[int, tuple[torch.Tensor, UnwrappedShards | None]] = {}
         self._values: list[Any] = []
         self._blobs: list[bytes] = []
-        self._names = Names()
+        self._names = LeafNames()
         self._refuse = refuse
         self._root: list[Node] = [None]
-        self._columns = Columns()
+        self._columns = TensorTable()
         # Where tensors hang, should it turn out that some are views.
         self._hole_nodes: list[list[Any]] = []
         self._hole_positions: list[int] = []
@@ -76,7 +76,7 @@ class Walk:
         """Walks the whole state."""
         self._visit(state, "", self._root, 0, 0)
 
-    def finish(self) -> Captured:
+    def finish(self) -> CapturedState:
         """Settles which tensors share memory."""
         columns = self._columns
         suspects = find_suspects(columns.areas)
@@ -106,13 +106,13 @@ class Walk:
         spreads = [self._spreads.get(leaf) for leaf in own] if self._spreads else ()
         explicit = [Explicit(number_of[leaf], boxes) for leaf, boxes in self._explicit.items()]
         layout = Layout(Specs(names, forms), self._root[0], storages, list(self._meshes), spreads)
-        return Captured(layout, self._values, self._blobs, sources, explicit)
+        return CapturedState(layout, self._values, self._blobs, sources, explicit)
 
     def _node(self, leaf: int, number: int) -> Node:
         flags = self._columns.flags.get(leaf)
         return ["t", number, flags] if flags else number
 
-    def _view_node(self, leaf: int, place: Place, number_of: Sequence[int] | dict[int, int]) -> Node:
+    def _view_node(self, leaf: int, place: AreaOffset, number_of: Sequence[int] | dict[int, int]) -> Node:
         self._check_addressable(leaf)
         form, found = self._columns.forms[leaf], self._columns.objects[leaf]
         strides = found.stride() if isinstance(found, torch.Tensor) else tuple(step // found.itemsize for step in found.strides)
@@ -363,12 +363,12 @@ def require_dense(tensor: torch.Tensor, name: str) -> str:
     return dtype
 
 
-def _form_of(extra: Extra) -> Form:
+def _form_of(extra: CoveringArea) -> TensorKind:
     size = extra.stop - extra.start
-    return Form("uint8", 1, (size,), size)
+    return TensorKind("uint8", 1, (size,), size)
 
 
-def _source_of(extra: Extra, first: torch.Tensor | Array) -> ByteSource:
+def _source_of(extra: CoveringArea, first: torch.Tensor | Array) -> ByteSource:
     size = extra.stop - extra.start
     if isinstance(first, np.ndarray) or first.is_cpu:
         return MemorySource(extra.start, first, size)

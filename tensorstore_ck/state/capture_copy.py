@@ -13,15 +13,15 @@ import numpy.typing as npt
 import torch
 
 from tensorstore_ck.common.threads import for_each
-from tensorstore_ck.engine.interfaces import ByteSource, Captured
+from tensorstore_ck.engine.interfaces import ByteSource, CapturedState
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, Sampling, pieces, require_unchanged, share_of
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES
 from tensorstore_ck.state.arena import Arena, Slot
 from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, address_of
-from tensorstore_ck.state.cuda_copy import Arrival, DeviceCopy, is_on_device
-from tensorstore_ck.state.rank_shares import Chain
-from tensorstore_ck.state.tensor_table import LazySources, Sources
+from tensorstore_ck.state.cuda_copy import DeviceArrival, DeviceCopy, is_on_device
+from tensorstore_ck.state.rank_shares import ChainedSource
+from tensorstore_ck.state.tensor_table import ByteSources, LazySources
 
 __all__ = ["Arena", "Slot", "copied_bytes", "copy_captured"]
 
@@ -47,7 +47,7 @@ for _function in (_memcmp, _memcmp_with_gil):
 
 def place_of(source: ByteSource) -> tuple[object, ...]:
     """Names the memory that a source reads, as long as the source lives."""
-    if isinstance(source, Chain):
+    if isinstance(source, ChainedSource):
         return tuple(place for part in source.sources for place in place_of(part))
     if isinstance(source, MemorySource):
         return source.address, source.size_bytes
@@ -59,14 +59,20 @@ def place_of(source: ByteSource) -> tuple[object, ...]:
     return (id(source),)
 
 
-def copied_bytes(captured: Captured, skip: Collection[int] = ()) -> int:
+def copied_bytes(captured: CapturedState, skip: Collection[int] = ()) -> int:
     """What `copy_captured` takes of a slot."""
     return int(_places(_sizes(captured, skip))[-1])
 
 
 def copy_captured(
-    captured: Captured, slot: Slot, *, skip: Collection[int] = (), threads: int, start_bytes: int = 0, sampling: Sampling = NOT_VERIFIED
-) -> Captured:
+    captured: CapturedState,
+    slot: Slot,
+    *,
+    skip: Collection[int] = (),
+    threads: int,
+    start_bytes: int = 0,
+    sampling: Sampling = NOT_VERIFIED,
+) -> CapturedState:
     """Copies a state into a slot: when this returns, its tensors may be changed at once, but for those in `skip`.
 
     A tensor on a CUDA device may be changed by what is queued on the current stream from then on; its copy is waited for when it is read.
@@ -90,14 +96,14 @@ def copy_captured(
     if memory is None or places[-1] > slot.size_bytes:
         what = "was released" if memory is None else f"has {slot.size_bytes}"
         raise InvalidOptionError(f"a capture needs {places[-1]} bytes of a slot, and this one {what}: take one of copied_bytes()")
-    addresses = Sources.of(captured.sources).addresses
+    addresses = ByteSources.of(captured.sources).addresses
     rest = _Rest(memory)
     arriving = [
         number
         for number in np.flatnonzero((addresses == 0) & (sizes > 0)).tolist()
         if rest.add(captured.sources[number], int(places[number]), int(sizes[number]))
     ]
-    copies = _Copies(slot, places, sizes, {number: captured.sources[number] for number in skip})
+    copies = _CopiedSources(slot, places, sizes, {number: captured.sources[number] for number in skip})
     if arriving:
         arrival = slot.arena.device_copies.start(rest.device_copies)
         slot.arrivals.append(arrival)
@@ -129,7 +135,7 @@ def _changed(addresses: Numbers, targets: Numbers, sizes: Numbers, sampling: Sam
     return changed
 
 
-def _changed_rest(captured: Captured, copies: "_Copies", numbers: Sequence[int], sampling: Sampling) -> set[int]:
+def _changed_rest(captured: CapturedState, copies: "_CopiedSources", numbers: Sequence[int], sampling: Sampling) -> set[int]:
     """Likewise, of tensors that are not one piece of CPU memory."""
     changed = set()
     for number in numbers:
@@ -141,9 +147,9 @@ def _changed_rest(captured: Captured, copies: "_Copies", numbers: Sequence[int],
     return changed
 
 
-def _sizes(captured: Captured, skip: Collection[int]) -> Numbers:
+def _sizes(captured: CapturedState, skip: Collection[int]) -> Numbers:
     """How much of each tensor is copied."""
-    sizes = Sources.of(captured.sources).sizes.copy()
+    sizes = ByteSources.of(captured.sources).sizes.copy()
     sizes[list(skip)] = 0
     return sizes
 
@@ -153,7 +159,7 @@ def _places(sizes: Numbers) -> Numbers:
     return np.concatenate(([0], np.cumsum(-(-sizes // ALIGN_BYTES) * ALIGN_BYTES)))
 
 
-class _Copies(LazySources):
+class _CopiedSources(LazySources):
     """Sources over a slot."""
 
     def __init__(self, slot: Slot, places: Numbers, sizes: Numbers, others: dict[int, ByteSource]) -> None:
@@ -162,7 +168,7 @@ class _Copies(LazySources):
         self._sizes = sizes
         self._others = others
         """Those that are left where they are."""
-        self.arrivals: dict[int, Arrival] = {}
+        self.arrivals: dict[int, DeviceArrival] = {}
         """Of those that may still be under way from a device."""
 
     def at(self, number: int) -> ByteSource:
@@ -182,7 +188,7 @@ class _Copies(LazySources):
 class _ArrivingSource:
     """`ByteSource` of what may still be under way from a device."""
 
-    def __init__(self, source: ByteSource, arrival: Arrival) -> None:
+    def __init__(self, source: ByteSource, arrival: DeviceArrival) -> None:
         self._source = source
         self._arrival = arrival
         self.size_bytes = source.size_bytes
@@ -207,7 +213,7 @@ class _Rest:
 
     def add(self, source: ByteSource, place: int, size: int) -> bool:
         """Adds what goes to a place in the slot; tells whether it comes from a device."""
-        if isinstance(source, Chain):
+        if isinstance(source, ChainedSource):
             arrives = False
             for part in source.sources:
                 arrives |= self.add(part, place, part.size_bytes)

@@ -7,18 +7,18 @@ from typing import Final
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import block_id, new_ulid
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.sealed import pack_body
-from tensorstore_ck.state.capture import Walk
-from tensorstore_ck.state.sharded_tensors import Describer
+from tensorstore_ck.state.capture import CaptureWalk
+from tensorstore_ck.state.sharded_tensors import SpreadDescriber
 
 SAMPLE_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class StateProblem:
     """One thing that cannot be stored."""
 
     path: str
@@ -30,7 +30,7 @@ class Problem:
 class StateCheck:
     """What `Store.check` found."""
 
-    problems: tuple[Problem, ...]
+    problems: tuple[StateProblem, ...]
     """With ``group=``: of this rank; and what another one has, or why the ranks' states cannot be one snapshot."""
     tensor_count: int
     tensor_bytes: int
@@ -48,7 +48,7 @@ class StateCheck:
         return not self.problems and (self.free_bytes is None or self.tensor_bytes + self.value_bytes < self.free_bytes)
 
 
-def problems(state: object) -> list[Problem]:
+def problems(state: object) -> list[StateProblem]:
     """All things in `state` that cannot be stored, in its order."""
     return look_at(state)[0]
 
@@ -59,7 +59,7 @@ def check_state(state: object, backend: Backend) -> StateCheck:
     return checked(found, captured, backend, sum(spec.size_bytes for spec in captured.layout.tensors))
 
 
-def checked(found: Sequence[Problem], captured: Captured, backend: Backend, tensor_bytes: int, *, writers: int = 1) -> StateCheck:
+def checked(found: Sequence[StateProblem], captured: CapturedState, backend: Backend, tensor_bytes: int, *, writers: int = 1) -> StateCheck:
     """What is told of a state that was looked at: `tensor_bytes` in all, written by so many `writers` together."""
     space = backend.space()
     value_bytes = len(pack_body(captured.values)) + sum(map(len, captured.blobs)) + len(captured.layout.encode())
@@ -73,16 +73,16 @@ def checked(found: Sequence[Problem], captured: Captured, backend: Backend, tens
     )
 
 
-def look_at(state: object, describer: Describer | None = None) -> tuple[list[Problem], Captured]:
+def look_at(state: object, describer: SpreadDescriber | None = None) -> tuple[list[StateProblem], CapturedState]:
     """All things in `state` that cannot be stored, in its order; and the rest of it, taken apart."""
     errors: list[UnsupportedValueError] = []
-    walk = Walk(errors.append, describer)
+    walk = CaptureWalk(errors.append, describer)
     walk.visit(state)
     captured = walk.finish()
-    return [Problem(error.object_id, str(error)) for error in errors], captured
+    return [StateProblem(error.object_id, str(error)) for error in errors], captured
 
 
-def _expected_seconds(captured: Captured, total: int, backend: Backend) -> float:
+def _expected_seconds(captured: CapturedState, total: int, backend: Backend) -> float:
     sample = []
     left = SAMPLE_BYTES
     for spec, source in zip(captured.layout.tensors, captured.sources, strict=True):

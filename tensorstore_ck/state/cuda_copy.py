@@ -25,7 +25,7 @@ class DeviceCopy(NamedTuple):
     """On the CPU, contiguous, of the same dtype and shape."""
 
 
-class Arrival(Protocol):
+class DeviceArrival(Protocol):
     """Copies that were started."""
 
     def wait(self) -> None:
@@ -35,7 +35,7 @@ class Arrival(Protocol):
 class DeviceCopies(Protocol):
     """A way to copy from devices."""
 
-    def start(self, copies: Sequence[DeviceCopy]) -> Arrival:
+    def start(self, copies: Sequence[DeviceCopy]) -> DeviceArrival:
         """Starts copies. When it returns, work queued on the current streams may overwrite the tensors."""
 
 
@@ -45,7 +45,7 @@ class SideStreams:
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def start(self, copies: Sequence[DeviceCopy]) -> Arrival:
+    def start(self, copies: Sequence[DeviceCopy]) -> DeviceArrival:
         """Starts copies; they do not block where the targets are pinned."""
         of_device: dict[torch.device, list[DeviceCopy]] = {}
         for copy in copies:

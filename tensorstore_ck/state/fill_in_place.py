@@ -11,10 +11,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from tensorstore_ck.engine.interfaces import ByteTarget, Content
+from tensorstore_ck.engine.interfaces import ByteTarget, SnapshotContent
 from tensorstore_ck.format.tree import Leaf
-from tensorstore_ck.state.aliasing import Areas, Extent, find_suspects, overlapping
-from tensorstore_ck.state.allocate import Form, FreshTensors, view_of
+from tensorstore_ck.state.aliasing import Extent, MemoryAreas, find_suspects, overlapping
+from tensorstore_ck.state.allocate import LeafForm, TensorAllocator, view_of
 from tensorstore_ck.state.byte_sources import MemoryTarget, bits_of, target_of
 from tensorstore_ck.state.memory_extents import area_of, extent_of
 
@@ -22,21 +22,21 @@ COMPARED_BYTES: Final = 64 << 20
 """At a time, before anything is filled."""
 
 
-class Fill(NamedTuple):
+class FillTask(NamedTuple):
     """A tensor or array to fill, and with what."""
 
     target: Any
     leaf: Leaf
-    form: Form
+    form: LeafForm
     name: str
 
 
-def find_conflicts(fills: list[Fill]) -> dict[str, str]:
+def find_conflicts(fills: list[FillTask]) -> dict[str, str]:
     """Names of targets whose memory is also another's, though they are stored apart: name -> the one that is filled instead."""
     conflicts: dict[str, str] = {}
     by_device: defaultdict[object, list[tuple[int, int, int]]] = defaultdict(list)
     extents: dict[int, Extent] = {}
-    for number in find_suspects(Areas(area_of(fill.target) for fill in fills)):
+    for number in find_suspects(MemoryAreas(area_of(fill.target) for fill in fills)):
         extent = extents[number] = extent_of(fills[number].target)
         by_device[extent.device].append((extent.start, extent.stop, number))
     for intervals in by_device.values():
@@ -48,7 +48,7 @@ def find_conflicts(fills: list[Fill]) -> dict[str, str]:
     return conflicts
 
 
-def is_one(content: Content, fill: Fill, other: Fill) -> bool:
+def is_one(content: SnapshotContent, fill: FillTask, other: FillTask) -> bool:
     """Whether two targets are one memory, and what is stored for them is the same: tensors that are tied here and were not, as FSDP2
     unties them.
     """
@@ -71,7 +71,7 @@ def _is_solid(extent: Extent) -> bool:
     return not extent.repeats and extent.size_bytes == extent.stop - extent.start
 
 
-def _origin(fill: Fill, extent: Extent) -> tuple[object, ...]:
+def _origin(fill: FillTask, extent: Extent) -> tuple[object, ...]:
     """What is equal for targets that lie relative to each other as they are stored."""
     form = fill.form
     if _strides(fill.target) == _normal(form.strides, form.shape):
@@ -79,16 +79,16 @@ def _origin(fill: Fill, extent: Extent) -> tuple[object, ...]:
     return fill.leaf.index, extent.address, _strides(fill.target), form
 
 
-def read_in_place(content: Content, fills: list[Fill]) -> None:
+def read_in_place(content: SnapshotContent, fills: list[FillTask]) -> None:
     """Reads what is stored into all targets."""
-    by_tensor: defaultdict[int, list[Fill]] = defaultdict(list)
+    by_tensor: defaultdict[int, list[FillTask]] = defaultdict(list)
     for fill in fills:
         if fill.target.nbytes:
             by_tensor[fill.leaf.index].append(fill)
     direct: dict[int, ByteTarget] = {}
     written: list[Any] = []
-    copies: list[tuple[Fill, list[Fill]]] = []
-    indirect: list[list[Fill]] = []
+    copies: list[tuple[FillTask, list[FillTask]]] = []
+    indirect: list[list[FillTask]] = []
     for number, members in by_tensor.items():
         chosen = _choose(members)
         if chosen is None:
@@ -103,14 +103,14 @@ def read_in_place(content: Content, fills: list[Fill]) -> None:
         for fill in rest:
             _copy(view_of(first.target, fill.form), fill.target)
     for members in indirect:
-        temporary = FreshTensors(content.layout, [(fill.leaf, None) for fill in members], torch.device("cpu"))
+        temporary = TensorAllocator(content.layout, [(fill.leaf, None) for fill in members], torch.device("cpu"))
         content.read(dict(temporary.targets))
         for fill in members:
             _copy(temporary.get(fill.leaf), fill.target)
     torch.autograd.graph.increment_version([target for target in written if isinstance(target, torch.Tensor)])
 
 
-def _choose(members: list[Fill]) -> tuple[Fill, ByteTarget, list[Fill]] | None:
+def _choose(members: list[FillTask]) -> tuple[FillTask, ByteTarget, list[FillTask]] | None:
     """The fill that takes the bytes of a stored tensor, and those to copy from it afterwards; None if none can take them."""
     targets = [(fill, _target(fill)) for fill in members if fill.leaf.kind == "tensor"]
     plain = [(fill, target) for fill, target in targets if isinstance(target, MemoryTarget)]
@@ -121,7 +121,7 @@ def _choose(members: list[Fill]) -> tuple[Fill, ByteTarget, list[Fill]] | None:
     return None
 
 
-def _can_be_viewed(first: Fill, other: Fill) -> bool:
+def _can_be_viewed(first: FillTask, other: FillTask) -> bool:
     """Whether torch can address `other` inside of `first`, which may begin at any byte of its storage."""
     if not isinstance(first.target, torch.Tensor) or not isinstance(other.form.dtype, torch.dtype):
         return True
@@ -129,12 +129,12 @@ def _can_be_viewed(first: Fill, other: Fill) -> bool:
     return start % other.form.dtype.itemsize == 0
 
 
-def _target(fill: Fill) -> ByteTarget:
+def _target(fill: FillTask) -> ByteTarget:
     dtype = fill.form.dtype
     return target_of(fill.target, dtype if isinstance(dtype, torch.dtype) else None)
 
 
-def _is_alias(first: Fill, other: Fill) -> bool:
+def _is_alias(first: FillTask, other: FillTask) -> bool:
     """Whether filling `first` has filled `other`, because it lies there just as it is stored."""
     a, b = extent_of(first.target), extent_of(other.target)
     if a.device != b.device or b.address != a.address + other.form.offset_bytes:

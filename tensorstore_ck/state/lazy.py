@@ -1,4 +1,4 @@
-"""A stored state as a mapping of names to tensors, of which only what is asked for is read. Thread-safe as far as its `Content` is."""
+"""A stored state as a mapping of names to tensors, read when they are used. Thread-safe as far as its `SnapshotContent` is."""
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from tensorstore_ck.engine.interfaces import Content
+from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.format.tree import Leaf, leaves, parse
 from tensorstore_ck.format.values import decode
-from tensorstore_ck.state.allocate import Form, form_of, view_of
+from tensorstore_ck.state.allocate import LeafForm, form_of, view_of
 from tensorstore_ck.state.byte_sources import new_tensor
 from tensorstore_ck.state.registered_types import decode_torch
 
@@ -33,7 +33,7 @@ class BadIndexError(InvalidOptionError, IndexError):
 class LazyTensor:
     """One stored tensor or array: ``t[10:20]`` reads only the blocks that hold these rows; ``t[:]`` reads it all."""
 
-    def __init__(self, content: Content, leaf: Leaf) -> None:
+    def __init__(self, content: SnapshotContent, leaf: Leaf) -> None:
         self._content = content
         self._leaf = leaf
         self._form = form_of(content.layout, leaf)
@@ -85,7 +85,7 @@ class LazyTensor:
         except (IndexError, ValueError, TypeError) as exc:
             raise BadIndexError(f"{index!r} does not fit {self!r}: {exc}", object_id=self.name) from exc
 
-    def _narrow(self, items: list[Any]) -> tuple[Form, list[Any]]:
+    def _narrow(self, items: list[Any]) -> tuple[LeafForm, list[Any]]:
         """The box that must be read, and the index that is left to apply to it."""
         form = self._form
         while items and form.shape:
@@ -96,7 +96,7 @@ class LazyTensor:
                 if not -extent <= row < extent:
                     raise BadIndexError(f"row {row} is not in {self!r}", object_id=self.name)
                 offset = form.offset_bytes + row % extent * step_bytes
-                form = Form(form.dtype, form.shape[1:], form.strides[1:], offset)
+                form = LeafForm(form.dtype, form.shape[1:], form.strides[1:], offset)
                 del items[0]
                 continue
             if isinstance(first, slice):
@@ -105,12 +105,12 @@ class LazyTensor:
                 except (TypeError, ValueError) as exc:
                     raise BadIndexError(f"{first!r} does not fit {self!r}: {exc}", object_id=self.name) from exc
                 start, stop = (min(rows[0], rows[-1]), max(rows[0], rows[-1]) + 1) if rows else (0, 0)
-                form = Form(form.dtype, (stop - start, *form.shape[1:]), form.strides, form.offset_bytes + start * step_bytes)
+                form = LeafForm(form.dtype, (stop - start, *form.shape[1:]), form.strides, form.offset_bytes + start * step_bytes)
                 items[0] = slice(None, None, rows.step)  # numpy takes a negative step, torch refuses it
             break
         return form, items
 
-    def _read(self, form: Form) -> Any:
+    def _read(self, form: LeafForm) -> Any:
         """Reads the bytes between the first and the last element, and looks at them through the strides."""
         item_bytes = form.dtype.itemsize
         if 0 in form.shape:
@@ -126,7 +126,7 @@ class LazyTensor:
 class LazySnapshot(Mapping[str, LazyTensor]):
     """The tensors of a snapshot by name; nothing of them is read until one is indexed."""
 
-    def __init__(self, content: Content) -> None:
+    def __init__(self, content: SnapshotContent) -> None:
         self._content = content
         self._tree = parse(content.layout, len(content.values))
         self._leaves = {leaf.path: leaf for leaf in leaves(self._tree)}

@@ -29,7 +29,7 @@ class LoadReport:
     def settle(self, *, strict: bool, report: "LoadReport | None", others: bool = False) -> None:
         """Fills `report`; then raises if `strict`, or warns if nobody asked for a report.
 
-        `others`: what is unexpected here may have its place on other ranks, see `Unclaimed`.
+        `others`: what is unexpected here may have its place on other ranks, see `UnclaimedNames`.
 
         Raises:
             MismatchError: something did not fit, and `strict`.
@@ -55,7 +55,7 @@ class LoadReport:
             warnings.warn(one_line(message), LoadWarning, stacklevel=4)
 
 
-class Unclaimed:
+class UnclaimedNames:
     """What of a snapshot has no place in the `into` of this rank. When that is so on all ranks of a group, nobody expected it."""
 
     def __init__(self) -> None:

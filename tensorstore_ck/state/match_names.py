@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from tensorstore_ck.engine.interfaces import Content
+from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.layout import TensorSpec
 from tensorstore_ck.format.tree import Branch, Leaf, Tree
 from tensorstore_ck.format.values import MAX_NESTING
-from tensorstore_ck.state.allocate import CONVERTIBLE, Form, contiguous_strides
+from tensorstore_ck.state.allocate import CONVERTIBLE, LeafForm, contiguous_strides
 from tensorstore_ck.state.boxes import Box, Boxes
 from tensorstore_ck.state.sharded_tensors import FlatShard
 
 
-class ByPrefix:
+class NamesByPrefix:
     """Names by prefix."""
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -44,7 +44,7 @@ def roots_of(path: str, stored: Mapping[str, str]) -> set[str | None]:
     return roots
 
 
-def unknown_value(leaf: Leaf, content: Content) -> str | None:
+def unknown_value(leaf: Leaf, content: SnapshotContent) -> str | None:
     """Why the snapshot cannot tell a value."""
     try:
         if leaf.kind == "value":
@@ -93,12 +93,12 @@ def is_expanded(tensor: torch.Tensor) -> bool:
     return any(extent > 1 and step == 0 for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def is_whole(form: Form, base: TensorSpec) -> bool:
+def is_whole(form: LeafForm, base: TensorSpec) -> bool:
     """Whether a view is all of its base as that is, as tied weights are."""
     return (dtype_text(form.dtype), *form[1:]) == (base.dtype, base.shape, contiguous_strides(base.shape), 0)
 
 
-def misfit(shape: tuple[int, ...], dtype: Any, form: Form, converted: torch.dtype | None) -> str | None:
+def misfit(shape: tuple[int, ...], dtype: Any, form: LeafForm, converted: torch.dtype | None) -> str | None:
     """Why a stored tensor of that form is another one than that of a target, or None. `converted`: the dtype to convert to."""
     if form.shape != shape:
         return f"shape {list(shape)} here, {list(form.shape)} in the snapshot"
@@ -106,7 +106,7 @@ def misfit(shape: tuple[int, ...], dtype: Any, form: Form, converted: torch.dtyp
     return None if form.dtype == dtype or converts else f"{dtype_text(dtype)} here, {dtype_text(form.dtype)} in the snapshot"
 
 
-def misfit_of(target: Any, form: Form, converted: torch.dtype | None) -> str | None:
+def misfit_of(target: Any, form: LeafForm, converted: torch.dtype | None) -> str | None:
     """Why a stored tensor of that form does not fit the tensor or array `target`, or None."""
     problem = misfit(tuple(target.shape), target.dtype, form, converted)
     if problem is not None:

@@ -13,13 +13,13 @@ from tensorstore_ck.format.layout import Node
 from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD, ROOT, SUBTREE
 from tensorstore_ck.format.values import numpy_dtype_name, split_large
 from tensorstore_ck.state.byte_sources import Array
-from tensorstore_ck.state.capture import Walk, require_dense
+from tensorstore_ck.state.capture import CaptureWalk, require_dense
 from tensorstore_ck.state.rank_shares import source_of
 
 MAX_TENSOR_BYTES: Final = 128 << 20
 
 
-class Subtree(NamedTuple):
+class OpaqueItem(NamedTuple):
     """A value, whatever it is: msgpack-able."""
 
     node: Node
@@ -34,7 +34,7 @@ class Subtree(NamedTuple):
         return values[0] if self.node is None else [SUBTREE, self.node, values]
 
 
-def capture_value(value: object, name: str) -> Subtree:
+def capture_value(value: object, name: str) -> OpaqueItem:
     """Takes a value apart that hangs at `name` of a state.
 
     Raises:
@@ -45,12 +45,12 @@ def capture_value(value: object, name: str) -> Subtree:
     return walk.subtree()
 
 
-class _ValueWalk(Walk):
+class _ValueWalk(CaptureWalk):
     def visit_at(self, value: object, name: str) -> None:
         self._visit(value, f"{name}.", self._root, 0, 0)
 
-    def subtree(self) -> Subtree:
-        return Subtree(self._root[0], self._values, self._blobs)
+    def subtree(self) -> OpaqueItem:
+        return OpaqueItem(self._root[0], self._values, self._blobs)
 
     def _visit_run(self, items: Sequence[Any], paths: Sequence[str], nodes: list[Any], start: int) -> int:
         return start

@@ -8,17 +8,17 @@ import torch
 
 from tensorstore_ck.engine.interfaces import ByteSource, WantedBox
 from tensorstore_ck.format.block_assignment import row_boxes
-from tensorstore_ck.format.sharding import Box, Mesh, Placement
+from tensorstore_ck.format.sharding import BoxBounds, Mesh, Placement
 from tensorstore_ck.state.boxes import held_boxes
 from tensorstore_ck.state.byte_sources import CopySource, MemorySource, target_of
 from tensorstore_ck.state.plain_memory import require_plain, require_reachable
-from tensorstore_ck.state.sharded_tensors import Describer, FlatShard, Piece, group_ranks
+from tensorstore_ck.state.sharded_tensors import FlatShard, LocalPiece, SpreadDescriber, group_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """A rank's share of one tensor."""
 
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class Share(NamedTuple):
     placements: tuple[Placement, ...]
     is_flat: bool
     """The boxes of the pieces are intervals of the flattened tensor."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LocalPiece, ...]
     requires_grad: bool
     is_parameter: bool
     by_blocks: bool = False
@@ -48,7 +48,7 @@ class Share(NamedTuple):
             at = 0
             for box in row_boxes(self.shape, offsets[0], offsets[0] + sizes[0]):
                 count = prod(box[1])
-                found.append(WantedBox(tensor, Box(*box), target_of(local[at : at + count], stored)))
+                found.append(WantedBox(tensor, BoxBounds(*box), target_of(local[at : at + count], stored)))
                 at += count
         return found
 
@@ -62,34 +62,34 @@ class Share(NamedTuple):
                 local.copy_(found)
 
 
-def describer_of(group: "ProcessGroup") -> Describer:
+def describer_of(group: "ProcessGroup") -> SpreadDescriber:
     """Describes tensors in terms of the ranks of a group."""
-    return Describer(group_ranks(group), group.rank())
+    return SpreadDescriber(group_ranks(group), group.rank())
 
 
-def share_of(describer: Describer | None, value: object, path: str) -> Share | None:
-    """The share that is a `FlatShard`, `Box`, `Boxes`, `CheckpointableTensor` or one already; with `describer`, a `DTensor` or such.
+def share_of(describer: SpreadDescriber | None, value: object, path: str) -> RankShare | None:
+    """The share that is a `FlatShard`, `BoxBounds`, `Boxes`, `CheckpointableTensor` or one already; with `describer`, a `DTensor` or such.
 
     Raises:
         UnsupportedValueError: what it holds cannot be told.
     """
-    if isinstance(value, Share):
+    if isinstance(value, RankShare):
         return value
     if isinstance(value, FlatShard):
         require_plain(value.local, path, "the local tensor of a FlatShard")
         local = value.local.detach().view(-1)
-        pieces = (Piece(Box((value.start,), (local.numel(),)), local),) if local.numel() else ()
+        pieces = (LocalPiece(BoxBounds((value.start,), (local.numel(),)), local),) if local.numel() else ()
         is_parameter = isinstance(value.local, torch.nn.Parameter)
-        return Share(value.shape, local.dtype, None, (), True, pieces, value.local.requires_grad, is_parameter)
+        return RankShare(value.shape, local.dtype, None, (), True, pieces, value.local.requires_grad, is_parameter)
     held = held_boxes(value, path)
     if held is not None:
-        return Share(held.shape, held.dtype, None, (), False, held.pieces, held.requires_grad, held.is_parameter)
+        return RankShare(held.shape, held.dtype, None, (), False, held.pieces, held.requires_grad, held.is_parameter)
     found = describer.describe(value, path) if describer is not None else None
     if found is None:
         return None
     assert isinstance(value, torch.Tensor)
     is_parameter = isinstance(value, torch.nn.Parameter)
-    return Share(found.shape, found.dtype, found.mesh, found.placements, False, found.pieces, value.requires_grad, is_parameter)
+    return RankShare(found.shape, found.dtype, found.mesh, found.placements, False, found.pieces, value.requires_grad, is_parameter)
 
 
 def source_of(tensor: torch.Tensor) -> ByteSource:
@@ -107,10 +107,10 @@ def source_of(tensor: torch.Tensor) -> ByteSource:
 def chain_of(tensors: Sequence[torch.Tensor]) -> ByteSource:
     """The bytes of several tensors, one after another."""
     sources = [source_of(tensor) for tensor in tensors]
-    return sources[0] if len(sources) == 1 else Chain(sources)
+    return sources[0] if len(sources) == 1 else ChainedSource(sources)
 
 
-class Chain:
+class ChainedSource:
     """`ByteSource` over several, one after another."""
 
     def __init__(self, sources: Sequence[ByteSource]) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 
-from tensorstore_ck.engine.interfaces import Content
+from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.tree import Branch, Leaf, Tree
 from tensorstore_ck.format.values import decode, require_unlike
@@ -17,7 +17,7 @@ NOTHING: Final = Leaf("", "value", -1, None)
 _PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
 
 
-def build(tree: Tree, content: Content, tensor_of: Callable[[Leaf], Any]) -> Any:
+def build(tree: Tree, content: SnapshotContent, tensor_of: Callable[[Leaf], Any]) -> Any:
     """The state that `tree` describes; `tensor_of` gives its tensors."""
     if isinstance(tree, Branch):
         return _container(tree, [build(child, content, tensor_of) for child in tree.children], content, tensor_of)
@@ -29,7 +29,7 @@ def build(tree: Tree, content: Content, tensor_of: Callable[[Leaf], Any]) -> Any
     return encoded if type(encoded) in _PLAIN else decode(encoded, decode_other=decode_torch, blob=content.blob, name=tree.path)
 
 
-def require_buildable(tree: Tree, content: Content) -> None:
+def require_buildable(tree: Tree, content: SnapshotContent) -> None:
     """Checks that every type in the tree can be made and every value told, so that nothing is read in vain.
 
     Raises:
@@ -60,7 +60,7 @@ def wanted_of(tree: Tree, dtype: torch.dtype | None) -> Iterator[tuple[Leaf, tor
         yield from wanted_of(child, dtype)
 
 
-def _container(branch: Branch, items: list[Any], content: Content, tensor_of: Callable[[Leaf], Any]) -> Any:
+def _container(branch: Branch, items: list[Any], content: SnapshotContent, tensor_of: Callable[[Leaf], Any]) -> Any:
     tag = branch.node[0]
     if tag == "l":
         return items

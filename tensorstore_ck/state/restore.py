@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from tensorstore_ck.engine.interfaces import Content
+from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.tree import parse
-from tensorstore_ck.state.allocate import CONVERTIBLE, FreshTensors, require_memory_for
-from tensorstore_ck.state.load_report import LoadReport, Unclaimed
+from tensorstore_ck.state.allocate import CONVERTIBLE, TensorAllocator, require_memory_for
+from tensorstore_ck.state.load_report import LoadReport, UnclaimedNames
 from tensorstore_ck.state.rank_shares import describer_of
 from tensorstore_ck.state.rebuild_tree import build, require_buildable, wanted_of
 from tensorstore_ck.state.restore_into import fill
@@ -19,7 +19,7 @@ from tensorstore_ck.state.select import Rename, Selection, renamer
 
 
 def restore(
-    content: Content,
+    content: SnapshotContent,
     *,
     into: object = None,
     select: Any = None,
@@ -29,7 +29,7 @@ def restore(
     device: str | torch.device = "cpu",
     report: LoadReport | None = None,
     group: Any = None,
-    unclaimed: Unclaimed | None = None,
+    unclaimed: UnclaimedNames | None = None,
 ) -> Any:
     """The state that `content` holds; see `Store.checkout` for the options. `unclaimed`: takes what may have its place on another rank.
 
@@ -69,7 +69,7 @@ def restore(
     require_buildable(tree, content)
     wanted = list(wanted_of(tree, dtype))
     require_memory_for(content.layout, wanted, place)
-    fresh = FreshTensors(content.layout, wanted, place)
+    fresh = TensorAllocator(content.layout, wanted, place)
     content.read(dict(fresh.targets))
     return build(tree, content, fresh.get)
 

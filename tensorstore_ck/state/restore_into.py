@@ -1,6 +1,6 @@
 """Restores into a state that is there: matches names, checks everything, reads, and only then changes values.
 
-Three steps that never mix: `_Plan` walks the target and decides, `read_in_place` brings tensors' bytes to where they belong, and the
+Three steps that never mix: `_RestorePlan` walks the target and decides, `read_in_place` brings tensors' bytes to where they belong, and the
 functions that the plan left behind (`Finish`) put values and new containers in place.
 """
 
@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from tensorstore_ck.engine.interfaces import Content, WantedBox
+from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, StoreError, UnsupportedValueError
-from tensorstore_ck.format.tree import ROOT, Branch, Leaf, Names, Tree, leaves, parse
+from tensorstore_ck.format.tree import ROOT, Branch, Leaf, LeafNames, Tree, leaves, parse
 from tensorstore_ck.format.values import MAX_NESTING, encode, key_text
-from tensorstore_ck.state.allocate import Form, FreshTensors, Wanted, form_of, require_memory_for
-from tensorstore_ck.state.fill_in_place import Fill, find_conflicts, is_one, read_in_place
-from tensorstore_ck.state.load_report import LoadReport, Unclaimed
+from tensorstore_ck.state.allocate import LeafForm, TensorAllocator, Wanted, form_of, require_memory_for
+from tensorstore_ck.state.fill_in_place import FillTask, find_conflicts, is_one, read_in_place
+from tensorstore_ck.state.load_report import LoadReport, UnclaimedNames
 from tensorstore_ck.state.match_names import (
-    ByPrefix,
+    NamesByPrefix,
     branches,
     has_tensors,
     is_expanded,
@@ -32,12 +32,12 @@ from tensorstore_ck.state.match_names import (
     unknown_value,
 )
 from tensorstore_ck.state.plain_memory import require_plain
-from tensorstore_ck.state.rank_shares import Share, share_of
+from tensorstore_ck.state.rank_shares import RankShare, share_of
 from tensorstore_ck.state.rebuild_tree import build, require_buildable, wanted_of
 from tensorstore_ck.state.registered_types import encode_torch, registered_class
 from tensorstore_ck.state.select import Selection
-from tensorstore_ck.state.sharded_tensors import Describer
-from tensorstore_ck.state.sharded_wrappers import Apart, regrouped, spread_of
+from tensorstore_ck.state.sharded_tensors import SpreadDescriber
+from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, regrouped, spread_of
 from tensorstore_ck.state.unsupported_types import advice_for
 from tensorstore_ck.state.wrapper_subclasses import ABOUT, FLAT, equal_about, flattened
 
@@ -47,7 +47,7 @@ Finish = Callable[[], Any]
 
 def fill(
     into: object,
-    content: Content,
+    content: SnapshotContent,
     tree: Tree,
     *,
     selection: Selection | None,
@@ -56,17 +56,17 @@ def fill(
     device: torch.device,
     strict: bool,
     report: LoadReport | None,
-    describer: Describer | None,
-    unclaimed: Unclaimed | None,
+    describer: SpreadDescriber | None,
+    unclaimed: UnclaimedNames | None,
 ) -> Any:
     """Restores `tree` into `into`, and returns it (or what replaces it, where it cannot be changed in place)."""
-    plan = _Plan(content, tree, selection, rename, dtype, describer=describer)
+    plan = _RestorePlan(content, tree, selection, rename, dtype, describer=describer)
     finish = plan.visit(into, "", 0)
     plan.settle(strict=strict, report=report, unclaimed=unclaimed)
     for adopted in plan.adopted:
         require_buildable(adopted, content)
     require_memory_for(content.layout, plan.wanted, device)
-    fresh = FreshTensors(content.layout, plan.wanted, device)
+    fresh = TensorAllocator(content.layout, plan.wanted, device)
     plan.tensor_of = fresh.get
     try:
         content.read(dict(fresh.targets))
@@ -80,19 +80,19 @@ def fill(
     return finish()
 
 
-class _Plan:
+class _RestorePlan:
     def __init__(
         self,
-        content: Content,
+        content: SnapshotContent,
         tree: Tree,
         selection: Selection | None,
         rename: Callable[[str], str | None],
         dtype: torch.dtype | None,
         *,
-        describer: Describer | None,
+        describer: SpreadDescriber | None,
     ) -> None:
         self._describer = describer
-        self.fills: list[Fill] = []
+        self.fills: list[FillTask] = []
         self.boxes: list[WantedBox] = []
         """For tensors of which this rank has a share."""
         self.wanted: list[Wanted] = []
@@ -103,9 +103,9 @@ class _Plan:
         self._selection = selection
         self._dtype = dtype
         self._report = LoadReport()
-        self._names = Names()
+        self._names = LeafNames()
         self._used: set[str] = set()
-        self._made: dict[tuple[int, int, Form], torch.Tensor] = {}
+        self._made: dict[tuple[int, int, LeafForm], torch.Tensor] = {}
         """What replaces a meta tensor."""
         self._stored: dict[str, Leaf] = {}
         """Name in the target -> leaf."""
@@ -119,10 +119,10 @@ class _Plan:
                 other = self._stored[name].path
                 raise MismatchError(f"rename gives {other!r} and {leaf.path!r} the same name {name!r}", object_id=name)
             self._stored[name] = leaf
-        self._below = ByPrefix(self._stored)
+        self._below = NamesByPrefix(self._stored)
         self._branches = {branch.path: branch for branch in reversed(list(branches(tree)))}
 
-    def settle(self, *, strict: bool, report: LoadReport | None, unclaimed: Unclaimed | None) -> None:
+    def settle(self, *, strict: bool, report: LoadReport | None, unclaimed: UnclaimedNames | None) -> None:
         """Checks that everything fits. `unclaimed`: takes what is not expected here, but perhaps on another rank."""
         conflicts = find_conflicts(self.fills)
         fill_of = {fill.name: fill for fill in self.fills}
@@ -146,7 +146,7 @@ class _Plan:
         kind = type(target)
         registered = registered_class(kind)
         if registered is not None and registered.wraps:
-            return self._visit_wrapped(target, Apart(registered, flattened(target)), path, depth)
+            return self._visit_wrapped(target, UnwrappedShards(registered, flattened(target)), path, depth)
         if self._describer is not None and (apart := spread_of(self._describer, target, path[:-1])) is not None:
             return self._visit_wrapped(target, apart, path, depth)
         if registered is not None:
@@ -165,7 +165,7 @@ class _Plan:
             return self._visit_list(target, path, depth)
         return self._visit_value(target, path)
 
-    def _visit_wrapped(self, target: Any, apart: Apart, path: str, depth: int) -> Finish:
+    def _visit_wrapped(self, target: Any, apart: UnwrappedShards, path: str, depth: int) -> Finish:
         """A wrapper subclass: its inner tensors are filled, and all else must be as it is."""
         registered, state = apart
         stored = self._stored_at(path)
@@ -209,7 +209,7 @@ class _Plan:
         shape = form_of(self._content.layout, leaf).shape
         if shape == tuple(tensor.shape) or prod(shape) != prod(tensor.shape):
             return tensor
-        if isinstance(tensor, Share):
+        if isinstance(tensor, RankShare):
             return regrouped(tensor, shape) if tensor.by_blocks else tensor
         return tensor.view(shape)
 
@@ -297,7 +297,7 @@ class _Plan:
         if not isinstance(target, torch.Tensor) or not target.is_meta:
             if isinstance(target, torch.Tensor):
                 require_plain(target, name, "the tensor to restore into")
-            self.fills.append(Fill(target, leaf, form, name))
+            self.fills.append(FillTask(target, leaf, form, name))
             return lambda: target
         self.wanted.append((leaf, target.dtype))
         made = self._made
@@ -314,7 +314,7 @@ class _Plan:
 
         return finish
 
-    def _visit_share(self, target: Any, share: Share, name: str) -> Finish:
+    def _visit_share(self, target: Any, share: RankShare, name: str) -> Finish:
         leaf = self._stored.get(name)
         if leaf is None:
             self._miss(name)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import torch
 
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
-from tensorstore_ck.format.sharding import Box, Mesh, Placement, Shard, boxes, intervals, local_shape
+from tensorstore_ck.format.sharding import BoxBounds, Mesh, Placement, Shard, boxes, intervals, local_shape
 from tensorstore_ck.state.plain_memory import PLAIN, require_plain
 
 if TYPE_CHECKING:
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-class Piece(NamedTuple):
+class LocalPiece(NamedTuple):
     """A box of the whole tensor, and the local memory that holds it."""
 
-    box: Box
+    box: BoxBounds
     tensor: torch.Tensor
     """Of the box's sizes; detached, and not necessarily contiguous."""
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class TensorSpread:
     """How a tensor is spread, and what of it lies here."""
 
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class Description:
     mesh: Mesh | None
     """None: each rank knows no more than its own pieces (ShardedTensor)."""
     placements: tuple[Placement, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LocalPiece, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +88,7 @@ def group_ranks(group: "ProcessGroup | None") -> dict[int, int]:
     return {rank: position for position, rank in enumerate(torch.distributed.get_process_group_ranks(group))}
 
 
-class Describer:
+class SpreadDescriber:
     """Describes tensors in terms of one group's ranks. Remembers the meshes it has met: a model has few of them, but many tensors."""
 
     def __init__(self, ranks: Mapping[int, int], rank: int) -> None:
@@ -97,7 +97,7 @@ class Describer:
         self._rank = rank
         self._meshes: dict[DeviceMesh, Mesh] = {}
 
-    def describe(self, tensor: object, path: str = "") -> Description | None:
+    def describe(self, tensor: object, path: str = "") -> TensorSpread | None:
         """How `tensor`, which lies at `path` of the state, is spread; None if it is no DTensor or ShardedTensor.
 
         Raises:
@@ -111,17 +111,17 @@ class Describer:
             return _sharded_tensor(tensor, path)  # type: ignore[arg-type]
         return None
 
-    def _dtensor(self, tensor: "DTensor", path: str) -> Description:
+    def _dtensor(self, tensor: "DTensor", path: str) -> TensorSpread:
         shape = tuple(tensor.shape)
         mesh, placements, coordinate = self.place(tensor, path)
         local = local_of(tensor)
         require_plain(local, path, "the local tensor of a DTensor")
         if coordinate is None:
-            return Description(shape, tensor.dtype, mesh, placements, ())
+            return TensorSpread(shape, tensor.dtype, mesh, placements, ())
         self.require_local(tensor, local, path)
         held = boxes(shape, mesh.shape, placements, coordinate)
-        pieces = [Piece(box, narrowed(local, offsets, box.sizes)) for box, offsets in held]
-        return Description(shape, tensor.dtype, mesh, placements, tuple(pieces))
+        pieces = [LocalPiece(box, narrowed(local, offsets, box.sizes)) for box, offsets in held]
+        return TensorSpread(shape, tensor.dtype, mesh, placements, tuple(pieces))
 
     def place(self, tensor: "DTensor", path: str) -> tuple[Mesh, tuple[Placement, ...], tuple[int, ...] | None]:
         """On which mesh a DTensor lies, how, and where on it this rank stands."""
@@ -217,12 +217,12 @@ def local_of(tensor: "DTensor") -> torch.Tensor:
     return local.detach() if type(local) in PLAIN else local  # a subclass may make copies of its inner tensors to detach itself
 
 
-def _sharded_tensor(tensor: "ShardedTensor", path: str) -> Description:
+def _sharded_tensor(tensor: "ShardedTensor", path: str) -> TensorSpread:
     metadata = tensor.metadata()  # its attributes of the same meaning warn of deprecation
     shape, dtype = tuple(metadata.size), metadata.tensor_properties.dtype
     pieces = []
     for shard in tensor.local_shards():
-        box = Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
+        box = BoxBounds(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
         local = shard.tensor.detach()
         require_plain(local, path, "a local shard of a ShardedTensor")
         within = len(box.sizes) == len(shape) and all(
@@ -236,8 +236,8 @@ def _sharded_tensor(tensor: "ShardedTensor", path: str) -> Description:
                 "build it anew from its local shards",
             )
         if 0 not in box.sizes:
-            pieces.append(Piece(box, local))
-    return Description(shape, dtype, None, (), tuple(pieces))
+            pieces.append(LocalPiece(box, local))
+    return TensorSpread(shape, dtype, None, (), tuple(pieces))
 
 
 def narrowed(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from tensorstore_ck.format.sharding import Box, Mesh, Placement, Run, Shard, boxes, intervals, local_shape
+from tensorstore_ck.format.sharding import BoxBounds, Mesh, Placement, Run, Shard, boxes, intervals, local_shape
 from tensorstore_ck.state.plain_memory import require_plain
-from tensorstore_ck.state.rank_shares import Share
+from tensorstore_ck.state.rank_shares import RankShare
 from tensorstore_ck.state.registered_types import registered_class
-from tensorstore_ck.state.sharded_tensors import Describer, Piece, is_dtensor, local_of, narrowed, refuse
+from tensorstore_ck.state.sharded_tensors import LocalPiece, SpreadDescriber, is_dtensor, local_of, narrowed, refuse
 from tensorstore_ck.state.torchao_types import RegisteredType
 from tensorstore_ck.state.wrapper_subclasses import ABOUT, FLAT, about, tensor_parts
 
@@ -51,15 +51,15 @@ class _Outer(NamedTuple):
         )
 
 
-class Apart(NamedTuple):
+class UnwrappedShards(NamedTuple):
     """A DTensor over a wrapper subclass, taken apart."""
 
     registered: RegisteredType
     state: dict[str, Any]
-    """As `wrapped.flattened` makes it of the whole tensor, with a `Share` for each inner tensor."""
+    """As `wrapped.flattened` makes it of the whole tensor, with a `RankShare` for each inner tensor."""
 
 
-def spread_of(describer: Describer, tensor: object, path: str) -> Apart | None:
+def spread_of(describer: SpreadDescriber, tensor: object, path: str) -> UnwrappedShards | None:
     """The state of a DTensor whose local tensor is a wrapper subclass that is known; None for anything else.
 
     Raises:
@@ -106,7 +106,7 @@ def spread_of(describer: Describer, tensor: object, path: str) -> Apart | None:
     told = about(found, _global_context(name, context, outer))
     if bound:
         told["bound"] = {"mesh": list(mesh.shape), "placements": [None if each is None else list(each) for each in placements]}
-    return Apart(registered, state | {ABOUT: told})
+    return UnwrappedShards(registered, state | {ABOUT: told})
 
 
 def _global_context(name: str, context: Any, outer: _Outer) -> Any:
@@ -125,7 +125,7 @@ def _box_extent(outer: _Outer, dim: int, extent: int) -> int:
     return outer.shape[dim] if spans else extent
 
 
-def _boxed(outer: _Outer, part: torch.Tensor, block_size: Any, key: str) -> Share:
+def _boxed(outer: _Outer, part: torch.Tensor, block_size: Any, key: str) -> RankShare:
     """An element for each box; the same on all ranks along dims that one box spans."""
     if part.numel() == 1 and part.dim() != len(outer.local):
         return _share(outer, part, tuple(part.shape), (None,) * len(outer.placements))
@@ -146,7 +146,7 @@ def _boxed(outer: _Outer, part: torch.Tensor, block_size: Any, key: str) -> Shar
     return _share(outer, part, shape, placements)
 
 
-def _blocks(outer: _Outer, part: torch.Tensor, key: str) -> Share | None:
+def _blocks(outer: _Outer, part: torch.Tensor, key: str) -> RankShare | None:
     """An element for so many of the flattened whole: in the whole's shape with its last dims merged, as far as must be."""
     if not part.numel() or prod(outer.local) % part.numel() or part.dim() != 1:
         refuse(outer.path, f"is a DTensor whose inner tensor {key!r} has no element for each block", "redistribute it to Replicate first")
@@ -163,7 +163,7 @@ def _blocks(outer: _Outer, part: torch.Tensor, key: str) -> Share | None:
     return None
 
 
-def _in_rank_order(outer: _Outer, part: torch.Tensor, key: str) -> Share:
+def _in_rank_order(outer: _Outer, part: torch.Tensor, key: str) -> RankShare:
     """One rank's after another, for those with the same placements alone."""
     counts = {
         prod(local_shape(intervals(outer.shape, outer.mesh.shape, outer.placements, coordinate)))
@@ -203,7 +203,7 @@ def _follows(
 
 def _share(
     outer: _Outer, part: torch.Tensor, shape: tuple[int, ...], placements: tuple[Placement, ...], *, by_blocks: bool = False
-) -> Share:
+) -> RankShare:
     """An inner tensor of that global shape, of which this rank holds what the placements say."""
     expected = local_shape(intervals(shape, outer.mesh.shape, placements, outer.coordinate))
     if tuple(part.shape) != expected:
@@ -213,11 +213,11 @@ def _share(
             "redistribute it to Replicate first",
         )
     held = boxes(shape, outer.mesh.shape, placements, outer.coordinate)
-    pieces = tuple(Piece(box, narrowed(part.detach(), offsets, box.sizes)) for box, offsets in held)
-    return Share(shape, part.dtype, outer.mesh, placements, False, pieces, part.requires_grad, False, by_blocks)
+    pieces = tuple(LocalPiece(box, narrowed(part.detach(), offsets, box.sizes)) for box, offsets in held)
+    return RankShare(shape, part.dtype, outer.mesh, placements, False, pieces, part.requires_grad, False, by_blocks)
 
 
-def regrouped(share: Share, shape: tuple[int, ...]) -> Share:
+def regrouped(share: RankShare, shape: tuple[int, ...]) -> RankShare:
     """The same elements of a tensor that is stored in another shape: as intervals of the flattened one."""
     pieces = []
     for (offsets, sizes), tensor in share.pieces:
@@ -228,5 +228,5 @@ def regrouped(share: Share, shape: tuple[int, ...]) -> Share:
             for at, extent in enumerate(share.shape[: dim + 1]):
                 start = start * extent + offsets[at] + (index[at] if at < dim else 0)
             run = tensor[index].reshape(-1)
-            pieces.append(Piece(Box((start * row,), (run.numel(),)), run))
+            pieces.append(LocalPiece(BoxBounds((start * row,), (run.numel(),)), run))
     return share._replace(shape=shape, mesh=None, placements=(), is_flat=True, pieces=tuple(pieces))

@@ -1,8 +1,8 @@
 """The tensors and arrays of a state, by number, as columns: torch is asked once for what a put needs to know of each.
 
 A state has tens of thousands of them, and its owner waits meanwhile. So most leave nothing behind but entries in lists: an object for each
-would cost more than the questions, in garbage collection. What must be described, `Specs`, and what is read, `Sources`, is made later, by
-whoever asks for it. Knows no tree.
+would cost more than the questions, in garbage collection. What must be described, `Specs`, and what is read, `ByteSources`, is made when
+the put needs it. Knows no tree.
 """
 
 from abc import abstractmethod
@@ -17,7 +17,7 @@ import torch
 from tensorstore_ck.engine.interfaces import ByteSource
 from tensorstore_ck.format.layout import TensorSpec
 from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD
-from tensorstore_ck.state.aliasing import Area, Areas
+from tensorstore_ck.state.aliasing import Area, MemoryAreas
 from tensorstore_ck.state.boxes import is_checkpointable
 from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource
 from tensorstore_ck.state.plain_memory import PLAIN
@@ -26,7 +26,7 @@ from tensorstore_ck.state.registered_types import DTYPE_NAMES
 Numbers = npt.NDArray[np.int64]
 
 
-class Form(NamedTuple):
+class TensorKind(NamedTuple):
     """What tensors of one dtype and shape have in common."""
 
     dtype: str
@@ -40,7 +40,7 @@ class Form(NamedTuple):
 class Specs(Sequence[TensorSpec]):
     """Tensors, as a layout tells of them."""
 
-    def __init__(self, names: Sequence[str], forms: Sequence[Form]) -> None:
+    def __init__(self, names: Sequence[str], forms: Sequence[TensorKind]) -> None:
         self._names = names
         self._forms = forms
         self._made: list[TensorSpec] | None = None
@@ -80,7 +80,7 @@ class LazySources(Sequence[ByteSource]):
         return self.at(there) if isinstance(there, int) else [self.at(each) for each in there]
 
 
-class Sources(LazySources):
+class ByteSources(LazySources):
     """The bytes of tensors."""
 
     def __init__(self, addresses: Numbers, sizes: Numbers, owners: Sequence[object], made: dict[int, ByteSource]) -> None:
@@ -92,19 +92,19 @@ class Sources(LazySources):
         self._made = made
 
     @classmethod
-    def of(cls, sources: Sequence[ByteSource]) -> "Sources":
+    def of(cls, sources: Sequence[ByteSource]) -> "ByteSources":
         """Any others, as columns."""
-        if isinstance(sources, Sources):
+        if isinstance(sources, ByteSources):
             return sources
         addresses = np.array([_address_of(source) for source in sources], np.int64)
         sizes = np.array([source.size_bytes for source in sources], np.int64)
         return cls(addresses, sizes, [None] * len(sizes), dict(enumerate(sources)))
 
-    def pick(self, numbers: Sequence[int], more: Sequence[ByteSource]) -> "Sources":
+    def pick(self, numbers: Sequence[int], more: Sequence[ByteSource]) -> "ByteSources":
         """Some of them, and more."""
-        places, found = list(numbers), Sources.of(more)
+        places, found = list(numbers), ByteSources.of(more)
         made = {position: self._made[number] for position, number in enumerate(places) if number in self._made}
-        return Sources(
+        return ByteSources(
             np.concatenate((self.addresses[places], found.addresses)),
             np.concatenate((self.sizes[places], found.sizes)),
             [*(self._owners[number] for number in places), *found._owners],
@@ -124,7 +124,7 @@ class Sources(LazySources):
         return len(self.sizes)
 
 
-class Columns:
+class TensorTable:
     """Tensors and arrays. Their numbers follow each other."""
 
     def __init__(self) -> None:
@@ -133,14 +133,14 @@ class Columns:
         self.objects: list[torch.Tensor | Array] = []
         """Keeps them alive, too: an id is only good that long."""
         self.names: list[str] = []
-        self.forms: list[Form] = []
+        self.forms: list[TensorKind] = []
         self.flags: dict[int, int] = {}
         """Of those that have some."""
-        self.areas = Areas()
+        self.areas = MemoryAreas()
         self._addresses: list[int] = []
         self._owners: list[object] = []
         self._made: dict[int, ByteSource] = {}
-        self._known_forms: dict[tuple[torch.dtype, torch.Size], Form] = {}
+        self._known_forms: dict[tuple[torch.dtype, torch.Size], TensorKind] = {}
 
     def add_run(self, items: Sequence[Any], start: int) -> int:
         """Adds items from `start` on, as long as they are new tensors, dense and in one piece; tells where that ends.
@@ -187,7 +187,7 @@ class Columns:
         number = self.number_of[id(found)] = len(self.objects)
         self.objects.append(found)
         self.names.append(spec.name)
-        self.forms.append(Form(spec.dtype, spec.item_bytes, spec.shape, source.size_bytes))
+        self.forms.append(TensorKind(spec.dtype, spec.item_bytes, spec.shape, source.size_bytes))
         self.areas.append(area)
         self._addresses.append(_address_of(source))
         self._owners.append(None)
@@ -196,16 +196,16 @@ class Columns:
             self.flags[number] = flags
         return number
 
-    def sources(self) -> Sources:
+    def sources(self) -> ByteSources:
         """Their bytes."""
         sizes = np.array([form.size_bytes for form in self.forms], np.int64)
-        return Sources(np.array(self._addresses, np.int64), sizes, self._owners, self._made)
+        return ByteSources(np.array(self._addresses, np.int64), sizes, self._owners, self._made)
 
-    def _new_form(self, tensor: torch.Tensor) -> Form | None:
+    def _new_form(self, tensor: torch.Tensor) -> TensorKind | None:
         dtype, shape = tensor.dtype, tuple(tensor.shape)
         if dtype not in DTYPE_NAMES:
             return None
-        form = Form(DTYPE_NAMES[dtype], dtype.itemsize, shape, prod(shape) * dtype.itemsize, dtype.is_complex)
+        form = TensorKind(DTYPE_NAMES[dtype], dtype.itemsize, shape, prod(shape) * dtype.itemsize, dtype.is_complex)
         return self._known_forms.setdefault((dtype, tensor.shape), form)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tensorstore_ck.training.stateful_parts import Part, is_stateful, load
+from tensorstore_ck.training.stateful_parts import StatefulPart, is_stateful, load
 
 
 def get_state(_: str, found: Any) -> Any:
@@ -25,7 +25,7 @@ def get_target(_: str, found: Any) -> Any:
     return found if not is_stateful(found) and _has_tensors(found) else None
 
 
-def put_back(extra: dict[str, Any], part: Part, state: Mapping[str, Any]) -> None:
+def put_back(extra: dict[str, Any], part: StatefulPart, state: Mapping[str, Any]) -> None:
     """Gives each its state. A dict or list stays the same object, so that whoever else holds it sees what was restored."""
     for path, found, stored in part.found(state):
         if is_stateful(found):

@@ -7,7 +7,7 @@ from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.read_only_store import ReadOnlyStore
-from tensorstore_ck.session.group import Duties
+from tensorstore_ck.session.group import Participant
 from tensorstore_ck.session.group.matching_arguments import require_alike
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def find(store: ReadOnlyStore, address: str, group: "ProcessGroup | None", timeo
         told.append(store.resolve(root) if root else None)
         return {}
 
-    attempt.run(Duties(lambda: {"address": address}, work, None, compare, lambda _: {}))
+    attempt.run(Participant(lambda: {"address": address}, work, None, compare, lambda _: {}))
     return told[0]
 
 

@@ -12,12 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
-from tensorstore_ck.training.parameter_names import Names
+from tensorstore_ck.training.parameter_names import ParameterNames
 
 Gradients = dict[str, torch.Tensor]
 
 
-def get_gradients(names: Names, models: Iterable[nn.Module]) -> tuple[Gradients, Gradients]:
+def get_gradients(names: ParameterNames, models: Iterable[nn.Module]) -> tuple[Gradients, Gradients]:
     """By name: those that all ranks share, and those of this rank. The tensors themselves.
 
     Raises:
@@ -36,7 +36,7 @@ def get_gradients(names: Names, models: Iterable[nn.Module]) -> tuple[Gradients,
     return shared, {name: each for name, each in found.items() if name not in shared}
 
 
-def get_target(names: Names, stored: Iterable[str]) -> Gradients:
+def get_target(names: ParameterNames, stored: Iterable[str]) -> Gradients:
     """Tensors to restore shared gradients into."""
     found: Gradients = {}
     for name in stored:
@@ -47,7 +47,7 @@ def get_target(names: Names, stored: Iterable[str]) -> Gradients:
     return found
 
 
-def set_gradients(names: Names, gradients: Gradients) -> None:
+def set_gradients(names: ParameterNames, gradients: Gradients) -> None:
     """Puts them in their places. Parameters without one have none, as after ``zero_grad``.
 
     Raises:

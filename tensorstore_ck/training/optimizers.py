@@ -12,14 +12,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
-from tensorstore_ck.training.parameter_names import Names
+from tensorstore_ck.training.parameter_names import ParameterNames
 from tensorstore_ck.training.stateful_parts import load
 
 State = dict[str, Any]
 _OPTIONAL: Final = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
-def get_state(path: str, optimizer: torch.optim.Optimizer, names: Names, *, by_name: bool = False) -> State:
+def get_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames, *, by_name: bool = False) -> State:
     """``{"state": {name: ...}, "param_groups": [...]}``.
 
     `by_name`: for ranks whose groups have other parameters, such as the stages of a pipeline. Then the groups are a dict, by the name of
@@ -36,13 +36,13 @@ def get_state(path: str, optimizer: torch.optim.Optimizer, names: Names, *, by_n
     return {"state": state, "param_groups": named}
 
 
-def get_members(path: str, optimizer: torch.optim.Optimizer, names: Names) -> list[list[str]]:
+def get_members(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames) -> list[list[str]]:
     """The names of the parameters of each group."""
     known = iter(_names_in(path, optimizer, names))
     return [[next(known) for _ in group["params"]] for group in optimizer.param_groups]
 
 
-def get_full_state(path: str, optimizer: torch.optim.Optimizer, names: Names) -> State:
+def get_full_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames) -> State:
     """`get_state`, where one that has not stepped has the tensors that it will have, and says so: what is read into needs them.
 
     Raises:
@@ -59,7 +59,7 @@ def get_full_state(path: str, optimizer: torch.optim.Optimizer, names: Names) ->
     return {**(found if stepped else {**found, "state": _future_state(optimizer, names)}), "stepped": stepped}
 
 
-def get_target(path: str, optimizer: torch.optim.Optimizer, names: Names, stored: Iterable[str]) -> State:
+def get_target(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames, stored: Iterable[str]) -> State:
     """What a snapshot is restored into, which has states of the parameters `stored`: tensors that are there already, and None for others.
 
     Shares of ranks need their tensors first; what one process holds in full comes with the snapshot.
@@ -71,7 +71,7 @@ def get_target(path: str, optimizer: torch.optim.Optimizer, names: Names, stored
     return {"state": {name: own.get(name) for name in wanted}, "param_groups": None}
 
 
-def set_state(path: str, optimizer: torch.optim.Optimizer, names: Names, state: State) -> None:
+def set_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames, state: State) -> None:
     """Puts back what `get_state` or `get_full_state` gave.
 
     Raises:
@@ -145,7 +145,7 @@ def _keep_dtypes(own: Any, given: Any) -> Any:
     return own
 
 
-def _names_in(path: str, optimizer: torch.optim.Optimizer, names: Names) -> list[str]:
+def _names_in(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames) -> list[str]:
     """By the optimizer's own numbers."""
     found = [names.of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     if None in found:
@@ -156,7 +156,7 @@ def _names_in(path: str, optimizer: torch.optim.Optimizer, names: Names) -> list
     return cast(list[str], found)
 
 
-def _future_state(optimizer: torch.optim.Optimizer, names: Names) -> State:
+def _future_state(optimizer: torch.optim.Optimizer, names: ParameterNames) -> State:
     """The state that the optimizer will have after its first step: it makes one without gradients at learning rate 0, and forgets it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters]

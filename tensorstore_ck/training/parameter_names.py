@@ -19,7 +19,7 @@ _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 """Where torch.compile and activation checkpointing keep the module."""
 
 
-class Names:
+class ParameterNames:
     """Parameter <-> name, over all models of a job."""
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:

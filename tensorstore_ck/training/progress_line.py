@@ -33,7 +33,7 @@ class InFlight(Protocol):
     def progress(self) -> Progress: ...  # noqa: D102
 
 
-class Watched(Observed, Protocol):
+class ObservedStore(Observed, Protocol):
     """What puts snapshots: a `Store`."""
 
     def pending(self) -> Sequence[InFlight]:
@@ -47,7 +47,7 @@ class ProgressLine:
         ``with tsck.ProgressLine(store): train()``
     """
 
-    def __init__(self, store: Watched, stream: TextIO | None = None) -> None:
+    def __init__(self, store: ObservedStore, stream: TextIO | None = None) -> None:
         """`stream` is stderr by default; where it is no terminal, nothing is shown."""
         self._store = store
         self._stream = stream if stream is not None else sys.stderr

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tensorstore_ck.common.ids import derived_hash
 from tensorstore_ck.format.sealed import Body, take
-from tensorstore_ck.session.group import Duties
+from tensorstore_ck.session.group import Participant
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _TITLE: Final = "what ranks hold that differs by nature"
 
 
-class Own(NamedTuple):
+class RankReport(NamedTuple):
     """What one rank tells."""
 
     buffers: Mapping[str, bytes]
@@ -51,7 +51,7 @@ class Agreements:
         self._answers: weakref.WeakKeyDictionary[ProcessGroup, Body] = weakref.WeakKeyDictionary()
         """On rank 0, what it tells. It knows it before anybody else does."""
 
-    def ask(self, store: "Store", group: "ProcessGroup", own: Callable[[], Own], timeout_seconds: float) -> Agreement:
+    def ask(self, store: "Store", group: "ProcessGroup", own: Callable[[], RankReport], timeout_seconds: float) -> Agreement:
         """Asks all ranks of a group, each of which calls this before each put; `own` only where this rank does not know it yet.
 
         Raises:
@@ -86,7 +86,7 @@ class Agreements:
                 self._found[group] = _own_side(take(go, "answer", dict), names, place.rank)
             return {}
 
-        attempt.run(Duties(hello, work, None, compare, lambda _: {}))
+        attempt.run(Participant(hello, work, None, compare, lambda _: {}))
         return self._found[group]
 
 

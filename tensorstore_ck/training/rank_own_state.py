@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.training import buffers, extras, rng
 from tensorstore_ck.training.rank_agreement import Agreement
-from tensorstore_ck.training.stateful_parts import Part, load
+from tensorstore_ck.training.stateful_parts import StatefulPart, load
 
 State = dict[str, Any]
 Merge = Callable[[str, list[Any]], Any]
@@ -42,10 +42,12 @@ class _Module(NamedTuple):
         return _SIDES[self.part]
 
 
-class OwnSide:
+class RankOwnState:
     """The part of a `TrainingState` that each rank has for itself."""
 
-    def __init__(self, model: Part, loaders: Part, extra: dict[str, Any], values: dict[str, Any], merge: Merge | None) -> None:
+    def __init__(
+        self, model: StatefulPart, loaders: StatefulPart, extra: dict[str, Any], values: dict[str, Any], merge: Merge | None
+    ) -> None:
         self._model = model
         self._loaders = loaders
         self._extra = extra
@@ -150,10 +152,10 @@ class OwnSide:
         if plain.objects:
             extras.put_back(self._values, plain, {VALUES: {key: own[VALUES][key] for key in plain.objects}})
 
-    def _part(self, name: str) -> Part:
-        return Part.of(name, self._extra if name == "extra" else self._values)
+    def _part(self, name: str) -> StatefulPart:
+        return StatefulPart.of(name, self._extra if name == "extra" else self._values)
 
-    def _generators(self, name: str) -> Part:
+    def _generators(self, name: str) -> StatefulPart:
         return self._part(name).where(rng.is_generator)
 
     def _modules(self) -> Iterator[_Module]:

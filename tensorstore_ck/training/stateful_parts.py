@@ -14,7 +14,7 @@ Get = Callable[[str, Any], Any]
 """Gets the state of an object, which lies at that path."""
 
 
-class Part(NamedTuple):
+class StatefulPart(NamedTuple):
     """An argument of `TrainingState`."""
 
     name: str
@@ -22,7 +22,7 @@ class Part(NamedTuple):
     """Name -> object; one that was given by itself has the name ''."""
 
     @classmethod
-    def of(cls, name: str, given: object) -> "Part":
+    def of(cls, name: str, given: object) -> "StatefulPart":
         """Takes an argument apart.
 
         Raises:
@@ -42,7 +42,7 @@ class Part(NamedTuple):
             raise InvalidOptionError(f"{name}= must have keys without dots, not {list(objects)!r:.200}", object_id=name)
         return cls(name, objects)
 
-    def require(self, fits: Callable[[Any], bool], what: str) -> "Part":
+    def require(self, fits: Callable[[Any], bool], what: str) -> "StatefulPart":
         """Checks each object.
 
         Raises:
@@ -58,9 +58,9 @@ class Part(NamedTuple):
                 )
         return self
 
-    def where(self, fits: Callable[[Any], bool]) -> "Part":
+    def where(self, fits: Callable[[Any], bool]) -> "StatefulPart":
         """Those objects alone, under their names."""
-        return Part(self.name, {key: each for key, each in self.objects.items() if fits(each)})
+        return StatefulPart(self.name, {key: each for key, each in self.objects.items() if fits(each)})
 
     def path(self, key: str) -> str:
         """Where the state of an object lies in the whole."""

@@ -22,29 +22,29 @@ from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.restoring import Restoring
 from tensorstore_ck.session.save import PendingSnapshot
-from tensorstore_ck.session.save.group_put import Unready
+from tensorstore_ck.session.save.group_put import UnpreparedState
 from tensorstore_ck.store import LAST_SEEN, Store
 from tensorstore_ck.training import environment, extras, gradients, models, opaque_state, optimizers, rng
 from tensorstore_ck.training.find_resume_point import find
-from tensorstore_ck.training.parameter_names import Names, require_supported
-from tensorstore_ck.training.rank_agreement import ALONE, Agreement, Agreements, Own
-from tensorstore_ck.training.rank_own_state import Merge, OwnSide
+from tensorstore_ck.training.parameter_names import ParameterNames, require_supported
+from tensorstore_ck.training.rank_agreement import ALONE, Agreement, Agreements, RankReport
+from tensorstore_ck.training.rank_own_state import Merge, RankOwnState
 from tensorstore_ck.training.rank_place import place, require_group
 from tensorstore_ck.training.sample_cursor import SampleCursor
-from tensorstore_ck.training.stateful_parts import Part, is_stateful, load
+from tensorstore_ck.training.stateful_parts import StatefulPart, is_stateful, load
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from tensorstore_ck.engine.write.put import Anything
+    from tensorstore_ck.engine.write.put import AnyHead
     from tensorstore_ck.read_only_store import ReadOnlyStore
     from tensorstore_ck.session.ref_fence import LastSeen
 
 OWN: Final = "rank"
 TIMEOUT_SECONDS: Final = 600.0
 State = dict[str, Any]
-Sides = tuple[State | Unready, State | None]
-_GetOptimizer = Callable[[str, torch.optim.Optimizer, Names], State]
+Sides = tuple[State | UnpreparedState, State | None]
+_GetOptimizer = Callable[[str, torch.optim.Optimizer, ParameterNames], State]
 
 
 class TrainingState:
@@ -96,16 +96,18 @@ class TrainingState:
                 raise InvalidOptionError(f"{name}= must be a dict, which a restore changes, not a {type(given).__name__}", object_id=name)
         stateful = "something with state_dict and load_state_dict"
         loader = f"{stateful}, such as a tsck.SampleCursor or torchdata's StatefulDataLoader"
-        self._models = Part.of("model", model).require(lambda each: isinstance(each, nn.Module), "a torch.nn.Module")
-        self._optimizers = Part.of("optimizer", optimizer).require(
+        self._models = StatefulPart.of("model", model).require(lambda each: isinstance(each, nn.Module), "a torch.nn.Module")
+        self._optimizers = StatefulPart.of("optimizer", optimizer).require(
             lambda each: isinstance(each, torch.optim.Optimizer), "a torch optimizer"
         )
-        self._others = [Part.of(name, each).require(is_stateful, stateful) for name, each in (("scheduler", scheduler), ("scaler", scaler))]
-        loaders = Part.of("dataloader", dataloader).require(is_stateful, loader)
+        self._others = [
+            StatefulPart.of(name, each).require(is_stateful, stateful) for name, each in (("scheduler", scheduler), ("scaler", scaler))
+        ]
+        loaders = StatefulPart.of("dataloader", dataloader).require(is_stateful, loader)
         self._others.append(loaders.where(lambda each: isinstance(each, SampleCursor)))
         self._loaders = loaders.where(lambda each: not isinstance(each, SampleCursor))
         self._extra = {} if extra is None else extra
-        self._own = OwnSide(self._models, self._loaders, self._extra, {} if rank_values is None else rank_values, rank_merge)
+        self._own = RankOwnState(self._models, self._loaders, self._extra, {} if rank_values is None else rank_values, rank_merge)
         self._agreements = Agreements()
         require_supported(self._models.objects)
         if self._optimizers.objects and not self._models.objects:
@@ -124,7 +126,7 @@ class TrainingState:
         gradients: bool = False,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, object] | None = None,
-        expect: "str | Snapshot | Anything | LastSeen | None" = LAST_SEEN,
+        expect: "str | Snapshot | AnyHead | LastSeen | None" = LAST_SEEN,
         parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
         unchanged: Unchanged = "warn",
         verify_capture: float = SAMPLE_SHARE,
@@ -290,12 +292,12 @@ class TrainingState:
             agreement = self._agreements.ask(store, group, self._describe, timeout)
             return self._capture(group.size(), with_gradients=with_gradients, agreement=agreement)
         except Exception as exc:  # noqa: BLE001 - whatever it is, the put raises it
-            return Unready(exc), None
+            return UnpreparedState(exc), None
 
-    def _describe(self) -> Own:
+    def _describe(self) -> RankReport:
         names = self._names()
         members = [optimizers.get_members(self._optimizers.path(key), each, names) for key, each in self._optimizers.objects.items()]
-        return Own(self._own.digests(), members)
+        return RankReport(self._own.digests(), members)
 
     # --- captured ---------------------------------------------------------------------------------------------------------
 
@@ -386,11 +388,11 @@ class TrainingState:
 
     # --- what there is ----------------------------------------------------------------------------------------------------
 
-    def _names(self) -> Names:
-        return Names(self._models.objects)
+    def _names(self) -> ParameterNames:
+        return ParameterNames(self._models.objects)
 
-    def _shared_extra(self) -> Part:
-        return Part.of("extra", self._extra).where(lambda each: not rng.is_generator(each))
+    def _shared_extra(self) -> StatefulPart:
+        return StatefulPart.of("extra", self._extra).where(lambda each: not rng.is_generator(each))
 
     def _meshes(self) -> dict[DeviceMesh, None]:
         """Those that parameters are on, in their order."""

@@ -9,7 +9,7 @@ from tensorstore_ck.backend import Backend, Buffer, Created, ProbeResult, open_b
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import ObjectWriter
-from tensorstore_ck.backend.save_estimate import Forecast, forecast
+from tensorstore_ck.backend.save_estimate import SaveEstimate, forecast
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, NoSpaceError, PermissionDeniedError, UnsafeBackendError
 from tests.servers import BUCKET, S3Server
@@ -146,7 +146,7 @@ def test_lost_writes_are_found_out() -> None:
 # --- forecast ------------------------------------------------------------------------------------------------------
 
 
-def check_forecast(backend: Backend, size_bytes: int, ranks: int) -> Forecast:
+def check_forecast(backend: Backend, size_bytes: int, ranks: int) -> SaveEstimate:
     found = forecast(backend, size_bytes, ranks)
     assert found.save_seconds == pytest.approx(size_bytes / found.write_bytes_per_second + found.commit_seconds)
     assert found.restore_seconds == pytest.approx(size_bytes / found.read_bytes_per_second)

@@ -13,7 +13,7 @@ import s3fs
 from tensorstore_ck.backend import Created, open_backend, s3_multipart_writer
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.s3 import S3Backend
-from tensorstore_ck.backend.s3_requests import Timing
+from tensorstore_ck.backend.s3_requests import RetryTiming
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     InvalidOptionError,
@@ -31,7 +31,7 @@ MANY = 1000
 ONE_TRY = {"retries": {"total_max_attempts": 1}}
 """Of botocore's."""
 FEW_TRIES = {"retries": {"max_attempts": 1}}
-TWICE = Timing(max_tries=2)
+TWICE = RetryTiming(max_tries=2)
 
 
 @pytest.fixture(scope="module")

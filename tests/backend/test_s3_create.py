@@ -13,7 +13,7 @@ import s3fs
 from tensorstore_ck.backend import open_backend, probe, s3_multipart_writer
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.s3 import S3Backend
-from tensorstore_ck.backend.s3_requests import Timing
+from tensorstore_ck.backend.s3_requests import RetryTiming
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError
 from tests.backend.chaos import ChaosProxy, Fault, chaos_proxy, first, once
 from tests.backend.s3policies import accesses
@@ -47,7 +47,7 @@ def proxy(proxied: ChaosProxy) -> Iterator[ChaosProxy]:
 @pytest.fixture
 def backend(filesystem: Any, proxy: ChaosProxy, monkeypatch: pytest.MonkeyPatch) -> S3Backend:
     monkeypatch.setattr(s3_multipart_writer, "PIECE_BYTES", 5 * MIB)  # the smallest that S3 takes
-    return S3Backend(lambda: filesystem, BUCKET, str(uuid.uuid4()), timing=Timing(max_tries=4, sleep=lambda _: None))
+    return S3Backend(lambda: filesystem, BUCKET, str(uuid.uuid4()), timing=RetryTiming(max_tries=4, sleep=lambda _: None))
 
 
 def write(backend: Backend, body: bytes) -> None:

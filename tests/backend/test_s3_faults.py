@@ -24,8 +24,8 @@ from tensorstore_ck.backend.s3_requests import (
     RETRY_SECONDS,
     Moved,
     Request,
+    RetryTiming,
     S3Requests,
-    Timing,
     without_retries,
 )
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, PermissionDeniedError, StoreError
@@ -81,7 +81,7 @@ def backend(filesystems: dict[str, Any], proxy: ChaosProxy, place: str, request:
     """Of short patience where the server hangs."""
     fault = getattr(getattr(request.node, "callspec", None), "params", {}).get("fault")
     filesystem = filesystems["impatient" if fault in HANGING else "proxied"]
-    return S3Backend(lambda: filesystem, BUCKET, place, timing=Timing(max_tries=6, sleep=lambda _: None))
+    return S3Backend(lambda: filesystem, BUCKET, place, timing=RetryTiming(max_tries=6, sleep=lambda _: None))
 
 
 @pytest.fixture(autouse=True)
@@ -361,7 +361,7 @@ def silent() -> Iterator[Any]:
 @pytest.mark.parametrize("kind", SILENT)
 def test_a_silent_server_is_an_error_in_the_end_and_said_before(kind: str, silent: Any, place: str) -> None:
     events: list[Event] = []
-    timing = Timing(max_tries=2, notice_seconds=0.01)
+    timing = RetryTiming(max_tries=2, notice_seconds=0.01)
     backend = S3Backend(lambda: silent, BUCKET, place, timing=timing, on_wait=events.append)
     with pytest.raises(BackendUnavailableError):
         SILENT[kind](backend)
@@ -373,7 +373,7 @@ def test_a_silent_server_is_an_error_in_the_end_and_said_before(kind: str, silen
 
 def test_a_silent_server_leaves_a_create_unknown(silent: Any, place: str) -> None:
     events: list[Event] = []
-    timing = Timing(max_tries=2, notice_seconds=0.01)
+    timing = RetryTiming(max_tries=2, notice_seconds=0.01)
     assert S3Backend(lambda: silent, BUCKET, place, timing=timing, on_wait=events.append).create("a/b", BODY) is Created.UNKNOWN
     assert events
 
@@ -395,7 +395,7 @@ class Clock:
         return False
 
 
-def requests(said: list[Event], timing: Timing) -> S3Requests:
+def requests(said: list[Event], timing: RetryTiming) -> S3Requests:
     filesystem = SimpleNamespace(loop=get_loop())
     return S3Requests("s3://bucket/runs", BUCKET, lambda: filesystem, timing, said.append)
 
@@ -410,7 +410,7 @@ async def refused(filesystem: Any, moved: Moved) -> None:
 
 def test_the_first_line_comes_after_five_seconds_and_each_next_one_after_twice_as_long() -> None:
     clock, said = Clock(), list[Event]()
-    timing = Timing(clock=clock, wait=clock.wait, sleep=clock.sleep)
+    timing = RetryTiming(clock=clock, wait=clock.wait, sleep=clock.sleep)
     with pytest.raises(BackendUnavailableError, match="nothing moved for 300 s"):
         requests(said, timing).begin("read", "store.json").repeat(Request(never))
     assert [event.fields["wait_seconds"] for event in said] == [5, 10, 20, 40, 80, 160]
@@ -419,7 +419,7 @@ def test_the_first_line_comes_after_five_seconds_and_each_next_one_after_twice_a
 
 def test_a_server_that_refuses_every_try_is_said_to_do_so_and_is_given_up_with_the_budget() -> None:
     clock, said = Clock(), list[Event]()
-    timing = Timing(clock=clock, sleep=clock.sleep, jitter=lambda: 1.0)
+    timing = RetryTiming(clock=clock, sleep=clock.sleep, jitter=lambda: 1.0)
     with pytest.raises(BackendUnavailableError, match="nobody listens"):
         requests(said, timing).begin("read", "store.json").repeat(Request(refused))
     assert RETRY_SECONDS <= clock.now - 1000 < RETRY_SECONDS + LONGEST_PAUSE_SECONDS
@@ -440,13 +440,13 @@ def test_what_moves_is_not_waited_for() -> None:
             raise ConnectionResetError("cut")
         return "done"
 
-    timing = Timing(clock=clock, sleep=clock.sleep)
+    timing = RetryTiming(clock=clock, sleep=clock.sleep)
     assert requests(said, timing).begin("read", "packs/one").repeat(Request(slow)) == "done"
 
 
 def test_threads_that_wait_for_one_server_share_a_line() -> None:
     clock, said = Clock(), list[Event]()
-    shared = requests(said, Timing(clock=clock, wait=clock.wait, sleep=clock.sleep, retry_seconds=0))
+    shared = requests(said, RetryTiming(clock=clock, wait=clock.wait, sleep=clock.sleep, retry_seconds=0))
     clocks = [clock.now]
     for name in ("a", "b"):
         clock.now = clocks[0]  # both begin at once
@@ -482,7 +482,7 @@ def test_retries_that_are_none_are_an_error_of_the_options(wrong: dict[str, Any]
 def test_wrong_options_are_not_tried_again(options: dict[str, Any]) -> None:
     slept: list[float] = []
     single_shot, _ = without_retries({**storage_options("http://127.0.0.1:1"), **options})
-    timing = Timing(sleep=slept.append)
+    timing = RetryTiming(sleep=slept.append)
     backend = S3Backend(lambda: s3fs.S3FileSystem(**single_shot, skip_instance_cache=True), BUCKET, "x", timing=timing)
     with pytest.raises(StoreError):
         backend.get("a/b", max_bytes=1)
@@ -492,7 +492,7 @@ def test_wrong_options_are_not_tried_again(options: dict[str, Any]) -> None:
 def test_a_server_that_is_not_there_yet_is_tried_again() -> None:
     slept: list[float] = []
     filesystem = connect(f"http://127.0.0.1:{free_port()}", SHORT_TIMEOUTS)
-    backend = S3Backend(lambda: filesystem, BUCKET, "x", timing=Timing(max_tries=3, sleep=slept.append))
+    backend = S3Backend(lambda: filesystem, BUCKET, "x", timing=RetryTiming(max_tries=3, sleep=slept.append))
     with pytest.raises(BackendUnavailableError):
         backend.get("a/b", max_bytes=1)
     assert len(slept) == 2

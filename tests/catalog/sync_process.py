@@ -11,16 +11,16 @@ from tensorstore_ck.catalog import Catalog, row_writer
 def die_after(batches: int) -> None:
     """The process is killed in the middle of a batch: its rows are written, and not committed."""
     left = [batches]
-    write = row_writer.Feed.write
+    write = row_writer.RowWriter.write
 
-    def dying(self: row_writer.Feed, *args: object) -> int:
+    def dying(self: row_writer.RowWriter, *args: object) -> int:
         found = write(self, *args)  # type: ignore[arg-type]
         left[0] -= 1
         if left[0] < 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    row_writer.Feed.write = dying  # type: ignore[method-assign, assignment]
+    row_writer.RowWriter.write = dying  # type: ignore[method-assign, assignment]
 
 
 def main() -> None:

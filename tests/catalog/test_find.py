@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.catalog import Catalog, Found
+from tensorstore_ck.catalog import Catalog, FoundSnapshot
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tests.catalog.made import publish
 from tests.gc.stores import Clock, open_store
@@ -20,7 +20,7 @@ NOW = 2_000_000_000_000_000_000
 DAY = 86_400 * 10**9
 REFS = ("runs/gpt-7b", "runs/gpt-13b", "exp/lr/2", "main")
 VALUES = (0.5, 1.0, 2.0, float("nan"), float("inf"), -1e300)
-Holds = Callable[[Found], bool]
+Holds = Callable[[FoundSnapshot], bool]
 
 
 class Said(NamedTuple):
@@ -90,12 +90,12 @@ ops = st.sampled_from(sorted(OPS))
 STEPS = (0, 40, 100, 110.5, 300, 1e30)
 
 
-def _known(value: Callable[[Found], Any], test: Callable[[Any], Any]) -> Holds:
+def _known(value: Callable[[FoundSnapshot], Any], test: Callable[[Any], Any]) -> Holds:
     """What is missing or NaN satisfies nothing."""
     return lambda found: (had := value(found)) is not None and not math.isnan(had) and bool(test(had))
 
 
-def _number(name: str, value: Callable[[Found], Any], numbers: tuple[float, ...]) -> st.SearchStrategy[Said]:
+def _number(name: str, value: Callable[[FoundSnapshot], Any], numbers: tuple[float, ...]) -> st.SearchStrategy[Said]:
     some = st.sampled_from(numbers)
     return st.one_of(
         st.builds(lambda op, number: Said(f"{name} {op} {number!r}", _known(value, lambda had: OPS[op](had, number))), ops, some),
@@ -118,7 +118,7 @@ def _number(name: str, value: Callable[[Found], Any], numbers: tuple[float, ...]
 
 
 def _metric(written: str, name: str) -> st.SearchStrategy[Said]:
-    def value(found: Found) -> float | None:
+    def value(found: FoundSnapshot) -> float | None:
         return found.metrics.get(name)
 
     return st.one_of(
@@ -134,7 +134,7 @@ def _like(pattern: str) -> re.Pattern[str]:
     return re.compile("".join({"%": ".*", "_": "."}.get(char, re.escape(char)) for char in pattern), re.DOTALL)
 
 
-def _text(name: str, value: Callable[[Found], str], texts: tuple[str, ...]) -> st.SearchStrategy[Said]:
+def _text(name: str, value: Callable[[FoundSnapshot], str], texts: tuple[str, ...]) -> st.SearchStrategy[Said]:
     def quoted(text: str) -> str:
         return "'" + text.replace("'", "''") + "'"
 

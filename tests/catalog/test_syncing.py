@@ -173,9 +173,9 @@ def test_a_cache_that_others_empty_is_read_again(url: str, monkeypatch: pytest.M
     store = open_store(MemoryBackend())
     for step in range(5):
         publish(store, "runs/a", step)
-    write, times = row_writer.Feed.write, [2]
+    write, times = row_writer.RowWriter.write, [2]
 
-    def emptied(self: row_writer.Feed, *args: object) -> int:
+    def emptied(self: row_writer.RowWriter, *args: object) -> int:
         if times[0] > 0:
             times[0] -= 1
             with store.engine.table.batch() as batch:
@@ -183,7 +183,7 @@ def test_a_cache_that_others_empty_is_read_again(url: str, monkeypatch: pytest.M
                     batch.delete(key)
         return write(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(row_writer.Feed, "write", emptied)
+    monkeypatch.setattr(row_writer.RowWriter, "write", emptied)
     with Catalog(url) as catalog:
         assert catalog.sync(store).snapshots == 5
         assert len(catalog.find("state = 'live'")) == 5

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tensorstore_ck.backend.picklable import PortableBackend
+from tensorstore_ck.backend.picklable import PicklableBackend
 from tensorstore_ck.common.executor import DaskCluster, Piece, Result
 from tensorstore_ck.engine.opening import open_engine
 from tensorstore_ck.maintenance.copy_store import copy_refs
@@ -75,7 +75,7 @@ def test_a_worker_dies(history: Tsck, tmp_path: Path, cluster: Any, monkeypatch:
         closing(open_engine("ck", cache_dir=tmp_path / "c1")) as source,
         closing(open_engine("other", cache_dir=tmp_path / "c2")) as target,
     ):
-        source.backend, target.backend = PortableBackend("ck"), PortableBackend("other")
+        source.backend, target.backend = PicklableBackend("ck"), PicklableBackend("other")
         with Killing(cluster) as executor:
             assert copy_refs(source, target, executor=executor).ok
             assert executor.killed

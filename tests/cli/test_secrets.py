@@ -16,7 +16,7 @@ from fsspec.registry import known_implementations
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend import open_backend
-from tensorstore_ck.backend.cold.locations import PlaceOpener, check_place
+from tensorstore_ck.backend.cold.locations import LocationOpener, check_place
 from tensorstore_ck.backend.fsspec_backend import CREATE_CALLS, create_in_memory
 from tensorstore_ck.backend.remote_errors import remote_errors
 from tensorstore_ck.cli import main
@@ -210,7 +210,7 @@ def test_no_error_event_or_repr_of_the_library_has_one(
     assert not [text for text in said if MARK in text]
     assert MARK not in caplog.text
     assert _in_files(tmp_path) == []
-    assert MARK not in repr(PlaceOpener(URL, OPTIONS))
+    assert MARK not in repr(LocationOpener(URL, OPTIONS))
     assert MARK not in repr(Event("retried", "", "r", 1, 0, 0, {"error": f"of https://a:{MARK}@host"}))
 
 

@@ -26,7 +26,7 @@ TIMEOUTS = {"connect_timeout": 0.3, "read_timeout": 0.3, "retries": {"max_attemp
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes five seconds is said at once."""
     assert S3Backend.__module__ in sys.modules, "it is loaded, and refers to the class"
-    monkeypatch.setattr(s3_requests, "Timing", partial(s3_requests.Timing, notice_seconds=0.01))
+    monkeypatch.setattr(s3_requests, "RetryTiming", partial(s3_requests.RetryTiming, notice_seconds=0.01))
 
 
 COMMANDS = ["log", "show runs/gpt", "usage", "fsck", "gc", "put model.safetensors --ref runs/gpt", "probe", "salvage"]

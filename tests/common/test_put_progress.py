@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tensorstore_ck.common.put_progress import STAGES, Meter
+from tensorstore_ck.common.put_progress import STAGES, PutMeter
 
 
 class Clock:
@@ -21,17 +21,17 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def meter(clock: Clock) -> Meter:
-    return Meter(clock)
+def meter(clock: Clock) -> PutMeter:
+    return PutMeter(clock)
 
 
-def test_a_meter_that_was_told_nothing_says_so(meter: Meter) -> None:
+def test_a_meter_that_was_told_nothing_says_so(meter: PutMeter) -> None:
     progress = meter.snapshot()
     assert (progress.stage, progress.done_bytes, progress.total_bytes, progress.fraction) == ("queued", 0, 0, 0.0)
     assert progress.seconds_fields() == {f"{stage}_seconds": 0.0 for stage in STAGES}
 
 
-def test_seconds_are_those_in_which_at_least_one_thread_was_at_it(meter: Meter, clock: Clock) -> None:
+def test_seconds_are_those_in_which_at_least_one_thread_was_at_it(meter: PutMeter, clock: Clock) -> None:
     first, second = meter.timed("hash", 10), meter.timed("hash", 20)
     first.__enter__()
     clock.now += 1
@@ -48,7 +48,7 @@ def test_seconds_are_those_in_which_at_least_one_thread_was_at_it(meter: Meter, 
     assert meter.snapshot().stage_seconds["write"] == 0.0
 
 
-def test_stages_go_forward_only_and_show_the_bytes_that_are_known(meter: Meter, clock: Clock) -> None:
+def test_stages_go_forward_only_and_show_the_bytes_that_are_known(meter: PutMeter, clock: Clock) -> None:
     meter.expect("hash", 100)
     with meter.timed("capture", 70):
         assert meter.snapshot().stage == "capture"
@@ -75,7 +75,7 @@ def test_stages_go_forward_only_and_show_the_bytes_that_are_known(meter: Meter, 
     assert dict(progress.stage_seconds) == {"capture": 0.5, "hash": 3.0, "encode": 0.0, "write": 3.0, "upload": 1.0, "commit": 0.0}
 
 
-def test_what_fails_took_time_but_its_bytes_do_not_count(meter: Meter, clock: Clock) -> None:
+def test_what_fails_took_time_but_its_bytes_do_not_count(meter: PutMeter, clock: Clock) -> None:
     def fail() -> None:
         clock.now += 2
         raise OSError("full")
@@ -85,7 +85,7 @@ def test_what_fails_took_time_but_its_bytes_do_not_count(meter: Meter, clock: Cl
     assert (meter.snapshot().stage_seconds["write"], meter.snapshot().stage_bytes["write"]) == (2.0, 0)
 
 
-def test_many_threads_lose_nothing(meter: Meter) -> None:
+def test_many_threads_lose_nothing(meter: PutMeter) -> None:
     def work() -> None:
         for _ in range(1000):
             with meter.timed("hash", 1):

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 
 import tensorstore_ck as tsck
-from tensorstore_ck.backend.cold.locations import PlaceOpener
+from tensorstore_ck.backend.cold.locations import LocationOpener
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
@@ -225,7 +225,7 @@ def test_what_is_built_on_a_store_is_refused_too(looked: tsck.Store, place: Path
 def test_the_backend_refuses_whatever_writes() -> None:
     methods = {name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")}
     assert methods == {*WRITES, *READS}, "a new method of backends: does it write?"
-    backend = PlaceOpener("memory://store", read_only=True)("memory://somewhere")
+    backend = LocationOpener("memory://store", read_only=True)("memory://somewhere")
     for name in WRITES:
         with pytest.raises(tsck.PermissionDeniedError, match="read_only=True"):
             getattr(backend, name)("packs/one", b"")

@@ -9,7 +9,7 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Ulid, new_ulid, ulid_text
 from tensorstore_ck.common.processes import Process
-from tensorstore_ck.engine.object_ids import PutIds
+from tensorstore_ck.engine.object_ids import ObjectIds
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, PermissionDeniedError, StoreError
 from tensorstore_ck.format.writer_record import SERIES_SECONDS, WriterRecord, decode_writer_record, series_of, writer_record_name
 from tests.gc.stores import Clock
@@ -33,11 +33,11 @@ def names(backend: MemoryBackend) -> list[str]:
     return sorted(info.name for info in backend.list(""))
 
 
-def source(backend: MemoryBackend, clock: Clock | None = None) -> PutIds:
-    return PutIds(backend, new_ulid, clock or Clock(), lambda: PROCESS)
+def source(backend: MemoryBackend, clock: Clock | None = None) -> ObjectIds:
+    return ObjectIds(backend, new_ulid, clock or Clock(), lambda: PROCESS)
 
 
-def written(ids: PutIds) -> None:
+def written(ids: ObjectIds) -> None:
     assert ids._thread is not None
     ids._thread.join(30)
 
@@ -157,7 +157,7 @@ def test_a_writer_that_may_not_delete_leaves_it_to_gc() -> None:
 
 def test_where_the_process_is_not_known_names_are_of_no_series() -> None:
     backend = MemoryBackend()
-    ids = PutIds(backend, new_ulid, Clock(), lambda: None)
+    ids = ObjectIds(backend, new_ulid, Clock(), lambda: None)
     assert series_of(ids()) != series_of(ids())
     ids.close()
     assert names(backend) == []

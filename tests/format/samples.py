@@ -31,7 +31,7 @@ from tensorstore_ck.format.pack import (
 from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part, decode_part, encode_values
 from tensorstore_ck.format.record import Record, decode_record, encode_metadata
 from tensorstore_ck.format.sealed import HEADER_BYTES, KINDS, MAGIC
-from tensorstore_ck.format.sharding import Box, Mesh, Shard
+from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
 from tensorstore_ck.format.store_config import decode_config, new_config
 from tensorstore_ck.log import checkpoint
 from tensorstore_ck.log.cache import MemoryTable
@@ -111,8 +111,8 @@ def spread_part(rank: int = 0) -> Part:
     layout, others = spread_layout(), (0, 1, 3, 4)
     number = others.index(rank)
     explicit = [
-        Explicit(6, (Box((10 * number, 0), (5, 300)), Box((10 * number + 5, 0), (5, 300)))),
-        Explicit(7, (Box((1500 * number,), (1500,)),)),
+        Explicit(6, (BoxBounds((10 * number, 0), (5, 300)), BoxBounds((10 * number + 5, 0), (5, 300)))),
+        Explicit(7, (BoxBounds((1500 * number,), (1500,)),)),
     ]
     held = regions(layout, rank, others, explicit)
     own = shares(layout, held, rank, 4 << 20)

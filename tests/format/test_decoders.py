@@ -14,7 +14,7 @@ from tensorstore_ck.format import tree, values
 from tensorstore_ck.format.block_assignment import alike, decode_regions, every_region, regions, shares
 from tensorstore_ck.format.layout import Explicit, Layout
 from tensorstore_ck.format.part import Part, decode_values
-from tensorstore_ck.format.part_index import PartPlan
+from tensorstore_ck.format.part_index import PartIndex
 from tensorstore_ck.format.record import Record, decode_metadata
 from tensorstore_ck.format.sealed import HEADER_BYTES
 from tensorstore_ck.log import RefTable, checkpoint
@@ -102,7 +102,7 @@ def plan_of(layout: Layout, part: Part) -> None:
     """What a reader does with a part of many ranks, and what it checks first."""
     if part.world_size == 6 and part.rank < 6:
         ranks = alike(part.layout_of or b"", part.rank, 6)
-        plan = PartPlan(layout, part, ranks, 4 << 20, "a part")
+        plan = PartIndex(layout, part, ranks, 4 << 20, "a part")
         told = {each.tensor: each.boxes for each in decode_regions(layout, part.regions, "a part")}
         for tensor in range(len(layout.tensors)):
             plan.of(tensor)

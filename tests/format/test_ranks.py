@@ -12,8 +12,8 @@ from tensorstore_ck.format.block_assignment import decode_regions, encode_region
 from tensorstore_ck.format.layout import MAX_BOXES, MAX_RANKS, Explicit, Layout, Sharding, TensorSpec, decode_layout
 from tensorstore_ck.format.pack import MAX_BLOCK_BYTES
 from tensorstore_ck.format.part import Part, decode_part
-from tensorstore_ck.format.part_index import PartPlan
-from tensorstore_ck.format.sharding import Box, Mesh, Shard
+from tensorstore_ck.format.part_index import PartIndex
+from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
 from tests.format import samples
 from tests.format.samples import with_fields
 
@@ -214,7 +214,7 @@ def test_a_part_without_the_bytes_costs_nothing_to_refuse(spec: tuple[int, ...],
     tracemalloc.start()
     try:
         with pytest.raises(CorruptObjectError):
-            PartPlan(layout, part, tuple(range(ranks)), 4 << 20, "a part")
+            PartIndex(layout, part, tuple(range(ranks)), 4 << 20, "a part")
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
@@ -267,7 +267,7 @@ def test_regions_that_cannot_be(regions: bytes) -> None:
 def test_many_regions_of_nothing_cost_nothing() -> None:
     """A scalar's regions take no bytes."""
     layout = Layout([TensorSpec(str(number), "uint8", 1, ()) for number in range(2000)], None, (), [], ["boxes"] * 2000)
-    assert decode_regions(layout, told(5, 0, 1), "a part") == [Explicit(5, (Box((), ()),))]
+    assert decode_regions(layout, told(5, 0, 1), "a part") == [Explicit(5, (BoxBounds((), ()),))]
     tracemalloc.start()
     try:
         with pytest.raises(CorruptObjectError):

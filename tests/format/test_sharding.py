@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import placement_types
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as torch_shape_and_offset
 
-from tensorstore_ck.format.sharding import Box, LocalBox, Mesh, Placement, Shard, boxes, holders_of, intervals, local_shape, replicas
+from tensorstore_ck.format.sharding import BoxBounds, LocalBox, Mesh, Placement, Shard, boxes, holders_of, intervals, local_shape, replicas
 
 Case = tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]]
 """Tensor shape, mesh shape, placements."""
@@ -110,7 +110,7 @@ def test_any_placement(case: Case) -> None:
 
 
 def test_a_local_tensor_may_be_several_boxes() -> None:
-    first = [LocalBox(Box((0, 0), (4, 3)), (0, 0)), LocalBox(Box((8, 0), (4, 3)), (4, 0))]
+    first = [LocalBox(BoxBounds((0, 0), (4, 3)), (0, 0)), LocalBox(BoxBounds((8, 0), (4, 3)), (4, 0))]
     assert boxes((16, 3), (2, 2), (Shard(0, 2), None), (0, 1)) == first
     assert intervals((16, 3), (2, 2), (Shard(0, 2), None), (1, 0)) == [[(4, 4), (12, 4)], [(0, 3)]]
 
@@ -120,7 +120,7 @@ def test_pieces_that_touch_are_one_run() -> None:
 
 
 def test_a_scalar_is_one_box() -> None:
-    assert boxes((), (2,), (None,), (1,)) == [LocalBox(Box((), ()), ())]
+    assert boxes((), (2,), (None,), (1,)) == [LocalBox(BoxBounds((), ()), ())]
     assert replicas(Mesh((2,), (4, 3)), (None,), (), 3) == (3, 4)
 
 

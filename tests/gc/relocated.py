@@ -7,7 +7,7 @@ import numpy as np
 from tensorstore_ck.common.ids import Ulid, parse_ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.format.pack import Footer, pack_name
-from tensorstore_ck.format.relocation import MOVED_DTYPE, Moved
+from tensorstore_ck.format.relocation import MOVED_DTYPE, RelocationMap
 from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.gc.compact import SparsePack, compact, read_footer
 from tensorstore_ck.log import ObjectKey, Objects, Op
@@ -48,7 +48,7 @@ def relocate(engine: Engine, moves: Sequence[tuple[Ulid, Sequence[tuple[int, Uli
         rows["target"] = [targets.index(target) for _, target, _ in to]
         for field in ("stored", "offset", "codec"):
             rows[field] = 100 if like is None else like.entries[field][rows["entry"]]
-        encoded, ulid = Moved(pack, targets, rows).encode(), engine.new_id()
+        encoded, ulid = RelocationMap(pack, targets, rows).encode(), engine.new_id()
         engine.backend.put(ObjectKey("moved", ulid).name, encoded)
         ops.append(Op.relocate(pack, ulid, object_hash(encoded), targets))
         names.append(ulid)

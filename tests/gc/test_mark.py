@@ -9,7 +9,7 @@ from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError
 from tensorstore_ck.format.pack import MAX_ENTRIES
 from tensorstore_ck.format.part import part_name
-from tensorstore_ck.gc.mark import Marks, read_parts, read_summaries
+from tensorstore_ck.gc.mark import LiveBits, read_parts, read_summaries
 from tensorstore_ck.gc.part_summary import PREFIX, SummaryCache, summarize
 from tests.gc.made import Counting, Made, Place, make_part, open_engine, pack_ulid, publish
 
@@ -19,7 +19,7 @@ PLACES: list[list[Place]] = [[(0, 0), (1, 65), (0, 64)], [(1, 2), (1, 65), (2, 7
 
 @given(st.lists(places), st.lists(st.tuples(st.integers(0, 5), st.sets(st.integers(0, 9000)))))
 def test_marks_are_the_union(parts: list[list[Place]], moved: list[tuple[int, set[int]]]) -> None:
-    marks, expected = Marks(), set[Place]()
+    marks, expected = LiveBits(), set[Place]()
     for part in map(make_part, parts):
         marks.mark(summarize(part, part.part_id()))
     for pack, entries in moved:
@@ -31,7 +31,7 @@ def test_marks_are_the_union(parts: list[list[Place]], moved: list[tuple[int, se
 
 
 def test_memory_is_a_bit_for_each_entry_however_often_it_is_marked() -> None:
-    marks = Marks()
+    marks = LiveBits()
     for first in range(100):
         part = make_part([(pack, entry) for pack in range(first % 10, 20) for entry in range(1000)])
         marks.mark(summarize(part, part.part_id()))
@@ -54,7 +54,7 @@ def test_the_second_time_no_part_is_read() -> None:
     engine = open_engine(backend)
     for expected in (2, 2, 2):
         cache = SummaryCache(engine.table, listed(backend, made))
-        marks = Marks()
+        marks = LiveBits()
         for _, summary in read_summaries(engine, made.info, cache):
             marks.mark(summary)
         cache.flush()

@@ -12,7 +12,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.errors import BackendUnavailableError, GcRefusedError, InvalidOptionError, InvalidUrlError, PlaceUnavailableError
-from tensorstore_ck.log.entry_reader import Chain
+from tensorstore_ck.log.entry_reader import EntryReader
 from tensorstore_ck.maintenance.salvage import salvage
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 from tests.gc.stores import AT_ONCE, Clock, interrupted, open_store, require_sound, same, state, stay_in_one_thread
@@ -391,7 +391,7 @@ def test_fsck_of_a_broken_log_knows_where_packs_lie() -> None:
     """By the entries that are left, on a host that has no cache and can make none."""
     places, store, states = moved(3, after="36h")
     store.put_snapshot(states["run@2"], ref="other")
-    chain = Chain(places.own, uuid=b"", prefix="log")
+    chain = EntryReader(places.own, uuid=b"", prefix="log")
     places.own.replace(chain.name(max(chain.listed("log/"))), b"nothing")
     report = places.open().fsck(read_data=True)
     assert {finding.kind for finding in report.findings if finding.severity == "error"} == {"broken_log"}
@@ -416,7 +416,7 @@ def test_salvage_finds_them(lost: str) -> None:
     """By what is left of the log, or by the moved objects and what is there."""
     places, store, states = moved(3, after="36h")
     store.put_snapshot(states["run@0"], ref="run", step=9)  # names the moved pack itself
-    chain = Chain(places.own, uuid=b"", prefix="log")
+    chain = EntryReader(places.own, uuid=b"", prefix="log")
     numbers = sorted(chain.listed("log/"))
     first = next(n for n in numbers if b"place" in places.own.get(chain.name(n), max_bytes=1 << 20))
     gone = {"relocations": [first], "all": numbers[first - 1 :], "checkpointed": [numbers[-1]]}.get(lost, [])

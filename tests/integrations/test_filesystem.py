@@ -19,7 +19,7 @@ from safetensors.torch import load
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend import local, open_backend
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.integrations import virtual_safetensors
 from tensorstore_ck.integrations.filesystem import SnapshotFileSystem
@@ -168,7 +168,7 @@ def test_a_state_without_tensors(store: tsck.Store, files: SnapshotFileSystem) -
 
 
 @pytest.mark.parametrize(("ranks", "put"), [(RANKS, shared(1)), (RANKS, stage)])
-def test_many_ranks(ranks: int, put: Callable[[int], Captured], tmp_path: Path) -> None:
+def test_many_ranks(ranks: int, put: Callable[[int], CapturedState], tmp_path: Path) -> None:
     with tsck.open(tmp_path / "ck", create=True, cache_dir=tmp_path / "cache") as store:
         put_all(open_backend(tmp_path / "ck"), ranks, put)
         files = SnapshotFileSystem(str(tmp_path / "ck"), cache_dir=str(tmp_path / "cache"))
@@ -189,7 +189,7 @@ def test_a_subtree_in_the_place_of_a_hole(tmp_path: Path) -> None:
     layout = Layout([], ["d", ["model", "y"], [None, None]])
     subtree = ["tree", ["d", ["a", "b"], [None, ["l", [None]]]], [1, "x"]]
     with tsck.open(tmp_path / "ck", create=True, cache_dir=tmp_path / "cache"):
-        put_all(open_backend(tmp_path / "ck"), 1, lambda _: Captured(layout, [subtree, "text"], (), []))
+        put_all(open_backend(tmp_path / "ck"), 1, lambda _: CapturedState(layout, [subtree, "text"], (), []))
     files = SnapshotFileSystem(str(tmp_path / "ck"), cache_dir=str(tmp_path / "cache"))
     assert json.loads(files.cat_file("job/snapshot.json"))["values"] == {"model.a": 1, "model.b.0": "x", "y": "text"}
 

@@ -17,7 +17,7 @@ from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.errors import BrokenLogError, InvalidOptionError, LogChangedError
 from tensorstore_ck.log import Head, HeadFile, Log, LogChangedWarning, Watermark
 from tensorstore_ck.log.entry import entry_name
-from tensorstore_ck.log.head_file import Known
+from tensorstore_ck.log.head_file import SeenHead
 from tests.log.scripted import append_puts, open_log
 
 KINDS = ["truncated", "forked", "forked and longer"]
@@ -323,8 +323,8 @@ def test_a_fifo_does_not_hold_up_a_command(host: Host) -> None:
 HASHES = [Digest(bytes([n]) * 32) for n in range(10)]
 
 
-def known(n: int) -> Known:
-    return Known(Head(n, HASHES[n]))
+def known(n: int) -> SeenHead:
+    return SeenHead(Head(n, HASHES[n]))
 
 
 def test_of_several_writers_one_wins_and_is_told_to_the_others(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
-from tensorstore_ck.maintenance.optimal_interval import Costs, best, ettr
+from tensorstore_ck.maintenance.optimal_interval import SaveCosts, best, ettr
 from tests.gc.stores import Clock, open_store, state
 
 
@@ -24,7 +24,7 @@ def store() -> Iterator[tsck.Store]:
 
 def test_what_it_goes_by(store: tsck.Store) -> None:
     found = store.advise("run", stall=2.0, restart=60.0)
-    assert found.costs == Costs(2.0, 0.0, 60.0, 4 * 3600.0)
+    assert found.costs == SaveCosts(2.0, 0.0, 60.0, 4 * 3600.0)
     assert found.sources == {"stall": "given", "lag": "assumed", "restart": "given", "mtbf": "assumed"}
     assert found.interval == pytest.approx(600)
     assert found.best_interval == pytest.approx(best(found.costs))

@@ -8,7 +8,7 @@ import pytest
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.engine.write.put import ANY
 from tensorstore_ck.errors import ConflictError, InvalidNameError, NotFoundError
-from tensorstore_ck.log import Move, RefTable
+from tensorstore_ck.log import BranchMove, RefTable
 from tensorstore_ck.store import Store
 from tests.gc.stores import AT_ONCE, Clock, open_store, put_all, require_sound, state
 
@@ -145,7 +145,7 @@ def test_many_at_once_read_the_history_once(monkeypatch: pytest.MonkeyPatch) -> 
     walked: list[str] = []
     moves = RefTable.moves
 
-    def counted(view: RefTable, name: str, **more: Any) -> Iterator[Move]:
+    def counted(view: RefTable, name: str, **more: Any) -> Iterator[BranchMove]:
         walked.append(name)
         return moves(view, name, **more)
 

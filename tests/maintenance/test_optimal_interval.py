@@ -6,10 +6,10 @@ import random
 import pytest
 
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.maintenance.optimal_interval import Costs, best, daly, ettr, require_costs, young
+from tensorstore_ck.maintenance.optimal_interval import SaveCosts, best, daly, ettr, require_costs, young
 
 
-def simulated(interval: float, costs: Costs, training: float, seed: int) -> float:
+def simulated(interval: float, costs: SaveCosts, training: float, seed: int) -> float:
     """The share of wall time that is training which counts, event by event: failures come at random times, also while the job restarts."""
     chance = random.Random(seed)
     wall = done = 0.0
@@ -44,34 +44,42 @@ def simulated(interval: float, costs: Costs, training: float, seed: int) -> floa
 
 @pytest.mark.parametrize(
     "costs",
-    [Costs(30, 0, 0, 3600), Costs(30, 0, 300, 3600), Costs(5, 120, 300, 4 * 3600), Costs(60, 60, 600, 3600), Costs(0.5, 20, 60, 1800)],
+    [
+        SaveCosts(30, 0, 0, 3600),
+        SaveCosts(30, 0, 300, 3600),
+        SaveCosts(5, 120, 300, 4 * 3600),
+        SaveCosts(60, 60, 600, 3600),
+        SaveCosts(0.5, 20, 60, 1800),
+    ],
 )
 @pytest.mark.parametrize("share", [0.3, 1.0, 3.0])
-def test_the_formula_is_what_a_simulation_finds(costs: Costs, share: float) -> None:
+def test_the_formula_is_what_a_simulation_finds(costs: SaveCosts, share: float) -> None:
     interval = max(share * young(costs), costs.lag)
     found = simulated(interval, costs, 3000 * costs.mtbf, seed=1)
     assert ettr(interval, costs) == pytest.approx(found, rel=0.03)
 
 
-@pytest.mark.parametrize("costs", [Costs(30, 0, 300, 3600), Costs(5, 20, 300, 4 * 3600), Costs(600, 0, 0, 3600)])
-def test_the_best_interval_is_best(costs: Costs) -> None:
+@pytest.mark.parametrize("costs", [SaveCosts(30, 0, 300, 3600), SaveCosts(5, 20, 300, 4 * 3600), SaveCosts(600, 0, 0, 3600)])
+def test_the_best_interval_is_best(costs: SaveCosts) -> None:
     found = best(costs)
     assert all(ettr(found, costs) >= ettr(found * factor, costs) for factor in (0.5, 0.8, 0.95, 1.05, 1.25, 2.0))
 
 
 def test_young_and_daly_are_near_where_saves_are_cheap() -> None:
-    costs = Costs(1.0, 0, 0, 10 * 3600)
+    costs = SaveCosts(1.0, 0, 0, 10 * 3600)
     assert young(costs) == pytest.approx(math.sqrt(72_000))
     assert daly(costs) == pytest.approx(young(costs), rel=0.01)
     assert best(costs) == pytest.approx(daly(costs), rel=0.02)
-    assert daly(Costs(7200, 0, 0, 3600)) == 3600
+    assert daly(SaveCosts(7200, 0, 0, 3600)) == 3600
 
 
-@pytest.mark.parametrize("costs", [Costs(-1), Costs(math.nan), Costs(1, mtbf=0), Costs(1, restart=math.inf), Costs(1, -2)])
-def test_costs_that_make_no_sense_are_refused(costs: Costs) -> None:
+@pytest.mark.parametrize(
+    "costs", [SaveCosts(-1), SaveCosts(math.nan), SaveCosts(1, mtbf=0), SaveCosts(1, restart=math.inf), SaveCosts(1, -2)]
+)
+def test_costs_that_make_no_sense_are_refused(costs: SaveCosts) -> None:
     with pytest.raises(InvalidOptionError):
         require_costs(costs)
 
 
 def test_a_job_that_fails_before_any_save_gets_nowhere() -> None:
-    assert ettr(1e9, Costs(1.0, mtbf=60)) == 0.0
+    assert ettr(1e9, SaveCosts(1.0, mtbf=60)) == 0.0

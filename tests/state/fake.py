@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tensorstore_ck.engine.interfaces import ByteTarget, Captured, WantedBox
+from tensorstore_ck.engine.interfaces import ByteTarget, CapturedState, WantedBox
 from tensorstore_ck.engine.read.block_reader import deliver
 from tensorstore_ck.format.layout import decode_layout
 from tensorstore_ck.format.sealed import pack_body, unpack_body
@@ -17,7 +17,7 @@ from tensorstore_ck.state import capture, restore
 
 
 class FakeContent:
-    def __init__(self, captured: Captured, block_items: int = 1000) -> None:
+    def __init__(self, captured: CapturedState, block_items: int = 1000) -> None:
         self.layout = decode_layout(captured.layout.encode(), "a layout")
         self.values = unpack_body(memoryview(pack_body(list(captured.values))), "values")
         self.blobs = list(captured.blobs)

@@ -10,7 +10,7 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, UnsupportedValueError
 from tensorstore_ck.state import capture, restore
-from tensorstore_ck.state.sharded_tensors import Describer
+from tensorstore_ck.state.sharded_tensors import SpreadDescriber
 from tests.session.group.boxed import boxes_of
 from tests.state.fake import stored
 
@@ -134,7 +134,7 @@ def test_memory_that_was_freed_is_not_read() -> None:
     box = tsck.Box(local, (128, 64), (0, 0))
     local.untyped_storage().resize_(0)
     with pytest.raises(UnsupportedValueError, match="cannot store or fill w: it is without its memory: its memory was freed"):
-        capture({"w": box}, Describer({0: 0}, 0))
+        capture({"w": box}, SpreadDescriber({0: 0}, 0))
 
 
 def test_a_box() -> None:

@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError
 from tensorstore_ck.state import Box, Boxes, FlatShard, capture, capture_copy, restore
 from tensorstore_ck.state.byte_sources import BytesSource, address_of, memory_at
 from tensorstore_ck.state.capture_copy import Arena, Slot, copied_bytes, copy_captured
 from tensorstore_ck.state.cuda_copy import DeviceCopy, SideStreams
-from tensorstore_ck.state.sharded_tensors import Describer
+from tensorstore_ck.state.sharded_tensors import SpreadDescriber
 from tests.state.fake import FakeContent, assert_same, bits
 from tests.state.samples import DTYPES, NUMPY_DTYPES, states, tensor
 
@@ -40,7 +40,7 @@ def take(arena: Arena, size_bytes: int) -> Slot:
     return slot
 
 
-def take_for(arena: Arena, captured: Captured, skip: Collection[int] = ()) -> Slot:
+def take_for(arena: Arena, captured: CapturedState, skip: Collection[int] = ()) -> Slot:
     return take(arena, copied_bytes(captured, skip))
 
 
@@ -123,7 +123,7 @@ def test_shards_of_tensors_that_are_spread(arena: Arena) -> None:
     boxes = Boxes([Box(local, (9, 4), offsets) for local, offsets in ((grid[:2], (0, 0)), (strided, (2, 0)), (grid[:0], (9, 0)))])
     state = {"boxes": boxes, "flat": FlatShard(flat, (10, 10), 20), "none": Box(torch.empty(0, dtype=torch.int8), (9,), (0,))}
     expected = [[bits(grid[:2]), bits(strided)], [bits(flat)], []]
-    captured = capture(state, Describer({0: 0}, 0))
+    captured = capture(state, SpreadDescriber({0: 0}, 0))
     copied = copy_captured(captured, take_for(arena, captured), threads=2)
     overwrite([grid, flat, strided])
     for source, runs in zip(copied.sources, expected, strict=True):
@@ -394,7 +394,7 @@ def test_copies_from_a_device_are_waited_for_when_they_are_read(arena: Arena, la
 def test_pieces_on_a_device(arena: Arena, late: LateCopies) -> None:
     near, far, last = torch.arange(8.0).view(2, 4), torch.arange(12.0).view(3, 4).t(), torch.arange(3.0)
     boxes = [Box(near, (9, 4), (0, 0)), Box(far, (9, 4), (2, 0)), Box(last.view(1, 3), (9, 4), (6, 0))]
-    captured = capture({"x": Boxes(boxes)}, Describer({0: 0}, 0))
+    captured = capture({"x": Boxes(boxes)}, SpreadDescriber({0: 0}, 0))
     copied = copy_captured(captured, take_for(arena, captured), threads=2)
     expected = bits(near) + bits(far) + bits(last)
     overwrite([near, far, last])

@@ -25,8 +25,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
-from tensorstore_ck.format.sharding import Box, Mesh, Shard
-from tensorstore_ck.state.sharded_tensors import Describer, Description, FlatShard, group_ranks
+from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
+from tensorstore_ck.state.sharded_tensors import FlatShard, SpreadDescriber, TensorSpread, group_ranks
 
 
 @contextmanager
@@ -43,13 +43,13 @@ def whole(*shape: int) -> torch.Tensor:
     return torch.arange(prod(shape), dtype=torch.float32).view(shape)
 
 
-def described(tensor: object, group: Any = None) -> Description:
-    found = Describer(group_ranks(group), dist.get_rank(group)).describe(tensor, "model.w")
+def described(tensor: object, group: Any = None) -> TensorSpread:
+    found = SpreadDescriber(group_ranks(group), dist.get_rank(group)).describe(tensor, "model.w")
     assert found is not None
     return found
 
 
-def check_pieces(found: Description, local: torch.Tensor) -> None:
+def check_pieces(found: TensorSpread, local: torch.Tensor) -> None:
     """The pieces hold the values of `whole`, lie in `local`'s memory and make up all of it."""
     full = whole(*found.shape)
     for (offsets, sizes), piece in found.pieces:
@@ -66,7 +66,7 @@ def test_dtensors_on_every_rank_of_a_2d_mesh() -> None:
     for rank in range(4):
         with world(rank, 4):
             mesh = init_device_mesh("cpu", (2, 2))
-            describer = Describer(group_ranks(None), dist.get_rank())
+            describer = SpreadDescriber(group_ranks(None), dist.get_rank())
             for placements, shape in product(product(PLACEMENTS, repeat=2), ((8, 4), (5, 3), (1, 2), (0, 3))):
                 tensor = distribute_tensor(whole(*shape).requires_grad_(), mesh, placements, src_data_rank=None)
                 found = describer.describe(tensor)
@@ -81,7 +81,7 @@ def test_a_local_tensor_of_several_boxes() -> None:
         tensor = distribute_tensor(whole(16, 3), mesh, [_StridedShard(0, split_factor=2), Replicate()], src_data_rank=None)
         found = described(torch.nn.Parameter(tensor))
     assert found.placements == (Shard(0, 2), None)
-    assert [piece.box for piece in found.pieces] == [Box((0, 0), (4, 3)), Box((8, 0), (4, 3))]
+    assert [piece.box for piece in found.pieces] == [BoxBounds((0, 0), (4, 3)), BoxBounds((8, 0), (4, 3))]
     check_pieces(found, tensor._local_tensor)
 
 
@@ -98,7 +98,7 @@ def test_a_scalar_and_a_tensor_that_others_hold() -> None:
     with world(3, 4):
         mesh = init_device_mesh("cpu", (4,))
         scalar = described(distribute_tensor(torch.tensor(0.0), mesh, [Replicate()], src_data_rank=None))
-        assert [piece.box for piece in scalar.pieces] == [Box((), ())]
+        assert [piece.box for piece in scalar.pieces] == [BoxBounds((), ())]
         empty = described(distribute_tensor(whole(3), mesh, [TorchShard(0)], src_data_rank=None))
         assert (empty.shape, empty.pieces) == ((3,), ())
         elsewhere = described(distribute_tensor(whole(3), DeviceMesh("cpu", [2, 1]), [TorchShard(0)], src_data_rank=None))
@@ -124,7 +124,7 @@ def test_meshes_are_read_once() -> None:
     with world(0, 4):
         mesh = init_device_mesh("cpu", (4,))
         tensors = [distribute_tensor(whole(4), mesh, [TorchShard(0)], src_data_rank=None) for _ in range(2)]
-        describer = Describer(group_ranks(None), dist.get_rank())
+        describer = SpreadDescriber(group_ranks(None), dist.get_rank())
         first, second = [describer.describe(tensor) for tensor in tensors]
     assert first is not None
     assert second is not None
@@ -176,7 +176,7 @@ def test_pieces_that_torch_does_not_record_are_refused() -> None:
 
 
 def test_other_tensors_are_not_described() -> None:
-    describer = Describer({}, 0)
+    describer = SpreadDescriber({}, 0)
     for value in (torch.ones(2), torch.nn.Parameter(torch.ones(2)), torch.nn.Buffer(torch.ones(2)), None, [1]):
         assert describer.describe(value) is None
 
@@ -196,10 +196,10 @@ def test_sharded_tensor() -> None:
     with world(0, 1):
         found = described(sharded((full[:4], [0, 0]), (full[4:], [4, 0]), size=(6, 4)))
         assert (found.shape, found.dtype, found.mesh, found.placements) == ((6, 4), torch.float32, None, ())
-        assert [piece.box for piece in found.pieces] == [Box((0, 0), (4, 4)), Box((4, 0), (2, 4))]
+        assert [piece.box for piece in found.pieces] == [BoxBounds((0, 0), (4, 4)), BoxBounds((4, 0), (2, 4))]
         check_pieces(found, full)
         with_empty = described(sharded((full, [0, 0]), (full[6:], [6, 0]), size=(6, 4)))
-        assert [piece.box for piece in with_empty.pieces] == [Box((0, 0), (6, 4))]
+        assert [piece.box for piece in with_empty.pieces] == [BoxBounds((0, 0), (6, 4))]
 
 
 def test_sharded_tensor_whose_metadata_does_not_fit_is_refused() -> None:
@@ -309,7 +309,7 @@ def one_real_process(rank: int, store: str) -> None:
     pending = tensor.redistribute(placements=[Replicate(), Replicate()], async_op=True)
     assert type(pending._local_tensor) is AsyncCollectiveTensor
     ((box, piece),) = described(pending).pieces
-    assert box == Box((0, 0), (8, 2))
+    assert box == BoxBounds((0, 0), (8, 2))
     assert type(piece) is torch.Tensor
     assert torch.equal(piece, whole(8, 2))
     dist.destroy_process_group()

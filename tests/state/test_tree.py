@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.layout import MAX_NAME_BYTES, Layout, Node, TensorSpec
-from tensorstore_ck.format.tree import Leaf, Names, leaves, parse
+from tensorstore_ck.format.tree import Leaf, LeafNames, leaves, parse
 from tensorstore_ck.format.values import MAX_NESTING
 from tensorstore_ck.state import restore
 from tests.state.fake import stored
@@ -67,7 +67,7 @@ def test_capture_and_parse_name_alike() -> None:
 
 @given(st.lists(st.text(max_size=2) | st.text(min_size=400, max_size=1100)))
 def test_names_are_unique_short_and_encodable(texts: list[str]) -> None:
-    names = Names()
+    names = LeafNames()
     given_out = [names.name(text) for text in texts]
     assert len(set(given_out)) == len(given_out)
     assert all(len(name.encode()) <= MAX_NAME_BYTES for name in given_out)
@@ -75,12 +75,12 @@ def test_names_are_unique_short_and_encodable(texts: list[str]) -> None:
 
 @given(st.lists(st.text("aé\ud800", max_size=2) | st.just("x" * 1000) | st.text(min_size=400, max_size=1100)), st.integers(0, 9))
 def test_names_of_many_are_those_of_each(texts: list[str], split: int) -> None:
-    one, many = Names(), Names()
+    one, many = LeafNames(), LeafNames()
     assert [*many.names(texts[:split]), *many.names(texts[split:])] == [one.name(text) for text in texts]
 
 
 def test_many_equal_names_are_cheap() -> None:
-    names = Names()
+    names = LeafNames()
     assert [names.name("x") for _ in range(50_000)][-1] == "x#50000"
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tensorstore_ck as tsck
-from tensorstore_ck.session.group.attempt import Attempt
+from tensorstore_ck.session.group.attempt import Round
 from tensorstore_ck.session.group.channel import Channel, ChannelError
 from tensorstore_ck.training import TrainingState
 from tests.session.group.pool import GROUPS, Pool, make_store
@@ -78,11 +78,11 @@ def test_a_part_that_cannot_be_captured(pool: Pool, tmp_path: Path, how: str) ->
 
 def lose_the_connection(folder: str, how: str, title: str) -> tuple[Told, list[int | None], bool]:
     """Rank 1 does its work in the first attempt of that title, and does not learn the outcome."""
-    real_put, real_call = Attempt._put, Channel._call
+    real_put, real_call = Round._put, Channel._call
     lost: list[Channel] = []
     calls = [1, 1]  # to wait for the outcome, and to tell one
 
-    def put(self: Attempt, key: str, record: Any) -> None:
+    def put(self: Round, key: str, record: Any) -> None:
         real_put(self, key, record)
         if dist.get_rank() == 1 and not lost and key.startswith("done") and title in self._title:
             self._grace = 0.1
@@ -95,7 +95,7 @@ def lose_the_connection(folder: str, how: str, title: str) -> tuple[Told, list[i
         return real_call(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Attempt, "_put", put)
+        patch.setattr(Round, "_put", put)
         patch.setattr(Channel, "_call", call)
         return *put_all(folder, how, lambda step, loader: None), bool(lost)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final, Protocol
 
-from tensorstore_ck.backend.cold.locations import Mark, read_mark, require_apart, write_mark
+from tensorstore_ck.backend.cold.locations import OwnerMarker, read_mark, require_apart, write_mark
 from tensorstore_ck.backend.protocol import Backend, ObjectInfo
 from tensorstore_ck.common.fork_lock import ProcessLock
 from tensorstore_ck.common.ids import Ulid, parse_ulid
@@ -17,7 +17,7 @@ from tensorstore_ck.errors import CorruptObjectError, GcRefusedError, MissingObj
 PACKS: Final = "packs/"
 
 
-class View(Protocol):
+class LocationView(Protocol):
     """What the log says."""
 
     def place_of(self, pack: bytes) -> str | None:
@@ -27,11 +27,11 @@ class View(Protocol):
         """The same of all such packs."""
 
 
-class PlacedBackend:
+class ColdTierBackend:
     """See above. What is not here is the own backend's."""
 
     def __init__(
-        self, own: Backend, open_place: Callable[[str], Backend], look: Callable[[bool], View] | None = None, *, store: str = ""
+        self, own: Backend, open_place: Callable[[str], Backend], look: Callable[[bool], LocationView] | None = None, *, store: str = ""
     ) -> None:
         """`look` gives the log's newest fold, read anew if its argument says so; without it only what is learned is known.
 
@@ -97,7 +97,7 @@ class PlacedBackend:
             return
         backend = self._open_place(url)
         if read_mark(backend) is None:
-            write_mark(backend, Mark(self._store, self._own.url))
+            write_mark(backend, OwnerMarker(self._store, self._own.url))
         backend.close()
 
     def require_own(self) -> None:
@@ -133,7 +133,7 @@ class PlacedBackend:
                 is_there = True
             if not is_there and not any(parse_ulid(info.name[-26:]) in places for info in backend.list(PACKS)):
                 raise self._not_there(url)
-            write_mark(backend, Mark(store or self._store, self._own.url))
+            write_mark(backend, OwnerMarker(store or self._store, self._own.url))
             backend.close()
 
     # --- the backend --------------------------------------------------------------------------------------------------
@@ -253,8 +253,8 @@ class PlacedBackend:
         )
 
 
-def _reopened(own: Backend, open_place: Callable[[str], Backend], store: str, by_url: Mapping[str, bytes]) -> PlacedBackend:
-    backend = PlacedBackend(own, open_place, store=store)
+def _reopened(own: Backend, open_place: Callable[[str], Backend], store: str, by_url: Mapping[str, bytes]) -> ColdTierBackend:
+    backend = ColdTierBackend(own, open_place, store=store)
     for url, joined in by_url.items():
         backend.learn({Ulid(joined[at : at + 16]): url for at in range(0, len(joined), 16)})
     return backend

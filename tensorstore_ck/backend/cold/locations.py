@@ -30,7 +30,7 @@ _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://.+")
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceOpener:
+class LocationOpener:
     """Opens places: those at the store's own endpoint as the store itself was opened, others by what the environment says."""
 
     store_url: str = ""
@@ -43,7 +43,7 @@ class PlaceOpener:
     """The places that this host allows besides those that need no word (tiers/allowed.py)."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PlaceOpener, (self.store_url, self.storage_options, self.no_sync, self.read_only, log_event, self.allowed)
+        return LocationOpener, (self.store_url, self.storage_options, self.no_sync, self.read_only, log_event, self.allowed)
 
     def __call__(self, url: str) -> Backend:
         """The backend of a place.
@@ -71,7 +71,7 @@ def _not_allowed(url: str, store_url: str) -> PlaceUnavailableError:
     )
 
 
-class Mark(NamedTuple):
+class OwnerMarker(NamedTuple):
     """What lies at each place."""
 
     store: str
@@ -80,7 +80,7 @@ class Mark(NamedTuple):
     """Where that store is."""
 
 
-def read_mark(backend: Backend) -> Mark | None:
+def read_mark(backend: Backend) -> OwnerMarker | None:
     """The mark of a place; None where there is none.
 
     Raises:
@@ -92,12 +92,12 @@ def read_mark(backend: Backend) -> Mark | None:
         return None
     try:
         found = json.loads(data)
-        return Mark(str(found["store"]), str(found["url"]))
+        return OwnerMarker(str(found["store"]), str(found["url"]))
     except (ValueError, KeyError, TypeError, RecursionError) as exc:
         raise CorruptObjectError(f"{MARK_NAME} in {backend.url} is damaged: `tsck tier --take-places` writes it anew") from exc
 
 
-def write_mark(backend: Backend, mark: Mark) -> None:
+def write_mark(backend: Backend, mark: OwnerMarker) -> None:
     """Marks a place, whatever was there."""
     backend.replace(MARK_NAME, json.dumps(mark._asdict(), indent=1).encode() + b"\n")
 

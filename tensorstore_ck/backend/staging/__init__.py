@@ -16,18 +16,18 @@ from typing import NamedTuple
 
 from tensorstore_ck.backend.staging.folder import StagingFolder
 from tensorstore_ck.backend.staging.options import Staging
-from tensorstore_ck.backend.staging.read_through_backend import TieredBackend
+from tensorstore_ck.backend.staging.read_through_backend import ReadThroughBackend
 from tensorstore_ck.backend.staging.uploader import Uploader
-from tensorstore_ck.backend.staging.write_backend import StagingWrites
+from tensorstore_ck.backend.staging.write_backend import StagingWriteBackend
 
 
-class Tier(NamedTuple):
+class StagingTier(NamedTuple):
     """The staging tier of an open store."""
 
     folder: StagingFolder
     uploader: Uploader
-    backend: TieredBackend
+    backend: ReadThroughBackend
     options: Staging
 
 
-__all__ = ["Staging", "StagingFolder", "StagingWrites", "Tier", "TieredBackend", "Uploader"]
+__all__ = ["ReadThroughBackend", "Staging", "StagingFolder", "StagingTier", "StagingWriteBackend", "Uploader"]

@@ -24,8 +24,8 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.local_io import read_at
 from tensorstore_ck.backend.object_names import check_name
 from tensorstore_ck.backend.os_errors import os_errors
-from tensorstore_ck.backend.staging.folder_lock import Lease
-from tensorstore_ck.backend.staging.sparse_files import Copies, FileUse, files_below
+from tensorstore_ck.backend.staging.folder_lock import FolderLock
+from tensorstore_ck.backend.staging.sparse_files import FileUse, SparseFileCache, files_below
 from tensorstore_ck.backend.staging.upload_journal import JournalEntry, UploadJournal
 from tensorstore_ck.common.filesystem_kind import NETWORK_FILESYSTEM, filesystem_of
 from tensorstore_ck.common.free_space import Space, writing_to
@@ -54,10 +54,10 @@ class StagingFolder:
         self.capacity_bytes = capacity_bytes
         self._private = PrivateFolder(self.path, _ADVICE)
         self.unsent = LocalBackend("unsent", within=self._private)
-        self.copies = Copies(self._private)
+        self.copies = SparseFileCache(self._private)
         self._root = LocalBackend(".", within=self._private)
         self.journal = UploadJournal(self._root)
-        self._lease: Lease | None = None
+        self._lease: FolderLock | None = None
 
     def check(self) -> None:
         """Makes the folder, and makes sure that it can serve.
@@ -89,7 +89,7 @@ class StagingFolder:
     def enter(self, sweep: Callable[[], object]) -> None:
         """From now on, until `leave`, others know that this folder is in use; who finds that it is not calls `sweep` before."""
         if self._lease is None:
-            self._lease = Lease(self._private, USERS, sweep)
+            self._lease = FolderLock(self._private, USERS, sweep)
 
     def leave(self) -> None:
         """It is no longer used here; idempotent."""

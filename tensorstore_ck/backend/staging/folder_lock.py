@@ -14,7 +14,7 @@ from tensorstore_ck.common.owned_files import FILE_MODE
 from tensorstore_ck.common.private_folder import PrivateFolder
 
 
-class Lease:
+class FolderLock:
     """A lock on the file `name` of `folder`, until `end`."""
 
     def __init__(self, folder: PrivateFolder, name: str, sweep: Callable[[], object]) -> None:

@@ -26,7 +26,7 @@ FETCH_BYTES: Final = 16 << 20
 """What is fetched and kept at a time."""
 
 
-class TieredBackend(Backend):
+class ReadThroughBackend(Backend):
     """The backend `store`, read through `folder`."""
 
     def __init__(self, folder: StagingFolder, store: Backend) -> None:
@@ -34,7 +34,7 @@ class TieredBackend(Backend):
         self.is_local = store.is_local
         self.folder = folder
         self.store = store
-        self._room = _Room(folder)
+        self._room = _SpaceQuota(folder)
         self._buffers = threading.local()
         self._distrusted: set[str] = set()
 
@@ -197,7 +197,7 @@ class TieredBackend(Backend):
         return memoryview(buffer)[:size_bytes]
 
 
-class _Room:
+class _SpaceQuota:
     """What may still be kept: asked of the folder a lot at a time, granted or refused for so many bytes."""
 
     def __init__(self, folder: StagingFolder) -> None:

@@ -33,7 +33,7 @@ class FileUse(NamedTuple):
     path: str
 
 
-class Copies:
+class SparseFileCache:
     """Objects as files below ``copies/`` of `folder`. What the filesystem refuses is an `OSError`, or a `StoreError`."""
 
     def __init__(self, folder: PrivateFolder) -> None:

@@ -12,11 +12,11 @@ from functools import partial
 from typing import Final
 
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.backend.resumable_upload import Piece, ResumableBackend, Upload, UploadGoneError, resumable
+from tensorstore_ck.backend.resumable_upload import ResumableBackend, Upload, UploadGoneError, UploadPiece, resumable
 from tensorstore_ck.backend.staging.folder import StagingFolder, UnsentFile
 from tensorstore_ck.backend.staging.upload_journal import JournalEntry
 from tensorstore_ck.common.rate_limit import RateLimit
-from tensorstore_ck.common.retry import Patience
+from tensorstore_ck.common.retry import RetryPolicy
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.errors import MissingObjectError
 
@@ -37,11 +37,11 @@ class _Transfer:
     is_gone: bool = False
 
 
-class UploadRound:
+class UploadPass:
     """One pass."""
 
     def __init__(
-        self, folder: StagingFolder, store: Backend, patience: Patience, limit: RateLimit | None, on_bytes: Callable[[int], object]
+        self, folder: StagingFolder, store: Backend, patience: RetryPolicy, limit: RateLimit | None, on_bytes: Callable[[int], object]
     ) -> None:
         self._folder = folder
         self._store = store
@@ -125,7 +125,7 @@ class UploadRound:
         for piece in missing:
             yield partial(self._send_piece, transfer, piece)
 
-    def _send_piece(self, transfer: _Transfer, piece: Piece) -> None:
+    def _send_piece(self, transfer: _Transfer, piece: UploadPiece) -> None:
         def send() -> None:
             self._take_turn(piece.size_bytes)
             transfer.upload.send(piece, self._body(transfer.file, piece))
@@ -156,7 +156,7 @@ class UploadRound:
             self._folder.note(JournalEntry(name, transfer.upload.token, is_complete=True))
         transfer.file.close()
 
-    def _body(self, file: UnsentFile, piece: Piece) -> io.BytesIO:
+    def _body(self, file: UnsentFile, piece: UploadPiece) -> io.BytesIO:
         """The piece, in this thread's buffer."""
         body: io.BytesIO | None = getattr(self._buffers, "body", None)
         if body is None:

@@ -13,9 +13,9 @@ from typing import Final
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.resumable_upload import resumable
 from tensorstore_ck.backend.staging.folder import StagingFolder
-from tensorstore_ck.backend.staging.upload_pass import UploadRound
+from tensorstore_ck.backend.staging.upload_pass import UploadPass
 from tensorstore_ck.common.rate_limit import RateLimit
-from tensorstore_ck.common.retry import OnRetry, Patience, Stop
+from tensorstore_ck.common.retry import OnRetry, RetryPolicy, Stop
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, StoreError
 
 MAX_PARALLEL_REQUESTS: Final = 4
@@ -72,10 +72,10 @@ class Uploader:
             StoreError: the store refused, or the staged file cannot be read.
         """
         left = list(dict.fromkeys(names))
-        patience = Patience(stop, on_retry, sleep=self._sleep, jitter=self._jitter)
+        patience = RetryPolicy(stop, on_retry, sleep=self._sleep, jitter=self._jitter)
         attempt = 0
         while left:
-            left = UploadRound(self._folder, self._store, patience, self._limit, on_bytes).run(left, self._threads)
+            left = UploadPass(self._folder, self._store, patience, self._limit, on_bytes).run(left, self._threads)
             if left:
                 patience.pause(patience.back_off(attempt))
                 attempt += 1

@@ -7,7 +7,7 @@ from tensorstore_ck.backend.staging.folder import StagingFolder
 from tensorstore_ck.common.buffers import Buffer
 
 
-class StagingWrites:
+class StagingWriteBackend:
     """A `Backend`. What is not here is that of the store, read through the folder."""
 
     is_local = True

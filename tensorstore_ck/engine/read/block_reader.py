@@ -18,7 +18,7 @@ from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import ByteTarget
 from tensorstore_ck.engine.part_extents import chain_of, location_of
-from tensorstore_ck.engine.reachability import Places, require_live, resolve
+from tensorstore_ck.engine.reachability import BlockLocations, require_live, resolve
 from tensorstore_ck.errors import CorruptObjectError, DamageError
 from tensorstore_ck.format.codec import BASED, Codec, decode
 from tensorstore_ck.format.pack import pack_name
@@ -39,7 +39,7 @@ DISK_QUEUE: Final = 2
 class OpenPart:
     """A part, and where its blocks are now."""
 
-    def __init__(self, part: Part, name: str, places: Places, describe: Callable[[int], str]) -> None:
+    def __init__(self, part: Part, name: str, places: BlockLocations, describe: Callable[[int], str]) -> None:
         self.part = part
         self.name = name
         self.places = places
@@ -263,7 +263,7 @@ def _merge(wanted: list[WantedBlock], *, direct: bool) -> Iterator[list[WantedBl
         yield run
 
 
-class MemoryTarget:
+class BufferTarget:
     """`ByteTarget` over plain memory."""
 
     def __init__(self, view: memoryview) -> None:

@@ -7,13 +7,13 @@ import numpy as np
 from tensorstore_ck.engine.interfaces import ByteTarget
 from tensorstore_ck.format.block_assignment import Region, overlap
 from tensorstore_ck.format.layout import TensorSpec
-from tensorstore_ck.format.sharding import Box
+from tensorstore_ck.format.sharding import BoxBounds
 
 
-class Scatter:
+class BoxTarget:
     """`ByteTarget` over the bytes of a region, of which it passes on what lies in a wanted box."""
 
-    def __init__(self, region: Region, spec: TensorSpec, box: Box, target: ByteTarget) -> None:
+    def __init__(self, region: Region, spec: TensorSpec, box: BoxBounds, target: ByteTarget) -> None:
         self._region = region
         self._spec = spec
         self._box = box
@@ -40,13 +40,13 @@ class Scatter:
                 self._target.write(begin * item_bytes, run.reshape(-1).data)
 
 
-def _index(inner: Box, outer: Box) -> tuple[slice, ...]:
+def _index(inner: BoxBounds, outer: BoxBounds) -> tuple[slice, ...]:
     """Where a box lies in one that holds it."""
     starts = (a - b for a, b in zip(inner.offsets, outer.offsets, strict=True))
     return tuple(slice(start, start + size) for start, size in zip(starts, inner.sizes, strict=True))
 
 
-def _runs(inner: Box, outer: Box) -> Iterator[tuple[Box, int]]:
+def _runs(inner: BoxBounds, outer: BoxBounds) -> Iterator[tuple[BoxBounds, int]]:
     """Cuts a box into boxes that are contiguous in one that holds it; with the element at which each begins there."""
     whole = len(inner.sizes)
     while whole > 0 and inner.sizes[whole - 1] == outer.sizes[whole - 1]:
@@ -57,4 +57,4 @@ def _runs(inner: Box, outer: Box) -> Iterator[tuple[Box, int]]:
         first = 0
         for offset, start, size in zip(offsets, outer.offsets, outer.sizes, strict=True):
             first = first * size + offset - start
-        yield Box(offsets, (1,) * free + inner.sizes[free:]), first
+        yield BoxBounds(offsets, (1,) * free + inner.sizes[free:]), first

@@ -12,7 +12,7 @@ from tensorstore_ck.engine.read.block_reader import ReadBlocks, read_blocks
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.errors import MismatchError, NotFoundError
 from tensorstore_ck.format.block_assignment import first_ranks
-from tensorstore_ck.format.layout_merge import ContradictionError, Union
+from tensorstore_ck.format.layout_merge import LayoutConflictError, MergedLayout
 from tensorstore_ck.format.sharding import whole_box
 from tensorstore_ck.log import SnapshotInfo
 
@@ -71,8 +71,8 @@ class MergedSnapshot:
         """
         self.readers = readers
         try:
-            union = Union(readers)
-        except ContradictionError as exc:
+            union = MergedLayout(readers)
+        except LayoutConflictError as exc:
             names = " and ".join(readers[side].name for side in exc.sides)
             raise MismatchError(
                 f"the ranks that put this snapshot had different things as {exc.path!r}: see {names}", object_id=exc.path

@@ -14,16 +14,16 @@ from tensorstore_ck.common.host_memory import require_memory
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import ByteTarget, WantedBox
 from tensorstore_ck.engine.reachability import require_live, resolve
-from tensorstore_ck.engine.read.block_reader import MemoryTarget, OpenPart, ReadBlocks, WantedBlock, deliver, read_blocks, wanted_blocks
-from tensorstore_ck.engine.read.box_copy import Scatter
+from tensorstore_ck.engine.read.block_reader import BufferTarget, OpenPart, ReadBlocks, WantedBlock, deliver, read_blocks, wanted_blocks
+from tensorstore_ck.engine.read.box_copy import BoxTarget
 from tensorstore_ck.errors import CorruptObjectError, DamageError
 from tensorstore_ck.format.block_assignment import alike, decode_regions, every_region, row_boxes
 from tensorstore_ck.format.layout import Layout, decode_layout
 from tensorstore_ck.format.part import Part, decode_values, part_name
-from tensorstore_ck.format.part_index import Held, PartPlan
+from tensorstore_ck.format.part_index import PartIndex, RegionBytes
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.sealed import ParseBudget, check_msgpack
-from tensorstore_ck.format.sharding import Box, whole_box
+from tensorstore_ck.format.sharding import BoxBounds, whole_box
 from tensorstore_ck.format.tree import expand
 from tensorstore_ck.format.values import parsed_blobs
 from tensorstore_ck.log import SnapshotInfo
@@ -58,8 +58,8 @@ class SnapshotReader:
         self._engine = engine
         self._read_blocks = read
         self._parts: dict[int, OpenPart] = {}
-        self._plans: dict[int, PartPlan] = {}
-        self._regions: dict[int, dict[int, tuple[Box, ...]]] = {}
+        self._plans: dict[int, PartIndex] = {}
+        self._regions: dict[int, dict[int, tuple[BoxBounds, ...]]] = {}
         try:
             self.record: Record = record if record is not None else engine.read_record(info)
         except DamageError as exc:
@@ -103,13 +103,13 @@ class SnapshotReader:
             self._parts[rank] = OpenPart(part, part_name(self.record.parts[rank]), places, lambda row: self.tensor_at(row, rank))
         return self._parts[rank]
 
-    def _plan(self, rank: int) -> PartPlan:
+    def _plan(self, rank: int) -> PartIndex:
         if rank not in self._plans:
             opened = self._open(rank)
             self._plans[rank] = self.plan_of(opened.part, opened.name)
         return self._plans[rank]
 
-    def plan_of(self, part: Part, name: str) -> PartPlan:
+    def plan_of(self, part: Part, name: str) -> PartIndex:
         """Where the blocks of each tensor lie in one of the ranks' parts.
 
         Raises:
@@ -117,14 +117,14 @@ class SnapshotReader:
         """
         if part.layout_id != self.part.layout_id or part.world_size != self.world_size or part.layout_of != self.part.layout_of:
             raise CorruptObjectError(f"{name} does not belong to the parts beside it", object_id=name)
-        return PartPlan(self.layout, part, self._alike, self._engine.config.block_bytes, name)
+        return PartIndex(self.layout, part, self._alike, self._engine.config.block_bytes, name)
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks with this layout, whose parts these are."""
         return self._alike
 
-    def stored(self, tensor: int) -> Iterator[tuple[Part, Held]]:
+    def stored(self, tensor: int) -> Iterator[tuple[Part, RegionBytes]]:
         """What each part has of a tensor."""
         for rank in self._alike:
             yield from ((self._open(rank).part, held) for held in self._plan(rank).of(tensor))
@@ -154,7 +154,7 @@ class SnapshotReader:
             raise CorruptObjectError(f"{self.name}: large value {index} does not have its size", object_id=self.name)
         require_memory(size, f"{self.name}: large value {index}", "leave it out with select=, or restore it where there is more memory")
         memory = bytearray(size)
-        wanted = wanted_blocks(self._parts[self._first], rows, 0, MemoryTarget(memoryview(memory)))
+        wanted = wanted_blocks(self._parts[self._first], rows, 0, BufferTarget(memoryview(memory)))
         self.budget.add_stored(sum(stored for _, stored in {((block.pack, block.offset), block.stored) for block in wanted}))
         read_blocks(self._engine, self.info, wanted)
         return bytes(memory)
@@ -190,12 +190,12 @@ class SnapshotReader:
         wanted, at = [], 0
         for offsets, sizes in row_boxes(spec.shape, first, last):
             size_bytes = prod(sizes) * spec.item_bytes
-            wanted.append(WantedBox(tensor, Box(offsets, sizes), MemoryTarget(memoryview(memory)[at : at + size_bytes])))
+            wanted.append(WantedBox(tensor, BoxBounds(offsets, sizes), BufferTarget(memoryview(memory)[at : at + size_bytes])))
             at += size_bytes
         self.read_boxes(wanted)
         return memory[start - first * spec.item_bytes : stop - first * spec.item_bytes]
 
-    def _holding(self, tensor: int, box: Box) -> Iterator[tuple[int, Held]]:
+    def _holding(self, tensor: int, box: BoxBounds) -> Iterator[tuple[int, RegionBytes]]:
         """(rank, what its part has) of every region that has something of the box."""
         if len(self._alike) == 1 and not self.layout.meshes:
             yield from ((self._first, held) for held in self._plan(self._first).of(tensor))
@@ -222,20 +222,20 @@ class SnapshotReader:
         if left:
             raise CorruptObjectError(f"{self.name}: no rank has put all of {spec.name!r}; run `tsck fsck`", object_id=spec.name)
 
-    def _told(self, rank: int, tensor: int) -> Sequence[Box]:
+    def _told(self, rank: int, tensor: int) -> Sequence[BoxBounds]:
         if rank not in self._regions:
             opened = self._open(rank)
             self._regions[rank] = {each.tensor: each.boxes for each in decode_regions(self.layout, opened.part.regions, opened.name)}
         return self._regions[rank].get(tensor, ())
 
-    def _wanted(self, rank: int, held: Held, wanted: WantedBox) -> Iterator[WantedBlock]:
+    def _wanted(self, rank: int, held: RegionBytes, wanted: WantedBox) -> Iterator[WantedBlock]:
         opened, region, spec = self._open(rank), held.region, self.layout.tensors[wanted.tensor]
         if not region.is_flat and (region.offsets, region.sizes) == wanted.box:
             if held.is_inline:
                 deliver(wanted.target, held.start, memoryview(opened.part.inline)[held.first : held.first + held.lengths[0]])
             yield from wanted_blocks(opened, held.rows, held.start, wanted.target)
             return
-        target = Scatter(region, spec, wanted.box, wanted.target)
+        target = BoxTarget(region, spec, wanted.box, wanted.target)
         if held.is_inline:
             target.write(held.start, memoryview(opened.part.inline)[held.first : held.first + held.lengths[0]])
         ahead, size_bytes = region.ahead_of(wanted.box), prod(wanted.box.sizes) * spec.item_bytes

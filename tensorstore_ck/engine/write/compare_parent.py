@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from tensorstore_ck.common.ids import DIGEST_BYTES
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.part_writer import WrittenPart
 from tensorstore_ck.engine.write.sampled_checks import is_floating
-from tensorstore_ck.engine.write.suspicious_save import Claim, Counts, Findings, find_snapshot, snapshot_before, steps_between
+from tensorstore_ck.engine.write.suspicious_save import SaveClaim, SaveFindings, StepCounts, find_snapshot, snapshot_before, steps_between
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.part import Part, decode_values
 from tensorstore_ck.format.record import Record
@@ -32,23 +32,23 @@ _NUMBERS: Final = {
 """As step counters have them."""
 
 
-class _Before(NamedTuple):
+class _Predecessor(NamedTuple):
     """A snapshot of the ref, and the part of it that is like the one to be published."""
 
     info: SnapshotInfo
     part: Part
 
 
-class Examiner:
+class ParentComparison:
     """Compares a part that one rank has written with its predecessors."""
 
-    def __init__(self, engine: Engine, written: WrittenPart, captured: Captured, claim: Claim) -> None:
+    def __init__(self, engine: Engine, written: WrittenPart, captured: CapturedState, claim: SaveClaim) -> None:
         self._part = written.part
         self._tensors = written.tensors
         self._captured = captured
         self._step = claim.step
         self._past = _snapshots_before(engine, written.part, claim)
-        self._known: list[_Before] = []
+        self._known: list[_Predecessor] = []
         specs = captured.layout.tensors
         self._counters = find_counters(captured.layout)
         counting = {each.number for each in self._counters.found if each.kind == "tensor"}
@@ -57,10 +57,10 @@ class Examiner:
         self._is_float = [spec.dtype in floats and number not in counting for number, spec in enumerate(specs)]
         self._places = self._find_places(counting)
 
-    def examine(self) -> Findings:
+    def examine(self) -> SaveFindings:
         """Looks back no further than it must."""
         sample, finiteness = self._tensors.sample, self._tensors.sample.finiteness
-        found = Findings(elements=finiteness.elements, non_finite=finiteness.non_finite)
+        found = SaveFindings(elements=finiteness.elements, non_finite=finiteness.non_finite)
         before = self._before(0)
         if before is not None and finiteness.non_finite:
             rows = set(self._moved_rows(before.part))
@@ -97,13 +97,13 @@ class Examiner:
 
     # --- counters -----------------------------------------------------------------------------------------------------
 
-    def _count(self, found: Findings) -> None:
+    def _count(self, found: SaveFindings) -> None:
         if not self._counters.found:
             return
         now, before = self._read_counters(self._part), self._before(0)
         then = {} if before is None else self._read_counters(before.part)
         for name, values in now.items():
-            counts = found.counts[name] = Counts(min(values), max(values), self._counters.may_skip)
+            counts = found.counts[name] = StepCounts(min(values), max(values), self._counters.may_skip)
             if before is None or name not in then:
                 continue
             counts.least_before, counts.most_before = min(then[name]), max(then[name])
@@ -111,7 +111,7 @@ class Examiner:
             if steps and counts.most - counts.most_before != steps:
                 self._look_back(name, before, counts)
 
-    def _look_back(self, name: str, before: _Before, counts: Counts) -> None:
+    def _look_back(self, name: str, before: _Predecessor, counts: StepCounts) -> None:
         """How the counters moved before. Over one step alone, those of steps with several micro-batches may move on by one, too."""
         for earlier in self._all_before():
             between = steps_between(earlier.info.step, before.info.step) or 0
@@ -146,7 +146,7 @@ class Examiner:
 
     # --- the snapshots before -----------------------------------------------------------------------------------------
 
-    def _before(self, number: int) -> _Before | None:
+    def _before(self, number: int) -> _Predecessor | None:
         """The snapshot before, or the one before that ...; None where there is none that can be compared."""
         while len(self._known) <= number:
             following = next(self._past, None)
@@ -155,7 +155,7 @@ class Examiner:
             self._known.append(following)
         return self._known[number]
 
-    def _all_before(self) -> Iterator[_Before]:
+    def _all_before(self) -> Iterator[_Predecessor]:
         for number in range(1, LOOK_BACK + 1):
             before = self._before(number)
             if before is None:
@@ -163,7 +163,7 @@ class Examiner:
             yield before
 
 
-def _snapshots_before(engine: Engine, own: Part, claim: Claim) -> Iterator[_Before]:
+def _snapshots_before(engine: Engine, own: Part, claim: SaveClaim) -> Iterator[_Predecessor]:
     """Newest first, as far as they can be compared."""
     view = engine.log.view()
     info = snapshot_before(view, claim)
@@ -174,7 +174,7 @@ def _snapshots_before(engine: Engine, own: Part, claim: Claim) -> Iterator[_Befo
             return
         if part is None:
             return
-        yield _Before(info, part)
+        yield _Predecessor(info, part)
         info = find_snapshot(view, info.parent) if info.parent is not None else None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.part_extents import chain_of, location_of
-from tensorstore_ck.engine.reachability import Places, resolve
+from tensorstore_ck.engine.reachability import BlockLocations, resolve
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import Part
@@ -15,7 +15,7 @@ from tensorstore_ck.log import ObjectKey, RefTable
 from tensorstore_ck.log.block_index import Location
 
 
-class KnownBlocks:
+class DedupIndex:
     """Where blocks lie already: in the parent's parts, else in this host's index; only in packs that are there in full and stay."""
 
     def __init__(self, engine: Engine, parent: Digest | None, rank: int = 0, ranks: int = 1, *, elsewhere: bool = True) -> None:
@@ -26,7 +26,7 @@ class KnownBlocks:
         self._engine = engine
         self._elsewhere = elsewhere
         self._view = engine.log.view()
-        self._parts: list[tuple[Part, Places]] = []
+        self._parts: list[tuple[Part, BlockLocations]] = []
         self._rows: dict[bytes, tuple[int, int]] = {}
         self._usable_bytes: dict[Ulid, int] = dict.fromkeys(packs_of_damaged(engine, self._view, rank), 0)
         info = self._view.by_root(parent) if parent else None
@@ -55,7 +55,7 @@ class KnownBlocks:
         return elsewhere if elsewhere is not None and self._is_usable(elsewhere) else None
 
     @property
-    def parts(self) -> "list[tuple[Part, Places]]":
+    def parts(self) -> "list[tuple[Part, BlockLocations]]":
         """The parent's that were looked at, and where their blocks are."""
         return self._parts
 

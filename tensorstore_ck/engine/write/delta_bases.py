@@ -11,9 +11,9 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Digest, block_id
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.part_extents import chain_of, location_of
-from tensorstore_ck.engine.reachability import Places
+from tensorstore_ck.engine.reachability import BlockLocations
 from tensorstore_ck.engine.read.block_reader import decode_at
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.codec import KINDS, Codec, cast_sample
@@ -30,7 +30,7 @@ SAMPLE_BYTES: Final = 1024
 """Of the masters, to find the weights that they belong to."""
 
 
-class Candidate(NamedTuple):
+class DeltaBase(NamedTuple):
     """A block of an earlier snapshot, to take the difference to."""
 
     base: Base
@@ -38,7 +38,7 @@ class Candidate(NamedTuple):
     raw: memoryview
 
 
-class Likeness(NamedTuple):
+class PartKey(NamedTuple):
     """What two parts must have in common for their tensors' blocks to be the same ones, row by row."""
 
     layout_id: Digest
@@ -59,10 +59,10 @@ class TensorBlock(NamedTuple):
     stop: int
 
 
-class Earlier:
+class ParentBlocks:
     """The tensors' blocks of the same part of the snapshot before."""
 
-    def __init__(self, engine: Engine, part: Part, places: Places, anchor_every: int) -> None:
+    def __init__(self, engine: Engine, part: Part, places: BlockLocations, anchor_every: int) -> None:
         self._backend = engine.backend
         self._view = engine.log.view()
         self._part = part
@@ -70,7 +70,7 @@ class Earlier:
         self._first = int(part.blobs["blocks"].sum(dtype=int))
         self._anchor_every = anchor_every
 
-    def candidate(self, row: int, raw_bytes: int) -> Candidate | None:
+    def candidate(self, row: int, raw_bytes: int) -> DeltaBase | None:
         """What to encode the block in a row of the tensors against, if it is worth a try."""
         row += self._first
         try:
@@ -91,7 +91,7 @@ class Earlier:
                 base, age = place.bases[0], place.flags + 1
         assert base.place is not None
         raw = self._read(base.block, base.place)
-        return None if raw is None else Candidate(base, age, raw)
+        return None if raw is None else DeltaBase(base, age, raw)
 
     def _read(self, block: Digest, place: Location) -> memoryview | None:
         try:
@@ -101,18 +101,20 @@ class Earlier:
         return raw if block_id(raw) == block else None
 
 
-def earlier_part(engine: Engine, before: Sequence[tuple[Part, Places]], likeness: Likeness, anchor_every: int) -> Earlier | None:
+def earlier_part(
+    engine: Engine, before: Sequence[tuple[Part, BlockLocations]], likeness: PartKey, anchor_every: int
+) -> ParentBlocks | None:
     """The part among these that has the same tensors in the same places; None also where no difference is wanted."""
     for part, places in before if anchor_every else ():
-        if Likeness(part.layout_id, part.rank, part.world_size, part.layout_of, part.regions) == likeness:
-            return Earlier(engine, part, places, anchor_every)
+        if PartKey(part.layout_id, part.rank, part.world_size, part.layout_of, part.regions) == likeness:
+            return ParentBlocks(engine, part, places, anchor_every)
     return None
 
 
-class Masters:
+class Fp32Masters:
     """The fp32 tensors that 16-bit weights of the same state are most likely the roundings of."""
 
-    def __init__(self, captured: Captured, blocks: Sequence[TensorBlock]) -> None:
+    def __init__(self, captured: CapturedState, blocks: Sequence[TensorBlock]) -> None:
         """`blocks`: what this rank stores, tensor by tensor."""
         self._captured = captured
         self._blocks: dict[int, list[TensorBlock]] = {}

@@ -13,7 +13,7 @@ import numpy as np
 from tensorstore_ck.backend.protocol import Backend, ObjectWriter
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Digest, IdSource, Ulid, block_id
-from tensorstore_ck.common.put_progress import Meter
+from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec import Codec, Encoded
@@ -34,7 +34,7 @@ SHARED_PACK_BYTES: Final = 64 << 20
 """A second pack is begun beside one of this size, not beside a smaller one."""
 
 
-class Encoding(NamedTuple):
+class BlockEncoding(NamedTuple):
     """What becomes of a block."""
 
     encoded: Encoded
@@ -87,7 +87,7 @@ class PackWriter:
         *,
         open_packs: int = 1,
         limit_bytes: int = PACK_LIMIT_BYTES,
-        meter: Meter | None = None,
+        meter: PutMeter | None = None,
     ) -> None:
         """`known` says where a block lies already; it is called under a lock. Up to `open_packs` are written side by side.
 
@@ -98,7 +98,7 @@ class PackWriter:
         self._known = known
         self._open_packs = open_packs
         self._limit_bytes = limit_bytes
-        self._meter = meter if meter is not None else Meter()
+        self._meter = meter if meter is not None else PutMeter()
         self._lock = threading.Lock()
         self._open: list[_OpenPack] = []
         self._unsealed: list[_OpenPack] = []
@@ -109,7 +109,7 @@ class PackWriter:
         """Blocks of sealed packs."""
         self.new_bytes = 0
 
-    def add(self, run: Sequence[Buffer], encode: Callable[[int], Encoding] | None = None) -> list[Digest]:
+    def add(self, run: Sequence[Buffer], encode: Callable[[int], BlockEncoding] | None = None) -> list[Digest]:
         """Stores the blocks of `run` that are not there yet; returns all their ids. The buffers may be reused afterwards.
 
         `encode` is asked for the stored bytes of those, by their number in the run; without it they are stored as they are.
@@ -120,7 +120,7 @@ class PackWriter:
             fresh = [number for number, block in enumerate(ids) if self._claim(block)]
         if fresh:
             with self._meter.timed("encode", sum(len(run[number]) for number in fresh)):
-                encoded = [encode(number) if encode else Encoding(Encoded(Codec.RAW, (run[number],))) for number in fresh]
+                encoded = [encode(number) if encode else BlockEncoding(Encoded(Codec.RAW, (run[number],))) for number in fresh]
             made = zip(fresh, encoded, strict=True)
             self._append([EncodedBlock(ids[number], *each.encoded, len(run[number]), each.bases, each.flags) for number, each in made])
         return ids

@@ -14,17 +14,17 @@ import numpy as np
 from tensorstore_ck.chunker import cut_opaque
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, ZERO_DIGEST, Digest, Ulid
-from tensorstore_ck.common.put_progress import Meter
+from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.part_extents import extents_of, with_bases
-from tensorstore_ck.engine.reachability import Places
-from tensorstore_ck.engine.write.delta_bases import Earlier, Likeness, Masters, TensorBlock, earlier_part
-from tensorstore_ck.engine.write.pack_writer import Encoding, PackWriter
+from tensorstore_ck.engine.reachability import BlockLocations
+from tensorstore_ck.engine.write.delta_bases import Fp32Masters, ParentBlocks, PartKey, TensorBlock, earlier_part
+from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Inline, Sampling
 from tensorstore_ck.errors import CorruptObjectError, FrozenChangedError, UnsupportedValueError
-from tensorstore_ck.format.block_assignment import Region, Share, encode_regions, regions, shares
+from tensorstore_ck.format.block_assignment import BlockShare, Region, encode_regions, regions, shares
 from tensorstore_ck.format.codec import Coding, Encoder, elements_of
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.format.part import BLOB_DTYPE, Extents, Part, encode_values, part_name
@@ -38,18 +38,18 @@ MAX_OPEN_PACKS: Final = 4
 """On local files, packs written side by side: one thread at a time gets into a file."""
 
 
-class Known(Protocol):
+class BlockLookup(Protocol):
     """What is in the store already."""
 
     @property
-    def parts(self) -> Sequence[tuple[Part, Places]]:
+    def parts(self) -> Sequence[tuple[Part, BlockLocations]]:
         """Of the snapshot before, those that are most like the one to write, and where their blocks are."""
 
     def __call__(self, block: Digest, /) -> Location | None:
         """Where a block lies already, if it may be relied on."""
 
 
-class Seat(NamedTuple):
+class PartSlot(NamedTuple):
     """Which of a snapshot's parts it is."""
 
     rank: int
@@ -60,7 +60,7 @@ class Seat(NamedTuple):
     """See `Part.layout_of`."""
 
 
-ALONE: Final = Seat(0, 1, (0,), None)
+ALONE: Final = PartSlot(0, 1, (0,), None)
 
 
 class WrittenPart(NamedTuple):
@@ -102,13 +102,13 @@ class TensorBlocks(NamedTuple):
 
 def write_part(
     engine: Engine,
-    captured: Captured,
-    known: Known,
+    captured: CapturedState,
+    known: BlockLookup,
     *,
     anchor: int,
-    seat: Seat = ALONE,
+    seat: PartSlot = ALONE,
     coding: Coding,
-    meter: Meter | None = None,
+    meter: PutMeter | None = None,
     apart: bool = False,
     sampling: Sampling = NOT_VERIFIED,
 ) -> WrittenPart:
@@ -130,7 +130,7 @@ def write_part(
         CaptureChangedError: a tensor has other bytes than when it was read first.
     """
     tensors_id = layout_id(captured.layout.encode())
-    likeness = Likeness(tensors_id, seat.rank, seat.world_size, seat.layout_of, encode_regions(captured.explicit))
+    likeness = PartKey(tensors_id, seat.rank, seat.world_size, seat.layout_of, encode_regions(captured.explicit))
     earlier = earlier_part(engine, known.parts, likeness, coding.anchor_every)
     block_bytes = engine.config.block_bytes
     write = partial(write_tensors, captured, seat=seat, block_bytes=block_bytes, coding=coding, earlier=earlier, sampling=sampling)
@@ -148,7 +148,7 @@ def write_part(
 
 
 @contextmanager
-def open_packs(engine: Engine, known: Known, meter: Meter | None = None) -> Iterator[PackWriter]:
+def open_packs(engine: Engine, known: BlockLookup, meter: PutMeter | None = None) -> Iterator[PackWriter]:
     """A writer of blocks that are not `known`; every pack is durable when the block ends."""
     side_by_side = min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
     packs = PackWriter(engine.backend, engine.put_id, known, open_packs=side_by_side, meter=meter)
@@ -160,7 +160,7 @@ def open_packs(engine: Engine, known: Known, meter: Meter | None = None) -> Iter
         raise
 
 
-def write_blobs(captured: Captured, packs: PackWriter, seat: Seat, coding: Coding) -> BlobBlocks:
+def write_blobs(captured: CapturedState, packs: PackWriter, seat: PartSlot, coding: Coding) -> BlobBlocks:
     """Stores the layout and the large values, if this rank is the one that does."""
     encoder = Encoder(coding.mode)
     encoded_layout = captured.layout.encode()
@@ -173,19 +173,19 @@ def write_blobs(captured: Captured, packs: PackWriter, seat: Seat, coding: Codin
         ends = np.cumsum(lengths).tolist()
         view = memoryview(blob)
         run = [view[end - length : end] for end, length in zip(ends, lengths, strict=True)]
-        ids += packs.add(run, lambda number, run=run: Encoding(encoder.opaque(run[number])))  # type: ignore[misc]
+        ids += packs.add(run, lambda number, run=run: BlockEncoding(encoder.opaque(run[number])))  # type: ignore[misc]
         blobs[number] = (len(lengths), 0, len(blob))
     return BlobBlocks(blobs, ids)
 
 
 def write_tensors(
-    captured: Captured,
+    captured: CapturedState,
     packs: PackWriter,
     *,
-    seat: Seat,
+    seat: PartSlot,
     block_bytes: int,
     coding: Coding,
-    earlier: Earlier | None = None,
+    earlier: ParentBlocks | None = None,
     sampling: Sampling = NOT_VERIFIED,
 ) -> TensorBlocks:
     """Stores this rank's share of the tensors; `earlier` has their blocks in the snapshot before. Takes a sample meanwhile.
@@ -228,22 +228,22 @@ def write_tensors(
             sample.note(block.row, block.tensor, block.start, data)
         encoder = Encoder(coding.mode)
 
-        def encode(number: int) -> Encoding:
+        def encode(number: int) -> BlockEncoding:
             block, raw = run[number], buffers[number]
             spec = captured.layout.tensors[block.tensor]
             elements = elements_of(spec.dtype, spec.item_bytes)
             bases = masters.blocks(block) if block.tensor in masters.of else []
             if bases and (cast := encoder.cast(raw, [masters.read(base) for base in bases], spec.dtype)) is not None:
-                return Encoding(cast, tuple(Base(ids[base.row], None) for base in bases), len(bases))
+                return BlockEncoding(cast, tuple(Base(ids[base.row], None) for base in bases), len(bases))
             candidate = earlier.candidate(block.row, len(raw)) if earlier is not None else None
             if candidate is not None and (delta := encoder.delta(raw, candidate.raw, elements)) is not None:
-                return Encoding(delta, (candidate.base,), candidate.age)
-            return Encoding(encoder.numbers(raw, elements))
+                return BlockEncoding(delta, (candidate.base,), candidate.age)
+            return BlockEncoding(encoder.numbers(raw, elements))
 
         for block, found in zip(run, packs.add(buffers, encode), strict=True):
             ids[block.row] = found
 
-    masters = Masters(captured, blocks if coding.mode != "raw" else ())
+    masters = Fp32Masters(captured, blocks if coding.mode != "raw" else ())
     for later in (False, True):  # weights after their masters
         unread = (block for block in blocks if ids[block.row] is ZERO_DIGEST and (block.tensor in masters.of) == later)
         for_each(_runs(unread), store, cpu_threads() + 1)
@@ -253,7 +253,7 @@ def write_tensors(
     return TensorBlocks(ids, small, blocks, inlined, sample)
 
 
-def inline_of(captured: Captured, seat: Seat, block_bytes: int) -> tuple[list[Inline], bytes]:
+def inline_of(captured: CapturedState, seat: PartSlot, block_bytes: int) -> tuple[list[Inline], bytes]:
     """What of the tensors lies inside the part."""
     inlined: list[Inline] = []
     data = bytearray()
@@ -264,7 +264,7 @@ def inline_of(captured: Captured, seat: Seat, block_bytes: int) -> tuple[list[In
     return inlined, bytes(data)
 
 
-def places_of(captured: Captured, seat: Seat, block_bytes: int) -> Iterator[tuple[int, int, Share]]:
+def places_of(captured: CapturedState, seat: PartSlot, block_bytes: int) -> Iterator[tuple[int, int, BlockShare]]:
     """What this rank stores: the tensor, where in its source it begins, and how it is cut."""
     held = regions(captured.layout, seat.rank, seat.alike, captured.explicit)
     bases = source_offsets(captured, held)
@@ -274,13 +274,13 @@ def places_of(captured: Captured, seat: Seat, block_bytes: int) -> Iterator[tupl
 
 def store_part(
     engine: Engine,
-    captured: Captured,
+    captured: CapturedState,
     blobs: BlobBlocks,
     tensors: TensorBlocks,
     packs: Sequence[PackWriter],
     *,
     anchor: int,
-    seat: Seat,
+    seat: PartSlot,
 ) -> WrittenPart:
     """Writes the part that names these blocks, which lie where the closed `packs` say.
 
@@ -314,7 +314,7 @@ def store_part(
     return WrittenPart(ulid, part, added, sum(writer.new_bytes for writer in packs) + len(encoded), tensors)
 
 
-def _require_readable(captured: Captured, layout: bytes, part: Part, seat: Seat) -> None:
+def _require_readable(captured: CapturedState, layout: bytes, part: Part, seat: PartSlot) -> None:
     """Refuses what a reader would take for a bomb; the ranks' parts together stay below what it accepts.
 
     Raises:
@@ -338,7 +338,7 @@ def _require_readable(captured: Captured, layout: bytes, part: Part, seat: Seat)
         ) from exc
 
 
-def source_offsets(captured: Captured, held: Sequence[Region]) -> list[int]:
+def source_offsets(captured: CapturedState, held: Sequence[Region]) -> list[int]:
     """Where each region that a rank holds begins in its tensor's source, which has one region after another."""
     ends: dict[int, int] = {}
     bases = []
@@ -349,7 +349,7 @@ def source_offsets(captured: Captured, held: Sequence[Region]) -> list[int]:
     return bases
 
 
-def _rows_of_frozen(captured: Captured, blocks: Sequence[TensorBlock]) -> dict[int, list[int]]:
+def _rows_of_frozen(captured: CapturedState, blocks: Sequence[TensorBlock]) -> dict[int, list[int]]:
     rows: dict[int, list[int]] = {}
     if captured.frozen:
         for block in blocks:
@@ -358,7 +358,7 @@ def _rows_of_frozen(captured: Captured, blocks: Sequence[TensorBlock]) -> dict[i
     return rows
 
 
-def _cuts_of_frozen(captured: Captured, seat: Seat, block_bytes: int) -> dict[int, bytes]:
+def _cuts_of_frozen(captured: CapturedState, seat: PartSlot, block_bytes: int) -> dict[int, bytes]:
     """Which blocks of each frozen tensor this rank stores: another rank may store them at the next put."""
     cuts: dict[int, list[tuple[object, ...]]] = {}
     if captured.frozen:
@@ -370,7 +370,7 @@ def _cuts_of_frozen(captured: Captured, seat: Seat, block_bytes: int) -> dict[in
     return {tensor: repr(several).encode() for tensor, several in cuts.items()}
 
 
-def _note_frozen(captured: Captured, tensor: int, ids: list[Digest], cut: bytes) -> None:
+def _note_frozen(captured: CapturedState, tensor: int, ids: list[Digest], cut: bytes) -> None:
     """What a frozen tensor was found to be when it was read."""
     said, name = captured.frozen[tensor], captured.layout.tensors[tensor].name
     if said.cut == cut and len(said.ids) == len(ids) and said.ids != ids:

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Digest, Ulid
-from tensorstore_ck.common.put_progress import Meter
+from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.reachability import condemned_among, resolve
 from tensorstore_ck.engine.write.branch_conflict import moved_away
-from tensorstore_ck.engine.write.compare_parent import Examiner
-from tensorstore_ck.engine.write.dedup import KnownBlocks
+from tensorstore_ck.engine.write.compare_parent import ParentComparison
+from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.part_writer import ALONE, WrittenPart, write_part
 from tensorstore_ck.engine.write.sampled_checks import Finiteness, Sampling, turn_of
-from tensorstore_ck.engine.write.suspicious_save import Checks, Claim, Findings, judge
+from tensorstore_ck.engine.write.suspicious_save import SaveChecks, SaveClaim, SaveFindings, judge
 from tensorstore_ck.errors import (
     ConflictError,
     InvalidOptionError,
@@ -36,17 +36,17 @@ from tensorstore_ck.log.retention import expire_at_put
 MAX_TRIES: Final = 4
 
 
-class Anything:
+class AnyHead:
     """The type of `ANY`."""
 
     def __repr__(self) -> str:
         return "tsck.ANY"
 
 
-ANY: Final = Anything()
+ANY: Final = AnyHead()
 """As ``expect=``: move the ref from wherever it is."""
 
-Expected = Digest | Anything | None
+Expected = Digest | AnyHead | None
 """Root that the ref must have, `ANY`, or None for a ref that must not exist."""
 
 
@@ -63,7 +63,7 @@ class PutRequest(NamedTuple):
     coding: Coding = Coding("raw")
     base: Digest | None = None
     """Another snapshot than the parent that more likely has the same blocks."""
-    checks: Checks = Checks()
+    checks: SaveChecks = SaveChecks()
 
     @property
     def nearest(self) -> Digest | None:
@@ -76,15 +76,15 @@ class PutRequest(NamedTuple):
         return Sampling(turn_of(self.parent, self.step), self.checks.verify_capture)
 
     @property
-    def claim(self) -> Claim:
+    def claim(self) -> SaveClaim:
         """What it says of the state's place in the training."""
-        return Claim(self.ref, self.step, self.parent)
+        return SaveClaim(self.ref, self.step, self.parent)
 
-    def examine(self, engine: Engine, written: WrittenPart, captured: Captured) -> Findings:
+    def examine(self, engine: Engine, written: WrittenPart, captured: CapturedState) -> SaveFindings:
         """What a rank finds in the part that it has written."""
-        return Examiner(engine, written, captured, self.claim).examine()
+        return ParentComparison(engine, written, captured, self.claim).examine()
 
-    def judged(self, engine: Engine, found: Findings) -> "PutRequest":
+    def judged(self, engine: Engine, found: SaveFindings) -> "PutRequest":
         """As `noted`, after what all ranks found was judged.
 
         Raises:
@@ -98,7 +98,7 @@ class PutRequest(NamedTuple):
         return self._replace(metadata=with_note(self.metadata, {"non_finite": finiteness.share})) if finiteness.non_finite else self
 
 
-def put(engine: Engine, captured: Captured, request: PutRequest, meter: Meter | None = None) -> SnapshotInfo:
+def put(engine: Engine, captured: CapturedState, request: PutRequest, meter: PutMeter | None = None) -> SnapshotInfo:
     """Stores a state and moves the ref to it; returns once both are durable. The caller has synced the log.
 
     `meter` is told how it goes; what it raises gives the put up.
@@ -119,14 +119,14 @@ def put(engine: Engine, captured: Captured, request: PutRequest, meter: Meter | 
     return _try_put(engine, captured, request, meter)
 
 
-def _try_put(engine: Engine, captured: Captured, request: PutRequest, meter: Meter | None) -> SnapshotInfo:
+def _try_put(engine: Engine, captured: CapturedState, request: PutRequest, meter: PutMeter | None) -> SnapshotInfo:
     head = engine.log.view().head()
-    known = KnownBlocks(engine, request.nearest)
+    known = DedupIndex(engine, request.nearest)
     seat = ALONE._replace(layout_of=b"") if captured.explicit else ALONE  # the part id covers regions only together with it
     anchor, sampling = head.n if head else 0, request.sampling
     written = write_part(engine, captured, known, anchor=anchor, seat=seat, coding=request.coding, meter=meter, sampling=sampling)
     request = request.judged(engine, request.examine(engine, written, captured))
-    with (meter or Meter()).timed("commit"):
+    with (meter or PutMeter()).timed("commit"):
         return _publish(engine, written, captured, request)
 
 
@@ -151,7 +151,7 @@ def is_expected(branch: BranchHead | None, expect: Expected) -> bool:
     return expect is ANY or (branch.root if branch else None) == expect
 
 
-def _publish(engine: Engine, written: WrittenPart, captured: Captured, request: PutRequest) -> SnapshotInfo:
+def _publish(engine: Engine, written: WrittenPart, captured: CapturedState, request: PutRequest) -> SnapshotInfo:
     """Record, log entry; then what may be lost: caches."""
     part_ulid, part, snapshot_ulid = written.ulid, written.part, engine.put_id()
     record = Record(

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tensorstore_ck.common.ids import Digest, block_id, derived_hash
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import CaptureChangedError
 from tensorstore_ck.format.codec import elements_of
 
@@ -44,7 +44,7 @@ class Sampling(NamedTuple):
 NOT_VERIFIED: Final = Sampling()
 
 
-class Piece(NamedTuple):
+class SampledPiece(NamedTuple):
     """Bytes of a tensor that were read."""
 
     tensor: int
@@ -115,13 +115,13 @@ def count_non_finite(data: bytes | memoryview, dtype: str, item_bytes: int) -> F
 class CaptureSample:
     """The sample of what one rank writes. Thread-safe while it is taken."""
 
-    def __init__(self, captured: Captured, sampling: Sampling) -> None:
+    def __init__(self, captured: CapturedState, sampling: Sampling) -> None:
         self._captured = captured
         self._turn = sampling.turn
         self._share = share_of(captured.logical_bytes, SAMPLE_SHARE)
         self._verify_share = sampling.verify_share and share_of(captured.logical_bytes, sampling.verify_share)
         self._lock = threading.Lock()
-        self._pieces: list[Piece] = []
+        self._pieces: list[SampledPiece] = []
         self._reads: Sequence[memoryview] = ()
         self._elements = 0
         self.non_finite_rows: dict[int, int] = {}
@@ -136,7 +136,7 @@ class CaptureSample:
         stop, turn = start + len(data), self._turn
         if self._verify_share:
             for first, last in pieces(tensor, start, stop, self._verify_share, turn):
-                self._pieces.append(Piece(tensor, first, last, block_id(data[first - start : last - start])))
+                self._pieces.append(SampledPiece(tensor, first, last, block_id(data[first - start : last - start])))
         spec = self._captured.layout.tensors[tensor]
         if _mask_of(spec.dtype, spec.item_bytes) is None:
             return
@@ -190,7 +190,7 @@ class CaptureSample:
         require_unchanged(self._captured, changed - self._captured.frozen.keys())
 
 
-def require_unchanged(captured: Captured, changed: set[int]) -> None:
+def require_unchanged(captured: CapturedState, changed: set[int]) -> None:
     """Refuses to go on with tensors that changed.
 
     Raises:

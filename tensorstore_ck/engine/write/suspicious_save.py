@@ -27,7 +27,7 @@ class SuspiciousSaveWarning(UserWarning):
     """A save was published as it was given, but its content contradicts its step, much of it is suddenly not finite, or ranks differ."""
 
 
-class Claim(NamedTuple):
+class SaveClaim(NamedTuple):
     """What a put says of its content."""
 
     ref: str
@@ -35,7 +35,7 @@ class Claim(NamedTuple):
     parent: Digest | None
 
 
-class Checks(NamedTuple):
+class SaveChecks(NamedTuple):
     """What a put is checked for."""
 
     unchanged: Unchanged = "ok"
@@ -44,7 +44,7 @@ class Checks(NamedTuple):
     """What share of larger tensors is read a second time; 0: nothing is."""
 
 
-def require_checks(unchanged: object, verify_capture: object) -> Checks:
+def require_checks(unchanged: object, verify_capture: object) -> SaveChecks:
     """Checks the options of a put.
 
     Raises:
@@ -54,11 +54,11 @@ def require_checks(unchanged: object, verify_capture: object) -> Checks:
         raise InvalidOptionError(f"unchanged must be 'warn', 'error' or 'ok', not {unchanged!r}", object_id="unchanged")
     if isinstance(verify_capture, bool) or not isinstance(verify_capture, int | float) or not 0 <= verify_capture <= 1:
         raise InvalidOptionError(f"verify_capture must be a share from 0.0 to 1.0, not {verify_capture!r}", object_id="verify_capture")
-    return Checks(cast(Unchanged, unchanged), float(verify_capture))
+    return SaveChecks(cast(Unchanged, unchanged), float(verify_capture))
 
 
 @dataclass(slots=True)
-class Counts:
+class StepCounts:
     """The step counters of one optimizer, on one rank or on all."""
 
     least: float
@@ -73,7 +73,7 @@ class Counts:
     steps_earlier: int = 0
     """Between those two: more than one."""
 
-    def merge(self, other: "Counts") -> None:
+    def merge(self, other: "StepCounts") -> None:
         """Takes in those of another rank."""
         self.least, self.most = min(self.least, other.least), max(self.most, other.most)
         self.least_before = _known(min, self.least_before, other.least_before)
@@ -83,7 +83,7 @@ class Counts:
 
 
 @dataclass(slots=True)
-class Findings:
+class SaveFindings:
     """What one rank found in its part, or all in theirs."""
 
     has_moved: bool = True
@@ -95,7 +95,7 @@ class Findings:
     non_finite: int = 0
     non_finite_moved: int = 0
     """In what differs from the snapshot before."""
-    counts: dict[str, Counts] = field(default_factory=dict)
+    counts: dict[str, StepCounts] = field(default_factory=dict)
     """By optimizer."""
 
     def record(self) -> Body:
@@ -103,9 +103,9 @@ class Findings:
         return asdict(self)
 
     @classmethod
-    def of_record(cls, record: Body) -> "Findings":
+    def of_record(cls, record: Body) -> "SaveFindings":
         """What `record` made."""
-        counts = {str(name): Counts(**each) for name, each in take(record, "counts", dict).items()}
+        counts = {str(name): StepCounts(**each) for name, each in take(record, "counts", dict).items()}
         return cls(**{**record, "counts": counts})
 
     @property
@@ -114,9 +114,9 @@ class Findings:
         return Finiteness(self.elements, self.non_finite)
 
 
-def merged(several: Sequence[Findings]) -> Findings:
+def merged(several: Sequence[SaveFindings]) -> SaveFindings:
     """What all ranks have found."""
-    found = Findings(any(each.has_moved for each in several), any(each.had_moved for each in several))
+    found = SaveFindings(any(each.has_moved for each in several), any(each.had_moved for each in several))
     for each in several:
         found.elements += each.elements
         found.non_finite += each.non_finite
@@ -126,7 +126,7 @@ def merged(several: Sequence[Findings]) -> Findings:
     return found
 
 
-def judge(engine: Engine, found: Findings, checks: Checks, claim: Claim) -> None:
+def judge(engine: Engine, found: SaveFindings, checks: SaveChecks, claim: SaveClaim) -> None:
     """Warns of what was found, or refuses it; nothing is published yet.
 
     Raises:
@@ -155,7 +155,7 @@ def judge(engine: Engine, found: Findings, checks: Checks, claim: Claim) -> None
         )
 
 
-def _doubts(found: Findings, before: SnapshotInfo | None, step: int | None) -> Iterator[str]:
+def _doubts(found: SaveFindings, before: SnapshotInfo | None, step: int | None) -> Iterator[str]:
     steps = steps_between(before.step, step) if before is not None else None
     if steps and before is not None and not found.has_moved and found.had_moved:
         yield (
@@ -176,7 +176,7 @@ def _doubts(found: Findings, before: SnapshotInfo | None, step: int | None) -> I
             )
 
 
-def _expected(counts: Counts, before: SnapshotInfo | None, steps: int | None) -> str | None:
+def _expected(counts: StepCounts, before: SnapshotInfo | None, steps: int | None) -> str | None:
     """What the counters should be, where they are not; None where they are, or where nobody can tell what they should be.
 
     They count what ``step=`` counts if they were equal, or moved on alike before. Where they count something else, such as steps with
@@ -201,7 +201,7 @@ def steps_between(first: int | None, second: int | None) -> int | None:
     return second - first if first is not None and second is not None and second > first else None
 
 
-def snapshot_before(view: RefTable, claim: Claim) -> SnapshotInfo | None:
+def snapshot_before(view: RefTable, claim: SaveClaim) -> SnapshotInfo | None:
     """What the put continues; None for the first one to a ref, which may come from anywhere."""
     info = find_snapshot(view, claim.parent) if claim.parent is not None else None
     is_of_ref = info is not None and (info.ref == claim.ref or view.branch(claim.ref) is not None)

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec.byte_split import Words, merge, split, words_of
-from tensorstore_ck.format.codec.entropy import NOISE_BITS, Coder, How, bits_per_byte, decode_group, sample
+from tensorstore_ck.format.codec.entropy import NOISE_BITS, Coder, GroupCoding, bits_per_byte, decode_group, sample
 
 ROTATED: Final = 1
 _HEADER: Final = struct.Struct("<BBBx")
@@ -48,7 +48,7 @@ def planes_or_raw(raw: memoryview, elements: Elements, coder: Coder) -> list[byt
     coded = encode_planes(raw, elements, coder)
     if coded is not None:
         return coded
-    return [_HEADER.pack(elements.item_bytes, 0, 1), _GROUP.pack(elements.item_bytes, How.RAW, len(raw)), raw]
+    return [_HEADER.pack(elements.item_bytes, 0, 1), _GROUP.pack(elements.item_bytes, GroupCoding.RAW, len(raw)), raw]
 
 
 def planes_bytes(raw: memoryview, elements: Elements) -> float:
@@ -66,7 +66,7 @@ def encode_planes(raw: memoryview, elements: Elements, coder: Coder) -> list[byt
     widths, heads = _group(bits)
     groups = split(words, widths, rotated=elements.is_float)
     coded = [coder.encode(group, each) for group, each in zip(groups, heads, strict=True)]
-    if all(how == How.RAW for how, _ in coded):
+    if all(how == GroupCoding.RAW for how, _ in coded):
         return None
     header = [_HEADER.pack(elements.item_bytes, ROTATED if elements.is_float else 0, len(groups))]
     header += [_GROUP.pack(width, how, len(data)) for width, (how, data) in zip(widths, coded, strict=True)]

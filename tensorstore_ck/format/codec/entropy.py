@@ -22,7 +22,7 @@ SAMPLE_WORDS: Final = 512
 WORTH: Final = 0.98
 
 
-class How(IntEnum):
+class GroupCoding(IntEnum):
     """How a group of bytes is stored. The numbers are format."""
 
     RAW = 0
@@ -57,19 +57,19 @@ class Coder:
         self._level = level
         self._matching: zstandard.ZstdCompressor | None = None
 
-    def encode(self, group: Words, bits: float) -> tuple[How, bytes | memoryview]:
+    def encode(self, group: Words, bits: float) -> tuple[GroupCoding, bytes | memoryview]:
         """`bits`: what a sample of its bytes has."""
         if len(group) and bits == 0 and bool((group == group[0]).all()):
-            return How.CONSTANT, bytes_of(group[:1])
+            return GroupCoding.CONSTANT, bytes_of(group[:1])
         if bits > NOISE_BITS:
-            return How.RAW, bytes_of(group)
+            return GroupCoding.RAW, bytes_of(group)
         if bits < REPEATING_BITS:
             if self._matching is None:
                 self._matching = zstandard.ZstdCompressor(level=self._level)
             coded = self._matching.compress(bytes_of(group))
         else:
             coded = self._pure.compress(bytes_of(group))
-        return (How.ZSTD, coded) if len(coded) < WORTH * group.nbytes else (How.RAW, bytes_of(group))
+        return (GroupCoding.ZSTD, coded) if len(coded) < WORTH * group.nbytes else (GroupCoding.RAW, bytes_of(group))
 
 
 def decode_group(how: int, stored: memoryview, count: int, width: int, name: str) -> Words:
@@ -79,11 +79,11 @@ def decode_group(how: int, stored: memoryview, count: int, width: int, name: str
         CorruptObjectError: it does not decode to `count` values.
     """
     dtype, size = np.dtype(f"<u{width}"), count * width
-    if how == How.RAW and len(stored) == size:
+    if how == GroupCoding.RAW and len(stored) == size:
         return np.frombuffer(stored, dtype)
-    if how == How.CONSTANT and len(stored) == width and count:
+    if how == GroupCoding.CONSTANT and len(stored) == width and count:
         return np.broadcast_to(np.frombuffer(stored, dtype), count)
-    if how == How.ZSTD:
+    if how == GroupCoding.ZSTD:
         try:
             if zstandard.frame_content_size(stored) == size:
                 found = zstandard.ZstdDecompressor().decompress(stored, max_output_size=size, allow_extra_data=False)

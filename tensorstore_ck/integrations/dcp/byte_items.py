@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from tensorstore_ck.errors import UnsupportedValueError
-from tensorstore_ck.state.opaque_item import Subtree, capture_value
+from tensorstore_ck.state.opaque_item import OpaqueItem, capture_value
 from tensorstore_ck.state.registered_types import FACTORIES
 
 _HARMLESS: Final = [
@@ -35,7 +35,7 @@ _ZIPPING: Final = ("resolve_data", "transform_object")
 """How torch's planner makes a zip of an object."""
 
 
-def resolve_item(planner: SavePlanner, item: WriteItem) -> Subtree:
+def resolve_item(planner: SavePlanner, item: WriteItem) -> OpaqueItem:
     """A byte item of a plan, taken apart.
 
     Raises:
@@ -53,7 +53,7 @@ def _own_classes(planner: DefaultSavePlanner) -> Iterator[type]:
     return takewhile(lambda cls: cls is not DefaultSavePlanner, type(planner).__mro__)
 
 
-def decode_item(data: io.BytesIO | bytes, fqn: str) -> Subtree:
+def decode_item(data: io.BytesIO | bytes, fqn: str) -> OpaqueItem:
     """A byte item, taken apart.
 
     Raises:

@@ -32,7 +32,7 @@ MAX_NAMED: Final = 4
 ROW: Final = np.dtype([("name", "<u8"), ("content", "<u8")])
 
 
-class Copies(NamedTuple):
+class DuplicateItems(NamedTuple):
     """What a rank tells of its own."""
 
     rank: int
@@ -41,7 +41,7 @@ class Copies(NamedTuple):
     """`ROW` for each that it looked at."""
 
 
-class Difference(NamedTuple):
+class DifferingItem(NamedTuple):
     """A name of which ranks have copies that are not equal."""
 
     fqn: str
@@ -58,7 +58,7 @@ def local_items(plan: SavePlan | None, planner: SavePlanner) -> Sequence[WriteIt
     return plan.items if plan is not None else ()
 
 
-def look_at(items: Sequence[WriteItem], planner: SavePlanner, turn: int | None) -> Copies | None:
+def look_at(items: Sequence[WriteItem], planner: SavePlanner, turn: int | None) -> DuplicateItems | None:
     """Hashes this rank's copies: in a `turn` a part of the larger tensors, else all. None where it has no others beside it."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks == 1:
@@ -74,10 +74,10 @@ def look_at(items: Sequence[WriteItem], planner: SavePlanner, turn: int | None) 
 
     runs = _runs(wanted)
     for_each(runs, note, min(len(runs), cpu_threads()))
-    return Copies(dist.get_rank(), rows[rows["name"] != 0].tobytes())
+    return DuplicateItems(dist.get_rank(), rows[rows["name"] != 0].tobytes())
 
 
-def differences(told: Sequence[Copies], fqns: Collection[str], writer_of: Callable[[str], int | None]) -> list[Difference]:
+def differences(told: Sequence[DuplicateItems], fqns: Collection[str], writer_of: Callable[[str], int | None]) -> list[DifferingItem]:
     """The names of which ranks told different copies, in the order of `fqns`. `writer_of`: the rank that wrote a name."""
     if len({each.rows for each in told}) < 2:
         return []
@@ -94,11 +94,11 @@ def differences(told: Sequence[Copies], fqns: Collection[str], writer_of: Callab
         contents = dict(zip(ranks[at].tolist(), rows["content"][at].tolist(), strict=True))
         writer = writer_of(fqn)
         winner = writer if writer is not None and writer in contents else min(contents)
-        found.append(Difference(fqn, winner, tuple(sorted(rank for rank, each in contents.items() if each != contents[winner]))))
+        found.append(DifferingItem(fqn, winner, tuple(sorted(rank for rank, each in contents.items() if each != contents[winner]))))
     return found
 
 
-def explain(found: Sequence[Difference]) -> str:
+def explain(found: Sequence[DifferingItem]) -> str:
     """For people."""
     shown = "; ".join(f"{fqn!r}: that of rank {winner}, not that of {named_ranks(others)}" for fqn, winner, others in found[:MAX_NAMED])
     more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.layout import Layout, Node, TensorSpec
-from tensorstore_ck.format.tree import REQUIRES_GRAD, ROOT, Names
+from tensorstore_ck.format.tree import REQUIRES_GRAD, ROOT, LeafNames
 from tensorstore_ck.format.values import MAX_NESTING, encode, key_text
 from tensorstore_ck.state.registered_types import DTYPE_NAMES
 
@@ -28,7 +28,7 @@ class TensorItem(NamedTuple):
     requires_grad: bool
 
 
-class Skeleton(NamedTuple):
+class FlatLayout(NamedTuple):
     """A layout, and what of DCP belongs where in it."""
 
     layout: Layout
@@ -71,7 +71,7 @@ def _tensor(size: Sequence[int], properties: Any) -> TensorItem:
     return TensorItem(tuple(size), properties.dtype, properties.requires_grad)
 
 
-def build_skeleton(items: Items, paths: Mapping[str, Path], *, in_boxes: bool) -> Skeleton:
+def build_skeleton(items: Items, paths: Mapping[str, Path], *, in_boxes: bool) -> FlatLayout:
     """The layout of a state with these items. `in_boxes`: each rank's part says which boxes of the tensors it has.
 
     Raises:
@@ -94,15 +94,15 @@ def build_skeleton(items: Items, paths: Mapping[str, Path], *, in_boxes: bool) -
 class _Builder:
     def __init__(self, items: Items) -> None:
         self._items = items
-        self._names = Names()
+        self._names = LeafNames()
         self._specs: list[TensorSpec] = []
         self._tensors: dict[str, int] = {}
         self._holes: list[str | None] = []
 
-    def skeleton(self, root: dict[str | int, Any], *, in_boxes: bool) -> Skeleton:
+    def skeleton(self, root: dict[str | int, Any], *, in_boxes: bool) -> FlatLayout:
         tree = self._container(root, "")
         layout = Layout(self._specs, tree, spreads=["boxes"] * len(self._specs) if in_boxes else ())
-        return Skeleton(layout, self._tensors, self._holes)
+        return FlatLayout(layout, self._tensors, self._holes)
 
     def _container(self, children: dict[str | int, Any], path: str, depth: int = 0) -> Node:
         if depth >= MAX_NESTING:

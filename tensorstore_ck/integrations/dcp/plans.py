@@ -9,13 +9,13 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from tensorstore_ck.engine.interfaces import Captured
-from tensorstore_ck.engine.write.part_writer import Seat
+from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.write.part_writer import PartSlot
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, Explicit, decode_layout
-from tensorstore_ck.format.sharding import Box, whole_box
+from tensorstore_ck.format.sharding import BoxBounds, whole_box
 from tensorstore_ck.integrations.dcp.byte_items import resolve_item
-from tensorstore_ck.integrations.dcp.flat_layout import Skeleton, build_skeleton, items_of_metadata, items_of_plans
+from tensorstore_ck.integrations.dcp.flat_layout import FlatLayout, build_skeleton, items_of_metadata, items_of_plans
 from tensorstore_ck.state.boxes import held_boxes
 from tensorstore_ck.state.byte_sources import BytesSource
 from tensorstore_ck.state.capture import require_dense
@@ -36,14 +36,14 @@ class Role(NamedTuple):
     """The tensor of each of the plan's items; -1 for a byte item."""
 
     @property
-    def seat(self) -> Seat:
+    def seat(self) -> PartSlot:
         """For the part writer."""
         return seat_of(self.part, self.parts)
 
 
-def seat_of(part: int, parts: int) -> Seat:
+def seat_of(part: int, parts: int) -> PartSlot:
     """The place of one of `parts` parts, all with one layout."""
-    return Seat(part, parts, tuple(range(parts)), b"")
+    return PartSlot(part, parts, tuple(range(parts)), b"")
 
 
 class Tiny(NamedTuple):
@@ -53,10 +53,10 @@ class Tiny(NamedTuple):
     data: bytes
 
 
-class Held(NamedTuple):
+class RankItems(NamedTuple):
     """What a rank has to write."""
 
-    captured: Captured
+    captured: CapturedState
     results: list[WriteResult]
     """What DCP is told of each item. Byte items and tiny tensors travel with it to the coordinator."""
 
@@ -82,7 +82,7 @@ def assign_roles(plans: Sequence[SavePlan], coordinator: int) -> list[SavePlan]:
     return assigned
 
 
-def skeleton_of(metadata: Metadata, parts: int) -> Skeleton:
+def skeleton_of(metadata: Metadata, parts: int) -> FlatLayout:
     """The skeleton that `assign_roles` made, from what DCP says of the whole checkpoint."""
     tensors = [entry for entry in metadata.state_dict_metadata.values() if isinstance(entry, TensorStorageMetadata)]
     boxes = [box for entry in tensors for box in entry.chunks]
@@ -111,14 +111,14 @@ def _completed(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
     )
 
 
-def held_of(plan: SavePlan, planner: SavePlanner, role: Role) -> Held:
+def held_of(plan: SavePlan, planner: SavePlanner, role: Role) -> RankItems:
     """Resolves a rank's items. Nothing is copied that the planner does not copy.
 
     Raises:
         UnsupportedValueError: an item cannot be stored; the message has its name.
     """
     layout = decode_layout(role.layout, "the layout in DCP's plan")
-    pieces: dict[int, list[tuple[Box, torch.Tensor]]] = {}
+    pieces: dict[int, list[tuple[BoxBounds, torch.Tensor]]] = {}
     results = []
     for item, number in zip(plan.items, role.numbers, strict=True):
         if item.type == WriteItemType.BYTE_IO:
@@ -140,10 +140,10 @@ def held_of(plan: SavePlan, planner: SavePlanner, role: Role) -> Held:
         results.append(WriteResult(item.index, tensor.nbytes, tiny))
     sources = [chain_of([tensor for _, tensor in pieces.get(number, ())]) for number in range(len(layout.tensors))]
     told = [Explicit(number, tuple(box for box, _ in pieces.get(number, ()))) for number in range(len(layout.tensors))]
-    return Held(Captured(layout, (), (), sources, told if layout.spreads else ()), results)
+    return RankItems(CapturedState(layout, (), (), sources, told if layout.spreads else ()), results)
 
 
-def with_tiny(captured: Captured, tiny: Iterable[Tiny]) -> Captured:
+def with_tiny(captured: CapturedState, tiny: Iterable[Tiny]) -> CapturedState:
     """The coordinator's state, with the tiny tensors of the other ranks."""
     sources, explicit = list(captured.sources), list(captured.explicit)
     for number, data in tiny:
@@ -153,12 +153,12 @@ def with_tiny(captured: Captured, tiny: Iterable[Tiny]) -> Captured:
     return captured._replace(sources=sources, explicit=explicit)
 
 
-def _box(item: WriteItem) -> Box:
+def _box(item: WriteItem) -> BoxBounds:
     assert item.tensor_data is not None
-    return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+    return BoxBounds(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
 
 
-def _tensor(resolved: Any, item: WriteItem, box: Box) -> torch.Tensor:
+def _tensor(resolved: Any, item: WriteItem, box: BoxBounds) -> torch.Tensor:
     if isinstance(resolved, torch.Tensor) and is_traceable(type(resolved)):
         kind = type(resolved)
         raise UnsupportedValueError(

@@ -25,19 +25,19 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from tensorstore_ck.engine.interfaces import Content, WantedBox
+from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
 from tensorstore_ck.engine.read.merged_snapshot import open_snapshot
 from tensorstore_ck.errors import ConflictError, MismatchError, StoreError
 from tensorstore_ck.format.sealed import pack_body
-from tensorstore_ck.format.sharding import Box
+from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import REQUIRES_GRAD, Branch, Leaf, Tree, leaves, parse
 from tensorstore_ck.format.values import decode
 from tensorstore_ck.integrations.dcp.byte_items import zipped
-from tensorstore_ck.integrations.dcp.target import CheckpointId, Target
+from tensorstore_ck.integrations.dcp.target import CheckpointId, DcpTarget
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
 from tensorstore_ck.read_only_store import ReadOnlyStore
-from tensorstore_ck.state.allocate import FreshTensors, form_of
+from tensorstore_ck.state.allocate import TensorAllocator, form_of
 from tensorstore_ck.state.byte_sources import target_of
 from tensorstore_ck.state.load_report import LoadWarning
 from tensorstore_ck.state.plain_memory import require_plain
@@ -69,12 +69,12 @@ class Reader(StorageReader):
             allow_bad: Also read a snapshot that is marked ``bad`` or ``damaged``.
             open_options: For `tensorstore_ck.open`.
         """
-        self._target = Target(store, address, open_options)
+        self._target = DcpTarget(store, address, open_options)
         self._allow_bad = allow_bad
         self._checkpoint_id: CheckpointId = None
         self.snapshot: Snapshot | None = None
         """What is read, once that is known."""
-        self._content: Content
+        self._content: SnapshotContent
         self._tree: Tree
         self._paths: Mapping[str, Sequence[str | int]]
         self._leaves: Mapping[str, Leaf]
@@ -158,7 +158,7 @@ class Reader(StorageReader):
             elif 0 not in item.lengths:
                 dtype = form_of(self._content.layout, leaf).dtype
                 assert isinstance(dtype, torch.dtype)
-                box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+                box = BoxBounds(tuple(item.storage_offsets), tuple(item.lengths))
                 wanted.append(WantedBox(leaf.index, box, target_of(target, dtype)))
         self._content.read_boxes(wanted)
         _warn_of_untied(boxes, memory, tied)
@@ -252,8 +252,8 @@ class Reader(StorageReader):
             self._children[id(tree)] = dict(zip(texts, tree.children, strict=True))
         return self._children[id(tree)][key]
 
-    def _read(self, wanted: Sequence[Leaf]) -> FreshTensors:
-        fresh = FreshTensors(self._content.layout, ((leaf, None) for leaf in wanted), _CPU)
+    def _read(self, wanted: Sequence[Leaf]) -> TensorAllocator:
+        fresh = TensorAllocator(self._content.layout, ((leaf, None) for leaf in wanted), _CPU)
         self._content.read(dict(fresh.targets))
         return fresh
 

@@ -63,7 +63,7 @@ class _Both(NamedTuple):
     ours: Any
 
 
-class _Told(NamedTuple):
+class _ShadowReport(NamedTuple):
     """What a rank tells of its two writes."""
 
     theirs: list[WriteResult]
@@ -130,14 +130,14 @@ class ShadowWriter(StorageWriter):
         ended = time.perf_counter()
         begun, results = written or (None, [])
         differing = self._guarded(lambda: _differing(plan, self._theirs, theirs.value(), begun, results)) if begun is not None else None
-        told = _Told(theirs.value(), results, (between - started, ended - between), len(plan.items), differing or [], self._problem)
+        told = _ShadowReport(theirs.value(), results, (between - started, ended - between), len(plan.items), differing or [], self._problem)
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(MetadataIndex(""), 0, told)])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: completes the checkpoint, then publishes the snapshot."""
-        ranks: list[_Told] = [of_rank[0].storage_data for of_rank in results]
+        ranks: list[_ShadowReport] = [of_rank[0].storage_data for of_rank in results]
         self._theirs.finish(metadata, [rank.theirs for rank in ranks])
         differing = [name for rank in ranks for name in rank.differing]
         self._problem = next((rank.problem for rank in ranks if rank.problem), "")

@@ -13,7 +13,7 @@ CheckpointId = str | os.PathLike[str] | None
 _NUMBER: Final = re.compile(r"([0-9]{1,18})/?$")
 
 
-class Target:
+class DcpTarget:
     """A store that is opened when it is first needed, and a place in it. Picklable where it was given by its URL."""
 
     def __init__(self, store: str | os.PathLike[str] | ReadOnlyStore, place: str | None, options: Mapping[str, Any]) -> None:

@@ -20,29 +20,29 @@ from torch.futures import Future
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import Captured
-from tensorstore_ck.engine.write.compare_parent import Examiner
-from tensorstore_ck.engine.write.dedup import KnownBlocks
+from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.write.compare_parent import ParentComparison
+from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.pack_writer import PackWriter
 from tensorstore_ck.engine.write.part_writer import TensorBlocks, WrittenPart, inline_of, open_packs, store_part, write_blobs, write_tensors
 from tensorstore_ck.engine.write.put import MAX_TRIES, PutRequest, check_expected
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, Sampling, turn_of
-from tensorstore_ck.engine.write.suspicious_save import Claim, Findings, SuspiciousSaveWarning, Unchanged, merged, require_checks
+from tensorstore_ck.engine.write.suspicious_save import SaveClaim, SaveFindings, SuspiciousSaveWarning, Unchanged, merged, require_checks
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.format.codec import Coding
 from tensorstore_ck.format.layout import layout_id
-from tensorstore_ck.integrations.dcp.duplicate_items import Copies, differences, explain, local_items, look_at
+from tensorstore_ck.integrations.dcp.duplicate_items import DuplicateItems, differences, explain, local_items, look_at
 from tensorstore_ck.integrations.dcp.flat_layout import build_skeleton, items_of_plans
 from tensorstore_ck.integrations.dcp.plans import Role, Tiny, assign_roles, held_of, skeleton_of, with_tiny
-from tensorstore_ck.integrations.dcp.target import CheckpointId, Target
+from tensorstore_ck.integrations.dcp.target import CheckpointId, DcpTarget
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.group.publish import RankParts, checked_parts, publish, record_of
-from tensorstore_ck.state.opaque_item import Subtree
+from tensorstore_ck.state.opaque_item import OpaqueItem
 from tensorstore_ck.store import Store
 
 
-class _Told(NamedTuple):
+class _WriterReport(NamedTuple):
     """What a rank tells the coordinator of its part."""
 
     part: int
@@ -55,7 +55,7 @@ class Begun(NamedTuple):
     """A part whose tensors are durable already."""
 
     role: Role
-    captured: Captured
+    captured: CapturedState
     """Without values."""
     packs: PackWriter
     tensors: TensorBlocks
@@ -121,7 +121,7 @@ class Writer(StorageWriter):
         """
         if not isinstance(store, Store):
             open_options.setdefault("create", True)
-        self._target = Target(store, ref, open_options)
+        self._target = DcpTarget(store, ref, open_options)
         self._step = step
         self._metrics = metrics
         self._metadata = metadata
@@ -230,13 +230,13 @@ class Writer(StorageWriter):
         request, begun = self._saving.request, self._saving.begun
         assert request is not None
         assert begun is not None
-        parts: dict[int, _Told] = {}
-        values: dict[str, Subtree] = {}
+        parts: dict[int, _WriterReport] = {}
+        values: dict[str, OpaqueItem] = {}
         tiny: list[Tiny] = []
         for result in (result for of_rank in results for result in of_rank):
-            if isinstance(result.storage_data, _Told):
+            if isinstance(result.storage_data, _WriterReport):
                 parts[result.storage_data.part] = result.storage_data
-            elif isinstance(result.storage_data, Subtree):
+            elif isinstance(result.storage_data, OpaqueItem):
                 values[result.index.fqn] = result.storage_data
             elif isinstance(result.storage_data, Tiny):
                 tiny.append(result.storage_data)
@@ -261,7 +261,10 @@ class Writer(StorageWriter):
     def _compare_copies(self, request: PutRequest, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Warns of copies that differ, of each name once."""
         told = {
-            at: result.storage_data for at, of_rank in enumerate(results) for result in of_rank if isinstance(result.storage_data, Copies)
+            at: result.storage_data
+            for at, of_rank in enumerate(results)
+            for result in of_rank
+            if isinstance(result.storage_data, DuplicateItems)
         }
 
         def writer_of(fqn: str) -> int | None:
@@ -286,24 +289,24 @@ class Writer(StorageWriter):
         check_expected(self._engine, self._engine.log.view(), ref, request.expect)
         return request
 
-    def _claim(self) -> Claim:
+    def _claim(self) -> SaveClaim:
         """What is saved; ranks that do not publish it take the branch's head for the snapshot before."""
         saving = self._saving
         if saving.request is not None:
             return saving.request.claim
         branch = self._engine.log.view().branch(saving.ref)
-        return Claim(saving.ref, saving.step, None if branch is None else branch.root)
+        return SaveClaim(saving.ref, saving.step, None if branch is None else branch.root)
 
-    def _known(self, role: Role) -> KnownBlocks:
+    def _known(self, role: Role) -> DedupIndex:
         """The blocks of the snapshot before."""
         request = self._saving.request
         nearest = request.nearest if request is not None else self._claim().parent
-        return KnownBlocks(self._engine, nearest, role.part, role.parts)
+        return DedupIndex(self._engine, nearest, role.part, role.parts)
 
     def _coding(self) -> Coding:
         return self._engine.codecs.coding(self._saving.ref)
 
-    def _begin(self, role: Role, captured: Captured) -> Begun:
+    def _begin(self, role: Role, captured: CapturedState) -> Begun:
         anchor, block_bytes = self._engine.log.sync().n, self._engine.config.block_bytes
         sampling = Sampling(turn_of(None, self._saving.step), self._checks.verify_capture)
         with open_packs(self._engine, self._known(role)) as packs:
@@ -311,7 +314,7 @@ class Writer(StorageWriter):
         tensors.sample.verify(tensors.inlined, tensors.inline)
         return Begun(role, captured, packs, tensors, block_bytes, anchor)
 
-    def _complete(self, begun: Begun, captured: Captured) -> tuple[WrittenPart, RankParts, Findings]:
+    def _complete(self, begun: Begun, captured: CapturedState) -> tuple[WrittenPart, RankParts, SaveFindings]:
         """Writes the part, with the values of `captured` if it is the one that has them."""
         with open_packs(self._engine, self._known(begun.role)) as packs:
             blobs = write_blobs(captured, packs, begun.role.seat, self._coding())
@@ -321,9 +324,9 @@ class Writer(StorageWriter):
         written = store_part(self._engine, captured, blobs, tensors, packs_of_part, anchor=begun.anchor, seat=seat)
         parts = checked_parts(self._engine, [written], begun.anchor)
         self._engine.keep_part(written.ulid, written.part)
-        return written, parts, Examiner(self._engine, written, captured, self._claim()).examine()
+        return written, parts, ParentComparison(self._engine, written, captured, self._claim()).examine()
 
-    def _write(self, role: Role, captured: Captured) -> tuple[Begun, _Told]:
+    def _write(self, role: Role, captured: CapturedState) -> tuple[Begun, _WriterReport]:
         self._engine.require_writable()
         for attempt in range(1, MAX_TRIES + 1):
             begun = self._begin(role, captured)
@@ -334,17 +337,17 @@ class Writer(StorageWriter):
                     raise
                 continue  # gc freed something that this relies on: the bytes are still in memory
             self._engine.index.add(written.added.items(), published_at=parts.checked)  # this rank does not learn what is published
-            return begun, _Told(role.part, layout_id(role.layout), parts.record(), findings.record())
+            return begun, _WriterReport(role.part, layout_id(role.layout), parts.record(), findings.record())
         raise AssertionError
 
-    def _publish(self, request: PutRequest, begun: Begun, captured: Captured, others: list[_Told]) -> SnapshotInfo:
+    def _publish(self, request: PutRequest, begun: Begun, captured: CapturedState, others: list[_WriterReport]) -> SnapshotInfo:
         engine = self._engine
         for attempt in range(1, MAX_TRIES + 1):
             txn = engine.new_id()
             try:
                 written, own, findings = self._complete(begun, captured)
                 parts = [own, *(RankParts.of_record(told.parts) for told in others)]
-                judged = request.judged(engine, merged([findings, *(Findings.of_record(told.findings) for told in others)]))
+                judged = request.judged(engine, merged([findings, *(SaveFindings.of_record(told.findings) for told in others)]))
                 record = record_of(engine, judged, parts, logical_bytes=captured.logical_bytes)
                 info = publish(engine, request, record, parts, txn=txn)
             except SnapshotExpiredError:
@@ -358,7 +361,7 @@ class Writer(StorageWriter):
         raise AssertionError
 
 
-def _filled(begun: Begun, metadata: Metadata, values: Mapping[str, Subtree]) -> Captured:
+def _filled(begun: Begun, metadata: Metadata, values: Mapping[str, OpaqueItem]) -> CapturedState:
     """The coordinator's state, with the values of all ranks.
 
     Raises:

@@ -22,7 +22,7 @@ MARGIN_BYTES: Final = 16 << 20
 """Of free space: for what the file system itself needs."""
 
 
-class Target(NamedTuple):
+class AtomicTarget(NamedTuple):
     """A folder, or the one file that is wanted."""
 
     path: str
@@ -61,15 +61,15 @@ class Target(NamedTuple):
                 )
 
 
-def target_of(path: str | os.PathLike[str], suffixes: tuple[str, ...]) -> Target:
+def target_of(path: str | os.PathLike[str], suffixes: tuple[str, ...]) -> AtomicTarget:
     """`path` as a target: one file if its name ends in one of `suffixes`, else a folder."""
     text = os.fspath(path)
     text = text.rstrip(os.sep) or text
-    return Target(text, text.lower().endswith(suffixes))
+    return AtomicTarget(text, text.lower().endswith(suffixes))
 
 
 @contextmanager
-def staged(target: Target, *, overwrite: bool) -> Iterator[str]:
+def staged(target: AtomicTarget, *, overwrite: bool) -> Iterator[str]:
     """A new folder beside the target. When the block ends well, it (or the file in it) takes the target's place; else it vanishes."""
     target.check(overwrite=overwrite)
     folder = os.path.join(target.parent, f".{os.path.basename(target.path)[:200]}.{secrets.token_hex(6)}.part")
@@ -87,7 +87,7 @@ def staged(target: Target, *, overwrite: bool) -> Iterator[str]:
         _remove(folder)
 
 
-def _publish(folder: str, target: Target) -> None:
+def _publish(folder: str, target: AtomicTarget) -> None:
     if target.is_file:
         (name,) = os.listdir(folder)
         os.replace(os.path.join(folder, name), target.path)

@@ -14,15 +14,15 @@ from typing import Final, NamedTuple
 import torch
 
 from tensorstore_ck.common.threads import cpu_threads, for_each
-from tensorstore_ck.engine.interfaces import ByteTarget, Content, WantedBox
-from tensorstore_ck.engine.read.block_reader import MemoryTarget
+from tensorstore_ck.engine.interfaces import ByteTarget, SnapshotContent, WantedBox
+from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.merged_snapshot import MergedSnapshot
 from tensorstore_ck.format.block_assignment import row_boxes
 from tensorstore_ck.format.layout import TensorSpec
-from tensorstore_ck.format.sharding import Box
+from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import Leaf
 from tensorstore_ck.integrations.exporting.output_file import OutputFile
-from tensorstore_ck.state.allocate import Form, contiguous_strides, form_of, view_of
+from tensorstore_ck.state.allocate import LeafForm, contiguous_strides, form_of, view_of
 from tensorstore_ck.state.byte_sources import CopySource
 
 WINDOW_BYTES: Final = 32 << 20
@@ -31,7 +31,7 @@ BATCH_BYTES: Final = 64 << 20
 """Such windows are read together up to this size."""
 
 
-class Place(NamedTuple):
+class FileRange(NamedTuple):
     """Bytes [start, stop) of a stored tensor go to `offset` of a file."""
 
     start: int
@@ -40,19 +40,19 @@ class Place(NamedTuple):
     offset: int
 
 
-class Placing:
+class ByteRouter:
     """Collects what goes where; `pour` then moves it."""
 
-    def __init__(self, content: Content) -> None:
+    def __init__(self, content: SnapshotContent) -> None:
         self._content = content
-        self._places: defaultdict[int, list[Place]] = defaultdict(list)
-        self._strided: defaultdict[int, list[tuple[Form, OutputFile, int]]] = defaultdict(list)
+        self._places: defaultdict[int, list[FileRange]] = defaultdict(list)
+        self._strided: defaultdict[int, list[tuple[LeafForm, OutputFile, int]]] = defaultdict(list)
 
     def add(self, number: int, file: OutputFile, offset: int) -> None:
         """All bytes of a stored tensor go to `offset`."""
         size = self._content.layout.tensors[number].size_bytes
         if size:
-            self._places[number].append(Place(0, size, file, offset))
+            self._places[number].append(FileRange(0, size, file, offset))
 
     def add_leaf(self, leaf: Leaf, file: OutputFile, offset: int) -> None:
         """The elements of a leaf, row-major, go to `offset`."""
@@ -60,7 +60,7 @@ class Placing:
         if is_contiguous(form):
             start, size = form.offset_bytes, size_bytes(form)
             if size:
-                self._places[leaf.index].append(Place(start, start + size, file, offset))
+                self._places[leaf.index].append(FileRange(start, start + size, file, offset))
         else:
             self._strided[leaf.index].append((form, file, offset))
 
@@ -70,11 +70,11 @@ class Placing:
         for number, wanted in self._strided.items():
             self._pour_strided(number, wanted, scratch)
 
-    def _pour_strided(self, number: int, wanted: Sequence[tuple[Form, OutputFile, int]], scratch: str) -> None:
+    def _pour_strided(self, number: int, wanted: Sequence[tuple[LeafForm, OutputFile, int]], scratch: str) -> None:
         size = self._content.layout.tensors[number].size_bytes
         with OutputFile(scratch, "a scratch file") as file:
             file.unlink()
-            _pour(self._content, {number: [Place(0, size, file, 0)]})
+            _pour(self._content, {number: [FileRange(0, size, file, 0)]})
             base = torch.frombuffer(file.mapped(), dtype=torch.uint8)
             for form, target, offset in wanted:
                 source, total = CopySource(view_of(base, form)), size_bytes(form)
@@ -82,27 +82,27 @@ class Placing:
                     target.write(offset + start, source.read(start, stop))
 
 
-def is_contiguous(form: Form) -> bool:
+def is_contiguous(form: LeafForm) -> bool:
     """Whether its elements lie row-major, without gaps."""
     compact = contiguous_strides(form.shape)
     return all(extent <= 1 or a == b for extent, a, b in zip(form.shape, form.strides, compact, strict=True))
 
 
-def scratch_bytes(content: Content, leaves: Iterable[Leaf]) -> int:
+def scratch_bytes(content: SnapshotContent, leaves: Iterable[Leaf]) -> int:
     """What the largest scratch file takes, if these leaves are placed."""
     strided = {leaf.index for leaf in leaves if not is_contiguous(form_of(content.layout, leaf))}
     return max((content.layout.tensors[number].size_bytes for number in strided), default=0)
 
 
-def size_bytes(form: Form) -> int:
+def size_bytes(form: LeafForm) -> int:
     """Of its elements."""
     return prod(form.shape) * form.dtype.itemsize
 
 
-class _Fan:
+class _FanOutTarget:
     """`ByteTarget` that hands the bytes of one tensor to all places that want them."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, places: Sequence[FileRange]) -> None:
         self._places = places
 
     def memory(self) -> None:
@@ -116,22 +116,22 @@ class _Fan:
                 place.file.write(place.offset + first - place.start, data[first - start : last - start])
 
 
-def _pour(content: Content, places: "dict[int, list[Place]]") -> None:
+def _pour(content: SnapshotContent, places: "dict[int, list[FileRange]]") -> None:
     spreads = content.layout.spreads
     whole: dict[int, ByteTarget] = {}
-    shared: dict[int, _Fan] = {}
+    shared: dict[int, _FanOutTarget] = {}
     for number, wanted in places.items():
         if isinstance(content, MergedSnapshot) or (spreads and spreads[number] is not None):
-            shared[number] = _Fan(wanted)
+            shared[number] = _FanOutTarget(wanted)
         else:
-            whole[number] = _Fan(wanted)
+            whole[number] = _FanOutTarget(wanted)
     content.read(whole)
     if shared:
         _pour_windows(content, shared)
 
 
-class _Window(NamedTuple):
-    fan: _Fan
+class _FileWindow(NamedTuple):
+    fan: _FanOutTarget
     start: int
     memory: memoryview
 
@@ -139,9 +139,9 @@ class _Window(NamedTuple):
         self.fan.write(self.start, self.memory)
 
 
-def _pour_windows(content: Content, fans: dict[int, _Fan]) -> None:
+def _pour_windows(content: SnapshotContent, fans: dict[int, _FanOutTarget]) -> None:
     room = memoryview(mmap.mmap(-1, BATCH_BYTES))
-    batch: list[_Window] = []
+    batch: list[_FileWindow] = []
     boxes: list[WantedBox] = []
     used = 0
     windows = [(number, *window) for number in fans for window in _element_windows(content.layout.tensors[number])]
@@ -149,14 +149,14 @@ def _pour_windows(content: Content, fans: dict[int, _Fan]) -> None:
         spec = content.layout.tensors[number]
         if used + (last - first) * spec.item_bytes > BATCH_BYTES or number < 0:
             content.read_boxes(boxes)
-            for_each(batch, _Window.write, min(cpu_threads(), len(batch)))
+            for_each(batch, _FileWindow.write, min(cpu_threads(), len(batch)))
             batch, boxes, used = [], [], 0
         if number < 0:
             return
-        batch.append(_Window(fans[number], first * spec.item_bytes, room[used : used + (last - first) * spec.item_bytes]))
+        batch.append(_FileWindow(fans[number], first * spec.item_bytes, room[used : used + (last - first) * spec.item_bytes]))
         for offsets, sizes in row_boxes(spec.shape, first, last):
             part = prod(sizes) * spec.item_bytes
-            boxes.append(WantedBox(number, Box(offsets, sizes), MemoryTarget(room[used : used + part])))
+            boxes.append(WantedBox(number, BoxBounds(offsets, sizes), BufferTarget(room[used : used + part])))
             used += part
 
 

@@ -17,17 +17,17 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from tensorstore_ck.engine.interfaces import Content
+from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.tree import ATTRIBUTES, Branch, Leaf, Tree, leaves
 from tensorstore_ck.format.values import key_text
 from tensorstore_ck.integrations.exporting.atomic_target import require_room
-from tensorstore_ck.integrations.exporting.byte_routing import Placing, scratch_bytes, size_bytes
-from tensorstore_ck.integrations.exporting.job import Job, Written
-from tensorstore_ck.integrations.exporting.meta_state import Hollow, untouched
+from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter, scratch_bytes, size_bytes
+from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
+from tensorstore_ck.integrations.exporting.meta_state import MetaState, untouched
 from tensorstore_ck.integrations.exporting.output_file import OutputFile
-from tensorstore_ck.integrations.exporting.torch_zip_template import Skeleton, require_savable, skeleton
-from tensorstore_ck.state.allocate import Form, form_of
+from tensorstore_ck.integrations.exporting.torch_zip_template import TorchZipTemplate, require_savable, skeleton
+from tensorstore_ck.state.allocate import LeafForm, form_of
 from tensorstore_ck.state.byte_sources import new_tensor
 from tensorstore_ck.state.select import listed
 
@@ -40,14 +40,14 @@ class _Tensor(NamedTuple):
     """A tensor's item: torch's file with room for the bytes."""
 
     leaf: Leaf
-    form: Form
-    frame: Skeleton
+    form: LeafForm
+    frame: TorchZipTemplate
 
 
 Item = tuple[WriteItem, _Tensor | memoryview]
 
 
-def write_dcp(job: Job) -> Written:
+def write_dcp(job: ExportJob) -> WrittenExport:
     """Writes the checkpoint into the job's folder.
 
     Raises:
@@ -57,7 +57,7 @@ def write_dcp(job: Job) -> Written:
     content, tree, folder, target = job.content, job.tree, job.folder, job.target
     if not isinstance(tree, Branch) or tree.node[0] not in _DICTS:
         raise UnsupportedValueError("DCP holds dicts alone, and this state is none: export as torch or safetensors", object_id=target.path)
-    hollow = Hollow(content, tree, _BY_VALUE)
+    hollow = MetaState(content, tree, _BY_VALUE)
     require_savable(((tensor, leaf.path) for tensor, leaf in hollow.tensors.values()), target.path)
     planner, plan, metadata = _plan(hollow.state, target.path)
     items = list(_items(content, hollow, planner, plan, target.path))
@@ -79,7 +79,7 @@ def write_dcp(job: Job) -> Written:
         file.write(0, pickled)
         file.finish(len(pickled))
     kept = [item for _, item in items if isinstance(item, _Tensor)]
-    return Written(len(kept), sum(size_bytes(item.form) for item in kept), dict(_dropped(tree)), _notes(tree))
+    return WrittenExport(len(kept), sum(size_bytes(item.form) for item in kept), dict(_dropped(tree)), _notes(tree))
 
 
 def _plan(state: Any, shown: str) -> tuple[DefaultSavePlanner, SavePlan, Metadata]:
@@ -113,9 +113,9 @@ def _require_sizes(plan: SavePlan) -> None:
         )
 
 
-def _items(content: Content, hollow: Hollow, planner: DefaultSavePlanner, plan: SavePlan, shown: str) -> Iterator[Item]:
+def _items(content: SnapshotContent, hollow: MetaState, planner: DefaultSavePlanner, plan: SavePlan, shown: str) -> Iterator[Item]:
     """Everything that is saved: a tensor, or the bytes of something else."""
-    frames: dict[tuple[tuple[int, ...], torch.dtype], Skeleton] = {}
+    frames: dict[tuple[tuple[int, ...], torch.dtype], TorchZipTemplate] = {}
     for item in plan.items:
         if item.type == WriteItemType.BYTE_IO:
             data = planner.resolve_data(item)
@@ -147,9 +147,9 @@ def _split(items: Sequence[Item], max_file_bytes: int) -> list[list[Item]]:
     return groups
 
 
-def _write_file(job: Job, file: OutputFile, items: Sequence[tuple[int, _Tensor | memoryview]], size: int) -> None:
+def _write_file(job: ExportJob, file: OutputFile, items: Sequence[tuple[int, _Tensor | memoryview]], size: int) -> None:
     """Writes items at their offsets: the tensors' bytes, and when these were read back, what torch writes around them."""
-    placing = Placing(job.content)
+    placing = ByteRouter(job.content)
     tensors = [(at, item) for at, item in items if isinstance(item, _Tensor)]
     for at, item in items:
         if not isinstance(item, _Tensor):

@@ -11,8 +11,8 @@ from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.format.record import NOTE, decode_metadata, record_name
 from tensorstore_ck.format.tree import Branch, Leaf, Tree, parse
 from tensorstore_ck.integrations.exporting import safetensors_files, torch_file
-from tensorstore_ck.integrations.exporting.atomic_target import Target, staged, target_of
-from tensorstore_ck.integrations.exporting.job import Job, Written
+from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, staged, target_of
+from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.report import ExportedFile, ExportReport
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
@@ -74,14 +74,14 @@ def export_snapshot(
     metadata = decode_metadata(engine.read_record(info), record_name(info.ulid))
     metadata.pop(NOTE, None)  # the store's own
     with staged(target, overwrite=overwrite) as folder:
-        written = _writer(format)(Job(content, tree, metadata, folder, target, max_file_bytes))
+        written = _writer(format)(ExportJob(content, tree, metadata, folder, target, max_file_bytes))
         sizes = {name: os.stat(os.path.join(folder, name)).st_size for name in sorted(os.listdir(folder))}
     files = tuple(ExportedFile(name, size) for name, size in sizes.items())
     left_out, notes = written.left_out, tuple(written.notes)
     return ExportReport(format, target.path, snapshot, files, written.tensors, written.tensor_bytes, left_out, notes)
 
 
-def _target(path: str | os.PathLike[str], format: str, max_file_bytes: int) -> Target:  # noqa: A002
+def _target(path: str | os.PathLike[str], format: str, max_file_bytes: int) -> AtomicTarget:  # noqa: A002
     if format not in FORMATS:
         raise InvalidOptionError(f"format must be one of {', '.join(FORMATS)}, not {format!r}", object_id="format")
     if max_file_bytes < 1:
@@ -90,7 +90,7 @@ def _target(path: str | os.PathLike[str], format: str, max_file_bytes: int) -> T
     return target_of(path, suffixes)
 
 
-def _writer(format: Format) -> Callable[[Job], Written]:  # noqa: A002
+def _writer(format: Format) -> Callable[[ExportJob], WrittenExport]:  # noqa: A002
     if format == "torch":
         return torch_file.write_torch
     if format == "safetensors":

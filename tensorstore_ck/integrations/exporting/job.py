@@ -3,26 +3,26 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tensorstore_ck.engine.interfaces import Content
+from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.format.tree import Tree
-from tensorstore_ck.integrations.exporting.atomic_target import Target
+from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget
 
 
-class Job(NamedTuple):
+class ExportJob(NamedTuple):
     """One export."""
 
-    content: Content
+    content: SnapshotContent
     tree: Tree
     """What of the content is wanted."""
     metadata: Mapping[str, object]
     """The snapshot's."""
     folder: str
     """The files go here; it takes the target's place later."""
-    target: Target
+    target: AtomicTarget
     max_file_bytes: int
 
 
-class Written(NamedTuple):
+class WrittenExport(NamedTuple):
     """What was written; see `ExportReport`."""
 
     tensors: int

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 import torch.utils.deterministic
 
-from tensorstore_ck.engine.interfaces import Content
+from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import NoSpaceError, UnsupportedValueError
 from tensorstore_ck.format.tree import Leaf, Tree
-from tensorstore_ck.state.allocate import Found, FreshTensors, form_of
+from tensorstore_ck.state.allocate import Found, TensorAllocator, form_of
 from tensorstore_ck.state.byte_sources import address_of
 from tensorstore_ck.state.rebuild_tree import NOTHING, build, require_buildable
 
@@ -32,10 +32,10 @@ def untouched() -> Iterator[None]:
         switch.fill_uninitialized_memory = fills
 
 
-class Hollow:
+class MetaState:
     """A state, and which stored tensor each address stands for."""
 
-    def __init__(self, content: Content, tree: Tree, by_value: frozenset[str]) -> None:
+    def __init__(self, content: SnapshotContent, tree: Tree, by_value: frozenset[str]) -> None:
         """`by_value`: tags of containers, all of whose tensors are read for real.
 
         Raises:
@@ -51,11 +51,11 @@ class Hollow:
                 read.append(leaf)
             else:
                 hollow.append(leaf)
-        filled = FreshTensors(layout, [(leaf, None) for leaf in read], cpu)
+        filled = TensorAllocator(layout, [(leaf, None) for leaf in read], cpu)
         content.read(dict(filled.targets))
         try:
             with untouched():
-                empty = FreshTensors(layout, [(leaf, None) for leaf in hollow], cpu)
+                empty = TensorAllocator(layout, [(leaf, None) for leaf in hollow], cpu)
         except RuntimeError as exc:
             raise NoSpaceError(
                 f"this host gives no addresses for a state of that size ({str(exc).splitlines()[0]}): allow more with vm.overcommit_memory "

@@ -13,15 +13,15 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from tensorstore_ck.engine.interfaces import Content
+from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.format.tree import Leaf, Tree, leaves
 from tensorstore_ck.format.values import decode, describe
-from tensorstore_ck.integrations.exporting.atomic_target import Target, require_room
-from tensorstore_ck.integrations.exporting.byte_routing import Placing, scratch_bytes, size_bytes
-from tensorstore_ck.integrations.exporting.job import Job, Written
+from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, require_room
+from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter, scratch_bytes, size_bytes
+from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.output_file import OutputFile
-from tensorstore_ck.state.allocate import AnyDtype, Form, form_of
+from tensorstore_ck.state.allocate import AnyDtype, LeafForm, form_of
 from tensorstore_ck.state.registered_types import decode_torch
 from tensorstore_ck.state.select import listed
 
@@ -59,7 +59,7 @@ _NUMPY_DTYPES: Final = {"b1": "BOOL", "f2": "F16", "f4": "F32", "f8": "F64", "c8
 
 class _Entry(NamedTuple):
     leaf: Leaf
-    form: Form
+    form: LeafForm
     dtype: str
 
     @property
@@ -67,7 +67,7 @@ class _Entry(NamedTuple):
         return size_bytes(self.form)
 
 
-def write_safetensors(job: Job) -> Written:
+def write_safetensors(job: ExportJob) -> WrittenExport:
     """Writes the files into the job's folder.
 
     Raises:
@@ -91,7 +91,7 @@ def write_safetensors(job: Job) -> Written:
     for name, group, header in zip(names, groups, headers, strict=True):
         with OutputFile(os.path.join(folder, name), target.path) as file:
             file.write(0, header)
-            placing, at = Placing(content), len(header)
+            placing, at = ByteRouter(content), len(header)
             for entry in group:
                 placing.add_leaf(entry.leaf, file, at)
                 at += entry.size_bytes
@@ -104,10 +104,10 @@ def write_safetensors(job: Job) -> Written:
     if values and not target.is_file:
         _write_json(folder, VALUES_NAME, _documents(content, values), target)
         where = f"not a tensor; in {VALUES_NAME}"
-    return Written(len(entries), total, dict.fromkeys(values, where), [])
+    return WrittenExport(len(entries), total, dict.fromkeys(values, where), [])
 
 
-def _entries(content: Content, tree: Tree) -> list[_Entry]:
+def _entries(content: SnapshotContent, tree: Tree) -> list[_Entry]:
     """Every tensor and array, those of large items first, so that each begins where its dtype wants."""
     entries, unknown = [], []
     for leaf in leaves(tree):
@@ -168,14 +168,14 @@ def _header(entries: Sequence[_Entry], texts: Mapping[str, str], shown: str) -> 
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_json(folder: str, name: str, document: object, target: Target) -> None:
+def _write_json(folder: str, name: str, document: object, target: AtomicTarget) -> None:
     data = json.dumps(document, indent=2).encode() + b"\n"
     with OutputFile(os.path.join(folder, name), target.path) as file:
         file.write(0, data)
         file.finish(len(data))
 
 
-def _documents(content: Content, values: Mapping[str, Leaf]) -> dict[str, dict[str, object]]:
+def _documents(content: SnapshotContent, values: Mapping[str, Leaf]) -> dict[str, dict[str, object]]:
     """Values as JSON, apart by whether JSON holds them exactly."""
     exact: dict[str, object] = {}
     as_text: dict[str, object] = {}

@@ -10,9 +10,9 @@ from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.format.tree import leaves
 from tensorstore_ck.integrations.exporting.atomic_target import require_room
-from tensorstore_ck.integrations.exporting.byte_routing import Placing
-from tensorstore_ck.integrations.exporting.job import Job, Written
-from tensorstore_ck.integrations.exporting.meta_state import Hollow
+from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter
+from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
+from tensorstore_ck.integrations.exporting.meta_state import MetaState
 from tensorstore_ck.integrations.exporting.output_file import OutputFile
 from tensorstore_ck.integrations.exporting.torch_zip_template import require_savable, skeleton
 from tensorstore_ck.state import capture
@@ -22,7 +22,7 @@ SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
 NAME: Final = "model.pt"
 
 
-def write_torch(job: Job) -> Written:
+def write_torch(job: ExportJob) -> WrittenExport:
     """Writes the file into the job's folder.
 
     Raises:
@@ -30,14 +30,14 @@ def write_torch(job: Job) -> Written:
         DamageError: stored data is damaged, or the file does not hold what was written to it.
     """
     content, tree, folder, target = job.content, job.tree, job.folder, job.target
-    hollow = Hollow(content, tree, by_value=frozenset("r"))  # what registered types make of tensors without bytes, nobody knows
+    hollow = MetaState(content, tree, by_value=frozenset("r"))  # what registered types make of tensors without bytes, nobody knows
     hollow.require_one_dtype()
     require_savable(((tensor, leaf.path) for tensor, leaf in hollow.tensors.values()), target.path)
     frame = skeleton(hollow.state, target.path)
     require_room(folder, frame.size_bytes, target.path)
     path = os.path.join(folder, os.path.basename(target.path) if target.is_file else NAME)
     with OutputFile(path, target.path) as file:
-        placing = Placing(content)
+        placing = ByteRouter(content)
         for room in frame.rooms:
             stored = hollow.stored_in(room.storage)
             if not stored:  # it has its bytes
@@ -56,7 +56,7 @@ def write_torch(job: Job) -> Written:
         file.finish(frame.size_bytes, regions)
     notes = _reopened(path, hollow.state, target.path)
     kept = [leaf for leaf in leaves(tree) if leaf.kind != "value"]
-    return Written(len(kept), sum(region.stop - region.start for region in regions), {}, notes)
+    return WrittenExport(len(kept), sum(region.stop - region.start for region in regions), {}, notes)
 
 
 def _reopened(path: str, state: object, shown: str) -> list[str]:

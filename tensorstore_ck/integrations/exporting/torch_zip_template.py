@@ -1,7 +1,7 @@
 """Torch's zip files with room for the tensors' bytes, which are filled in later.
 
 Torch itself pickles the state and lays the file out (`torch.serialization.skip_data`), so the file is what `torch.save` would have
-written. CRC-32s are only known when the bytes are: `Skeleton.sealed` then puts them where zip readers look. Knows no store.
+written. CRC-32s are only known when the bytes are: `TorchZipTemplate.sealed` then puts them where zip readers look. Knows no store.
 """
 
 import os
@@ -19,7 +19,7 @@ _DESCRIPTOR: Final = b"PK\x07\x08"
 _ENTRY: Final = b"PK\x01\x02"
 
 
-class Room(NamedTuple):
+class StorageGap(NamedTuple):
     """Where the bytes of one storage go."""
 
     offset: int
@@ -32,12 +32,12 @@ class Room(NamedTuple):
         return range(self.offset, self.offset + self.storage.nbytes())
 
 
-class Skeleton(NamedTuple):
+class TorchZipTemplate(NamedTuple):
     """A torch file without the bytes of its tensors."""
 
     pieces: list[tuple[int, bytearray]]
     """(offset, bytes) of everything between the rooms."""
-    rooms: list[Room]
+    rooms: list[StorageGap]
     size_bytes: int
 
     def sealed(self, checksums: list[int]) -> list[tuple[int, bytearray]]:
@@ -65,7 +65,7 @@ class Skeleton(NamedTuple):
         return pieces
 
 
-def skeleton(state: object, path: str) -> Skeleton:
+def skeleton(state: object, path: str) -> TorchZipTemplate:
     """What `torch.save` makes of a state, with room for the bytes of its storages.
 
     Raises:
@@ -80,8 +80,8 @@ def skeleton(state: object, path: str) -> Skeleton:
     filled = [(key, storage) for key, storage in pickling.storages.items() if storage.nbytes()]
     if [storage.nbytes() for _, storage in filled] != [size for _, size in file.rooms]:
         raise _strange("it has other tensors than were saved")
-    rooms = [Room(offset, storage, key) for (offset, _), (key, storage) in zip(file.rooms, filled, strict=True)]
-    return Skeleton(file.pieces, rooms, file.position)
+    rooms = [StorageGap(offset, storage, key) for (offset, _), (key, storage) in zip(file.rooms, filled, strict=True)]
+    return TorchZipTemplate(file.pieces, rooms, file.position)
 
 
 def require_savable(tensors: Iterable[tuple[torch.Tensor, str]], shown: str) -> None:

@@ -5,11 +5,11 @@ is not understood is refused by name. What is imported is one put; a history is 
 """
 
 from tensorstore_ck.integrations.importing.detect_history import SeveralStepsError
-from tensorstore_ck.integrations.importing.import_checkpoint import Contents, Imported, import_checkpoint, inspect_checkpoint
+from tensorstore_ck.integrations.importing.import_checkpoint import CheckpointContents, Imported, import_checkpoint, inspect_checkpoint
 from tensorstore_ck.integrations.importing.import_history import ImportedStep, PlannedImport, import_history, inspect_history
 
 __all__ = [
-    "Contents",
+    "CheckpointContents",
     "Imported",
     "ImportedStep",
     "PlannedImport",

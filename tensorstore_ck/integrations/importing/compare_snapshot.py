@@ -10,7 +10,7 @@ from tensorstore_ck.chunker import cut_opaque
 from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, block_id
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.part_writer import ALONE, places_of
 from tensorstore_ck.format.block_assignment import encode_regions
 from tensorstore_ck.format.layout import layout_id
@@ -20,7 +20,7 @@ from tensorstore_ck.log import SnapshotInfo
 _RUN_BLOCKS: Final = 64
 
 
-def is_in_snapshot(engine: Engine, captured: Captured, info: SnapshotInfo) -> bool:
+def is_in_snapshot(engine: Engine, captured: CapturedState, info: SnapshotInfo) -> bool:
     """Whether a put of `captured` would store the content that the snapshot has: tensors, values and structure.
 
     Raises:
@@ -29,7 +29,7 @@ def is_in_snapshot(engine: Engine, captured: Captured, info: SnapshotInfo) -> bo
     return engine.read_record(info).part_ids == _part_id(captured, engine.config.block_bytes)
 
 
-def _part_id(captured: Captured, block_bytes: int) -> Digest:
+def _part_id(captured: CapturedState, block_bytes: int) -> Digest:
     """The id of the part that a put by one process would write (FORMAT.md, "Parts")."""
     seat = ALONE._replace(layout_of=b"") if captured.explicit else ALONE
     layout = captured.layout.encode()

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tensorstore_ck.common.threads import cpu_threads, for_each
-from tensorstore_ck.engine.interfaces import ByteSource, Captured
+from tensorstore_ck.engine.interfaces import ByteSource, CapturedState
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.state.byte_sources import address_of, memory_at
 
@@ -23,7 +23,7 @@ _PIECE_BYTES: Final = 4 << 20
 _POLYNOMIAL: Final = 0xEDB88320
 
 
-class Expected(NamedTuple):
+class ExpectedCrc(NamedTuple):
     """Bytes in memory, and the sum they must have."""
 
     address: int
@@ -43,7 +43,7 @@ class Expected(NamedTuple):
             )
 
 
-def watched(captured: Captured, expected: Sequence[Expected]) -> Captured:
+def watched(captured: CapturedState, expected: Sequence[ExpectedCrc]) -> CapturedState:
     """The same, but what is read from it must have its sum. What will not be read in whole is read now.
 
     Raises:
@@ -55,7 +55,7 @@ def watched(captured: Captured, expected: Sequence[Expected]) -> Captured:
     return captured._replace(sources=[_Watched(source, sums) for source in captured.sources])
 
 
-def _regions(captured: Captured) -> Iterator[tuple[int, int]]:
+def _regions(captured: CapturedState) -> Iterator[tuple[int, int]]:
     """Address and size of each region that a put will read."""
     told = {each.tensor: each.boxes for each in captured.explicit}
     for number, (spec, source) in enumerate(zip(captured.layout.tensors, captured.sources, strict=True)):
@@ -67,7 +67,7 @@ def _regions(captured: Captured) -> Iterator[tuple[int, int]]:
             start += size
 
 
-def _read(expected: Expected) -> None:
+def _read(expected: ExpectedCrc) -> None:
     found = 0
     for at in range(0, expected.size, _PIECE_BYTES):
         found = zlib.crc32(memory_at(expected.address + at, min(_PIECE_BYTES, expected.size - at)), found)
@@ -89,7 +89,7 @@ class _Watched:
 
 
 class _Sums:
-    def __init__(self, expected: Sequence[Expected]) -> None:
+    def __init__(self, expected: Sequence[ExpectedCrc]) -> None:
         self._expected = sorted(set(expected))
         self._starts = [each.address for each in self._expected]
         self._lock = threading.Lock()

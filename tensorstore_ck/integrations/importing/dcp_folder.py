@@ -12,16 +12,16 @@ import torch
 
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.layout import MAX_DIMS, MAX_TENSOR_BYTES
-from tensorstore_ck.format.sharding import Box
+from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.integrations.importing.key_types import unlike
 from tensorstore_ck.integrations.importing.malformed import MalformedError, blamed_on, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
-from tensorstore_ck.integrations.importing.pickle_allowlist import Known
-from tensorstore_ck.integrations.importing.placeholders import Maker, Opaque
+from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
+from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, UnknownObject
 from tensorstore_ck.integrations.importing.safe_unpickler import MAX_PICKLE_BYTES, unpickle
 from tensorstore_ck.integrations.importing.tensor_pieces import assembled
 from tensorstore_ck.integrations.importing.torch_file import load_torch_file
-from tensorstore_ck.state.sharded_tensors import Piece
+from tensorstore_ck.state.sharded_tensors import LocalPiece
 
 METADATA: Final = ".metadata"
 KIND: Final = "DCP checkpoint"
@@ -72,7 +72,7 @@ class _Fields:
         return found
 
 
-class _Place(NamedTuple):
+class _StoredChunk(NamedTuple):
     """Bytes of a file."""
 
     path: object
@@ -89,7 +89,7 @@ class DcpContent(NamedTuple):
     """Names in its pickles that nobody knows -> the file."""
 
 
-def load_dcp(files: Files, folder: Folder, known: Known) -> DcpContent:
+def load_dcp(files: Files, folder: Folder, known: PickleAllowlist) -> DcpContent:
     """The state in a directory that has a ``.metadata``.
 
     Raises:
@@ -99,12 +99,12 @@ def load_dcp(files: Files, folder: Folder, known: Known) -> DcpContent:
     return _Reader(files, folder, known).read()
 
 
-def _names() -> Known:
+def _names() -> PickleAllowlist:
     """What the pickle of the metadata may name."""
-    return Known(
+    return PickleAllowlist(
         {
-            **{(f"torch.distributed.{module}", name): Maker(name, _maker(name)) for module, name in _CLASSES},
-            **{name: Maker(name[1], lambda number: None) for name in _MEMORY_FORMATS},
+            **{(f"torch.distributed.{module}", name): AllowedGlobal(name, _maker(name)) for module, name in _CLASSES},
+            **{name: AllowedGlobal(name[1], lambda number: None) for name in _MEMORY_FORMATS},
         }
     )
 
@@ -117,10 +117,10 @@ def _maker(name: str) -> Any:
 
 
 class _Reader:
-    def __init__(self, files: Files, folder: Folder, known: Known) -> None:
+    def __init__(self, files: Files, folder: Folder, known: PickleAllowlist) -> None:
         self._files, self._folder, self._known = files, folder, known
         self._mapped: dict[str, MappedFile] = {}
-        self._places: dict[str, list[tuple[tuple[int, ...] | None, _Place]]] = {}
+        self._places: dict[str, list[tuple[tuple[int, ...] | None, _StoredChunk]]] = {}
         self._unknown: dict[str, str] = {}
         self._left: dict[str, int] = {}
         """File -> bytes of it that no item has had yet."""
@@ -147,15 +147,15 @@ class _Reader:
             raise MalformedError(f"its metadata takes {file.size} bytes")
         self._known.parsed_bytes += file.size
         found, end, unknown = unpickle(file.data, _names())
-        if isinstance(found, Opaque) or unknown:
+        if isinstance(found, UnknownObject) or unknown:
             self._unsupported(path, f"names {', '.join(sorted(unknown)[:3])}, which nothing of torch.distributed.checkpoint needs")
         if not isinstance(found, _Fields) or found.kind != "Metadata" or end != file.size:
             raise MalformedError("its metadata is of another kind, or something follows it")
         return found
 
-    def _locate(self, storage: dict[Any, Any], path: str) -> dict[str, list[tuple[tuple[int, ...] | None, _Place]]]:
+    def _locate(self, storage: dict[Any, Any], path: str) -> dict[str, list[tuple[tuple[int, ...] | None, _StoredChunk]]]:
         """Name -> where its pieces, by their offsets, or its only item lies."""
-        places: dict[str, list[tuple[tuple[int, ...] | None, _Place]]] = {}
+        places: dict[str, list[tuple[tuple[int, ...] | None, _StoredChunk]]] = {}
         for index, info in storage.items():
             if not isinstance(index, _Fields) or not isinstance(info, _Fields):
                 raise MalformedError("its list of places is malformed")
@@ -165,7 +165,7 @@ class _Reader:
             if offset is not None and not isinstance(offset, torch.Size):
                 raise MalformedError("its list of places is malformed")
             start, size = info.get("offset", int), info.get("length", int)
-            place = _Place(info.named.get("relative_path"), start, size)
+            place = _StoredChunk(info.named.get("relative_path"), start, size)
             places.setdefault(index.get("fqn", str), []).append((None if offset is None else tuple(offset), place))
         return places
 
@@ -189,15 +189,15 @@ class _Reader:
         for chunk in chunks:
             if not isinstance(chunk, _Fields):
                 raise MalformedError(f"the tensor {printable(name)!r} has a malformed piece")
-            box = Box(tuple(chunk.get("offsets", torch.Size)), tuple(chunk.get("sizes", torch.Size)))
+            box = BoxBounds(tuple(chunk.get("offsets", torch.Size)), tuple(chunk.get("sizes", torch.Size)))
             if 0 in box.sizes:
                 continue  # of ranks that have nothing of it
             if box.offsets not in places:
                 raise MalformedError(f"nothing says where the piece at {list(box.offsets)[:8]} of {printable(name)!r} lies")
-            pieces.append(Piece(box, self._piece(name, dtype, box, places[box.offsets])))
+            pieces.append(LocalPiece(box, self._piece(name, dtype, box, places[box.offsets])))
         return assembled(name, shape, dtype, pieces)
 
-    def _piece(self, name: str, dtype: torch.dtype, box: Box, place: _Place) -> torch.Tensor:
+    def _piece(self, name: str, dtype: torch.dtype, box: BoxBounds, place: _StoredChunk) -> torch.Tensor:
         tensor = self._item(place)
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tuple(tensor.shape) != box.sizes:
             what = f"a tensor of {tensor.dtype} and shape {list(tensor.shape)[:8]}" if isinstance(tensor, torch.Tensor) else "no tensor"
@@ -206,7 +206,7 @@ class _Reader:
             )
         return tensor.detach()
 
-    def _item(self, place: _Place) -> Any:
+    def _item(self, place: _StoredChunk) -> Any:
         """The object in the torch file at a place."""
         file = self._mapped.get(place.path) if type(place.path) is str else None
         if file is None:

@@ -9,7 +9,7 @@ from tensorstore_ck.format.record import MAX_STEP
 from tensorstore_ck.integrations.importing import dcp_folder, sharded_index
 from tensorstore_ck.integrations.importing.detect_history import require_one_step
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
-from tensorstore_ck.integrations.importing.pickle_allowlist import Known
+from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
 from tensorstore_ck.integrations.importing.safetensors_file import is_safetensors, load_safetensors
 from tensorstore_ck.integrations.importing.torch_file import is_torch_file, load_torch_file
 
@@ -33,7 +33,7 @@ class FoundState(NamedTuple):
     """Files beside it that are no part of it, and why."""
 
 
-def find_state(files: Files, path: str, known: Known, *, as_one: bool = False) -> FoundState:
+def find_state(files: Files, path: str, known: PickleAllowlist, *, as_one: bool = False) -> FoundState:
     """The state at a path. With `as_one`, the checkpoints in a folder are one state even if they are of several steps.
 
     Raises:
@@ -49,7 +49,7 @@ def find_state(files: Files, path: str, known: Known, *, as_one: bool = False) -
     return _with_lightning(found)
 
 
-def _in_file(files: Files, file: MappedFile, known: Known) -> FoundState:
+def _in_file(files: Files, file: MappedFile, known: PickleAllowlist) -> FoundState:
     if not file.size:
         raise CorruptObjectError(f"{file.path} is empty: get or save it again", object_id=file.path)
     if is_safetensors(file):
@@ -64,7 +64,7 @@ def _in_file(files: Files, file: MappedFile, known: Known) -> FoundState:
     raise UnsupportedValueError(f"{file.path} is of no kind that is imported: give {_KINDS}", object_id=file.path)
 
 
-def _in_folder(files: Files, folder: Folder, known: Known, *, as_one: bool) -> FoundState:
+def _in_folder(files: Files, folder: Folder, known: PickleAllowlist, *, as_one: bool) -> FoundState:
     names = folder.names()
     if dcp_folder.METADATA in names:
         return _dcp(files, folder, known)
@@ -86,13 +86,13 @@ def _in_folder(files: Files, folder: Folder, known: Known, *, as_one: bool) -> F
     return _members(files, folder, names, known, as_one=as_one)
 
 
-def _indexed(files: Files, folder: Folder, index: MappedFile, known: Known) -> FoundState:
+def _indexed(files: Files, folder: Folder, index: MappedFile, known: PickleAllowlist) -> FoundState:
     content = sharded_index.load_indexed(files, folder, index, known)
     what = f"{len(content.files)} files with an index"
     return FoundState(what, content.state, content.metadata, content.unknown, files=content.files)
 
 
-def _dcp(files: Files, folder: Folder, known: Known) -> FoundState:
+def _dcp(files: Files, folder: Folder, known: PickleAllowlist) -> FoundState:
     content = dcp_folder.load_dcp(files, folder, known)
     if not folder.has(_LIGHTNING_META):
         return FoundState("DCP checkpoint", content.state, {}, content.unknown)
@@ -104,7 +104,7 @@ def _dcp(files: Files, folder: Folder, known: Known) -> FoundState:
     return FoundState("DCP checkpoint of Lightning", {**content.state, **loaded.value}, {}, unknown)
 
 
-def _members(files: Files, folder: Folder, names: list[str], known: Known, *, as_one: bool) -> FoundState:
+def _members(files: Files, folder: Folder, names: list[str], known: PickleAllowlist, *, as_one: bool) -> FoundState:
     """A folder of several, such as accelerate's: each under its own name."""
     found: dict[str, FoundState] = {}
     skipped = []

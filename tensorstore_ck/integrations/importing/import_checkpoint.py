@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tensorstore_ck.engine.interfaces import Captured
-from tensorstore_ck.engine.write.put import Anything, check_expected, put
+from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.write.put import AnyHead, check_expected, put
 from tensorstore_ck.format.record import NOTE
 from tensorstore_ck.integrations.importing.crc_check import watched
 from tensorstore_ck.integrations.importing.detect_format import find_state
 from tensorstore_ck.integrations.importing.mapped_files import Files
-from tensorstore_ck.integrations.importing.pickle_allowlist import Known
+from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
 from tensorstore_ck.integrations.importing.resolve_placeholders import settle
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.ref_fence import LAST_SEEN, LastSeen
@@ -21,7 +21,7 @@ from tensorstore_ck.store import Store
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class CheckpointContents:
     """What a checkpoint holds, and what was made of it."""
 
     path: str
@@ -45,7 +45,7 @@ class Imported(NamedTuple):
     """What an import did."""
 
     snapshot: Snapshot
-    contents: Contents
+    contents: CheckpointContents
 
 
 def import_checkpoint(
@@ -58,9 +58,9 @@ def import_checkpoint(
     metadata: Mapping[str, object] | None = None,
     leave_out: Sequence[str] = (),
     as_one: bool = False,
-    expect: str | Snapshot | Anything | LastSeen | None = LAST_SEEN,
+    expect: str | Snapshot | AnyHead | LastSeen | None = LAST_SEEN,
     parent: str | Snapshot | LastSeen | None = LAST_SEEN,
-    started: Callable[[Contents], None] = lambda contents: None,
+    started: Callable[[CheckpointContents], None] = lambda contents: None,
 ) -> Imported:
     """Puts what another library saved as the next snapshot on a branch: the tree that its own reader would give.
 
@@ -102,7 +102,7 @@ def import_checkpoint(
     return Imported(snapshot, contents)
 
 
-def inspect_checkpoint(path: str | os.PathLike[str], *, leave_out: Sequence[str] = (), as_one: bool = False) -> Contents:
+def inspect_checkpoint(path: str | os.PathLike[str], *, leave_out: Sequence[str] = (), as_one: bool = False) -> CheckpointContents:
     """What `import_checkpoint` would import, with the same errors; checksums of tensors aside, which only an import reads."""
     with opened(path, leave_out, as_one=as_one) as found:
         return found.contents
@@ -111,8 +111,8 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, leave_out: Sequence[str]
 class Opened(NamedTuple):
     """A checkpoint, taken apart."""
 
-    contents: Contents
-    captured: Captured
+    contents: CheckpointContents
+    captured: CapturedState
     files: Files
     state: Any
 
@@ -122,12 +122,12 @@ def opened(path: str | os.PathLike[str], leave_out: Sequence[str] = (), *, as_on
     """A checkpoint, taken apart; its bytes are read when they are stored, which must be before the context ends."""
     origin = os.path.abspath(os.fspath(path))
     with Files() as files:
-        known = Known()
+        known = PickleAllowlist()
         found = find_state(files, origin, known, as_one=as_one)
         settled = settle(found.state, leave_out, found.unknown, origin, known.parsed_bytes)
         captured = capture(settled.state)
         tensors = captured.layout.tensors
-        contents = Contents(
+        contents = CheckpointContents(
             origin,
             found.format,
             len(tensors),
@@ -144,13 +144,13 @@ def opened(path: str | os.PathLike[str], leave_out: Sequence[str] = (), *, as_on
 
 def put_captured(
     store: Store,
-    captured: Captured,
+    captured: CapturedState,
     *,
     ref: str,
     step: int | None,
     metrics: Mapping[str, float] | None,
     metadata: Mapping[str, object],
-    expect: str | Snapshot | Anything | LastSeen | None,
+    expect: str | Snapshot | AnyHead | LastSeen | None,
     parent: str | Snapshot | LastSeen | None,
 ) -> Snapshot:
     """`Store.put_snapshot` of what was taken apart already."""

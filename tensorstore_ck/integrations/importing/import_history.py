@@ -16,7 +16,7 @@ from tensorstore_ck.errors import AmbiguousAddressError, InvalidOptionError, Mis
 from tensorstore_ck.format.record import check_metrics, encode_metadata
 from tensorstore_ck.integrations.importing.compare_snapshot import is_in_snapshot
 from tensorstore_ck.integrations.importing.crc_check import watched
-from tensorstore_ck.integrations.importing.import_checkpoint import Contents, Opened, opened, put_captured
+from tensorstore_ck.integrations.importing.import_checkpoint import CheckpointContents, Opened, opened, put_captured
 from tensorstore_ck.integrations.importing.lookup import metric_at, step_at
 from tensorstore_ck.integrations.importing.step_from_filename import steps_of_names
 from tensorstore_ck.log import RefTable, validate_ref_name
@@ -34,7 +34,7 @@ class PlannedImport:
     path: str
     step: int
     metrics: Mapping[str, float]
-    contents: Contents
+    contents: CheckpointContents
 
 
 @dataclass(frozen=True, slots=True)

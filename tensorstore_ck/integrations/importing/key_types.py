@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from tensorstore_ck.format.values import MAX_ALIKE, RANDOM_HASHES, require_unlike
 from tensorstore_ck.integrations.importing.malformed import MalformedError
-from tensorstore_ck.integrations.importing.placeholders import Opaque
+from tensorstore_ck.integrations.importing.placeholders import UnknownObject
 
 MAX_KEY_DEPTH: Final = 8
 """Tuples in tuples as a key: their hash recurses."""
@@ -19,7 +19,7 @@ MAX_KEY_ITEMS: Final = 4096
 _KEY_TYPES: Final = frozenset({str, int, float, complex, bool, bytes, type(None)})
 
 
-class Crowds:
+class HashCrowding:
     """The keys of dicts and sets that are filled bit by bit."""
 
     def __init__(self) -> None:
@@ -73,6 +73,11 @@ def _items(key: Any, depth: int = 0, left: int = MAX_KEY_ITEMS) -> int:
             if items > left:
                 raise MalformedError(f"it has a key of more than {MAX_KEY_ITEMS} items")
         return items
-    if kind is frozenset or isinstance(key, Opaque) or callable(getattr(key, "build", None)) or kind.__module__ in ("torch", "numpy"):
+    if (
+        kind is frozenset
+        or isinstance(key, UnknownObject)
+        or callable(getattr(key, "build", None))
+        or kind.__module__ in ("torch", "numpy")
+    ):
         return 1
     raise MalformedError(f"it has a {kind.__name__} as a key, or too deep a one")

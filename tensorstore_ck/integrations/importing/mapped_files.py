@@ -16,7 +16,7 @@ import torch
 
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.errors import CorruptObjectError, InvalidNameError, NotFoundError, UnsupportedValueError
-from tensorstore_ck.integrations.importing.crc_check import Expected
+from tensorstore_ck.integrations.importing.crc_check import ExpectedCrc
 from tensorstore_ck.integrations.importing.malformed import printable
 from tensorstore_ck.state.byte_sources import address_of
 
@@ -49,7 +49,7 @@ class Files:
 
     def __init__(self) -> None:
         self._open: dict[str, MappedFile] = {}
-        self.expected: list[Expected] = []
+        self.expected: list[ExpectedCrc] = []
         """Sums of bytes in them: see `checksums`."""
 
     def __enter__(self) -> Self:
@@ -88,7 +88,7 @@ class Files:
 
     def expect(self, file: MappedFile, start: int, size: int, checksum: int) -> None:
         """Remembers which CRC-32 bytes of a file must have."""
-        self.expected.append(Expected(file.address + start, size, checksum, file.path, start))
+        self.expected.append(ExpectedCrc(file.address + start, size, checksum, file.path, start))
 
 
 class Folder:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from tensorstore_ck.integrations.importing.key_types import unlike
 from tensorstore_ck.integrations.importing.malformed import MalformedError
-from tensorstore_ck.integrations.importing.placeholders import Later, Maker
+from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, Deferred
 
 _CONTAINERS: Final[dict[tuple[str, str], type[Any]]] = {
     ("omegaconf.dictconfig", "DictConfig"): dict,
@@ -21,15 +21,15 @@ _NODES: Final = ("AnyNode", "BooleanNode", "BytesNode", "EnumNode", "FloatNode",
 
 def config_makers(converted: "Counter[str]") -> dict[tuple[str, str], object]:
     """What makes them; each is counted in `converted`."""
-    makers: dict[tuple[str, str], object] = {("omegaconf.nodes", name): Maker(name, _Node) for name in _NODES}
-    makers["omegaconf.base", "UnionNode"] = Maker("UnionNode", _Node)
+    makers: dict[tuple[str, str], object] = {("omegaconf.nodes", name): AllowedGlobal(name, _Node) for name in _NODES}
+    makers["omegaconf.base", "UnionNode"] = AllowedGlobal("UnionNode", _Node)
     for (module, name), kind in _CONTAINERS.items():
         made = partial(_Container, kind, partial(converted.update, [f"{module}.{name}, read as a {kind.__name__}"]))
-        makers[module, name] = Maker(name, made)
+        makers[module, name] = AllowedGlobal(name, made)
     return makers
 
 
-class _Node(Later):
+class _Node(Deferred):
     """A value in a config."""
 
     def build(self, state: Any) -> None:
@@ -40,7 +40,7 @@ class _Node(Later):
         self.held = list(state.values())
 
 
-class _Container(Later):
+class _Container(Deferred):
     """A dict or list in a config, or what stands in its place: None, or an interpolation."""
 
     def __init__(self, kind: type[Any], count: Any) -> None:
@@ -64,4 +64,4 @@ class _Container(Later):
 
 
 def _plain(item: Any) -> Any:
-    return item.value if isinstance(item, Later) else item
+    return item.value if isinstance(item, Deferred) else item

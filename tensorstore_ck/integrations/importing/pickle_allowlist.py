@@ -1,7 +1,7 @@
 """What the names in a checkpoint's pickles stand for: the allow-list of `machine`, and nothing is made that is not in it.
 
 Tensors are made over storages that are already there, and only where they fit into them. Containers of known frameworks become plain
-ones, which is counted in `Known.converted`. Everything else stays unknown. No name is imported: the table is all there is.
+ones, which is counted in `PickleAllowlist.converted`. Everything else stays unknown. No name is imported: the table is all there is.
 """
 
 import re
@@ -18,7 +18,7 @@ from tensorstore_ck.format.values import numpy_dtype
 from tensorstore_ck.integrations.importing.key_types import unlike
 from tensorstore_ck.integrations.importing.malformed import MalformedError
 from tensorstore_ck.integrations.importing.omegaconf import config_makers
-from tensorstore_ck.integrations.importing.placeholders import Later, Maker
+from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, Deferred
 from tensorstore_ck.state.byte_sources import strided
 from tensorstore_ck.state.registered_types import DTYPES
 
@@ -65,7 +65,7 @@ class Stored:
         self.dtype = dtype
 
 
-class Known:
+class PickleAllowlist:
     """The `Find` of checkpoints: a table made once for each, so that it can count what it converted."""
 
     def __init__(self, more: dict[tuple[str, str], object] | None = None) -> None:
@@ -82,11 +82,13 @@ class Known:
         self._table["numpy", "ndarray"] = _NumpyArrayClass()
         self._table["torch.storage", "UntypedStorage"] = StorageType(torch.uint8)
         for (module, name), make in _MAKERS.items():
-            self._table[module, name] = Maker(name, make)
+            self._table[module, name] = AllowedGlobal(name, make)
         for kind, make in _CLASSES.items():
-            self._table[kind.__module__, kind.__name__] = Maker(kind.__name__, make, kind)
-        self._table["torch._tensor", "_rebuild_from_type_v2"] = Maker("_rebuild_from_type_v2", self._from_type)
-        self._table["torch._utils", "_rebuild_parameter_with_state"] = Maker("_rebuild_parameter_with_state", self._parameter_with_state)
+            self._table[kind.__module__, kind.__name__] = AllowedGlobal(kind.__name__, make, kind)
+        self._table["torch._tensor", "_rebuild_from_type_v2"] = AllowedGlobal("_rebuild_from_type_v2", self._from_type)
+        self._table["torch._utils", "_rebuild_parameter_with_state"] = AllowedGlobal(
+            "_rebuild_parameter_with_state", self._parameter_with_state
+        )
         self._table.update(config_makers(self.converted))
         for module in _ATTRIBUTE_DICTS:
             self._convert(module, "AttributeDict", dict, "a dict")
@@ -107,11 +109,16 @@ class Known:
             self.converted[f"{module}.{name}, read as {to}"] += 1
             return made
 
-        self._table[module, name] = Maker(name, convert)
+        self._table[module, name] = AllowedGlobal(name, convert)
 
     def _from_type(self, maker: object, kind: object, args: tuple[Any, ...], state: object) -> torch.Tensor:
         """A tensor with attributes. (Of a subclass that is not known, `machine` makes something unknown.)"""
-        if not isinstance(maker, Maker) or maker.make is None or not isinstance(kind, Maker) or kind.name not in ("Tensor", "Parameter"):
+        if (
+            not isinstance(maker, AllowedGlobal)
+            or maker.make is None
+            or not isinstance(kind, AllowedGlobal)
+            or kind.name not in ("Tensor", "Parameter")
+        ):
             raise MalformedError("it makes a tensor in an unknown way")
         made = maker.make(*args)
         if not isinstance(made, torch.Tensor):
@@ -318,7 +325,7 @@ def _empty_array(kind: Any, shape: Any, code: Any) -> "NumpyArray":
     return NumpyArray()
 
 
-class NumpyArray(Later):
+class NumpyArray(Deferred):
     """A numpy array."""
 
     def build(self, state: Any) -> None:

@@ -1,10 +1,10 @@
-"""What stands for an object while a pickle is read: its class in a pickle's words (`Maker`), or the object itself."""
+"""What stands for an object while a pickle is read: its class in a pickle's words (`AllowedGlobal`), or the object itself."""
 
 from collections.abc import Callable
 from typing import Any
 
 
-class Opaque:
+class UnknownObject:
     """Something that a pickle wants made, and nobody here makes."""
 
     __slots__ = ("held", "name")
@@ -16,7 +16,7 @@ class Opaque:
         """What the pickle gave it."""
 
 
-class Maker:
+class AllowedGlobal:
     """What a name in a pickle stands for: a function of the arguments that the pickle gives it."""
 
     __slots__ = ("make", "name", "value")
@@ -31,7 +31,7 @@ class Maker:
         self.value = value
 
 
-class Later:
+class Deferred:
     """An object whose contents come after it was made: `settle` puts its value in its place."""
 
     def __init__(self) -> None:

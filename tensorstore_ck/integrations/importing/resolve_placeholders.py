@@ -14,7 +14,7 @@ from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.format.values import MAX_NESTING
 from tensorstore_ck.integrations.importing.malformed import printable
 from tensorstore_ck.integrations.importing.pickle_allowlist import Stored
-from tensorstore_ck.integrations.importing.placeholders import Later, Maker, Opaque
+from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, Deferred, UnknownObject
 
 FREE_ITEMS: Final = 1 << 17
 """What a state may have, however short its pickles are."""
@@ -28,7 +28,7 @@ _SEQUENCES: Final = (list, tuple)
 _GONE: Final = object()
 
 
-class Settled(NamedTuple):
+class ResolvedState(NamedTuple):
     """A state that holds only what can be told by its type."""
 
     state: Any
@@ -36,7 +36,7 @@ class Settled(NamedTuple):
     """Paths."""
 
 
-def settle(state: Any, leave_out: Sequence[str], unknown: Mapping[str, str], origin: str, parsed_bytes: int) -> Settled:
+def settle(state: Any, leave_out: Sequence[str], unknown: Mapping[str, str], origin: str, parsed_bytes: int) -> ResolvedState:
     """The state, without what is to be left out.
 
     Args:
@@ -50,14 +50,14 @@ def settle(state: Any, leave_out: Sequence[str], unknown: Mapping[str, str], ori
         UnsupportedValueError: it holds things that would have to be run to be made, or is nested too deep, or endless.
         MismatchError: a glob fits nothing.
     """
-    walk = _Walk(leave_out, origin)
+    walk = _Resolver(leave_out, origin)
     walk.bound(state, parsed_bytes)
     settled = walk.visit(state, "")
     walk.require_all_told(unknown)
-    return Settled(settled, walk.left_out)
+    return ResolvedState(settled, walk.left_out)
 
 
-class _Walk:
+class _Resolver:
     def __init__(self, leave_out: Sequence[str], origin: str) -> None:
         self.left_out: list[str] = []
         self._origin = origin
@@ -146,18 +146,18 @@ class _Walk:
             if all(new is old for new, old in zip(items, value, strict=True)):
                 return value
             return kind(None if item is _GONE else item for item in items)
-        if isinstance(value, Later):
+        if isinstance(value, Deferred):
             self._tell(value)
             finished = _finished(value)
-            return self._note(value, "an unfinished object", path) if isinstance(finished, Later) else self.visit(finished, path)
-        if isinstance(value, Opaque):
+            return self._note(value, "an unfinished object", path) if isinstance(finished, Deferred) else self.visit(finished, path)
+        if isinstance(value, UnknownObject):
             return self._note(value, value.name, path)
-        if isinstance(value, Maker):
+        if isinstance(value, AllowedGlobal):
             return self._note(value, f"the function {value.name}", path)
         if isinstance(value, Stored):
             return self._note(value, "a bare storage", path)
-        if kind in (set, frozenset) and any(isinstance(item, Opaque) for item in value):
-            return self._note(value, next(item.name for item in value if isinstance(item, Opaque)), path)
+        if kind in (set, frozenset) and any(isinstance(item, UnknownObject) for item in value):
+            return self._note(value, next(item.name for item in value if isinstance(item, UnknownObject)), path)
         return value
 
     def _visit_mapping(self, value: Any, path: str) -> Any:
@@ -166,8 +166,8 @@ class _Walk:
         for key, item in value.items():
             name = printable(key) if type(key) in (str, int, float, bool) else type(key).__name__
             below = f"{path}.{name}" if path else name
-            if isinstance(key, Opaque | Stored | Later | Maker):
-                self._note(key, key.name if isinstance(key, Opaque) else type(key).__name__, below)
+            if isinstance(key, UnknownObject | Stored | Deferred | AllowedGlobal):
+                self._note(key, key.name if isinstance(key, UnknownObject) else type(key).__name__, below)
                 continue
             new = self.visit(item, below)
             changed = changed or new is not item
@@ -204,9 +204,9 @@ class _Walk:
             item = pending.pop()
             if id(item) in self._told:
                 continue
-            if isinstance(item, Opaque):
+            if isinstance(item, UnknownObject):
                 self._seen.add(item.name)
-            if isinstance(item, Opaque | Later):
+            if isinstance(item, UnknownObject | Deferred):
                 self._told.add(id(item))
                 pending.extend(item.held)
             elif type(item) in _CONTAINERS or type(item) in (set, frozenset):
@@ -224,7 +224,7 @@ _SETS: Final = frozenset({set, frozenset})
 def _finished(value: Any) -> Any:
     """What `value` stands for; itself, if that was never said."""
     for _ in range(MAX_NESTING):
-        if not isinstance(value, Later):
+        if not isinstance(value, Deferred):
             break
         value = value.value
     return value

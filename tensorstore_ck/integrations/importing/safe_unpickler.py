@@ -1,7 +1,7 @@
 """A pickle machine that runs nothing: it reads the instructions of a pickle, and makes plain containers and what a table says.
 
 What a pickle names is looked up in that table and nowhere else: no module is imported, no attribute is read, no class is called that
-the table does not hold. A name that is not in it becomes a stand-in (`Opaque`) that swallows whatever the pickle does with it; the
+the table does not hold. A name that is not in it becomes a stand-in (`UnknownObject`) that swallows whatever the pickle does with it; the
 caller finds it in the result, and refuses it by its path. Pure: bytes in, objects out. Invariants: sizes are checked before they are
 believed, there is no recursion, objects are counted, what is copied is bounded by the bytes that were read, and keys are as `keys` has it.
 """
@@ -11,9 +11,9 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from tensorstore_ck.integrations.importing.key_types import Crowds, unlike
+from tensorstore_ck.integrations.importing.key_types import HashCrowding, unlike
 from tensorstore_ck.integrations.importing.malformed import MalformedError, printable
-from tensorstore_ck.integrations.importing.placeholders import Maker, Opaque
+from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, UnknownObject
 
 MAX_PICKLE_BYTES: Final = 256 << 20
 MAX_OBJECTS: Final = 16_000_000
@@ -29,22 +29,22 @@ FREE_COPIES: Final = 1 << 20
 _SIZED: Final = frozenset({str, bytes, bytearray, list, tuple, set, frozenset, dict, OrderedDict, defaultdict, Counter})
 
 
-Find = Callable[[str, str], object]
-"""(module, name) -> a `Maker`, or a plain value that the name stands for; LookupError for what nobody knows."""
+FindGlobal = Callable[[str, str], object]
+"""(module, name) -> a `AllowedGlobal`, or a plain value that the name stands for; LookupError for what nobody knows."""
 
 
-def unpickle(data: memoryview, find: Find, persistent: Callable[[Any], Any] | None = None) -> tuple[Any, int, set[str]]:
+def unpickle(data: memoryview, find: FindGlobal, persistent: Callable[[Any], Any] | None = None) -> tuple[Any, int, set[str]]:
     """The object of one pickle, where the pickle ends, and the names in it that nobody knows.
 
     Args:
         data: The pickle, and perhaps what follows it.
-        find: See `Find`.
+        find: See `FindGlobal`.
         persistent: Makes what a persistent id stands for; raises ValueError or TypeError for one that it does not know.
 
     Raises:
         MalformedError: the pickle is damaged, too large, or uses what nobody needs.
     """
-    machine = _Machine(data, find, persistent)
+    machine = _SafeUnpickler(data, find, persistent)
     try:
         result = machine.run()
     except MalformedError:
@@ -57,8 +57,8 @@ def unpickle(data: memoryview, find: Find, persistent: Callable[[Any], Any] | No
     return result, machine.at, machine.unknown
 
 
-class _Machine:
-    def __init__(self, data: memoryview, find: Find, persistent: Callable[[Any], Any] | None) -> None:
+class _SafeUnpickler:
+    def __init__(self, data: memoryview, find: FindGlobal, persistent: Callable[[Any], Any] | None) -> None:
         self.data = data
         self.at = 0
         self.unknown: set[str] = set()
@@ -70,7 +70,7 @@ class _Machine:
         self._objects = 0
         self._found: dict[tuple[str, str], object] = {}
         self._copied = 0
-        self._crowds = Crowds()
+        self._crowds = HashCrowding()
 
     def run(self) -> Any:
         data, table = self.data, _TABLE
@@ -79,7 +79,7 @@ class _Machine:
             self.at += 1
             if code == _STOP:
                 (result,) = self._stack
-                if self._marks or isinstance(result, Maker):
+                if self._marks or isinstance(result, AllowedGlobal):
                     raise MalformedError("it ends in the middle of something")
                 return result
             step = table.get(code)
@@ -129,7 +129,7 @@ class _Machine:
 
     def pop_mark(self) -> list[Any]:
         items, self._stack = self._stack, self._marks.pop()
-        if any(isinstance(item, Maker) for item in items):
+        if any(isinstance(item, AllowedGlobal) for item in items):
             return [plain_of(item) for item in items]
         return items
 
@@ -164,7 +164,7 @@ class _Machine:
         target = self._stack[-1]
         if type(target) is list:
             target.extend(items)
-        elif isinstance(target, Opaque):
+        elif isinstance(target, UnknownObject):
             target.held.extend(items)
         else:
             raise MalformedError(f"it appends to a {type(target).__name__}")
@@ -177,7 +177,7 @@ class _Machine:
             self.copy(self._crowds.add(target, items[::2]))
             for key, value in zip(items[::2], items[1::2], strict=True):
                 target[key] = value
-        elif isinstance(target, Opaque):
+        elif isinstance(target, UnknownObject):
             target.held.extend(items)
         else:
             raise MalformedError(f"it sets items of a {type(target).__name__}")
@@ -187,7 +187,7 @@ class _Machine:
         if type(target) is set:
             self.copy(self._crowds.add(target, items))
             target.update(items)
-        elif isinstance(target, Opaque):
+        elif isinstance(target, UnknownObject):
             target.held.extend(items)
         else:
             raise MalformedError(f"it adds to a {type(target).__name__}")
@@ -210,26 +210,26 @@ class _Machine:
             except LookupError:
                 full = printable(f"{module}.{name}")
                 self.unknown.add(full)
-                self._found[key] = Opaque(full)
+                self._found[key] = UnknownObject(full)
         self._stack.append(self._found[key])
 
     def make(self, args: Any) -> None:
         """Replaces the maker on the stack by what it makes."""
         maker = self._stack.pop()
-        if isinstance(maker, Opaque):
-            self.push_new(Opaque(maker.name, args))
+        if isinstance(maker, UnknownObject):
+            self.push_new(UnknownObject(maker.name, args))
             return
-        if not isinstance(maker, Maker) or maker.make is None or type(args) is not tuple:
-            raise MalformedError(f"it calls a {maker.name if isinstance(maker, Maker) else type(maker).__name__}")
-        if any(isinstance(arg, Opaque) for arg in args):
+        if not isinstance(maker, AllowedGlobal) or maker.make is None or type(args) is not tuple:
+            raise MalformedError(f"it calls a {maker.name if isinstance(maker, AllowedGlobal) else type(maker).__name__}")
+        if any(isinstance(arg, UnknownObject) for arg in args):
             # e.g. a subclass of a tensor: a known function that is to make something unknown
-            self.push_new(Opaque(next(arg.name for arg in args if isinstance(arg, Opaque)), args))
+            self.push_new(UnknownObject(next(arg.name for arg in args if isinstance(arg, UnknownObject)), args))
             return
         self.copy(sum(len(arg) for arg in args if type(arg) in _SIZED))
         self.push_new(maker.make(*args))
 
     def make_with_names(self, args: Any, named: Any) -> None:
-        if not isinstance(self._stack[-1], Opaque) and named:
+        if not isinstance(self._stack[-1], UnknownObject) and named:
             raise MalformedError("it makes an object with named arguments")
         self.make(args)
 
@@ -238,7 +238,7 @@ class _Machine:
         target = self._stack[-1]
         parts = state if type(state) is tuple else state.values() if type(state) is dict else ()
         self.copy(sum(len(each) for each in (state, *parts) if type(each) in _SIZED))
-        if isinstance(target, Opaque):
+        if isinstance(target, UnknownObject):
             target.held.append(state)
         elif type(target) is OrderedDict:
             if type(state) is not dict or set(state) != {"_metadata"}:
@@ -261,27 +261,27 @@ class _Machine:
 
 def plain_of(item: Any) -> Any:
     """What an item on the stack is as a value: a name that is not called is what it stands for."""
-    return item.value if isinstance(item, Maker) and item.value is not None else item
+    return item.value if isinstance(item, AllowedGlobal) and item.value is not None else item
 
 
 def _nothing(_: object) -> None:
     pass
 
 
-def _bytes(machine: _Machine, size: int) -> None:
+def _bytes(machine: _SafeUnpickler, size: int) -> None:
     machine.push_new(bytes(machine.take(size)))
 
 
-def _text(machine: _Machine, size: int) -> None:
+def _text(machine: _SafeUnpickler, size: int) -> None:
     machine.push(str(machine.take(size), "utf-8", "surrogatepass"))
 
 
-def _old_text(machine: _Machine, size: int) -> None:
+def _old_text(machine: _SafeUnpickler, size: int) -> None:
     """Text of Python 2, read as torch does."""
     machine.push(str(machine.take(size), "utf-8"))
 
 
-def _long(machine: _Machine, size: int) -> None:
+def _long(machine: _SafeUnpickler, size: int) -> None:
     if not 0 <= size <= MAX_INT_BYTES:
         raise MalformedError(f"it has an integer of {size} bytes")
     machine.push(int.from_bytes(machine.take(size), "little", signed=True))
@@ -292,33 +292,33 @@ _I4, _F8 = struct.Struct("<i"), struct.Struct(">d")
 _STOP: Final = ord(".")
 
 
-def _protocol(machine: _Machine) -> None:
+def _protocol(machine: _SafeUnpickler) -> None:
     if machine.number(_U1) > 5:
         raise MalformedError("it is of a pickle protocol that does not exist")
 
 
-def _pair(machine: _Machine) -> list[Any]:
+def _pair(machine: _SafeUnpickler) -> list[Any]:
     value, key = machine.pop(), machine.pop()
     return [key, value]
 
 
-def _named_args(machine: _Machine) -> None:
+def _named_args(machine: _SafeUnpickler) -> None:
     named, args = machine.pop(), machine.pop()
     machine.make_with_names(args, named)
 
 
-def _stack_name(machine: _Machine) -> None:
+def _stack_name(machine: _SafeUnpickler) -> None:
     name, module = machine.pop(), machine.pop()
     machine.name(module, name)
 
 
-_TABLE: Final[Mapping[int, Callable[[_Machine], None]]] = {
+_TABLE: Final[Mapping[int, Callable[[_SafeUnpickler], None]]] = {
     ord(code): step
     for code, step in {
         "\x80": _protocol,
         "\x95": lambda m: _nothing(m.number(_U8)),  # how long a frame is: nobody has to know
-        "(": _Machine.mark,
-        "0": _Machine.pop_anything,
+        "(": _SafeUnpickler.mark,
+        "0": _SafeUnpickler.pop_anything,
         "1": lambda m: _nothing(m.pop_mark()),
         "2": lambda m: m.push(m._stack[-1]),
         "N": lambda m: m.push(None),
@@ -356,7 +356,7 @@ _TABLE: Final[Mapping[int, Callable[[_Machine], None]]] = {
         "\x91": lambda m: m.push_new(frozenset(unlike(m.pop_mark()))),
         "q": lambda m: m.memoize(m.number(_U1)),
         "r": lambda m: m.memoize(m.number(_U4)),
-        "\x94": _Machine.memoize_next,
+        "\x94": _SafeUnpickler.memoize_next,
         "h": lambda m: m.recall(m.number(_U1)),
         "j": lambda m: m.recall(m.number(_U4)),
         "c": lambda m: m.name(m.line(), m.line()),
@@ -364,8 +364,8 @@ _TABLE: Final[Mapping[int, Callable[[_Machine], None]]] = {
         "R": lambda m: m.make(m.pop()),
         "\x81": lambda m: m.make(m.pop()),
         "\x92": _named_args,
-        "b": _Machine.build,
-        "Q": _Machine.persistent_id,
+        "b": _SafeUnpickler.build,
+        "Q": _SafeUnpickler.persistent_id,
     }.items()
 }
 """The instructions of protocols 2 to 5, without those that look up registered extensions, call by text, or take buffers from elsewhere."""

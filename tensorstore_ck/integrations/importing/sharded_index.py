@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.integrations.importing.malformed import MalformedError, blamed_on, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
-from tensorstore_ck.integrations.importing.pickle_allowlist import Known
+from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
 from tensorstore_ck.integrations.importing.safetensors_file import MAX_HEADER_BYTES, is_safetensors, load_safetensors, parse_json
 from tensorstore_ck.integrations.importing.torch_file import is_torch_file, load_torch_file
 
@@ -31,7 +31,7 @@ def is_index(file: MappedFile) -> bool:
     return bytes(file.data[:64]).lstrip()[:1] == b"{" and file.size <= MAX_HEADER_BYTES
 
 
-def load_indexed(files: Files, folder: Folder, index: MappedFile, known: Known) -> IndexedContent:
+def load_indexed(files: Files, folder: Folder, index: MappedFile, known: PickleAllowlist) -> IndexedContent:
     """The state in the files that an index names.
 
     Raises:
@@ -65,7 +65,7 @@ def load_indexed(files: Files, folder: Folder, index: MappedFile, known: Known) 
         return IndexedContent(state, dict(sorted((metadata or {}).items())), unknown, tuple(sorted(names)))
 
 
-def _load(files: Files, file: MappedFile, known: Known, unknown: dict[str, str]) -> tuple[dict[Any, Any], dict[str, str]]:
+def _load(files: Files, file: MappedFile, known: PickleAllowlist, unknown: dict[str, str]) -> tuple[dict[Any, Any], dict[str, str]]:
     if is_safetensors(file):
         content = load_safetensors(file)
         known.parsed_bytes += content.header_bytes

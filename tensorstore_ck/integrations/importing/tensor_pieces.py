@@ -12,13 +12,13 @@ import torch
 from tensorstore_ck.format.sharding import whole_box
 from tensorstore_ck.integrations.importing.malformed import MalformedError, printable
 from tensorstore_ck.state.boxes import Box, Boxes, fault_of
-from tensorstore_ck.state.sharded_tensors import Piece
+from tensorstore_ck.state.sharded_tensors import LocalPiece
 
 MAX_PIECES: Final = 1 << 16
 """Of one tensor: each is compared with the others."""
 
 
-def assembled(name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: Sequence[Piece]) -> torch.Tensor | Boxes:
+def assembled(name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: Sequence[LocalPiece]) -> torch.Tensor | Boxes:
     """The tensor that the pieces are, which must be all of it, and nothing twice.
 
     Raises:

@@ -13,8 +13,8 @@ import torch
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.integrations.importing.malformed import MalformedError, blamed_on, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, MappedFile
-from tensorstore_ck.integrations.importing.pickle_allowlist import Known, StorageType, Stored
-from tensorstore_ck.integrations.importing.placeholders import Opaque
+from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist, StorageType, Stored
+from tensorstore_ck.integrations.importing.placeholders import UnknownObject
 from tensorstore_ck.integrations.importing.safe_unpickler import MAX_PICKLE_BYTES, unpickle
 from tensorstore_ck.integrations.importing.zip_directory import is_archive, read_archive
 
@@ -25,11 +25,11 @@ _FIRST_BYTES: Final = 1024
 _PROTOCOL: Final = 1001
 
 
-class Loaded(NamedTuple):
+class LoadedTorchFile(NamedTuple):
     """The object in a torch file."""
 
     value: Any
-    """May hold `Opaque` stand-ins, and others that `settle` knows."""
+    """May hold `UnknownObject` stand-ins, and others that `settle` knows."""
     unknown: set[str]
     """Names that nobody knows: each must turn up as a stand-in in the value, or was used behind our back."""
 
@@ -41,7 +41,7 @@ def is_torch_file(file: MappedFile) -> bool:
     return (is_archive(file.data) and name.endswith(b"/data.pkl")) or (first[:1] == b"\x80" and first[2:15] == _MAGIC_PICKLED)
 
 
-def load_torch_file(files: Files, file: MappedFile, known: Known, start: int = 0, size: int | None = None) -> Loaded:
+def load_torch_file(files: Files, file: MappedFile, known: PickleAllowlist, start: int = 0, size: int | None = None) -> LoadedTorchFile:
     """The object in a torch file that takes bytes [start, start + size) of `file`.
 
     Raises:
@@ -59,7 +59,7 @@ def load_torch_file(files: Files, file: MappedFile, known: Known, start: int = 0
 # --- archives -------------------------------------------------------------------------------------------------------
 
 
-def _from_archive(files: Files, file: MappedFile, known: Known, start: int, data: memoryview) -> Loaded:
+def _from_archive(files: Files, file: MappedFile, known: PickleAllowlist, start: int, data: memoryview) -> LoadedTorchFile:
     records = read_archive(data)
     (folder, *more) = {name.partition("/")[0] for name in records} or {""}
     pickle = records.get(f"{folder}/data.pkl")
@@ -95,7 +95,7 @@ def _from_archive(files: Files, file: MappedFile, known: Known, start: int, data
     value, end, unknown = unpickle(code, known, storage)
     if end != pickle.size:
         raise MalformedError("something follows its pickle")
-    return Loaded(value, unknown)
+    return LoadedTorchFile(value, unknown)
 
 
 def _checked(pid: Any) -> tuple[torch.dtype, str, int]:
@@ -103,7 +103,7 @@ def _checked(pid: Any) -> tuple[torch.dtype, str, int]:
     if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] != "storage":
         raise MalformedError("it refers to something outside of it that is no storage")
     kind, key, _, count = pid[1:5]
-    if isinstance(kind, Opaque):
+    if isinstance(kind, UnknownObject):
         raise MalformedError(f"it has a storage of the unknown kind {kind.name}")
     if not isinstance(kind, StorageType) or type(key) is not str or type(count) is not int or count < 0:
         raise MalformedError("it refers to a malformed storage")
@@ -113,7 +113,7 @@ def _checked(pid: Any) -> tuple[torch.dtype, str, int]:
 # --- before torch 1.6 -----------------------------------------------------------------------------------------------
 
 
-def _from_pickles(file: MappedFile, known: Known, start: int, data: memoryview) -> Loaded:
+def _from_pickles(file: MappedFile, known: PickleAllowlist, start: int, data: memoryview) -> LoadedTorchFile:
     """Magic, protocol, system, the object, the keys of its storages; then the storages, each behind its number of elements."""
     at = 0
 
@@ -136,7 +136,7 @@ def _from_pickles(file: MappedFile, known: Known, start: int, data: memoryview) 
     def note(pid: Any) -> object:
         dtype, key, _ = _checked(pid)
         kinds.setdefault(key, dtype)
-        return Opaque("a storage")
+        return UnknownObject("a storage")
 
     body = data[at:]
     _, end, _ = unpickle(body, _StorageTypes(known), note)
@@ -174,13 +174,13 @@ def _from_pickles(file: MappedFile, known: Known, start: int, data: memoryview) 
         return Stored(storages[key], dtype)
 
     value, _, unknown = unpickle(body, known, storage)
-    return Loaded(value, unknown)
+    return LoadedTorchFile(value, unknown)
 
 
 class _StorageTypes:
     """A `Find` that knows the classes of storages alone."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: PickleAllowlist) -> None:
         self._known = known
 
     def __call__(self, module: str, name: str) -> object:

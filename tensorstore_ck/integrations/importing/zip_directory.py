@@ -22,7 +22,7 @@ _LOCAL: Final = struct.Struct("<4s5H3I2H")
 _FULL_16, _FULL_32 = 0xFFFF, 0xFFFFFFFF
 
 
-class Record(NamedTuple):
+class ZipRecord(NamedTuple):
     """One record of an archive."""
 
     start: int
@@ -37,7 +37,7 @@ def is_archive(data: memoryview) -> bool:
     return bytes(data[:4]) == b"PK\x03\x04"
 
 
-def read_archive(data: memoryview) -> dict[str, Record]:
+def read_archive(data: memoryview) -> dict[str, ZipRecord]:
     """Name -> record, of an archive that takes all of `data`.
 
     Raises:
@@ -49,9 +49,9 @@ def read_archive(data: memoryview) -> dict[str, Record]:
         raise MalformedError("its zip directory is cut off or damaged") from exc
 
 
-def _records(data: memoryview) -> dict[str, Record]:
+def _records(data: memoryview) -> dict[str, ZipRecord]:
     count, start, stop = _directory(data)
-    found: dict[str, Record] = {}
+    found: dict[str, ZipRecord] = {}
     spans = []
     at = start
     for _ in range(count):
@@ -72,7 +72,7 @@ def _records(data: memoryview) -> dict[str, Record]:
         begin = _local_end(data, local, name_size, start)
         if size > start - begin:
             raise MalformedError(f"its record {printable(name)!r} claims {size} bytes, where {start - begin} are left")
-        found[name] = Record(begin, size, checksum)
+        found[name] = ZipRecord(begin, size, checksum)
         spans.append((local, begin + size))
     if at != stop:
         raise MalformedError("its zip directory does not end where it should")

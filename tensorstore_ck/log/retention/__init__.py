@@ -6,17 +6,17 @@ branches.py   policies at work on a branch, at one entry of the log
 ageing.py     where snapshots are to lie as they age, and how they are encoded
 """
 
-from tensorstore_ck.log.retention.age_rules import Wish, wishes
+from tensorstore_ck.log.retention.age_rules import AgeTarget, wishes
 from tensorstore_ck.log.retention.expiry import candidates, expire, expire_at_put, policies_of, verdicts
-from tensorstore_ck.log.retention.keep_rules import Candidate, Verdict, choose
+from tensorstore_ck.log.retention.keep_rules import KeepCandidate, Verdict, choose
 from tensorstore_ck.log.retention.policy import Best, Policy
 
 __all__ = [
+    "AgeTarget",
     "Best",
-    "Candidate",
+    "KeepCandidate",
     "Policy",
     "Verdict",
-    "Wish",
     "candidates",
     "choose",
     "expire",

@@ -6,29 +6,29 @@ from typing import Final, NamedTuple, Self
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.log import RefTable
 from tensorstore_ck.log.retention.expiry import policies_of
-from tensorstore_ck.log.retention.policy import Policy, Stage
+from tensorstore_ck.log.retention.policy import AgeStage, Policy
 
 NS: Final = 1_000_000_000
-HERE: Final = Stage(0.0, "")
+HERE: Final = AgeStage(0.0, "")
 """The store's own place."""
-AS_IS: Final = Stage(0.0, "as it is")
+AS_IS: Final = AgeStage(0.0, "as it is")
 """Where nobody says anything: what lies here is needed here, and what was moved stays where it is."""
 
 
-class Wish(NamedTuple):
+class AgeTarget(NamedTuple):
     """What is wished of a snapshot, or of a pack."""
 
-    stage: Stage
+    stage: AgeStage
     """Where it is to lie."""
     small: bool
     """Whether it is to be encoded as small as it gets."""
 
-    def with_other(self, other: Self) -> "Wish":
+    def with_other(self, other: Self) -> "AgeTarget":
         """Of what both need: it lies where it is needed soonest."""
-        return Wish(min(self.stage, other.stage), self.small or other.small)
+        return AgeTarget(min(self.stage, other.stage), self.small or other.small)
 
 
-def wishes(view: RefTable, now_ns: int) -> dict[Ulid, Wish]:
+def wishes(view: RefTable, now_ns: int) -> dict[Ulid, AgeTarget]:
     """What is wished of each snapshot that anything holds but an undo window; empty where no policy says anything of ageing.
 
     A snapshot's age counts from when its branch came to it last; of several branches the one counts that needs it soonest, and where none
@@ -37,7 +37,7 @@ def wishes(view: RefTable, now_ns: int) -> dict[Ulid, Wish]:
     Raises:
         InvalidOptionError: a newer build made one of the policies.
     """
-    found: dict[Ulid, Wish] = {}
+    found: dict[Ulid, AgeTarget] = {}
 
     def add(ulid: Ulid, policies: Iterable[Policy], since_ns: int) -> None:
         wish = _wish(policies, (now_ns - since_ns) / NS)
@@ -58,13 +58,13 @@ def wishes(view: RefTable, now_ns: int) -> dict[Ulid, Wish]:
             is_said |= any(policy.ages for policy in own)
             add(ulid, own, info.time_ns)
     for ulid in pinned & found.keys():
-        found[ulid] = Wish(HERE, found[ulid].small)
+        found[ulid] = AgeTarget(HERE, found[ulid].small)
     return found if is_said or view.places() else {}
 
 
-def _wish(policies: Iterable[Policy], age_seconds: float) -> Wish:
+def _wish(policies: Iterable[Policy], age_seconds: float) -> AgeTarget:
     """By the policies of one branch: of several stages the last one that it is old enough for."""
     own = list(policies)
     passed = [stage for policy in own for stage in policy.move_after if age_seconds >= stage.after_seconds]
     young = HERE if any(policy.move_after for policy in own) else AS_IS
-    return Wish(max(passed, default=young), any(policy.recode_after and age_seconds >= policy.recode_after for policy in own))
+    return AgeTarget(max(passed, default=young), any(policy.recode_after and age_seconds >= policy.recode_after for policy in own))

@@ -9,7 +9,7 @@ from tensorstore_ck.common.ids import ZERO_DIGEST, Ulid
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
-from tensorstore_ck.log.retention.keep_rules import Candidate, Verdict, choose, held_anyhow
+from tensorstore_ck.log.retention.keep_rules import KeepCandidate, Verdict, choose, held_anyhow
 from tensorstore_ck.log.retention.policy import Policy
 
 LONG: Final = 256
@@ -50,7 +50,7 @@ def verdicts(
     return choose(candidates(view, ref, coming), list(policies), now_ns, added_bytes)
 
 
-def candidates(view: RefTable, ref: str, coming: SnapshotInfo | None = None) -> list[Candidate]:
+def candidates(view: RefTable, ref: str, coming: SnapshotInfo | None = None) -> list[KeepCandidate]:
     """The snapshots of a branch, oldest first, each once: where it came back to, it is now."""
     holders = _holders(view)
     history: dict[Ulid, SnapshotInfo] = {}
@@ -58,7 +58,7 @@ def candidates(view: RefTable, ref: str, coming: SnapshotInfo | None = None) -> 
     for info in [*visits, *([coming] if coming is not None else [])]:
         history.pop(info.ulid, None)
         history[info.ulid] = info
-    return [Candidate(info, tuple(holders.get(info.ulid, ()))) for info in history.values()]
+    return [KeepCandidate(info, tuple(holders.get(info.ulid, ()))) for info in history.values()]
 
 
 def expire(view: RefTable, ref: str, going: Collection[Ulid]) -> list[Op]:

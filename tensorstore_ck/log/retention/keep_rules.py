@@ -13,7 +13,7 @@ NEWEST: Final = "newest"
 FALLBACK: Final = "fallback"
 
 
-class Candidate(NamedTuple):
+class KeepCandidate(NamedTuple):
     """A snapshot in a branch's history."""
 
     info: SnapshotInfo
@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
 
 
 def choose(
-    history: Sequence[Candidate], policies: Sequence[Policy], now_ns: int, added_bytes: Callable[[SnapshotInfo], int] | None = None
+    history: Sequence[KeepCandidate], policies: Sequence[Policy], now_ns: int, added_bytes: Callable[[SnapshotInfo], int] | None = None
 ) -> list[Verdict]:
     """What becomes of each snapshot of a branch.
 
@@ -65,7 +65,7 @@ def choose(
     ]
 
 
-def held_anyhow(history: Sequence[Candidate]) -> dict[Ulid, list[str]]:
+def held_anyhow(history: Sequence[KeepCandidate]) -> dict[Ulid, list[str]]:
     """What keeps each snapshot of a branch whatever a policy says."""
     reasons = {each.info.ulid: list(each.held_by) for each in history}
     sound = [each.info for each in history[:-1] if not each.info.mark]
@@ -74,7 +74,7 @@ def held_anyhow(history: Sequence[Candidate]) -> dict[Ulid, list[str]]:
     return reasons
 
 
-def _kept(history: Sequence[Candidate], policy: Policy, now_ns: int) -> dict[Ulid, list[str]]:
+def _kept(history: Sequence[KeepCandidate], policy: Policy, now_ns: int) -> dict[Ulid, list[str]]:
     """What the rules of a policy keep, before its limits."""
     found: dict[Ulid, list[str]] = {}
 

@@ -25,7 +25,7 @@ class Best(NamedTuple):
     """``min``: the lowest are best; ``max``: the highest."""
 
 
-class Stage(NamedTuple):
+class AgeStage(NamedTuple):
     """Where packs go when nothing younger needs them."""
 
     after_seconds: float
@@ -58,7 +58,7 @@ class Policy:
     """Limit: what is kept takes so many bytes of the store at most; the oldest go first."""
     recode_after: float = 0.0
     """Ageing: what has been there for so many seconds is encoded as small as it gets."""
-    move_after: tuple[Stage, ...] = ()
+    move_after: tuple[AgeStage, ...] = ()
     """Ageing: and goes to a colder place."""
 
     @property
@@ -153,13 +153,13 @@ def _bests(value: object, name: str) -> tuple[Best, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _stages(value: object, name: str) -> tuple[Stage, ...]:
+def _stages(value: object, name: str) -> tuple[AgeStage, ...]:
     several = value if isinstance(value, list | tuple) and value and all(isinstance(each, list | tuple) for each in value) else [value]
     found = []
     for each in several:
         if not (isinstance(each, list | tuple) and len(each) == 2):
             raise InvalidOptionError(f'{name} must be like ("30d", "s3://bucket/prefix"), not {each!r}', object_id=name)
-        found.append(Stage(_seconds(each[0], name), check_place(each[1])))
+        found.append(AgeStage(_seconds(each[0], name), check_place(each[1])))
     if len(found) > MAX_STAGES or len({stage.after_seconds for stage in found}) < len(found):
         raise InvalidOptionError(f"{name} must have at most {MAX_STAGES} stages, at different ages", object_id=name)
     return tuple(sorted(found))

@@ -34,7 +34,7 @@ Blocks = npt.NDArray[Any]
 """Rows of `BLOCK_DTYPE`, by pack and offset; ``pack`` counts in a table of packs."""
 
 
-class Piece(NamedTuple):
+class CopyPiece(NamedTuple):
     """Blocks that are copied together."""
 
     packs: Sequence[Ulid]
@@ -73,13 +73,13 @@ class Pace(NamedTuple):
         return None if bytes_per_second is None else cls(RateLimit(bytes_per_second), RateLimit(bytes_per_second))
 
 
-def cut_pieces(packs: Sequence[Ulid], blocks: Blocks) -> Iterator[Piece]:
+def cut_pieces(packs: Sequence[Ulid], blocks: Blocks) -> Iterator[CopyPiece]:
     """The blocks in pieces of about `PIECE_BYTES`, in the order of the source's packs."""
     ordered = blocks[np.lexsort((blocks["offset"], blocks["pack"]))]
     numbers = np.cumsum(ordered["stored"], dtype=np.int64) // PIECE_BYTES
     for piece in np.split(ordered, np.flatnonzero(np.diff(numbers)) + 1):
         if len(piece):
-            yield Piece(packs, piece)
+            yield CopyPiece(packs, piece)
 
 
 def copy_piece(
@@ -87,7 +87,7 @@ def copy_piece(
     target: Backend,
     new_id: IdSource,
     pace: Pace | None,
-    piece: Piece,
+    piece: CopyPiece,
     *,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Copied:

@@ -7,7 +7,7 @@ from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.branch_conflict import branch_command, moved_by
 from tensorstore_ck.errors import ConflictError
-from tensorstore_ck.log import Move
+from tensorstore_ck.log import BranchMove
 
 
 class BranchPlan(NamedTuple):
@@ -16,7 +16,7 @@ class BranchPlan(NamedTuple):
     name: str
     head: Digest | None
     """Where the target has it; None: nowhere."""
-    moves: list[Move]
+    moves: list[BranchMove]
     """What is to be done there, in order."""
     is_ahead: bool
     """The target has all of the source's history, and more."""
@@ -58,7 +58,7 @@ def plan_branch(source: Engine, target: Engine, name: str) -> BranchPlan:
     )
 
 
-def _done(source: Engine, name: str, moves: list[Move], root: Digest, times: int) -> int | None:
+def _done(source: Engine, name: str, moves: list[BranchMove], root: Digest, times: int) -> int | None:
     """How many of the source's moves the target has made that is at `root` for the `times`-th time; None: it made others."""
     at = [number for number, move in enumerate(moves) if move.root == root]
     if at:

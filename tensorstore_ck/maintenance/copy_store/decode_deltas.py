@@ -6,9 +6,9 @@ from tensorstore_ck.common.ids import Digest, block_id
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.part_extents import chain_of, location_of
-from tensorstore_ck.engine.reachability import Places
+from tensorstore_ck.engine.reachability import BlockLocations
 from tensorstore_ck.engine.read.block_reader import decode_at
-from tensorstore_ck.engine.write.pack_writer import Encoding, PackWriter
+from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec import HEAD_BYTES, Encoder, elements_in
 from tensorstore_ck.format.pack import pack_name
@@ -17,7 +17,7 @@ from tensorstore_ck.maintenance.copy_store.blocks import Copied
 
 
 def copy_decoded(
-    source: Engine, target: Engine, part: Part, places: Places, rows: Mapping[Digest, int], *, advance: Callable[[int], None]
+    source: Engine, target: Engine, part: Part, places: BlockLocations, rows: Mapping[Digest, int], *, advance: Callable[[int], None]
 ) -> Copied:
     """Copies the blocks in these extent `rows`; all of them are durable when it returns.
 
@@ -37,7 +37,7 @@ def copy_decoded(
             )
         head = bytearray(min(place.stored, HEAD_BYTES))
         source.backend.read_into(name, place.offset, memoryview(head))
-        writer.add([raw], lambda _: Encoding(Encoder("fast").numbers(raw, elements_in(place.codec, head))))
+        writer.add([raw], lambda _: BlockEncoding(Encoder("fast").numbers(raw, elements_in(place.codec, head))))
         advance(len(raw))
 
     try:

@@ -26,7 +26,7 @@ from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.maintenance.copy_store.blocks import Pace
 from tensorstore_ck.maintenance.copy_store.branch_plan import BranchPlan, plan_branch
 from tensorstore_ck.maintenance.copy_store.report import CopiedRef, CopyReport, Progress
-from tensorstore_ck.maintenance.copy_store.snapshots import Meter, SnapshotCopier
+from tensorstore_ck.maintenance.copy_store.snapshots import CopyMeter, SnapshotCopier
 
 NOTES_AN_ENTRY: Final = 64
 MAX_NAMES_SHOWN: Final = 8
@@ -114,7 +114,7 @@ class _Copy:
         plans = [self._plan(name, kind) for name, kind in _chosen(self._from, globs)]
         there = {info.root for plan in plans for info in self._infos(plan.held) if self._to.by_root(info.root) is not None}
         needed = {info.root: info.logical_bytes for plan in plans for info in self._infos(plan.missing) if info.root not in there}
-        self._meter = Meter(self._progress, sum(needed.values()))
+        self._meter = CopyMeter(self._progress, sum(needed.values()))
         self._copier = SnapshotCopier(self._source, self._target, self._pace, self._meter, self._executor)
         copied = [self._copy(plan) for plan in plans]
         meter = self._meter

@@ -15,8 +15,8 @@ from tensorstore_ck.common.executor import Executor
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.part_extents import extents_of
-from tensorstore_ck.engine.reachability import Places, require_live, resolve
-from tensorstore_ck.engine.write.dedup import KnownBlocks
+from tensorstore_ck.engine.reachability import BlockLocations, require_live, resolve
+from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.put import MAX_TRIES, commit_rescue
 from tensorstore_ck.errors import DamageError, SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.format.codec import BASED
@@ -24,7 +24,7 @@ from tensorstore_ck.format.part import Part, part_name
 from tensorstore_ck.format.record import Record, record_name
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.block_index import Location
-from tensorstore_ck.maintenance.copy_store.blocks import BLOCK_DTYPE, Blocks, Copied, Pace, Piece, copy_piece, cut_pieces
+from tensorstore_ck.maintenance.copy_store.blocks import BLOCK_DTYPE, Blocks, Copied, CopyPiece, Pace, copy_piece, cut_pieces
 from tensorstore_ck.maintenance.copy_store.decode_deltas import copy_decoded
 from tensorstore_ck.maintenance.copy_store.report import Progress
 
@@ -32,7 +32,7 @@ Arrange = Callable[[RefTable, Op], list[Op]]
 """Given the target at its head and a put: checks the ref, and returns the operations that publish the snapshot under it."""
 
 
-class Meter:
+class CopyMeter:
     """Adds up what was copied, and reports how far that is."""
 
     def __init__(self, progress: Progress, total_bytes: int) -> None:
@@ -62,7 +62,7 @@ class Meter:
 class SnapshotCopier:
     """Copies snapshots from one store to another, one at a time."""
 
-    def __init__(self, source: Engine, target: Engine, pace: Pace | None, meter: Meter, executor: Executor | None = None) -> None:
+    def __init__(self, source: Engine, target: Engine, pace: Pace | None, meter: CopyMeter, executor: Executor | None = None) -> None:
         """Without an executor, pieces are copied one after another, each by the threads of this process."""
         self._source = source
         self._target = target
@@ -117,7 +117,7 @@ class SnapshotCopier:
             nearest = self._nearest(record, ref)
             for rank in range(len(record.parts)):
                 theirs = self._source.read_part(record, rank)
-                known = KnownBlocks(self._target, nearest, theirs.rank, theirs.world_size)
+                known = DedupIndex(self._target, nearest, theirs.rank, theirs.world_size)
                 part = self._copy_part(info, theirs, known, anchor)
                 ulid, encoded = self._target.new_id(), part.encode()
                 self._put(part_name(ulid), encoded)
@@ -173,7 +173,7 @@ class SnapshotCopier:
                 break
         return _relocated(part, ids, located, anchor)
 
-    def _run(self, pieces: Iterable[Piece]) -> Iterator[Copied]:
+    def _run(self, pieces: Iterable[CopyPiece]) -> Iterator[Copied]:
         source, target = self._source.backend, self._target.backend
         work = partial(copy_piece, source, target, self._target.new_id, self._pace)
         if self._executor is not None:
@@ -209,7 +209,7 @@ class SnapshotCopier:
         self._meter.written_bytes += len(data)
 
 
-def _rows(places: Places, missing: dict[Digest, int]) -> Blocks:
+def _rows(places: BlockLocations, missing: dict[Digest, int]) -> Blocks:
     rows = np.zeros(len(missing), BLOCK_DTYPE)
     extents = places.extents[list(missing.values())]
     for field in ("pack", "offset", "stored", "raw", "codec"):

@@ -30,29 +30,29 @@ class Tensor(NamedTuple):
     spec: TensorSpec
 
 
-class Value(NamedTuple):
+class StoredValue(NamedTuple):
     """One value, encoded as in the part of `reader`."""
 
     reader: SnapshotReader
     encoded: Any
 
 
-class Contents:
+class SnapshotContents:
     """What some parts of a snapshot hold, by name: those of all ranks, with all their layouts, or one rank state."""
 
     def __init__(self, readers: Sequence[SnapshotReader]) -> None:
         self.readers = readers
         self.tensors: dict[str, Tensor] = {}
-        self.values: dict[str, Value] = {}
+        self.values: dict[str, StoredValue] = {}
         for reader in readers:
             prefix = part_prefix(reader.part)
             for number, spec in enumerate(reader.layout.tensors):
                 self.tensors.setdefault(prefix + spec.name, Tensor(reader, number, spec))
             for path, encoded in values_of(reader).items():
-                self.values.setdefault(prefix + path, Value(reader, encoded))
+                self.values.setdefault(prefix + path, StoredValue(reader, encoded))
 
 
-NOTHING: Final = Contents(())
+NOTHING: Final = SnapshotContents(())
 
 
 class OpenSnapshot:
@@ -66,11 +66,11 @@ class OpenSnapshot:
         self._budget = first.budget
         self.ranks = first.world_size
         self.rank_states = len(self.record.parts) - self.ranks
-        self.shared = Contents([first, *map(self._reader, first_ranks(first.part.layout_of or b"")[1:])])
+        self.shared = SnapshotContents([first, *map(self._reader, first_ranks(first.part.layout_of or b"")[1:])])
 
-    def rank_state(self, rank: int) -> Contents:
+    def rank_state(self, rank: int) -> SnapshotContents:
         """What is a rank's alone."""
-        return Contents([self._reader(self.ranks + rank)]) if rank < self.rank_states else NOTHING
+        return SnapshotContents([self._reader(self.ranks + rank)]) if rank < self.rank_states else NOTHING
 
     def part_id(self, rank: int) -> bytes:
         """The id of a part."""
@@ -104,7 +104,7 @@ def values_of(reader: SnapshotReader) -> dict[str, Any]:
     return {leaf.path: reader.values[leaf.index] for leaf in leaves(tree) if leaf.kind == "value"}
 
 
-def identity(value: Value) -> object:
+def identity(value: StoredValue) -> object:
     """What is equal for equal values: NaNs and 1 and True told apart by their bits, large values by their blocks."""
     blob, part = _blob_number(value.encoded), value.reader.part
     if blob is None or not 0 < blob < len(part.blobs):
@@ -113,7 +113,7 @@ def identity(value: Value) -> object:
     return value.encoded[1], part.ids[rows.start * DIGEST_BYTES : rows.stop * DIGEST_BYTES]
 
 
-def shown(value: Value) -> object:
+def shown(value: StoredValue) -> object:
     """A value for display."""
     encoded, part = value.encoded, value.reader.part
     blob = _blob_number(encoded)

@@ -15,14 +15,14 @@ import numpy as np
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import WantedBox
-from tensorstore_ck.engine.read.block_reader import MemoryTarget
+from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.format.part import Part, part_name
-from tensorstore_ck.format.part_index import Held
-from tensorstore_ck.format.sharding import Box
+from tensorstore_ck.format.part_index import RegionBytes
+from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.maintenance.describe.contents import Contents, OpenSnapshot, Tensor, form, identity, shown
+from tensorstore_ck.maintenance.describe.contents import OpenSnapshot, SnapshotContents, Tensor, form, identity, shown
 
 COMPARE_BYTES: Final = 64 << 20
 """Of each snapshot, what is read at a time."""
@@ -99,7 +99,7 @@ def diff_snapshots(engine: Engine, old_info: SnapshotInfo, new_info: SnapshotInf
     )
 
 
-def _forms(contents: Contents) -> list[object]:
+def _forms(contents: SnapshotContents) -> list[object]:
     """What a state looks like, however it is spread over ranks."""
     layouts = [reader.layout for reader in contents.readers]
     return [(list(layout.tensors), layout.tree, list(layout.storages)) for layout in layouts]
@@ -112,7 +112,7 @@ _Changed = dict[tuple[SnapshotReader, int], int]
 """(reader of the new snapshot, tensor) -> bytes of its blocks that differ."""
 
 
-def _changed_by_part(opened_old: OpenSnapshot, opened_new: OpenSnapshot, old: Contents, new: Contents) -> _Changed:
+def _changed_by_part(opened_old: OpenSnapshot, opened_new: OpenSnapshot, old: SnapshotContents, new: SnapshotContents) -> _Changed:
     """Of layouts that both snapshots have for the same ranks: part by part, and parts with one id are not read."""
     if [reader.ranks for reader in old.readers] != [reader.ranks for reader in new.readers]:
         return {}
@@ -136,7 +136,7 @@ def _changed_by_part(opened_old: OpenSnapshot, opened_new: OpenSnapshot, old: Co
     return found
 
 
-def _changed_in_part(old: Part, new: Part, held: Held) -> int:
+def _changed_in_part(old: Part, new: Part, held: RegionBytes) -> int:
     """Bytes of what two parts have in one place that differ."""
     if held.is_inline:
         stop = held.first + held.lengths[0]
@@ -144,7 +144,7 @@ def _changed_in_part(old: Part, new: Part, held: Held) -> int:
     return sum(length for row, length in zip(held.rows, held.lengths, strict=True) if old.block_id(row) != new.block_id(row))
 
 
-def _tensor_changes(old: Contents, new: Contents, changed: _Changed) -> list[TensorChange]:
+def _tensor_changes(old: SnapshotContents, new: SnapshotContents, changed: _Changed) -> list[TensorChange]:
     before = dict(old.tensors)
     changes = []
     for name, tensor in new.tensors.items():
@@ -164,14 +164,14 @@ def _tensor_changes(old: Contents, new: Contents, changed: _Changed) -> list[Ten
     return changes
 
 
-def _is_same_place(one: Tensor, two: Tensor, old: Contents, new: Contents) -> bool:
+def _is_same_place(one: Tensor, two: Tensor, old: SnapshotContents, new: SnapshotContents) -> bool:
     return one.number == two.number and old.readers.index(one.reader) == new.readers.index(two.reader)
 
 
 class _Block(NamedTuple):
     """Some elements of a tensor, and their content: the id of a block, or the bytes themselves where they lie inside a part."""
 
-    boxes: tuple[Box, ...]
+    boxes: tuple[BoxBounds, ...]
     size_bytes: int
     content: bytes
     is_inline: bool
@@ -240,7 +240,7 @@ def _read(tensor: Tensor, blocks: Sequence[_Block]) -> memoryview:
     for block in blocks:
         for box in block.boxes:
             stop = at + prod(box.sizes) * tensor.spec.item_bytes
-            wanted.append(WantedBox(tensor.number, box, MemoryTarget(memory[at:stop])))
+            wanted.append(WantedBox(tensor.number, box, BufferTarget(memory[at:stop])))
             at = stop
     tensor.reader.read_boxes(wanted)
     return memory
@@ -253,7 +253,7 @@ def _differing(one: Buffer, two: Buffer) -> int:
 # --- values ------------------------------------------------------------------------------------------------------------
 
 
-def _value_changes(old: Contents, new: Contents) -> list[ValueChange]:
+def _value_changes(old: SnapshotContents, new: SnapshotContents) -> list[ValueChange]:
     before = dict(old.values)
     changes = []
     for path, value in new.values.items():

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from tensorstore_ck.common.ids import Digest
-from tensorstore_ck.engine.reachability import Places
+from tensorstore_ck.engine.reachability import BlockLocations
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.format.codec import codec_name
 from tensorstore_ck.format.part import Part
@@ -12,13 +12,13 @@ from tensorstore_ck.log.snapshot import GroupCost
 from tensorstore_ck.maintenance.describe.contents import part_prefix
 
 
-class Costs:
+class GroupCosts:
     """Adds up parts, of which none is kept; each block counts once in its group."""
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
 
-    def add(self, reader: SnapshotReader, part: Part, places: Places) -> None:
+    def add(self, reader: SnapshotReader, part: Part, places: BlockLocations) -> None:
         """The tensors of a part; `reader` knows its layout."""
         plan = reader.plan_of(part, reader.name)
         for number, spec in enumerate(reader.layout.tensors):

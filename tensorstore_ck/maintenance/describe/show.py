@@ -13,7 +13,7 @@ from tensorstore_ck.format.record import decode_metadata, record_name
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot, SnapshotDetails
 from tensorstore_ck.maintenance.describe.contents import OpenSnapshot, Tensor, form, shown
-from tensorstore_ck.maintenance.describe.group_costs import Costs
+from tensorstore_ck.maintenance.describe.group_costs import GroupCosts
 
 REMOTE_THREADS: Final = 8
 
@@ -23,7 +23,7 @@ def describe(engine: Engine, info: SnapshotInfo) -> SnapshotDetails:
     opened = OpenSnapshot(engine, info)
     tensors: list[tuple[str, str, tuple[int, ...], int]] = []
     values: dict[str, Any] = {}
-    costs = Costs()
+    costs = GroupCosts()
     for contents in chain([opened.shared], map(opened.rank_state, range(opened.rank_states))):
         tensors += [(name, *form(tensor.spec)) for name, tensor in contents.tensors.items()]
         values |= {path: shown(value) for path, value in contents.values.items()}
@@ -55,7 +55,7 @@ def _placement(tensor: Tensor) -> str:
     return f"{','.join(along)} on {'x'.join(map(str, layout.meshes[spread.mesh].shape))}"
 
 
-def _stored(engine: Engine, opened: OpenSnapshot, costs: Costs) -> tuple[int, tuple[str, ...]]:
+def _stored(engine: Engine, opened: OpenSnapshot, costs: GroupCosts) -> tuple[int, tuple[str, ...]]:
     """What the distinct blocks of all parts take, and the packs that they are in; adds those that all ranks hold together to `costs`."""
     reader_of = {rank: reader for reader in opened.shared.readers for rank in reader.ranks}
     packs: dict[Ulid, dict[int, int]] = {}

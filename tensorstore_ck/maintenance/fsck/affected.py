@@ -26,7 +26,7 @@ NOTHING: Final = ("no tensor: it restores, but is not whole",)
 """Hit by the loss of a part that holds no bytes."""
 
 
-class Hits:
+class AffectedTensors:
     """The layouts of one snapshot's parts."""
 
     def __init__(self, engine: Engine, info: SnapshotInfo, record: Record, world_size: int, layout_of: bytes | None) -> None:

@@ -20,7 +20,7 @@ Ids = npt.NDArray[np.uint8]
 _SHARED: Final = ("offset", "stored", "raw", "codec")
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     """A copy of a block, as a footer tells of it."""
 
     pack: Ulid
@@ -58,9 +58,9 @@ class BlockTables:
         return set() if rows is None else {Digest(block.tobytes()) for block in rows["id"][rows["raw"] != 0]}
 
 
-def find_copies(packs: Packs, wanted: Collection[Digest], *, unless: Mapping[Ulid, Collection[int]]) -> dict[Digest, list[Place]]:
+def find_copies(packs: Packs, wanted: Collection[Digest], *, unless: Mapping[Ulid, Collection[int]]) -> dict[Digest, list[BlockPlace]]:
     """Where blocks lie, by the footers of all listed packs: every place but the entries in `unless`, and those that are known to be bad."""
-    found: dict[Digest, list[Place]] = {}
+    found: dict[Digest, list[BlockPlace]] = {}
     if not wanted:
         return found
     wanted = set(wanted)
@@ -71,7 +71,7 @@ def find_copies(packs: Packs, wanted: Collection[Digest], *, unless: Mapping[Uli
         for entry in _hits(ids, heads):
             block = Digest(ids[entry].tobytes())
             if block in wanted and entry not in unless.get(pack, ()) and not (bad and entry in bad.entries):
-                found.setdefault(block, []).append(Place(pack, entry, footer.entries[entry : entry + 1].copy()))
+                found.setdefault(block, []).append(BlockPlace(pack, entry, footer.entries[entry : entry + 1].copy()))
     return found
 
 

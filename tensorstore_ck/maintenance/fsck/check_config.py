@@ -15,7 +15,7 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import CorruptObjectError, DamageError, FormatVersionError, NotAStoreError, StoreError
 from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
-from tensorstore_ck.log import Chain, logs_in
+from tensorstore_ck.log import EntryReader, logs_in
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
 from tensorstore_ck.maintenance.fsck.repairable import command
 
@@ -33,7 +33,7 @@ class FoundConfig(NamedTuple):
 
 def is_of_log(backend: Backend, config: StoreConfig) -> bool | None:
     """Whether the log in `backend` is that of the store which `config` names; None where its first entries do not tell."""
-    chain = Chain(backend, uuid=uuid.UUID(config.uuid).bytes, prefix=config.log)
+    chain = EntryReader(backend, uuid=uuid.UUID(config.uuid).bytes, prefix=config.log)
     try:
         first = chain.read(1)
         if first is None or first.prev == chain.genesis:

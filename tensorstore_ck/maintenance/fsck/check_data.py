@@ -21,7 +21,7 @@ from tensorstore_ck.format.codec import BASED, Codec, decode
 from tensorstore_ck.format.pack import Footer, pack_name, stored_check
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
-from tensorstore_ck.maintenance.fsck.last_verified import Verified
+from tensorstore_ck.maintenance.fsck.last_verified import LastVerified
 from tensorstore_ck.maintenance.fsck.options import FsckOptions
 
 PIECE_BYTES: Final = 32 << 20
@@ -34,7 +34,7 @@ DISK_QUEUE: Final = 1
 Rows = npt.NDArray[Any]
 
 
-class Piece(NamedTuple):
+class PackPiece(NamedTuple):
     """Neighbouring blocks of one pack, from entry `first` on."""
 
     pack: Ulid
@@ -46,13 +46,13 @@ class Piece(NamedTuple):
 class PieceResult(NamedTuple):
     """What became of a piece."""
 
-    piece: Piece
+    piece: PackPiece
     read_bytes: int
     bad: Sequence[tuple[int, str]]
     """(entry, what is wrong with it)."""
 
 
-def check_piece(backend: Backend, piece: Piece) -> PieceResult:
+def check_piece(backend: Backend, piece: PackPiece) -> PieceResult:
     """Reads every block of a piece and compares it with its hash."""
     bad: list[tuple[int, str]] = []
     buffer = memoryview(bytearray(max(map(_stored_bytes, _runs(piece.entries)), default=0)))
@@ -83,7 +83,7 @@ class DataCheck:
         self._engine = engine
         self._packs = packs
         self._deadline_ns = deadline_ns
-        self._verified = Verified(engine.table, packs.listed)
+        self._verified = LastVerified(engine.table, packs.listed)
         self._left: dict[Ulid, int] = {}
         self.chosen = self._choose(options, suspects) if chosen is None else chosen
         """Packs to be read, in order."""
@@ -125,7 +125,7 @@ class DataCheck:
         self.run(lambda count: None)
         self.is_out_of_time = was_late
 
-    def _check_in_time(self, piece: Piece) -> PieceResult | None:
+    def _check_in_time(self, piece: PackPiece) -> PieceResult | None:
         """Pieces are drawn some time before it is their turn."""
         return None if self._is_late() else check_piece(self._engine.backend, piece)
 
@@ -151,7 +151,7 @@ class DataCheck:
             wanted_bytes -= listed[pack].size_bytes
         return chosen
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _pieces(self) -> Iterator[PackPiece]:
         for pack in self.chosen:
             footer = self._packs.footer(pack)
             if not isinstance(footer, Footer) or not len(footer.entries):
@@ -162,7 +162,7 @@ class DataCheck:
             for entries in _cut(footer.entries, PIECE_BYTES):
                 if self._is_late():
                     return
-                yield Piece(pack, first, entries)
+                yield PackPiece(pack, first, entries)
                 first += len(entries)
 
     def _take(self, result: PieceResult) -> None:

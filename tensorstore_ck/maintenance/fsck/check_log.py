@@ -16,7 +16,7 @@ from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.errors import BrokenLogError, DamageError, FormatVersionError, MissingObjectError, StoreError
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
-from tensorstore_ck.log import Chain, Entry, Head, Log, RefTable, chain_break
+from tensorstore_ck.log import Entry, EntryReader, Head, Log, RefTable, chain_break
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.checkpoint import Checkpoint, checkpoint_folder, checkpoint_number, decode_checkpoint, dump, load
 from tensorstore_ck.log.fold import fold
@@ -66,7 +66,7 @@ class LogCheck:
         """The ref table."""
         return RefTable(self.table)
 
-    def follow(self, chain: Chain) -> bool:
+    def follow(self, chain: EntryReader) -> bool:
         """Folds what was appended meanwhile; whether there was anything. Damage ends it: whoever reads the log next will tell."""
         before, last_hash = self.last, self.last_hash if self.last else chain.genesis
         if last_hash is None:
@@ -100,7 +100,7 @@ class _LogChecker:
         self._backend = backend
         self._fill = fill
         self._prefix = prefix
-        self._chain = Chain(backend, uuid=uuid or bytes(16), prefix=prefix)
+        self._chain = EntryReader(backend, uuid=uuid or bytes(16), prefix=prefix)
         self._check = LogCheck()
         self._prev: Digest | None = self._chain.genesis if uuid is not None else None
         """The hash of the entry before; None where that is not known."""
@@ -278,7 +278,7 @@ def _foreign(name: str, kind: str) -> LogProblem:
     return LogProblem("foreign_object", name, f"it is no {kind}, and nothing reads it: delete it if nobody knows it", is_error=False)
 
 
-def host_saw_more(check: LogCheck, head: Head | None, chain: Chain) -> LogProblem | None:
+def host_saw_more(check: LogCheck, head: Head | None, chain: EntryReader) -> LogProblem | None:
     """Whether this host's cache, or this user, has seen the entry `head` before the check, and the log does not hold it any more."""
     if head is None or (head.n == check.last and check.last_hash in (None, head.hash)):
         return None

@@ -23,7 +23,7 @@ FOOTER_CACHE_BYTES: Final = 64 << 20
 REMOTE_THREADS: Final = 8
 
 
-class Listed(NamedTuple):
+class ListedPacks(NamedTuple):
     """One pack, as listed."""
 
     size_bytes: int
@@ -48,7 +48,7 @@ class BadBlocks:
 class Packs:
     """The packs of a store. Thread-safe."""
 
-    def __init__(self, backend: Backend, listed: dict[Ulid, Listed]) -> None:
+    def __init__(self, backend: Backend, listed: dict[Ulid, ListedPacks]) -> None:
         self._backend = backend
         self.listed = listed
         self.problems: dict[Ulid, PackProblem] = {}

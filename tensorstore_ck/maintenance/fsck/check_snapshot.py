@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, Ulid
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import Places, grouped, resolve
+from tensorstore_ck.engine.reachability import BlockLocations, grouped, resolve
 from tensorstore_ck.errors import CorruptObjectError, StoreError
 from tensorstore_ck.format.codec import base_count
 from tensorstore_ck.format.pack import Footer, pack_name
@@ -19,7 +19,7 @@ from tensorstore_ck.format.part import Extents, Part, decode_part, part_name
 from tensorstore_ck.format.record import Record, decode_record, record_name
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.log import ObjectKey, SnapshotInfo
-from tensorstore_ck.maintenance.fsck.affected import Hits
+from tensorstore_ck.maintenance.fsck.affected import AffectedTensors
 from tensorstore_ck.maintenance.fsck.block_tables import Ids
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
@@ -82,7 +82,7 @@ def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_dat
     if record is None:
         return SnapshotCheck(damages, frozenset(needs), size, is_complete=False)
     needs.update(ObjectKey("part", part) for part in record.parts)
-    anchor, hits, lost = 0, Hits(engine, info, record, 0, None), dict[int, Damage]()
+    anchor, hits, lost = 0, AffectedTensors(engine, info, record, 0, None), dict[int, Damage]()
     for rank, ulid in enumerate(record.parts):
         part, part_bytes = _read_part(engine, record, rank)
         size += part_bytes
@@ -90,7 +90,7 @@ def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_dat
             lost[rank] = part
             continue
         if not hits.is_known(rank):
-            hits = Hits(engine, info, record, part.world_size, part.layout_of)
+            hits = AffectedTensors(engine, info, record, part.world_size, part.layout_of)
         anchor = max(anchor, part.anchor)
         places = _resolve(engine, part)
         if isinstance(places, Damage):
@@ -119,11 +119,11 @@ def parts_of(engine: Engine, info: SnapshotInfo) -> Iterator[Part]:
         yield from (part for part in parts if isinstance(part, Part))
 
 
-def placed_parts(engine: Engine, info: SnapshotInfo) -> Iterator[tuple[Part, Places]]:
+def placed_parts(engine: Engine, info: SnapshotInfo) -> Iterator[tuple[Part, BlockLocations]]:
     """The parts of a snapshot that can be read, and where their blocks are."""
     for part in parts_of(engine, info):
         places = _resolve(engine, part)
-        if isinstance(places, Places):
+        if isinstance(places, BlockLocations):
             yield part, places
 
 
@@ -132,7 +132,7 @@ def block_ids(part: Part) -> Ids:
     return np.frombuffer(part.ids + part.base_ids, np.uint8).reshape(-1, DIGEST_BYTES)
 
 
-def by_pack(places: Places) -> Iterator[tuple[Ulid, npt.NDArray[np.int64]]]:
+def by_pack(places: BlockLocations) -> Iterator[tuple[Ulid, npt.NDArray[np.int64]]]:
     """(pack, rows of the extents) for each pack in use; a pack may come twice."""
     for number, rows in grouped(places.extents["pack"]):
         yield places.packs[number], rows
@@ -185,7 +185,7 @@ def _read_part(engine: Engine, record: Record, rank: int) -> tuple[Part | Damage
     return part, size
 
 
-def _resolve(engine: Engine, part: Part) -> Places | Damage:
+def _resolve(engine: Engine, part: Part) -> BlockLocations | Damage:
     """Where the blocks of a part are, or why there is no telling."""
     try:
         return resolve(engine, engine.log.view(), part)
@@ -194,7 +194,9 @@ def _resolve(engine: Engine, part: Part) -> Places | Damage:
         return Damage(exc.kind, exc.object_id, f"{exc} (it says where blocks are that were moved)", ())
 
 
-def _extent_problems(packs: Packs, part: Part, places: Places, record: Record, rank: int, *, read_data: bool) -> Iterator[_PartProblem]:
+def _extent_problems(
+    packs: Packs, part: Part, places: BlockLocations, record: Record, rank: int, *, read_data: bool
+) -> Iterator[_PartProblem]:
     """Compares extents with the packs' footers, with the packs' sizes, and with the blocks that were found bad."""
     ids = block_ids(part)
     for pack, rows in by_pack(places):

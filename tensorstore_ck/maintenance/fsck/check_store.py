@@ -30,10 +30,10 @@ from tensorstore_ck.maintenance.fsck.block_tables import BlockTables, find_copie
 from tensorstore_ck.maintenance.fsck.check_config import config_problem, is_of_log
 from tensorstore_ck.maintenance.fsck.check_data import DataCheck
 from tensorstore_ck.maintenance.fsck.check_log import LogCheck, cache_problem, check_log, host_saw_more
-from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks, Listed, Packs
+from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks, ListedPacks, Packs
 from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, hit_text, merged, parts_of
 from tensorstore_ck.maintenance.fsck.findings import Finding, Findings, FsckReport, Severity, require_reachable
-from tensorstore_ck.maintenance.fsck.freeable import Freeing, why_unreferenced
+from tensorstore_ck.maintenance.fsck.freeable import FreeableObjects, why_unreferenced
 from tensorstore_ck.maintenance.fsck.marked_damaged import judge_marks, packs_of_marked
 from tensorstore_ck.maintenance.fsck.options import FsckOptions, Progress
 from tensorstore_ck.maintenance.fsck.read_only_engine import still_engine
@@ -78,10 +78,10 @@ def run_fsck(
     return Fsck(engine.limited_to(options.max_bytes_per_second), options, executor=executor).run()
 
 
-class Objects(NamedTuple):
+class StoredObjects(NamedTuple):
     """What was listed."""
 
-    by_kind: dict[str, dict[Ulid, Listed]]
+    by_kind: dict[str, dict[Ulid, ListedPacks]]
     other_logs: list[str]
     """Objects of logs that are not in force."""
 
@@ -116,7 +116,7 @@ class Fsck:
         self._broken: list[str] = []
         """Log entries that are missing or damaged."""
         self._rebuilt: dict[Ulid, bytes | None] = {}
-        self._freeing = Freeing(engine)
+        self._freeing = FreeableObjects(engine)
         self._unsure = False
         """Whether there are records or parts that could not be read, so that what they refer to is not known."""
         self.engine = engine
@@ -125,7 +125,7 @@ class Fsck:
         """At the log as this check folded it."""
         self.anchor = 0
         """The entry up to which the log had been folded when the store was looked at."""
-        self.objects = Objects({kind: {} for kind in FOLDERS}, [])
+        self.objects = StoredObjects({kind: {} for kind in FOLDERS}, [])
         self.packs = Packs(self._backend, {})
         self.hit = BlockTables()
         """Blocks that snapshots need and cannot be read."""
@@ -209,7 +209,7 @@ class Fsck:
             folder, ulid = name.partition("/")[0], parse_ulid(name[-26:])
             kind = _KIND_OF.get(folder)
             if kind is not None and ulid is not None and ObjectKey(kind, ulid).name == name:
-                self.objects.by_kind[kind][ulid] = Listed(size_bytes, modified_ns)
+                self.objects.by_kind[kind][ulid] = ListedPacks(size_bytes, modified_ns)
             elif folder in {"log", "checkpoint"} or folder.startswith("log-"):
                 self.objects.other_logs.append(name)
             elif folder not in {"gc", "probe", "writers"}:

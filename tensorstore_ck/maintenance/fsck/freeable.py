@@ -4,7 +4,7 @@ import contextlib
 
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.gc.plan import Plan, plan_gc
+from tensorstore_ck.gc.plan import GcPlan, plan_gc
 from tensorstore_ck.gc.report import Freeable
 from tensorstore_ck.log import ObjectKey, RefTable
 
@@ -18,12 +18,12 @@ def why_unreferenced(view: RefTable, key: ObjectKey) -> str:
     return "nothing refers to it: an interrupted save left it, or one is under way"
 
 
-class Freeing:
+class FreeableObjects:
     """What gc would do now."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._plan: Plan | None = None
+        self._plan: GcPlan | None = None
         self._has_plan = False
 
     @property

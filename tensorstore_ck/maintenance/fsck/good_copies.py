@@ -15,12 +15,12 @@ from tensorstore_ck.errors import DamageError, StoreError
 from tensorstore_ck.format.codec import BASED, Codec, StoredBlock, decode
 from tensorstore_ck.format.pack import Footer, pack_name
 from tensorstore_ck.log import FOLDERS, ObjectKey
-from tensorstore_ck.maintenance.fsck.block_tables import Place, find_copies
-from tensorstore_ck.maintenance.fsck.check_packs import Listed, Packs
+from tensorstore_ck.maintenance.fsck.block_tables import BlockPlace, find_copies
+from tensorstore_ck.maintenance.fsck.check_packs import ListedPacks, Packs
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
 
 
-class Other(NamedTuple):
+class OtherStore(NamedTuple):
     """Another store, whose objects may be what this one lost."""
 
     engine: Engine
@@ -28,27 +28,27 @@ class Other(NamedTuple):
     parts: list[Ulid]
 
 
-def open_other(engine: Engine) -> Other:
+def open_other(engine: Engine) -> OtherStore:
     """Looks at what another store has."""
     with contextlib.suppress(DamageError):  # what it has of its log may be enough
         engine.log.sync()
-    listed: dict[str, dict[Ulid, Listed]] = {}
+    listed: dict[str, dict[Ulid, ListedPacks]] = {}
     for kind in ("pack", "part"):
         found = listed.setdefault(kind, {})
         for info in engine.backend.list(f"{FOLDERS[kind]}/"):
             ulid = parse_ulid(info.name[-26:])
             if ulid is not None and ObjectKey(kind, ulid).name == info.name:
-                found[ulid] = Listed(info.size_bytes, info.modified_ns)
-    return Other(engine, Packs(engine.backend, listed["pack"]), sorted(listed["part"]))
+                found[ulid] = ListedPacks(info.size_bytes, info.modified_ns)
+    return OtherStore(engine, Packs(engine.backend, listed["pack"]), sorted(listed["part"]))
 
 
 class BlockSource:
     """Blocks by their ids."""
 
-    def __init__(self, backend: Backend, packs: Packs, other: Other | None, wanted: Iterable[Digest]) -> None:
+    def __init__(self, backend: Backend, packs: Packs, other: OtherStore | None, wanted: Iterable[Digest]) -> None:
         """Looks for the `wanted` blocks."""
         self._stores = [(backend, packs), *([(other.engine.backend, other.packs)] if other is not None else [])]
-        self._copies: list[dict[Digest, list[Place]]] = [{} for _ in self._stores]
+        self._copies: list[dict[Digest, list[BlockPlace]]] = [{} for _ in self._stores]
         ids = set(wanted)
         while ids:  # then their bases
             bases: set[Digest] = set()
@@ -69,7 +69,7 @@ class BlockSource:
                     return found
         return None
 
-    def _from_bases(self, backend: Backend, packs: Packs, place: Place, block: Digest) -> StoredBlock | None:
+    def _from_bases(self, backend: Backend, packs: Packs, place: BlockPlace, block: Digest) -> StoredBlock | None:
         name, row = pack_name(place.pack), place.row[0]
         bases = [self.get(base) for base in _bases_of(packs, place)]
         try:
@@ -83,12 +83,12 @@ class BlockSource:
         return StoredBlock(Codec.RAW, raw, len(raw)) if block_id(raw) == block else None
 
 
-def _bases_of(packs: Packs, place: Place) -> list[Digest]:
+def _bases_of(packs: Packs, place: BlockPlace) -> list[Digest]:
     footer = packs.footer(place.pack) if int(place.row[0]["codec"]) in BASED else None
     return footer.bases_of(place.entry) if isinstance(footer, Footer) else []
 
 
-def read_block(backend: Backend, place: Place, block: Digest) -> StoredBlock | None:
+def read_block(backend: Backend, place: BlockPlace, block: Digest) -> StoredBlock | None:
     """What is at a place, if it is that block, and can be decoded without others."""
     name, row = pack_name(place.pack), place.row[0]
     stored = memoryview(bytearray(int(row["stored"])))

@@ -17,7 +17,7 @@ _FLUSH_PACKS: Final = 256
 _FLUSH_BYTES: Final = 4 << 30
 
 
-class Verified:
+class LastVerified:
     """Pack -> when it was verified, for the packs that are there. Not thread-safe."""
 
     def __init__(self, table: Table, packs: Collection[Ulid]) -> None:

@@ -11,7 +11,7 @@ from tensorstore_ck.log.block_index import BlockIndex
 from tensorstore_ck.maintenance.fsck.check_log import LogCheck
 
 
-class _StillLog(Log):
+class _FrozenLog(Log):
     """A log that stays where it was folded to."""
 
     def sync(self) -> Head:
@@ -22,7 +22,7 @@ class _StillLog(Log):
 def still_engine(engine: Engine, check: LogCheck) -> Engine:
     """An engine over the same backend, whose ref table is that of `check`."""
     config = engine.config
-    log = _StillLog(
+    log = _FrozenLog(
         engine.backend,
         check.table,
         uuid=uuid.UUID(config.uuid).bytes,

@@ -17,9 +17,9 @@ from tensorstore_ck.engine.reachability import rescue
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec import StoredBlock
 from tensorstore_ck.format.pack import BASE_DTYPE, Entries, Footer, pack_name
-from tensorstore_ck.gc.compact import Move, SparsePack, compact
+from tensorstore_ck.gc.compact import CompactedPack, SparsePack, compact
 from tensorstore_ck.log import ObjectKey, Op, RefTable
-from tensorstore_ck.maintenance.fsck.block_tables import BlockTables, Place
+from tensorstore_ck.maintenance.fsck.block_tables import BlockPlace, BlockTables
 from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, read_block
 
 REMOTE_THREADS = 8
@@ -57,7 +57,7 @@ def repack(engine: Engine, needed: BlockTables, source: BlockSource, anchor: int
     return [outcome if outcome.pack in moved else Repacked(outcome.pack, 0, outcome.blocks + outcome.lost) for outcome in outcomes]
 
 
-def commit_move(engine: Engine, move: Move, anchor: int, needed: Collection[ObjectKey] = ()) -> None:
+def commit_move(engine: Engine, move: CompactedPack, anchor: int, needed: Collection[ObjectKey] = ()) -> None:
     """Puts a relocation in force, if all that it leads to, and `needed` besides, is there and stays.
 
     Raises:
@@ -102,5 +102,5 @@ class _Blocks:
     def _get(self, pack: Ulid, table: Entries, entry: int) -> StoredBlock | None:
         row = table[entry : entry + 1]
         block = Digest(row["id"][0].tobytes())
-        found = read_block(self._engine.backend, Place(pack, entry, row), block)
+        found = read_block(self._engine.backend, BlockPlace(pack, entry, row), block)
         return found if found is not None else self._source.get(block)

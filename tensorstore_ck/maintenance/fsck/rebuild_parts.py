@@ -22,22 +22,22 @@ from tensorstore_ck.format.codec import BASED
 from tensorstore_ck.format.pack import HEADER
 from tensorstore_ck.format.part import EXTENT_DTYPE, Part, decode_part, encode_values, part_name
 from tensorstore_ck.format.record import Record, decode_record, record_name
-from tensorstore_ck.format.relocation import MOVED_DTYPE, Moved
+from tensorstore_ck.format.relocation import MOVED_DTYPE, RelocationMap
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash, unseal
-from tensorstore_ck.gc.compact import Move
+from tensorstore_ck.gc.compact import CompactedPack
 from tensorstore_ck.log import ObjectKey, SnapshotInfo
 from tensorstore_ck.log.block_index import Location
-from tensorstore_ck.maintenance.fsck.block_tables import Place, find_copies
+from tensorstore_ck.maintenance.fsck.block_tables import BlockPlace, find_copies
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
 from tensorstore_ck.maintenance.fsck.check_snapshot import remade_record
-from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, Other
+from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, OtherStore
 from tensorstore_ck.maintenance.fsck.rebuild_packs import commit_move
 from tensorstore_ck.maintenance.fsck.repairable import readable_parts
 
 COPIED: Final = "copied from the other store"
 
 
-class Remaker:
+class PartRebuilder:
     """Makes parts and records of one store anew."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Remaker:
         engine: Engine,
         packs: Packs,
         listed: Mapping[str, Collection[Ulid]],
-        other: Other | None,
+        other: OtherStore | None,
         *,
         safe: frozenset[Ulid],
         anchor: int,
@@ -192,14 +192,14 @@ class Remaker:
 
     # --- where it is --------------------------------------------------------------------------------------------------
 
-    def _publish(self, info: SnapshotInfo, record: Record, parts: Sequence[tuple[Ulid, Move | None]]) -> None:
+    def _publish(self, info: SnapshotInfo, record: Record, parts: Sequence[tuple[Ulid, CompactedPack | None]]) -> None:
         """Writes a record that names parts made anew, and puts their relocations in force."""
         self.overwrite(ObjectKey("snapshot", info.ulid), record.encode())
         for ulid, move in parts:
             if move is not None:
                 commit_move(self._engine, move, self._anchor, [ObjectKey("part", ulid), ObjectKey("snapshot", info.ulid)])
 
-    def _write_part(self, part: Part) -> tuple[Ulid, Move | None]:
+    def _write_part(self, part: Part) -> tuple[Ulid, CompactedPack | None]:
         """A part of the same content, whose blocks are in this store; and the relocation that leads to them, if it has any."""
         if not part.block_count:
             return self._put_part(part._replace(packs=[], extents=np.zeros(0, EXTENT_DTYPE))), None
@@ -221,10 +221,10 @@ class Remaker:
                 offset += place.stored
             entry = numbers[block]
             extents[row] = (0, entry, offsets[entry], place.stored, place.raw, -1, place.codec, 0)
-        moved = Moved(nowhere, targets, np.array(rows, MOVED_DTYPE)).encode()
+        moved = RelocationMap(nowhere, targets, np.array(rows, MOVED_DTYPE)).encode()
         key = ObjectKey("moved", self._engine.new_id())
         self._engine.backend.put(key.name, moved)
-        move = Move(nowhere, key.ulid, object_hash(moved), tuple(targets), np.arange(len(rows)), len(moved))
+        move = CompactedPack(nowhere, key.ulid, object_hash(moved), tuple(targets), np.arange(len(rows)), len(moved))
         return self._put_part(part._replace(packs=[nowhere], extents=extents)), move
 
     def _put_part(self, part: Part) -> Ulid:
@@ -252,11 +252,11 @@ class Remaker:
         return {block: _location(safe[block]) if block in safe else writer.location(block) for block in ids}
 
 
-def _is_plain(place: Place) -> bool:
+def _is_plain(place: BlockPlace) -> bool:
     return int(place.row[0]["codec"]) not in BASED
 
 
-def _location(place: Place) -> Location:
+def _location(place: BlockPlace) -> Location:
     row = place.row[0]
     return Location(place.pack, place.entry, int(row["offset"]), int(row["stored"]), int(row["raw"]), int(row["codec"]))
 

@@ -24,11 +24,11 @@ from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks
 from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, placed_parts
 from tensorstore_ck.maintenance.fsck.check_store import Fsck
 from tensorstore_ck.maintenance.fsck.findings import DAMAGED, FsckReport
-from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, Other, open_other
+from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, OtherStore, open_other
 from tensorstore_ck.maintenance.fsck.marked_damaged import packs_of
 from tensorstore_ck.maintenance.fsck.options import FsckOptions
 from tensorstore_ck.maintenance.fsck.rebuild_packs import repack
-from tensorstore_ck.maintenance.fsck.rebuild_parts import COPIED, Remaker
+from tensorstore_ck.maintenance.fsck.rebuild_parts import COPIED, PartRebuilder
 from tensorstore_ck.maintenance.fsck.repair_log import mend_cache, mend_checkpoints, mend_entries
 from tensorstore_ck.maintenance.fsck.repairable import blocks_in, is_moved_intact, relocations_in_force
 
@@ -40,7 +40,7 @@ MAX_REASON: Final = 400
 
 
 @dataclass(frozen=True, slots=True)
-class Mended:
+class Repaired:
     """One object that was mended."""
 
     object: str
@@ -52,7 +52,7 @@ class RepairReport:
     """What was damaged, what was done, and what is left."""
 
     before: FsckReport
-    mended: tuple[Mended, ...]
+    mended: tuple[Repaired, ...]
     marked: tuple[str, ...]
     """Roots of snapshots that are marked as damaged now."""
     unmarked: tuple[str, ...]
@@ -90,7 +90,7 @@ class _Repair:
         self._engine = engine
         self._options = options
         self._other_engine = other
-        self._other: Other | None = None
+        self._other: OtherStore | None = None
         self._mended: dict[str, str] = {}
         self._bad: dict[Ulid, BadBlocks] = {}
         """Blocks that were found bad; no pack is ever written twice, so they stay bad."""
@@ -125,8 +125,8 @@ class _Repair:
         self._bad = fsck.packs.bad
         return fsck, report
 
-    def _all_mended(self) -> tuple[Mended, ...]:
-        return tuple(Mended(name, how) for name, how in sorted(self._mended.items()))
+    def _all_mended(self) -> tuple[Repaired, ...]:
+        return tuple(Repaired(name, how) for name, how in sorted(self._mended.items()))
 
     # --- log and what is derived from it ------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class _Repair:
                     self._mended[name] = how
         return is_expired or len(self._mended) > before
 
-    def _mend_moved(self, fsck: Fsck, remaker: Remaker, info: SnapshotInfo, relocation: Relocation) -> str | None:
+    def _mend_moved(self, fsck: Fsck, remaker: PartRebuilder, info: SnapshotInfo, relocation: Relocation) -> str | None:
         """Makes a moved object anew, exactly as it was; where that cannot be done, or it closes a circle, the parts that need it."""
         key, data = ObjectKey("moved", relocation.moved), fsck.rebuild(relocation)
         is_intact = is_moved_intact(self._engine.backend, relocation)
@@ -193,17 +193,17 @@ class _Repair:
                 self._mended[part_name(part)] = f"{remade}: {key.name} is {'false' if is_intact else 'lost'}"
         return None
 
-    def _mend_part(self, fsck: Fsck, remaker: Remaker, info: SnapshotInfo, name: str) -> str | None:
+    def _mend_part(self, fsck: Fsck, remaker: PartRebuilder, info: SnapshotInfo, name: str) -> str | None:
         record = fsck.at_log.read_record(info)
         for rank, part in enumerate(record.parts):
             if part_name(part) == name:
                 return remaker.part(part, rank, record, info)
         return None
 
-    def _remaker(self, fsck: Fsck) -> Remaker:
+    def _remaker(self, fsck: Fsck) -> PartRebuilder:
         safe = frozenset(key.ulid for key in fsck.needed if key.kind == "pack") - fsck.hit.packs.keys()
         listed = fsck.objects.by_kind
-        return Remaker(self._engine, fsck.packs, listed, self._other, safe=safe, anchor=fsck.anchor)
+        return PartRebuilder(self._engine, fsck.packs, listed, self._other, safe=safe, anchor=fsck.anchor)
 
     # --- packs --------------------------------------------------------------------------------------------------------
 

@@ -10,11 +10,11 @@ import numpy as np
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import Places
+from tensorstore_ck.engine.reachability import BlockLocations
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.pack import ENTRY_DTYPE, Entries, Footer
 from tensorstore_ck.format.part import Part, decode_part, part_name
-from tensorstore_ck.format.relocation import MOVED_DTYPE, Moved, decode_moved
+from tensorstore_ck.format.relocation import MOVED_DTYPE, RelocationMap, decode_moved
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.log import ObjectKey, RefTable, Relocation
 from tensorstore_ck.maintenance.fsck.block_tables import BlockTables, find_copies
@@ -62,7 +62,7 @@ def readable_parts(engine: Engine, parts: Iterable[Ulid]) -> Iterator[tuple[Ulid
             require_reachable(engine.backend, exc)
 
 
-def blocks_in(packs: Collection[Ulid], parts: Iterable[tuple[Part, Places]]) -> BlockTables:
+def blocks_in(packs: Collection[Ulid], parts: Iterable[tuple[Part, BlockLocations]]) -> BlockTables:
     """What parts say of the blocks in these packs."""
     tables = BlockTables()
     for part, places in parts:
@@ -73,9 +73,9 @@ def blocks_in(packs: Collection[Ulid], parts: Iterable[tuple[Part, Places]]) -> 
     return tables
 
 
-def as_written(part: Part) -> Places:
+def as_written(part: Part) -> BlockLocations:
     """Where a part's blocks were when it was written."""
-    return Places(list(part.packs), part.extents, frozenset())
+    return BlockLocations(list(part.packs), part.extents, frozenset())
 
 
 def relocations_in_force(view: RefTable) -> dict[Ulid, Relocation]:
@@ -112,7 +112,7 @@ def rebuild_moved(packs: Packs, relocation: Relocation, parts: Iterable[tuple[Ul
     rows = [(entry, *targets[row[0]], 0, 0) for entry, row in enumerate(entries.tolist()) if row[4] and row[0] in targets]
     if not rows:
         return None
-    encoded = Moved(relocation.pack, relocation.targets, np.array(rows, MOVED_DTYPE)).encode()
+    encoded = RelocationMap(relocation.pack, relocation.targets, np.array(rows, MOVED_DTYPE)).encode()
     return encoded if object_hash(encoded) == relocation.hash else None
 
 

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tensorstore_ck.backend.cold.cold_backend import PlacedBackend
+from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid, parse_ulid
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.pack import Footer
-from tensorstore_ck.format.relocation import Moved, decode_moved
+from tensorstore_ck.format.relocation import RelocationMap, decode_moved
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.log import ObjectKey, RefTable, Relocation, table_keys, table_rows
 from tensorstore_ck.log.cache import MemoryTable
@@ -25,15 +25,15 @@ from tensorstore_ck.maintenance.fsck.check_packs import Packs
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
 
 
-class Unknown(NamedTuple):
+class LostRelocation(NamedTuple):
     """A moved object that the log does not put in force."""
 
     ulid: Ulid
     hash: Digest
-    moved: Moved
+    moved: RelocationMap
 
 
-def read_unknown(backend: Backend, view: RefTable) -> list[Unknown]:
+def read_unknown(backend: Backend, view: RefTable) -> list[LostRelocation]:
     """The moved objects that `view` does not know, and that gc did not sweep."""
     in_force = {moved for _, moved in view.all_relocations()}
     found = []
@@ -47,11 +47,11 @@ def read_unknown(backend: Backend, view: RefTable) -> list[Unknown]:
         except StoreError as exc:
             require_reachable(backend, exc)
             continue
-        found.append(Unknown(ulid, object_hash(data), moved))
+        found.append(LostRelocation(ulid, object_hash(data), moved))
     return found
 
 
-def find_places(view: RefTable, unknown: Iterable[Unknown], placed: PlacedBackend) -> None:
+def find_places(view: RefTable, unknown: Iterable[LostRelocation], placed: ColdTierBackend) -> None:
     """Lets `placed` learn where packs lie: by the log, by moved objects, and by what is there."""
     placed.learn(view.places())
     for each in unknown:
@@ -62,7 +62,7 @@ def find_places(view: RefTable, unknown: Iterable[Unknown], placed: PlacedBacken
         placed.learn({pack: url for pack in found if pack is not None})
 
 
-def find_relocations(packs: Packs, view: RefTable, unknown: Iterable[Unknown]) -> Iterator[Relocation]:
+def find_relocations(packs: Packs, view: RefTable, unknown: Iterable[LostRelocation]) -> Iterator[Relocation]:
     """Relocations that `view` does not know; older than all that it knows."""
     for ulid, moved_hash, moved in unknown:
         pack = ObjectKey("pack", moved.pack)
@@ -78,7 +78,7 @@ def put_in_force(table: MemoryTable, relocations: list[Relocation]) -> None:
             batch.put(table_keys.relocation_key(found.pack, found.moved), table_rows.encode_row(row))
 
 
-def _holds(packs: Packs, view: RefTable, moved: Moved) -> bool:
+def _holds(packs: Packs, view: RefTable, moved: RelocationMap) -> bool:
     """Whether the targets hold what the pack does; of a pack without a footer, whether they hold such blocks at all."""
     source = packs.footer(moved.pack)
     for number, target in enumerate(moved.targets):

@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, Ulid, ulid_text
-from tensorstore_ck.log import Entry, Move, Op, Pin, RefTable, Relocation, SnapshotInfo, UndoWindow, fold, table_keys, table_rows
+from tensorstore_ck.log import BranchMove, Entry, Op, Pin, RefTable, Relocation, SnapshotInfo, UndoWindow, fold, table_keys, table_rows
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.log.table_rows import TagRow
 
@@ -27,7 +27,7 @@ Make = Callable[[RefTable, int], list[Op]]
 """Operations for the entry of that number, given what it follows and what it did before."""
 
 
-class Kept(NamedTuple):
+class KeptHistory(NamedTuple):
     """What goes into the new log."""
 
     held: Sequence[SnapshotInfo]
@@ -69,9 +69,9 @@ class NewLog:
         return list(_rows(view)) == list(_rows(self.view))
 
 
-def retell(old: MemoryTable, kept: Kept, make_put: Callable[[Ulid], Op], now_ns: int) -> NewLog:
+def retell(old: MemoryTable, kept: KeptHistory, make_put: Callable[[Ulid], Op], now_ns: int) -> NewLog:
     """The new log, after a fold of the old one."""
-    return _Retold(old, kept, make_put, now_ns).run()
+    return _EventReplay(old, kept, make_put, now_ns).run()
 
 
 class _Event(NamedTuple):
@@ -84,8 +84,8 @@ class _Event(NamedTuple):
     make: Make
 
 
-class _Retold:
-    def __init__(self, old: MemoryTable, kept: Kept, make_put: Callable[[Ulid], Op], now_ns: int) -> None:
+class _EventReplay:
+    def __init__(self, old: MemoryTable, kept: KeptHistory, make_put: Callable[[Ulid], Op], now_ns: int) -> None:
         self._table = old
         self._old = RefTable(old)
         self._kept = kept
@@ -138,7 +138,7 @@ class _Retold:
 
     # --- what the old entries did -------------------------------------------------------------------------------------
 
-    def _all_moves(self) -> Iterator[tuple[str, Move]]:
+    def _all_moves(self) -> Iterator[tuple[str, BranchMove]]:
         """Moves of branches, with those that can be undone."""
         for branch in self._old.branches():
             for move in self._old.moves(branch, newest_first=False):

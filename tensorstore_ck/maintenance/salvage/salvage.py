@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Final, NamedTuple, cast
 
 from tensorstore_ck.backend import probe_create
-from tensorstore_ck.backend.cold.cold_backend import PlacedBackend
-from tensorstore_ck.backend.cold.locations import PlaceOpener
+from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
+from tensorstore_ck.backend.cold.locations import LocationOpener
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Clock, Digest, IdSource, Ulid, new_ulid, parse_ulid, ulid_text
 from tensorstore_ck.common.threads import cpu_threads, for_each
@@ -30,12 +30,12 @@ from tensorstore_ck.log import Entry, Log, ObjectKey, Op, RefTable, Relocation, 
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.fsck.check_config import confirmed, is_log_lost
 from tensorstore_ck.maintenance.fsck.check_log import LogCheck, check_log
-from tensorstore_ck.maintenance.fsck.check_packs import Listed, Packs
+from tensorstore_ck.maintenance.fsck.check_packs import ListedPacks, Packs
 from tensorstore_ck.maintenance.fsck.check_snapshot import check_snapshot
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
 from tensorstore_ck.maintenance.fsck.read_only_engine import still_engine
 from tensorstore_ck.maintenance.salvage.lost_relocations import find_places, find_relocations, put_in_force, read_unknown
-from tensorstore_ck.maintenance.salvage.rebuild_log import Kept, NewLog, retell
+from tensorstore_ck.maintenance.salvage.rebuild_log import KeptHistory, NewLog, retell
 from tensorstore_ck.maintenance.salvage.report import Salvaged, SalvageReport, told
 
 REMOTE_THREADS: Final = 8
@@ -57,7 +57,7 @@ def salvage(
         NotAStoreError: there is nothing of a store.
         FormatVersionError: a newer build wrote to this store: salvage with that one.
     """
-    return _Salvage(backend, clock, new_id, open_place or PlaceOpener(backend.url)).run(dry_run=dry_run)
+    return _Salvage(backend, clock, new_id, open_place or LocationOpener(backend.url)).run(dry_run=dry_run)
 
 
 class _Stray(NamedTuple):
@@ -79,7 +79,7 @@ class _Intact(NamedTuple):
 
 class _Salvage:
     def __init__(self, backend: Backend, clock: Clock, new_id: IdSource, open_place: Callable[[str], Backend]) -> None:
-        self._placed = PlacedBackend(backend, open_place)
+        self._placed = ColdTierBackend(backend, open_place)
         self._backend = cast(Backend, self._placed)
         self._clock = clock
         self._new_id = new_id
@@ -121,7 +121,9 @@ class _Salvage:
         if not dry_run:
             self._write(
                 config,
-                retell(filled.table, Kept(held, doubtful, in_use, self._places_of(packs), are_entries_lost), self._put, self._clock()),
+                retell(
+                    filled.table, KeptHistory(held, doubtful, in_use, self._places_of(packs), are_entries_lost), self._put, self._clock()
+                ),
             )
             self._backend.replace(CONFIG_NAME, config.encode())
             if genesis_uuid is None:  # store.json was lost, and with it the uuid that places are marked with
@@ -164,11 +166,11 @@ class _Salvage:
         return log
 
     def _list_packs(self) -> Packs:
-        listed: dict[Ulid, Listed] = {}
+        listed: dict[Ulid, ListedPacks] = {}
         for info in self._backend.list("packs/"):
             ulid = parse_ulid(info.name[-26:])
             if ulid is not None:
-                listed[ulid] = Listed(info.size_bytes, info.modified_ns)
+                listed[ulid] = ListedPacks(info.size_bytes, info.modified_ns)
         return Packs(self._backend, listed)
 
     def _places_of(self, packs: Packs) -> dict[Ulid, str]:

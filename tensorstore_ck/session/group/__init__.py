@@ -1,26 +1,26 @@
 """How the ranks of one group agree on a put or a restore: small records in the group's own key-value store, and the log as the judge.
 
 Knows no torch and no formats: a process group is anything with a rank, a size and a store. No collectives, no pickle, and no wait without
-an end. `Group` counts the attempts of a process group, `Attempt` is one of them, and the caller does the work in `Duties`.
+an end. `Group` counts the attempts of a process group, `Round` is one of them, and the caller does the work in `Participant`.
 """
 
-from tensorstore_ck.session.group.attempt import GRACE_SECONDS, Attempt
-from tensorstore_ck.session.group.channel import Channel, ChannelError, KeyValue, Runner
+from tensorstore_ck.session.group.attempt import GRACE_SECONDS, Round
+from tensorstore_ck.session.group.channel import Channel, ChannelError, KeyValue, StoreRunner
 from tensorstore_ck.session.group.group import Group, StoreThread, open_group
 from tensorstore_ck.session.group.liveness import DEAD_AFTER_SECONDS
-from tensorstore_ck.session.group.participant import Duties
+from tensorstore_ck.session.group.participant import Participant
 from tensorstore_ck.session.group.rank_messages import disagreements, named_ranks
 
 __all__ = [
     "DEAD_AFTER_SECONDS",
     "GRACE_SECONDS",
-    "Attempt",
     "Channel",
     "ChannelError",
-    "Duties",
     "Group",
     "KeyValue",
-    "Runner",
+    "Participant",
+    "Round",
+    "StoreRunner",
     "StoreThread",
     "disagreements",
     "named_ranks",

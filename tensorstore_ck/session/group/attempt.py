@@ -3,16 +3,16 @@
     turn           whether it takes place at all, where rank 0 says so before anybody prepares
     hello/<rank>   what each rank is about to do; rank 0 waits for all and compares
     go             what rank 0 tells all, after which each rank does its work
-    <name>/<rank>  what some ranks tell rank 0 in the midst of it, and <name>, what rank 0 answers: see `Attempt.ask`, `Attempt.answer`
+    <name>/<rank>  what some ranks tell rank 0 in the midst of it, and <name>, what rank 0 answers: see `Round.ask`, `Round.answer`
     done/<rank>    what came of it; rank 0 waits for all and commits, which decides the outcome
     failed         a rank that could not: rank 0 waits no longer
     outcome        what the log says: {put: record}, {abort: reason}, or {ask: text} when rank 0 could not find out
 
-The log is the judge, through `Duties.settle`: whoever gives up, rank 0 or another, first has the log say "abort", unless it says "put"
+The log is the judge, through `Participant.settle`: whoever gives up, rank 0 or another, first has the log say "abort", unless it says "put"
 already. The channel only spreads what the log says, so a rank that dies or stalls anywhere, or a channel that breaks, costs time and an
 attempt, never agreement. A restore leaves nothing in the log; there the first outcome in the channel counts. What is told of an error has
-its class (`Reason`), so that all ranks raise the same: what a user must change is never an aborted attempt, to be tried again. Knows no
-torch, no formats and no backend.
+its class (`FailureReason`), so that all ranks raise the same: what a user must change is never an aborted attempt, to be tried again.
+Knows no torch, no formats and no backend.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,23 +33,23 @@ from tensorstore_ck.errors import (
 )
 from tensorstore_ck.format.sealed import Body, take, take_count
 from tensorstore_ck.session.group.channel import Channel, ChannelError, LateError, SilentError, decode_record, encode_record
-from tensorstore_ck.session.group.failure_reason import Reason, RefusedError
-from tensorstore_ck.session.group.participant import Duties
+from tensorstore_ck.session.group.failure_reason import FailureReason, RankRefusedError
+from tensorstore_ck.session.group.participant import Participant
 from tensorstore_ck.session.group.rank_messages import error_text, named_ranks, unheard
-from tensorstore_ck.session.group.round_ledger import Ledger
+from tensorstore_ck.session.group.round_ledger import RoundLedger
 
 GRACE_SECONDS: Final = 10.0
 """How long after the deadline the other ranks leave it to rank 0 to end the attempt."""
 TURN, GO, OUTCOME, FAILED = "turn", "go", "outcome", "failed"
 
 
-class Attempt:
+class Round:
     """One rank's side of one attempt."""
 
     def __init__(
         self,
         channel: Channel,
-        ledger: Ledger,
+        ledger: RoundLedger,
         *,
         n: int,
         txn: Ulid,
@@ -102,11 +102,11 @@ class Attempt:
             key, told = self._channel.wait([OUTCOME, TURN], self._patience(), writer=0)
             if key == TURN:
                 return told
-            reason = Reason.of_outcome(told) or Reason(f"{self._named(0)} could not begin it")
+            reason = FailureReason.of_outcome(told) or FailureReason(f"{self._named(0)} could not begin it")
         except ChannelError as exc:
             self.leave()
             who = f"{self._named(self._rank)} waited for {self._named(0)}"
-            raise self._error(Reason(f"{who} to say whether it takes place: {exc}")) from exc
+            raise self._error(FailureReason(f"{who} to say whether it takes place: {exc}")) from exc
         self.leave()
         raise self._error(reason)
 
@@ -114,7 +114,7 @@ class Attempt:
         """It does not take place, as all ranks were told."""
         self._ledger.end(self.n, self._channel)
 
-    def run(self, duties: Duties) -> Body:
+    def run(self, duties: Participant) -> Body:
         """Takes part, and returns the outcome's record; once only.
 
         Ends by the deadline, which is the timeout from now, when rank 0 is gone by twice the grace later, and when the store hangs some
@@ -123,7 +123,7 @@ class Attempt:
         Raises:
             InputError, DamageError, ConflictError: a rank met it, or rank 0 did when it compared; on all ranks of the same class.
             SnapshotAbortedError: the outcome is "abort" for another reason, on all ranks. The cause is this rank's own error if it had one.
-            UndecidedError: `Duties.settle` failed: the log did not say what the outcome is.
+            UndecidedError: `Participant.settle` failed: the log did not say what the outcome is.
         """
         self._deadline = self._channel.clock() + self._timeout
         try:
@@ -134,7 +134,7 @@ class Attempt:
     def ask(self, name: str, ranks: Sequence[int], tell: Callable[[], bytes]) -> dict[int, bytes]:
         """What some `ranks` tell rank 0 in the midst of their work: nothing on the others. What rank 0 would tell itself is empty.
 
-        Called by all ranks that it concerns, and by rank 0, in their `Duties.work`.
+        Called by all ranks that it concerns, and by rank 0, in their `Participant.work`.
         """
         others = [rank for rank in ranks if rank]
         if self._rank:
@@ -157,12 +157,12 @@ class Attempt:
             return data
         key, record = self._channel.wait([OUTCOME, name], self._patience(), writer=0)
         if key == OUTCOME:
-            raise RefusedError(Reason.of_outcome(record) or Reason("the attempt was given up"))
+            raise RankRefusedError(FailureReason.of_outcome(record) or FailureReason("the attempt was given up"))
         return self._channel.whole(name, record, self._deadline + self._grace)
 
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 
-    def _lead(self, duties: Duties) -> Body:
+    def _lead(self, duties: Participant) -> Body:
         try:
             hellos = self._collect(_plain(duties.hello()))
             answer = self._judged(lambda: duties.compare([take(hello, "record", dict) for hello in hellos]))
@@ -175,16 +175,16 @@ class Attempt:
             dones = self._collect(_plain(duties.work(answer)))
             outcome = _plain(self._judged(lambda: duties.commit([take(done, "record", dict) for done in dones])))
         except BaseException as exc:
-            reason = exc.reason if isinstance(exc, RefusedError) else Reason.of_ranks({0: _reason_of(exc, duties)}, self._in_job)
+            reason = exc.reason if isinstance(exc, RankRefusedError) else FailureReason.of_ranks({0: _reason_of(exc, duties)}, self._in_job)
             settled = self._settle(duties, reason)
             if not isinstance(exc, Exception):
                 raise  # all others know; this one was told to stop
-            if isinstance(settled, Reason):
-                raise self._error(settled) from (exc.__cause__ if isinstance(exc, RefusedError) else exc)
+            if isinstance(settled, FailureReason):
+                raise self._error(settled) from (exc.__cause__ if isinstance(exc, RankRefusedError) else exc)
             return settled
         told = self._spread({"put": outcome})
         if duties.settle is None and "put" not in told:
-            raise self._error(Reason.of_outcome(told) or Reason("the other ranks cannot be told"))
+            raise self._error(FailureReason.of_outcome(told) or FailureReason("the other ranks cannot be told"))
         return outcome
 
     def _judged(self, judge: Callable[[], Body | str]) -> Body:
@@ -198,9 +198,9 @@ class Attempt:
         except (NoSpaceError, PermissionDeniedError):
             raise  # those are of rank 0's own place
         except (InputError, ConflictError) as exc:
-            raise RefusedError(Reason.of_error(exc, by_name=False)) from exc
+            raise RankRefusedError(FailureReason.of_error(exc, by_name=False)) from exc
         if isinstance(answer, str):
-            raise RefusedError(Reason(answer, MismatchError.kind, self._object_id))
+            raise RankRefusedError(FailureReason(answer, MismatchError.kind, self._object_id))
         return answer
 
     def _collect(self, own: Body) -> list[Body]:
@@ -217,12 +217,12 @@ class Attempt:
         keys = {f"{stage}/{rank}": rank for rank in ranks}
         found, alarm, silent = self._channel.collect(keys, self._deadline, alarm=FAILED)
         said: dict[int, Body] = {}
-        errors: dict[int, Reason] = {}
+        errors: dict[int, FailureReason] = {}
         missing = []
         if alarm is not None:
             with suppress(CorruptObjectError, TypeError, ValueError):
                 record = decode_record(alarm, FAILED)
-                errors[take_count(record, "rank")] = Reason.of_record(take(record, "error", dict))
+                errors[take_count(record, "rank")] = FailureReason.of_record(take(record, "error", dict))
         for key, rank in keys.items():
             if key not in found:
                 missing.append(rank)
@@ -230,28 +230,30 @@ class Attempt:
             try:
                 said[rank] = decode_record(found[key], key)
                 _check_said(said[rank], stage)
-            except RefusedError as exc:
+            except RankRefusedError as exc:
                 errors[rank] = exc.reason
             except (CorruptObjectError, TypeError, ValueError) as exc:
-                errors[rank] = Reason(f"sent a damaged {stage}: {exc}")
+                errors[rank] = FailureReason(f"sent a damaged {stage}: {exc}")
         if errors:
-            raise RefusedError(Reason.of_ranks(errors, self._in_job))
+            raise RankRefusedError(FailureReason.of_ranks(errors, self._in_job))
         if alarm is not None:
-            raise RefusedError(Reason("a rank failed"))
+            raise RankRefusedError(FailureReason("a rank failed"))
         if silent:
-            raise RefusedError(Reason(unheard(silent, self._channel.watch.limit, self._in_job)))
+            raise RankRefusedError(FailureReason(unheard(silent, self._channel.watch.limit, self._in_job)))
         if missing:
             what = "did not come to it" if stage == "hello" else "came to it but did not finish"
-            raise RefusedError(Reason(f"{named_ranks(missing, self._in_job)} of {self._ranks} {what} within {self._timeout:g} s"))
+            raise RankRefusedError(
+                FailureReason(f"{named_ranks(missing, self._in_job)} of {self._ranks} {what} within {self._timeout:g} s")
+            )
         return said
 
     # --- all others ---------------------------------------------------------------------------------------------------
 
-    def _follow(self, duties: Duties) -> Body:
+    def _follow(self, duties: Participant) -> Body:
         own: Exception | None = None
         try:
             if self._misfit:
-                raise RefusedError(Reason(self._misfit))
+                raise RankRefusedError(FailureReason(self._misfit))
             self._put(f"hello/{self._rank}", {"record": duties.hello(), "oldest": self._ledger.oldest()})
             key, answer = self._channel.wait([OUTCOME, GO], self._patience(), writer=0)
             if key == GO:
@@ -272,9 +274,9 @@ class Attempt:
                 return self._give_up(duties, late, own)
         if type(outcome.get("put")) is dict:
             return self._own(take(outcome, "put", dict))
-        reason = Reason.of_outcome(outcome)
+        reason = FailureReason.of_outcome(outcome)
         if reason is not None:
-            raise self._error(reason) from (None if isinstance(own, RefusedError) else own)
+            raise self._error(reason) from (None if isinstance(own, RankRefusedError) else own)
         return self._give_up(duties, LateError(f"{self._named(0)} does not know the outcome: {outcome.get('ask')}"), own)
 
     def _enter(self, go: Body) -> Body:
@@ -292,7 +294,7 @@ class Attempt:
         """When this rank gives up on rank 0: one after the other, so that the first one tells all and the log is asked once."""
         return self._deadline + self._grace * (1 + self._rank / self._ranks)
 
-    def _report(self, reason: Reason) -> None:
+    def _report(self, reason: FailureReason) -> None:
         """Tells rank 0 that this rank cannot."""
         if self._is_cut_off:
             return
@@ -300,32 +302,34 @@ class Attempt:
             self._put(f"{self._stage}/{self._rank}", {"error": reason.record()})
             self._put(FAILED, {"rank": self._rank, "error": reason.record()})
 
-    def _give_up(self, duties: Duties, trouble: ChannelError, own: Exception | None = None) -> Body:
+    def _give_up(self, duties: Participant, trouble: ChannelError, own: Exception | None = None) -> Body:
         """Rank 0 or the channel is gone: what the log says counts."""
         text = f"gave up on {self._named(0)}: {trouble}"
-        reason = Reason(f"{self._named(self._rank)} {text}")
+        reason = FailureReason(f"{self._named(self._rank)} {text}")
         if self._channel.clock() < self._patience() and not isinstance(trouble, SilentError):
             self._channel.sleep(self._grace * self._rank / self._ranks)  # not all ranks at the log at once
         settled = self._settle(duties, reason)
-        if isinstance(settled, Reason):
-            self._report(Reason(text))
+        if isinstance(settled, FailureReason):
+            self._report(FailureReason(text))
             raise self._error(settled) from (own or trouble)
         return self._own(settled)
 
     def _own(self, put: Body) -> Body:
         """What was put, if this rank has a part in it."""
         if not self._is_counted:
-            raise self._error(Reason(self._misfit or "the process group's store holds what another group left, which put something else"))
+            raise self._error(
+                FailureReason(self._misfit or "the process group's store holds what another group left, which put something else")
+            )
         return put
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
-    def _settle(self, duties: Duties, reason: Reason) -> Body | Reason:
+    def _settle(self, duties: Participant, reason: FailureReason) -> Body | FailureReason:
         """The outcome by its judge, which all who can be reached are told: what was put, or why nothing was."""
         if duties.settle is None:
             told = self._spread({"abort": reason.record()})
             put = told.get("put")
-            return put if type(put) is dict else Reason.of_outcome(told) or reason
+            return put if type(put) is dict else FailureReason.of_outcome(told) or reason
         try:
             settled = duties.settle(reason.text)
         except BaseException as exc:
@@ -338,7 +342,7 @@ class Attempt:
         if settled is not None:
             self._spread({"put": settled})
             return settled
-        return Reason.of_outcome(self._spread({"abort": reason.record()})) or reason
+        return FailureReason.of_outcome(self._spread({"abort": reason.record()})) or reason
 
     def _spread(self, outcome: Body) -> Body:
         """Tells all, unless somebody was faster; returns what they are told, which is nothing when the channel is gone."""
@@ -356,7 +360,7 @@ class Attempt:
         for channel in self._ledger.take_before(oldest):
             channel.delete(channel.written, self._deadline)
 
-    def _error(self, reason: Reason) -> StoreError:
+    def _error(self, reason: FailureReason) -> StoreError:
         return reason.error(self._title, self._object_id)
 
     def _named(self, rank: int) -> str:
@@ -368,19 +372,19 @@ def _plain(record: Body) -> Body:
     return decode_record(encode_record(record, "of rank 0"), "of rank 0")
 
 
-def _reason_of(exc: BaseException, duties: Duties) -> Reason:
+def _reason_of(exc: BaseException, duties: Participant) -> FailureReason:
     """An error as the other ranks are told of it."""
-    if isinstance(exc, RefusedError):
+    if isinstance(exc, RankRefusedError):
         return exc.reason
     if isinstance(exc, SnapshotExpiredError) and duties.settle is not None:
-        return Reason(error_text(exc))  # gc freed what the put relied on: the next one relies on something else
-    return Reason.of_error(exc)
+        return FailureReason(error_text(exc))  # gc freed what the put relied on: the next one relies on something else
+    return FailureReason.of_error(exc)
 
 
 def _check_said(record: Body, stage: str) -> Body:
     """What a rank said, if it is what belongs into this stage."""
     if "error" in record:
-        raise RefusedError(Reason.of_record(take(record, "error", dict)))
+        raise RankRefusedError(FailureReason.of_record(take(record, "error", dict)))
     if stage in ("hello", "done"):
         take(record, "record", dict)
     if stage == "hello":

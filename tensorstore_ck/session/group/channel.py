@@ -1,6 +1,6 @@
 """Small records that the ranks of a group leave for each other in a key-value store.
 
-Knows no torch: a store is any `KeyValue`, reached through a `Runner`. What other ranks wrote is decoded strictly. A key is asked for
+Knows no torch: a store is any `KeyValue`, reached through a `StoreRunner`. What other ranks wrote is decoded strictly. A key is asked for
 only when it is there, since a store's `get` waits for it, up to half an hour; so whoever deletes a key must know that nobody asks for
 it any more. Every call has a deadline, on the `clock` of this rank.
 """
@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, unpack_body
-from tensorstore_ck.session.group.liveness import UNBORN, Watch
+from tensorstore_ck.session.group.liveness import UNBORN, LivenessWatch
 from tensorstore_ck.session.group.rank_messages import unheard
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class KeyValue(Protocol):
         """Deletes a key."""
 
 
-class Runner(Protocol):
+class StoreRunner(Protocol):
     """Reaches the store, so that a store that hangs does not hang the caller."""
 
     def __call__(self, action: Callable[[KeyValue], T], seconds: float) -> T:
@@ -81,7 +81,7 @@ class Runner(Protocol):
         """
 
 
-class Collected(NamedTuple):
+class CollectedRecords(NamedTuple):
     """What `Channel.collect` found."""
 
     values: dict[str, bytes]
@@ -91,22 +91,22 @@ class Collected(NamedTuple):
 
 
 class Channel:
-    """The keys under one prefix. Thread-safe as far as its `Runner` is."""
+    """The keys under one prefix. Thread-safe as far as its `StoreRunner` is."""
 
     def __init__(
         self,
-        run: Runner,
+        run: StoreRunner,
         prefix: str,
         *,
         ranks: int,
-        watch: Watch | None = None,
+        watch: LivenessWatch | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         """`ranks` is how many poll at the same time. Without a `watch` nobody is given up before the deadline."""
         self._run = run
         self._prefix = prefix
-        self.watch = watch or Watch("", every=math.inf, limit=math.inf)
+        self.watch = watch or LivenessWatch("", every=math.inf, limit=math.inf)
         self._shortest = min(max(SHORTEST_PAUSE, ranks * PAUSE_PER_RANK), LONGEST_PAUSE)
         self.clock = clock
         self.sleep = sleep
@@ -192,7 +192,7 @@ class Channel:
             if not self._pause(started, deadline):
                 raise LateError(f"no answer within {self.clock() - started:.0f} s")
 
-    def collect(self, keys: Mapping[str, int], deadline: float, *, alarm: str) -> Collected:
+    def collect(self, keys: Mapping[str, int], deadline: float, *, alarm: str) -> CollectedRecords:
         """The raw values of `keys`: all of them, or what is there at the deadline, or as soon as `alarm` is there or a rank is given up.
 
         Keys are asked for in batches, in order, and the next batch when one is complete: a poll costs one small question,
@@ -225,13 +225,13 @@ class Channel:
             found, alarm_value = self._call(more, deadline)
             values += found.values()
             if len(values) == len(names):
-                return Collected(dict(zip(keys, values, strict=True)), None, ())
+                return CollectedRecords(dict(zip(keys, values, strict=True)), None, ())
             rest = dict(list(keys.items())[len(values) :])
             silent = self._silent_without(rest, deadline)
             if silent or alarm_value is not None or not self._pause(started, deadline):
                 break
         there = dict(zip(keys, values, strict=False)) | self._there(list(rest), deadline)
-        return Collected(there, alarm_value, silent)
+        return CollectedRecords(there, alarm_value, silent)
 
     def set_unborn(self, ranks: int, prefix: str, deadline: float) -> None:
         """Makes the counters of ranks 0 to `ranks` - 1, so that whoever looks at them finds all of them.

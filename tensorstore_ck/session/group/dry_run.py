@@ -2,18 +2,18 @@
 
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.sealed import Body, take, take_count
-from tensorstore_ck.session.group.participant import Duties
+from tensorstore_ck.session.group.participant import Participant
 from tensorstore_ck.session.group.rank_messages import in_the_job
 from tensorstore_ck.session.group.rank_put import RankPut
-from tensorstore_ck.session.group.replica_check import Digests, differences
+from tensorstore_ck.session.group.replica_check import ReplicaDigests, differences
 
 
-class RankCheck(RankPut):
+class RankDryRun(RankPut):
     """One rank's side. All is compared but what only the written parts tell of states that cannot be united."""
 
-    def duties(self) -> Duties:
+    def duties(self) -> Participant:
         """For an attempt, which leaves nothing in the log."""
-        return Duties(self.hello, self.work, None, self.compare, self.commit)
+        return Participant(self.hello, self.work, None, self.compare, self.commit)
 
     def work(self, go: Body) -> Body:
         """Plans the put, and hashes what this rank holds with others."""
@@ -26,7 +26,7 @@ class RankCheck(RankPut):
     def commit(self, records: list[Body]) -> Body:
         """Compares that: the size of the snapshot in bytes."""
         self.require_told_alike(records)
-        digests = [Digests.of_record(take(record, "replicas", dict)) for record in records]
+        digests = [ReplicaDigests.of_record(take(record, "replicas", dict)) for record in records]
         problem = differences(digests, [None if self._planning.layout_of else self._states.shared.layout] * len(digests))
         if problem:
             raise MismatchError(problem + in_the_job(self._group.in_job), object_id="state")

@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorstore_ck.common.ids import block_id, derived_hash
-from tensorstore_ck.engine.interfaces import ByteSource, Captured
+from tensorstore_ck.engine.interfaces import ByteSource, CapturedState
 from tensorstore_ck.format.block_assignment import Region, regions
 from tensorstore_ck.format.layout import Layout, Sharding, TensorSpec
-from tensorstore_ck.format.sharding import Box
-from tensorstore_ck.session.group.mixed_regions import Cut, Placed
-from tensorstore_ck.session.group.planned_state import NOTHING, Kept, source_at, told_by, without_copies
-from tensorstore_ck.session.group.put_plan import SOLE, Known
+from tensorstore_ck.format.sharding import BoxBounds
+from tensorstore_ck.session.group.mixed_regions import CompleteCut, MeshSpread
+from tensorstore_ck.session.group.planned_state import NOTHING, StoredRegions, source_at, told_by, without_copies
+from tensorstore_ck.session.group.put_plan import SOLE, PlanMemory
 
 PIECE_ELEMENTS: Final = 1 << 20
 PIECE_BYTES: Final = 4 << 20
@@ -28,7 +28,7 @@ SHARES: Final = 16
 _Words = npt.NDArray[np.uint64]
 
 
-class Share(NamedTuple):
+class RegionShare(NamedTuple):
     """Which tensors are compared at a put: with the first one all, later one in `SHARES`, in turn."""
 
     turn: int
@@ -38,7 +38,7 @@ class Share(NamedTuple):
         return not self.turn or tensor % SHARES == self.turn % SHARES
 
 
-class Sum(NamedTuple):
+class RegionSum(NamedTuple):
     """What a rank adds up of a tensor that ranks hold in several ways."""
 
     tensor: int
@@ -49,7 +49,7 @@ class Sum(NamedTuple):
     total: int
 
 
-def contradicting(sums: Sequence[Sum]) -> int | None:
+def contradicting(sums: Sequence[RegionSum]) -> int | None:
     """A tensor whose cuts, or their replicas, do not add up to the same."""
     totals: dict[tuple[int, int, int], int] = {}
     for tensor, cut, replica, total in sums:
@@ -59,7 +59,7 @@ def contradicting(sums: Sequence[Sum]) -> int | None:
     return next((tensor for (tensor, _, _), total in totals.items() if first.setdefault(tensor, total) != total), None)
 
 
-class Told(NamedTuple):
+class ReportedRegions(NamedTuple):
     """A region that several ranks tell."""
 
     set_key: bytes
@@ -69,48 +69,48 @@ class Told(NamedTuple):
     digest: bytes
 
 
-def told_digests(captured: Captured, known: Known, rank: int, share: Share) -> list[Told]:
+def told_digests(captured: CapturedState, known: PlanMemory, rank: int, share: RegionShare) -> list[ReportedRegions]:
     """Of each region that other ranks tell as well, in the same order on each of them; `captured` is this rank's own state, as it came."""
-    held: list[tuple[tuple[int, Box], Told]] = []
+    held: list[tuple[tuple[int, BoxBounds], ReportedRegions]] = []
     for tensor, mine, boxes, said in told_by(captured, known, rank):
         start = 0
         for box, number in zip(boxes, said, strict=True):
             size_bytes = prod(box.sizes) * captured.layout.tensors[mine].item_bytes
             if number != SOLE and share.has(tensor):
                 key = bytes(derived_hash("told set of ranks", (number >> 1).to_bytes(4, "little"))[:8])
-                held.append(((tensor, box), Told(key, tensor, _digest(captured.sources[mine], start, start + size_bytes))))
+                held.append(((tensor, box), ReportedRegions(key, tensor, _digest(captured.sources[mine], start, start + size_bytes))))
             start += size_bytes
     return [told for _, told in sorted(held)]
 
 
-def sums_of(captured: Captured, known: Known, rank: int, share: Share) -> list[Sum]:
+def sums_of(captured: CapturedState, known: PlanMemory, rank: int, share: RegionShare) -> list[RegionSum]:
     """What this rank adds up; `captured` is its own state, as it came."""
     layout = known.plan.layout
     if not known.plan.compared or layout is None:
         return []
     told = {each.tensor: without_copies(captured, each) for each in told_by(captured, known, rank)}
     cuts_of = {each.tensor: each.cuts for each in known.plan.compared if share.has(each.tensor)}
-    found: dict[int, Sum] = {}
+    found: dict[int, RegionSum] = {}
     for place in known.places:
         tensor, spec = place.tensor, layout.tensors[place.tensor]
         for number, cut in enumerate(cuts_of.get(tensor, ())):
             if rank not in cut.ranks or tensor in found:
                 continue
-            if isinstance(cut.spread, Placed):
+            if isinstance(cut.spread, MeshSpread):
                 held, source = _regions(spec, cut.spread, rank, cut), source_at(captured, layout, place)
             else:
-                kept = told.get(tensor, Kept(NOTHING, ()))
+                kept = told.get(tensor, StoredRegions(NOTHING, ()))
                 held, source = [Region(tensor, *box, cut.spread == "flat", (rank,)) for box in kept.boxes], kept.source
             start = total = 0
             for region in held:
                 total += _sum(region, spec, source, start)
                 start += region.size_bytes(spec)
             replica = held[0].replicas.index(rank) if held else 0
-            found[tensor] = Sum(tensor, number, replica, total % (1 << 64))
+            found[tensor] = RegionSum(tensor, number, replica, total % (1 << 64))
     return [*found.values()]
 
 
-def _regions(spec: TensorSpec, placed: Placed, rank: int, cut: Cut) -> list[Region]:
+def _regions(spec: TensorSpec, placed: MeshSpread, rank: int, cut: CompleteCut) -> list[Region]:
     return regions(Layout([spec], 0, (), [placed.mesh], [Sharding(0, placed.placements)]), rank, cut.ranks)
 
 

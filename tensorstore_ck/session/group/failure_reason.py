@@ -17,7 +17,7 @@ verified stays, whatever else may pass."""
 CLEAN: Final = "nothing needs to be cleaned up"
 
 
-class Reason(NamedTuple):
+class FailureReason(NamedTuple):
     """In words for all ranks, and what class of error it is."""
 
     text: str
@@ -26,14 +26,14 @@ class Reason(NamedTuple):
     object_id: str = ""
 
     @classmethod
-    def of_error(cls, exc: BaseException, *, by_name: bool = True) -> "Reason":
+    def of_error(cls, exc: BaseException, *, by_name: bool = True) -> "FailureReason":
         """What is told of an error; `by_name`: its words begin with its class."""
         if not isinstance(exc, LASTING) or exc.kind not in BY_KIND:
             return cls(error_text(exc))
         return cls(error_text(exc) if by_name else shortened(str(exc), MAX_TEXT), exc.kind, exc.object_id)
 
     @classmethod
-    def of_ranks(cls, said: Mapping[int, "Reason"], in_job: Sequence[int] | None = None) -> "Reason":
+    def of_ranks(cls, said: Mapping[int, "FailureReason"], in_job: Sequence[int] | None = None) -> "FailureReason":
         """What several ranks say, as one: of the first class of `LASTING` that is there, and of its lowest rank."""
         first = min(said, key=lambda rank: (said[rank]._order(), rank))
         return said[first]._replace(text=sayings({rank: each.text for rank, each in said.items()}, in_job))
@@ -47,7 +47,7 @@ class Reason(NamedTuple):
         return {"text": self.text, "kind": self.kind, "object": self.object_id}
 
     @classmethod
-    def of_record(cls, record: Body) -> "Reason":
+    def of_record(cls, record: Body) -> "FailureReason":
         """What `record` made.
 
         Raises:
@@ -61,7 +61,7 @@ class Reason(NamedTuple):
         )
 
     @classmethod
-    def of_outcome(cls, outcome: Body) -> "Reason | None":
+    def of_outcome(cls, outcome: Body) -> "FailureReason | None":
         """Why nothing came of the attempt, if that is what all were told."""
         try:
             return cls.of_record(take(outcome, "abort", dict))
@@ -77,9 +77,9 @@ class Reason(NamedTuple):
         return kind(f"{title} {how}: {self.text}; {CLEAN}", object_id=self.object_id or object_id)
 
 
-class RefusedError(Exception):
+class RankRefusedError(Exception):
     """Why an attempt cannot go on, which is no rank's own error; rank 0 raises it. Never leaves this package."""
 
-    def __init__(self, reason: Reason) -> None:
+    def __init__(self, reason: FailureReason) -> None:
         super().__init__(reason.text)
         self.reason = reason

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from tensorstore_ck.common.ids import ULID_BYTES, IdSource, Ulid, derived_hash, new_ulid, ulid_text
 from tensorstore_ck.format.sealed import take, take_count
-from tensorstore_ck.session.group.attempt import GRACE_SECONDS, Attempt
-from tensorstore_ck.session.group.channel import Channel, ChannelError, KeyValue, Runner
-from tensorstore_ck.session.group.failure_reason import Reason
-from tensorstore_ck.session.group.liveness import DEAD_AFTER_SECONDS, Heart, Watch, beat_seconds
+from tensorstore_ck.session.group.attempt import GRACE_SECONDS, Round
+from tensorstore_ck.session.group.channel import Channel, ChannelError, KeyValue, StoreRunner
+from tensorstore_ck.session.group.failure_reason import FailureReason
+from tensorstore_ck.session.group.liveness import DEAD_AFTER_SECONDS, Heartbeat, LivenessWatch, beat_seconds
 from tensorstore_ck.session.group.rank_messages import named_ranks
-from tensorstore_ck.session.group.round_ledger import Ledger
+from tensorstore_ck.session.group.round_ledger import RoundLedger
 
 if TYPE_CHECKING:
     import torch.distributed
@@ -38,7 +38,7 @@ RENEW_SECONDS: Final = 10.0
 
 
 class StoreThread:
-    """Runs calls on a clone of a store, one after the other, on a thread of its own, until it is closed or dropped. A `Runner`."""
+    """Runs calls on a clone of a store, one after the other, on a thread of its own, until it is closed or dropped. A `StoreRunner`."""
 
     def __init__(self, store: Any) -> None:
         calls: _Calls = queue.SimpleQueue()
@@ -51,7 +51,7 @@ class StoreThread:
         """Ends the thread; later calls find no answer. Idempotent."""
 
     def __call__(self, action: Callable[[KeyValue], T], seconds: float) -> T:
-        """See `Runner`."""
+        """See `StoreRunner`."""
         result: T = self._ask(action, seconds)
         return result
 
@@ -111,7 +111,7 @@ class Group:
 
     def __init__(
         self,
-        run: Runner,
+        run: StoreRunner,
         *,
         rank: int,
         ranks: int,
@@ -129,7 +129,7 @@ class Group:
         """`scope` keeps apart groups that share a store but not their attempts, such as those of two tensorstore_ck stores.
 
         `renew` mends a runner whose connection broke in an earlier attempt, and `close` ends it: see `StoreThread`. `beat` begins to say
-        that this rank lives, when the group is first used: see `Heart`; who is silent for longer than `dead_after` of rank 0 is given up.
+        that this rank lives when the group is first used (`Heartbeat`); a rank silent for longer than `dead_after` of rank 0 is given up.
         `first`: a group of the same ranks that has begun an attempt, and that says who lives for both. `in_job` is for messages: see
         `named_ranks`.
         """
@@ -147,7 +147,7 @@ class Group:
         self._new_id = new_id
         self._clock = clock
         self._sleep = sleep
-        self._ledger = Ledger()
+        self._ledger = RoundLedger()
         self._generation = 1
         self._token = new_id()
         self._agreed = None if first is None else first.agreed._replace(nonce=second_nonce(first.agreed.nonce))
@@ -162,7 +162,7 @@ class Group:
         timeout: float,
         grace: float = GRACE_SECONDS,
         sleep: Callable[[float], object] | None = None,
-    ) -> Attempt:
+    ) -> Round:
         """The next attempt of the group, which the caller then runs. Waits for rank 0 when it is the first one.
 
         What `sleep` raises between two looks at the channel ends this rank's part in the attempt.
@@ -177,10 +177,12 @@ class Group:
         except (ChannelError, RuntimeError, OSError) as exc:  # torch's store errors are RuntimeErrors
             self._ledger.end(n, None)
             own, zero = (named_ranks([rank], self.in_job) for rank in (self.rank, 0))
-            raise Reason(f"{own} waited for {zero} to begin it: {exc}").error(title, object_id) from exc
+            raise FailureReason(f"{own} waited for {zero} to begin it: {exc}").error(title, object_id) from exc
         # Whoever waits for rank 0 gives it up one after the other, so that the first one tells all.
-        watch = Watch(agreed.counters, every=beat_seconds(agreed.dead_after), limit=agreed.dead_after + grace * self.rank / self.ranks)
-        return Attempt(
+        watch = LivenessWatch(
+            agreed.counters, every=beat_seconds(agreed.dead_after), limit=agreed.dead_after + grace * self.rank / self.ranks
+        )
+        return Round(
             self._channel(f"{ulid_text(agreed.nonce)}/{n}/", sleep, watch),
             self._ledger,
             n=n,
@@ -206,7 +208,7 @@ class Group:
         assert self._agreed is not None
         return self._agreed
 
-    def _channel(self, prefix: str, sleep: Callable[[float], object] | None = None, watch: Watch | None = None) -> Channel:
+    def _channel(self, prefix: str, sleep: Callable[[float], object] | None = None, watch: LivenessWatch | None = None) -> Channel:
         return Channel(self.run, self._scope + prefix, ranks=self.ranks, watch=watch, clock=self._clock, sleep=sleep or self._sleep)
 
     def _agree(self, deadline: float) -> _Agreed:
@@ -269,7 +271,7 @@ def open_group(
     store, in_job = group.get_group_store(), None
     with suppress(KeyError, ValueError):  # torch knows no group that was made by hand: then its ranks have no other numbers
         in_job = get_process_group_ranks(group)
-    thread, heart = StoreThread(store), Heart(store)
+    thread, heart = StoreThread(store), Heartbeat(store)
 
     def close() -> None:
         heart.close()

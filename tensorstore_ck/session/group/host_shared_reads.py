@@ -51,7 +51,7 @@ def host_key(folder: Path = SHARED_MEMORY) -> bytes:
     return bytes(derived_hash("host of a rank", boot, f"{place.st_dev} {place.st_ino} {os.geteuid()}".encode())[:8])
 
 
-class HostReads:
+class HostSharedReads:
     """One rank's side. `join`, then `read` as often as the others do, or less often; then `close`."""
 
     def __init__(
@@ -210,7 +210,7 @@ def _cut(shared: list[_Shared], window_bytes: int) -> list[list[_Shared]]:
     return windows
 
 
-class _Window:
+class _SharedWindow:
     """Some blocks in shared memory: flags that say which are ready and which ranks are done, then the blocks."""
 
     def __init__(self, path: Path, blocks: Sequence[_Shared], peers: Sequence[int]) -> None:
@@ -262,7 +262,7 @@ class _Window:
 class _Slot:
     """`ByteTarget` over a block of a window."""
 
-    def __init__(self, window: _Window, number: int) -> None:
+    def __init__(self, window: _SharedWindow, number: int) -> None:
         self._window = window
         self._number = number
 
@@ -280,7 +280,7 @@ class _Passing:
 
     def __init__(
         self,
-        host: HostReads,
+        host: HostSharedReads,
         plan: list[list[_Shared]],
         mine: dict[bytes, list[WantedBlock]],
         read: Callable[[Sequence[WantedBlock]], None],
@@ -290,7 +290,7 @@ class _Passing:
         self._name = derived_hash("plan of a round", *(block.id for blocks in plan for block in blocks)).hex()[:32]
         self._mine = mine
         self._read = read
-        self._windows: dict[int, _Window | None] = {}
+        self._windows: dict[int, _SharedWindow | None] = {}
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
@@ -345,11 +345,11 @@ class _Passing:
             window.finish(self._host.rank)
         return left
 
-    def _window(self, number: int) -> _Window | None:
+    def _window(self, number: int) -> _SharedWindow | None:
         with self._lock:
             if number not in self._windows:
                 try:
-                    self._windows[number] = _Window(self._path(number), self._plan[number], self._host.peers)
+                    self._windows[number] = _SharedWindow(self._path(number), self._plan[number], self._host.peers)
                 except OSError:
                     self._windows[number] = None
             return self._windows[number]

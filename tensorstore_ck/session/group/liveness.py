@@ -26,7 +26,7 @@ def beat_seconds(dead_after: float) -> float:
     return min(BEAT_SECONDS, dead_after / BEATS)
 
 
-class Heart:
+class Heartbeat:
     """Raises a counter on a clone of a store, on a thread of its own, from its call until it is closed, dropped, or the process ends.
 
     The clone is its own, since a store's client serves one call at a time, and another thread's call may hang. What the thread needs is
@@ -36,7 +36,7 @@ class Heart:
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self._finalizer: weakref.finalize[..., Heart] | None = None
+        self._finalizer: weakref.finalize[..., Heartbeat] | None = None
 
     def __call__(self, name: str, seconds: float) -> None:
         """Begins to raise the counter `name`, now and every so many seconds; once only.
@@ -82,7 +82,7 @@ def _end(ends: "queue.SimpleQueue[None]", thread: threading.Thread) -> None:
         thread.join(_END_SECONDS)
 
 
-class Watch:
+class LivenessWatch:
     """What one rank sees of the counters of others while it waits for them. Not thread-safe.
 
     Silence counts only while this rank looks: one that was suspended itself, maybe with all others, has not heard that they were silent.

@@ -13,11 +13,11 @@ import numpy as np
 
 from tensorstore_ck.format.layout import Layout, Node, Sharding, SharedStorage, TensorSpec
 from tensorstore_ck.format.layout import Spread as LayoutSpread
-from tensorstore_ck.format.sharding import Box, Mesh
+from tensorstore_ck.format.sharding import BoxBounds, Mesh
 from tensorstore_ck.format.tree import Branch, Leaf, Tree, leaves, parse
 from tensorstore_ck.format.values import describe
-from tensorstore_ck.session.group.mixed_regions import Cut, NotOneTensorError, Placed, Spread, cuts_of
-from tensorstore_ck.session.group.rank_kinds import Kind, Told
+from tensorstore_ck.session.group.mixed_regions import CompleteCut, MeshSpread, NotOneTensorError, Spread, cuts_of
+from tensorstore_ck.session.group.rank_kinds import RankKind, Told
 from tensorstore_ck.session.group.rank_messages import sayings
 from tensorstore_ck.session.group.region_claims import Held, gap, once
 
@@ -30,7 +30,7 @@ BY_NAME: Final = (
 RANK_STATE: Final = "put what is a rank's own into rank_state="
 
 
-class MisfitError(Exception):
+class LayoutMismatchError(Exception):
     """The ranks cannot put one snapshot together: what differs where, and what to do. Never leaves this package."""
 
     def __init__(self, path: str, text: str, advice: str) -> None:
@@ -38,7 +38,7 @@ class MisfitError(Exception):
         self.path = path
 
 
-class Hole(NamedTuple):
+class ValueHole(NamedTuple):
     """A value: its path, and where it is on each side that has it."""
 
     path: str
@@ -46,19 +46,19 @@ class Hole(NamedTuple):
     """(side, number of the value there)."""
 
 
-class Compared(NamedTuple):
+class ComparedTensor(NamedTuple):
     """A tensor that ranks hold in several ways, each in full: the first one is stored, if they are the same."""
 
     tensor: int
-    cuts: tuple[Cut, ...]
+    cuts: tuple[CompleteCut, ...]
 
 
-class ToldTensor(NamedTuple):
+class ReportedRegionsTensor(NamedTuple):
     """A tensor whose regions ranks tell."""
 
     spec: TensorSpec
     spread: Literal["boxes", "flat"]
-    boxes: Mapping[int, Sequence[Box]]
+    boxes: Mapping[int, Sequence[BoxBounds]]
     """Rank -> its regions, in order."""
 
     @property
@@ -74,16 +74,16 @@ class ToldTensor(NamedTuple):
         """
         problem = gap(self.spec, once(self.held), is_flat=self.spread == "flat")
         if problem:
-            raise MisfitError(self.spec.name, problem, "a region that several ranks hold is the same region on each of them")
+            raise LayoutMismatchError(self.spec.name, problem, "a region that several ranks hold is the same region on each of them")
 
 
-class United(NamedTuple):
+class UnitedState(NamedTuple):
     """The state of all ranks."""
 
     layout: Layout
-    holes: Sequence[Hole]
-    compared: Sequence[Compared]
-    told: Sequence[ToldTensor]
+    holes: Sequence[ValueHole]
+    compared: Sequence[ComparedTensor]
+    told: Sequence[ReportedRegionsTensor]
     """In the order of the layout."""
 
 
@@ -96,7 +96,7 @@ class _Member:
     """Side -> the leaf there: a tensor, or a view that has become one."""
 
 
-def unite(kinds: Sequence[Kind], told: Told) -> United:
+def unite(kinds: Sequence[RankKind], told: Told) -> UnitedState:
     """The state that all ranks have together.
 
     Raises:
@@ -106,20 +106,20 @@ def unite(kinds: Sequence[Kind], told: Told) -> United:
 
 
 class _Uniting:
-    def __init__(self, kinds: Sequence[Kind], told: Told) -> None:
+    def __init__(self, kinds: Sequence[RankKind], told: Told) -> None:
         self._kinds = kinds
         self._boxes = {rank: {each.tensor: each.boxes for each in explicit} for rank, explicit in told.items()}
         self._members: list[_Member] = []
         self._number_of: dict[tuple[int, int], int] = {}
         """(side, its tensor) -> the united one that has its name."""
-        self._holes: list[Hole] = []
+        self._holes: list[ValueHole] = []
         self._visited: list[list[tuple[int, Leaf]]] = []
         """The leaves of all sides, in the order of the united tree."""
         self._item_bytes = {spec.dtype: spec.item_bytes for kind in kinds for spec in kind.layout.tensors}
         self._trees = [parse(kind.layout, len(kind.values), f"the layout of {kind.name}") for kind in kinds]
         self._names = [frozenset(leaf.path for leaf in leaves(tree) if leaf.kind != "value") for tree in self._trees]
 
-    def result(self) -> United:
+    def result(self) -> UnitedState:
         tree = self._node(list(enumerate(self._trees)), is_numbered=False)
         parsed = parse(Layout([each.spec for each in self._members], tree), len(self._holes))
         names: dict[int, str] = {}
@@ -127,13 +127,13 @@ class _Uniting:
             other = next((side for side, own in sides if own.path != leaf.path), None)
             if other is not None:  # such as the keys "a.b", and "a" over "b": a restore goes by paths
                 who = self._kinds[other].name
-                raise MisfitError(leaf.path.partition("#")[0], f"{who} have it in another place of the state", "rename one of them")
+                raise LayoutMismatchError(leaf.path.partition("#")[0], f"{who} have it in another place of the state", "rename one of them")
             if leaf.kind == "tensor":
                 names.setdefault(leaf.index, leaf.path)
         taken = {leaf.path for leaf in leaves(parsed)}
-        tensors, spreads, compared, told = [], list[LayoutSpread](), [], list[ToldTensor]()
+        tensors, spreads, compared, told = [], list[LayoutSpread](), [], list[ReportedRegionsTensor]()
         meshes: dict[Mesh, int] = {}
-        found: dict[tuple[tuple[int, LayoutSpread], ...], tuple[list[Cut], LayoutSpread]] = {}
+        found: dict[tuple[tuple[int, LayoutSpread], ...], tuple[list[CompleteCut], LayoutSpread]] = {}
         """Many tensors are held alike, and a mesh may have thousands of ranks."""
         for number, member in enumerate(self._members):
             name = names.get(number) or _free(member.spec.name, taken)
@@ -145,11 +145,11 @@ class _Uniting:
             cuts, spread = found[key]
             told += self._told(spec, member, cuts)
             if len(cuts) > 1:
-                compared.append(Compared(number, tuple(cuts)))
+                compared.append(ComparedTensor(number, tuple(cuts)))
             spreads.append(spread)
             tensors.append(spec)
         layout = Layout(tensors, tree, self._storages(), list(meshes), spreads if any(each is not None for each in spreads) else ())
-        return United(layout, self._holes, compared, told)
+        return UnitedState(layout, self._holes, compared, told)
 
     # --- the tree -----------------------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class _Uniting:
             self._visited.append(sides)
             if first.kind != "value":
                 return self._tensor(sides)
-            self._holes.append(Hole(first.path, tuple((number, leaf.index) for number, leaf in sides)))
+            self._holes.append(ValueHole(first.path, tuple((number, leaf.index) for number, leaf in sides)))
             return None
         tag, *rest = first.node
         is_dict = tag in _DICTS
@@ -202,7 +202,7 @@ class _Uniting:
     def _check_alike(self, trees: Sequence[tuple[int, Tree]], is_alike: Callable[[Tree], bool]) -> None:
         if not all(map(is_alike, (tree for _, tree in trees))):
             advice = f"what differs in length or kind needs a dict with names for keys; or {RANK_STATE}"
-            raise MisfitError(_path(trees), _each(self._kinds, {side: _what(tree) for side, tree in trees}), advice)
+            raise LayoutMismatchError(_path(trees), _each(self._kinds, {side: _what(tree) for side, tree in trees}), advice)
 
     def _check_numbers(self, path: str, branches: Sequence[tuple[int, Branch]]) -> None:
         """A number may mean another parameter on each side, unless all have the same parameters."""
@@ -213,7 +213,7 @@ class _Uniting:
             if not one.isdisjoint(two) and (one != two or not (its_names <= other_names or its_names >= other_names)):
                 who, others = self._kinds[side].name, self._kinds[other].name
                 text = f"the same number may mean another parameter on {who} than on {others}, which have other tensors"
-                raise MisfitError(path, text, BY_NAME)
+                raise LayoutMismatchError(path, text, BY_NAME)
 
     # --- tensors ------------------------------------------------------------------------------------------------------
 
@@ -246,7 +246,9 @@ class _Uniting:
             own = self._spec(leaf, side) if are_views else self._kinds[side].layout.tensors[leaf.index]
             if (own.dtype, own.shape) != (spec.dtype, spec.shape):
                 what = {sides[0][0]: f"{spec.dtype} {list(spec.shape)}", side: f"{own.dtype} {list(own.shape)}"}
-                raise MisfitError(leaf.path, _each(self._kinds, what), f"give what differs by rank names of its own, or {RANK_STATE}")
+                raise LayoutMismatchError(
+                    leaf.path, _each(self._kinds, what), f"give what differs by rank names of its own, or {RANK_STATE}"
+                )
             is_whole = leaf.kind == "tensor" or not are_views
             member.sides[side] = Leaf(leaf.path, "tensor", leaf.index, leaf.index) if is_whole else leaf
             if is_whole:
@@ -260,32 +262,34 @@ class _Uniting:
         dtype, shape = leaf.node[2], tuple(leaf.node[3])
         item_bytes = self._item_bytes.get(dtype) or (np.dtype(dtype[3:]).itemsize if dtype.startswith("np:") else 0)
         if not item_bytes:
-            raise MisfitError(leaf.path, "it shares memory with another tensor in different ways on the ranks", "put copies (.clone())")
+            raise LayoutMismatchError(
+                leaf.path, "it shares memory with another tensor in different ways on the ranks", "put copies (.clone())"
+            )
         return TensorSpec(leaf.path, dtype, item_bytes, shape)
 
-    def _cuts(self, spec: TensorSpec, member: _Member) -> list[Cut]:
+    def _cuts(self, spec: TensorSpec, member: _Member) -> list[CompleteCut]:
         """How the ranks hold a tensor, each way in full."""
         sides = [(self._kinds[side].ranks, self._spread(side, leaf)) for side, leaf in member.sides.items()]
         try:
             return cuts_of(sides)
         except NotOneTensorError as exc:
-            raise MisfitError(spec.name, str(exc), "all ranks of a mesh put its tensors, under one name") from exc
+            raise LayoutMismatchError(spec.name, str(exc), "all ranks of a mesh put its tensors, under one name") from exc
 
-    def _as_stored(self, cut: Cut, meshes: dict[Mesh, int]) -> LayoutSpread:
-        if not isinstance(cut.spread, Placed):
+    def _as_stored(self, cut: CompleteCut, meshes: dict[Mesh, int]) -> LayoutSpread:
+        if not isinstance(cut.spread, MeshSpread):
             return cut.spread
         if not any(cut.spread.placements) and len(cut.ranks) == sum(len(kind.ranks) for kind in self._kinds):
             return None
         return Sharding(meshes.setdefault(cut.spread.mesh, len(meshes)), cut.spread.placements)
 
-    def _told(self, spec: TensorSpec, member: _Member, cuts: Sequence[Cut]) -> list[ToldTensor]:
+    def _told(self, spec: TensorSpec, member: _Member, cuts: Sequence[CompleteCut]) -> list[ReportedRegionsTensor]:
         """What ranks tell of a tensor, for each cut."""
         found = []
         for cut in cuts:
-            if not isinstance(cut.spread, Placed):
+            if not isinstance(cut.spread, MeshSpread):
                 sides = [(side, leaf) for side, leaf in member.sides.items() if self._layout_spread(side, leaf) == cut.spread]
                 boxes = {rank: self._boxes[rank].get(leaf.index, ()) for side, leaf in sides for rank in self._kinds[side].ranks}
-                found.append(ToldTensor(spec, cut.spread, boxes))
+                found.append(ReportedRegionsTensor(spec, cut.spread, boxes))
                 found[-1].check()
         return found
 
@@ -295,7 +299,7 @@ class _Uniting:
 
     def _spread(self, side: int, leaf: Leaf) -> Spread:
         spread = self._layout_spread(side, leaf)
-        return Placed(self._kinds[side].layout.meshes[spread.mesh], spread.placements) if isinstance(spread, Sharding) else spread
+        return MeshSpread(self._kinds[side].layout.meshes[spread.mesh], spread.placements) if isinstance(spread, Sharding) else spread
 
     def _storages(self) -> list[SharedStorage]:
         """The allocations of which all sides with one of the tensors say the same."""
@@ -308,18 +312,18 @@ class _Uniting:
         return [storage for storage, sides in said.items() if all(set(self._members[number].sides) == sides for number in storage.tensors)]
 
 
-def difference(one: Kind, other: Kind) -> MisfitError:
+def difference(one: RankKind, other: RankKind) -> LayoutMismatchError:
     """In which value two differ that have the same layout."""
     paths = [leaf.path for leaf in leaves(parse(one.layout, len(one.values), one.name)) if leaf.kind == "value"]
     for number, path in enumerate(paths):
         try:
-            _check_value(Hole(path, ((0, number), (1, number))), [one, other])
-        except MisfitError as exc:
+            _check_value(ValueHole(path, ((0, number), (1, number))), [one, other])
+        except LayoutMismatchError as exc:
             return exc
-    return MisfitError("the state", f"{one.name} and {other.name} have different values", RANK_STATE)
+    return LayoutMismatchError("the state", f"{one.name} and {other.name} have different values", RANK_STATE)
 
 
-def values_of(united: United, kinds: Sequence[Kind]) -> tuple[list[Any], list[bytes]]:
+def values_of(united: UnitedState, kinds: Sequence[RankKind]) -> tuple[list[Any], list[bytes]]:
     """The values of a united state, and its large ones.
 
     Raises:
@@ -339,14 +343,14 @@ def values_of(united: United, kinds: Sequence[Kind]) -> tuple[list[Any], list[by
     return values, blobs
 
 
-def _check_value(hole: Hole, kinds: Sequence[Kind]) -> None:
+def _check_value(hole: ValueHole, kinds: Sequence[RankKind]) -> None:
     """That all have the same value."""
     if len({_said(kinds[at], kinds[at].values[each]) for at, each in hole.places}) > 1:
         shown = {at: _shown(kinds[at], kinds[at].values[each]) for at, each in hole.places}
-        raise MisfitError(hole.path, _each(kinds, shown), BY_NAME if "param_groups" in hole.path else RANK_STATE)
+        raise LayoutMismatchError(hole.path, _each(kinds, shown), BY_NAME if "param_groups" in hole.path else RANK_STATE)
 
 
-def _said(kind: Kind, value: Any) -> str:
+def _said(kind: RankKind, value: Any) -> str:
     """What is equal for equal values: 1, True and 1.0 are equal in Python, and NaN is not itself."""
     return repr((value[1], kind.blob_ids[value[2]])) if _is_large(value) else repr(value)
 
@@ -355,7 +359,7 @@ def _is_large(value: object) -> bool:
     return type(value) is list and bool(value) and value[0] == "b"
 
 
-def _shown(kind: Kind, value: Any) -> str:
+def _shown(kind: RankKind, value: Any) -> str:
     return f"a large value with the hash {kind.blob_ids[value[2]].hex()[:16]}" if _is_large(value) else f"{describe(value)!r:.100}"
 
 
@@ -363,7 +367,7 @@ def _path(trees: Sequence[tuple[int, Tree]]) -> str:
     return next((tree.path for _, tree in trees if tree.path), "the state")
 
 
-def _each(kinds: Sequence[Kind], what: Mapping[int, str]) -> str:
+def _each(kinds: Sequence[RankKind], what: Mapping[int, str]) -> str:
     """What the ranks of each side have."""
     return sayings({rank: text for side, text in what.items() for rank in kinds[side].ranks})
 

@@ -14,21 +14,21 @@ from tensorstore_ck.format.sharding import Mesh, Placement
 from tensorstore_ck.session.group.rank_messages import named_ranks
 
 
-class Placed(NamedTuple):
+class MeshSpread(NamedTuple):
     """How a tensor is spread over a mesh."""
 
     mesh: Mesh
     placements: tuple[Placement, ...]
 
 
-Spread = Placed | Literal["boxes", "flat"] | None
+Spread = MeshSpread | Literal["boxes", "flat"] | None
 """As `layout.Spread`, with the mesh itself. None: all of it on each rank."""
 
 
-class Cut(NamedTuple):
+class CompleteCut(NamedTuple):
     """One way in which the ranks have all of a tensor."""
 
-    spread: Placed | Literal["boxes", "flat"]
+    spread: MeshSpread | Literal["boxes", "flat"]
     ranks: tuple[int, ...]
     """Who has something of it, in order."""
 
@@ -37,7 +37,7 @@ class NotOneTensorError(Exception):
     """The sides cannot hold one tensor together; says which ranks, and why. Never leaves this package."""
 
 
-def cuts_of(sides: Sequence[tuple[tuple[int, ...], Spread]]) -> list[Cut]:
+def cuts_of(sides: Sequence[tuple[tuple[int, ...], Spread]]) -> list[CompleteCut]:
     """The cuts of a tensor that several sides hold: that with the first rank first.
 
     Args:
@@ -48,33 +48,33 @@ def cuts_of(sides: Sequence[tuple[tuple[int, ...], Spread]]) -> list[Cut]:
     """
     whole: set[int] = set()
     told: dict[Literal["boxes", "flat"], set[int]] = {}
-    meshes: dict[Placed, set[int]] = {}
+    meshes: dict[MeshSpread, set[int]] = {}
     for ranks, spread in sides:
         if spread is None:
             whole |= set(ranks)
-        elif isinstance(spread, Placed):
+        elif isinstance(spread, MeshSpread):
             meshes.setdefault(spread, set()).update(ranks)
         else:
             told.setdefault(spread, set()).update(ranks)
     _check_complete(meshes, {rank: spread for ranks, spread in sides for rank in ranks})
-    alike: dict[tuple[tuple[int, ...], tuple[Placement, ...]], list[Placed]] = {}
+    alike: dict[tuple[tuple[int, ...], tuple[Placement, ...]], list[MeshSpread]] = {}
     for placed in meshes:
         shards = [(extent, placement) for extent, placement in zip(placed.mesh.shape, placed.placements, strict=True) if placement]
         if not shards:
             whole |= set(placed.mesh.ranks)
         else:
             alike.setdefault((tuple(extent for extent, _ in shards), tuple(shard for _, shard in shards)), []).append(placed)
-    found = [Cut(spread, tuple(sorted(ranks))) for spread, ranks in told.items()]
+    found = [CompleteCut(spread, tuple(sorted(ranks))) for spread, ranks in told.items()]
     for (_, shard), several in alike.items():
         merged = several[0] if len(several) == 1 else _side_by_side(several, shard)
-        found.append(Cut(merged, tuple(sorted(merged.mesh.ranks))))
+        found.append(CompleteCut(merged, tuple(sorted(merged.mesh.ranks))))
     if whole:
         holders = tuple(sorted(whole))
-        found.append(Cut(Placed(Mesh((len(holders),), holders), (None,)), holders))
+        found.append(CompleteCut(MeshSpread(Mesh((len(holders),), holders), (None,)), holders))
     return sorted(found, key=lambda cut: cut.ranks)
 
 
-def _check_complete(meshes: Mapping[Placed, set[int]], spread_of: Mapping[int, Spread]) -> None:
+def _check_complete(meshes: Mapping[MeshSpread, set[int]], spread_of: Mapping[int, Spread]) -> None:
     for placed, holders in meshes.items():
         missing = sorted(set(placed.mesh.ranks) - holders)
         if missing:
@@ -83,7 +83,7 @@ def _check_complete(meshes: Mapping[Placed, set[int]], spread_of: Mapping[int, S
             raise NotOneTensorError(f"{named_ranks(there)}: {in_words(placed)}; {named_ranks(missing)}: {other}")
 
 
-def _side_by_side(several: Sequence[Placed], shards: tuple[Placement, ...]) -> Placed:
+def _side_by_side(several: Sequence[MeshSpread], shards: tuple[Placement, ...]) -> MeshSpread:
     """One mesh of equal ones, whose first dim replicates."""
     rows = []
     for mesh, placements in several:
@@ -92,14 +92,14 @@ def _side_by_side(several: Sequence[Placed], shards: tuple[Placement, ...]) -> P
         shape = tuple(mesh.shape[dim] for dim in sharded)
         rows.append(np.array(mesh.ranks).reshape(mesh.shape).transpose(*replicated, *sharded).reshape(-1, *shape))
     grid = np.concatenate(sorted(rows, key=lambda row: int(row.min())))
-    return Placed(Mesh(grid.shape, tuple(grid.ravel().tolist())), (None, *shards))
+    return MeshSpread(Mesh(grid.shape, tuple(grid.ravel().tolist())), (None, *shards))
 
 
 def in_words(spread: Spread) -> str:
     """For messages."""
     if spread is None:
         return "whole"
-    if not isinstance(spread, Placed):
+    if not isinstance(spread, MeshSpread):
         return "as pieces of the flattened tensor" if spread == "flat" else "as boxes"
     shards = ", ".join("replicated" if each is None else f"split along dim {each.dim}" for each in spread.placements)
     return f"{shards} on the mesh of {named_ranks(sorted(spread.mesh.ranks))}"

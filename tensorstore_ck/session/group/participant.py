@@ -6,7 +6,7 @@ from typing import NamedTuple
 from tensorstore_ck.format.sealed import Body
 
 
-class Duties(NamedTuple):
+class Participant(NamedTuple):
     """What the caller does in an attempt. Records are small maps of what msgpack has; an error that one raises ends the attempt."""
 
     hello: Callable[[], Body]

@@ -10,11 +10,11 @@ from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import resolve
-from tensorstore_ck.engine.read.block_reader import MemoryTarget, OpenPart, read_unpublished, wanted_blocks
+from tensorstore_ck.engine.read.block_reader import BufferTarget, OpenPart, read_unpublished, wanted_blocks
 from tensorstore_ck.format.layout import Layout, decode_layout
-from tensorstore_ck.format.layout_merge import ContradictionError, Union
+from tensorstore_ck.format.layout_merge import LayoutConflictError, MergedLayout
 from tensorstore_ck.format.part import Part, decode_part, decode_values, part_name
-from tensorstore_ck.format.part_index import PartPlan
+from tensorstore_ck.format.part_index import PartIndex
 from tensorstore_ck.session.group.rank_messages import named_ranks
 
 READERS: Final = 8
@@ -34,7 +34,7 @@ def read_part(engine: Engine, ulid: Ulid) -> Part:
     return decode_part(engine.backend.get(name, max_bytes=1 << 28), name)
 
 
-class Stage:
+class PipelineStage:
     """The ranks with one layout: `union.Side` over their parts."""
 
     def __init__(self, engine: Engine, ranks: tuple[int, ...], ulids: Sequence[Ulid]) -> None:
@@ -44,7 +44,7 @@ class Stage:
         self._engine = engine
         self._ulids = ulids
         self._first = read_part(engine, ulids[0])
-        self._held: list[tuple[Part, PartPlan]] = []
+        self._held: list[tuple[Part, PartIndex]] = []
         self.layout: Layout = decode_layout(self._blob(0), f"the layout of {self.name}")
         self.values: Sequence[Any] = decode_values(self._first, self.name)
 
@@ -66,14 +66,14 @@ class Stage:
                     start += int(part.extents["raw"][row])
         return {region: sorted(blocks) for region, blocks in found.items()}
 
-    def _plans(self) -> list[tuple[Part, PartPlan]]:
+    def _plans(self) -> list[tuple[Part, PartIndex]]:
         if not self._held:
-            plans: dict[int, tuple[Part, PartPlan]] = {}
+            plans: dict[int, tuple[Part, PartIndex]] = {}
 
             def plan(number: int) -> None:
                 name = part_name(self._ulids[number])
                 part = read_part(self._engine, self._ulids[number])
-                plans[number] = part, PartPlan(self.layout, part, self.ranks, self._engine.config.block_bytes, name)
+                plans[number] = part, PartIndex(self.layout, part, self.ranks, self._engine.config.block_bytes, name)
 
             for_each(range(len(self._ulids)), plan, READERS)
             self._held = [plans[number] for number in range(len(self._ulids))]
@@ -85,11 +85,11 @@ class Stage:
         opened = OpenPart(part, self.name, resolve(self._engine, self._engine.log.view(), part), lambda _: "a large value")
         first = int(part.blobs["blocks"][:index].sum())
         rows = range(first, first + int(part.blobs["blocks"][index]))
-        read_unpublished(self._engine, wanted_blocks(opened, rows, 0, MemoryTarget(memoryview(memory))))
+        read_unpublished(self._engine, wanted_blocks(opened, rows, 0, BufferTarget(memoryview(memory))))
         return bytes(memory)
 
 
-def contradiction(stages: Sequence[Stage]) -> str:
+def contradiction(stages: Sequence[PipelineStage]) -> str:
     """What the stages do not agree on, in words; empty when they can be one snapshot."""
 
     def words(what: str, path: str, sides: Sequence[int]) -> str:
@@ -97,8 +97,8 @@ def contradiction(stages: Sequence[Stage]) -> str:
         return f"{who} {what} {path!r}: {ADVICE}"
 
     try:
-        union = Union(stages)
-    except ContradictionError as exc:
+        union = MergedLayout(stages)
+    except LayoutConflictError as exc:
         return words("have different containers, shapes or types as", exc.path, exc.sides)
     for each in union.numbered:
         return words("have a tensor under the same number, which may mean another parameter on each,", each.path, each.sides)

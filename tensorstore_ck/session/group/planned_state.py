@@ -6,21 +6,23 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from tensorstore_ck.engine.interfaces import ByteSource, Captured, Frozen
+from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, FrozenTensor
 from tensorstore_ck.format.layout import Explicit, Layout
-from tensorstore_ck.format.sharding import Box
+from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import Branch, Leaf, Tree, parse
-from tensorstore_ck.session.group.put_plan import KEEPS, SOLE, Known, Place, Plan
+from tensorstore_ck.session.group.put_plan import KEEPS, SOLE, PlanMemory, PlannedTensor, PutPlan
 
 
-class Kept(NamedTuple):
+class StoredRegions(NamedTuple):
     """What this rank stores of a tensor whose regions it tells."""
 
     source: ByteSource
-    boxes: tuple[Box, ...]
+    boxes: tuple[BoxBounds, ...]
 
 
-def planned(captured: Captured, known: Known, rank: int, values: Sequence[Any] = (), blobs: Sequence[bytes] = ()) -> Captured:
+def planned(
+    captured: CapturedState, known: PlanMemory, rank: int, values: Sequence[Any] = (), blobs: Sequence[bytes] = ()
+) -> CapturedState:
     """What `rank` puts of its state. `values`, `blobs`: those of the united state, on the rank that stores them."""
     layout = known.plan.layout
     if layout is None and not known.plan.sets:
@@ -30,7 +32,7 @@ def planned(captured: Captured, known: Known, rank: int, values: Sequence[Any] =
         sources = [kept[number].source if number in kept else source for number, source in enumerate(captured.sources)]
         return captured._replace(sources=sources, explicit=[Explicit(tensor, each.boxes) for tensor, each in sorted(kept.items())])
     united: list[ByteSource] = [NOTHING] * len(layout.tensors)
-    frozen: dict[int, Frozen] = {}
+    frozen: dict[int, FrozenTensor] = {}
     for place in known.places:
         united[place.tensor] = source_at(captured, layout, place)
         if not place.is_view and place.mine.index in captured.frozen:
@@ -38,25 +40,25 @@ def planned(captured: Captured, known: Known, rank: int, values: Sequence[Any] =
     explicit = []
     for tensor, spread in enumerate(layout.spreads):
         if isinstance(spread, str):
-            own = kept.get(tensor, Kept(NOTHING, ()))
+            own = kept.get(tensor, StoredRegions(NOTHING, ()))
             united[tensor] = own.source
             explicit.append(Explicit(tensor, own.boxes))
-    return Captured(layout, values, blobs, united, explicit, frozen)
+    return CapturedState(layout, values, blobs, united, explicit, frozen)
 
 
-class ToldHere(NamedTuple):
+class ReportedTensor(NamedTuple):
     """A tensor whose regions this rank tells."""
 
     tensor: int
     """As it is planned."""
     mine: int
     """Here."""
-    boxes: tuple[Box, ...]
+    boxes: tuple[BoxBounds, ...]
     said: Sequence[int]
-    """What the plan says of each: see `Plan.sets`."""
+    """What the plan says of each: see `PutPlan.sets`."""
 
 
-def told_by(captured: Captured, known: Known, rank: int) -> list[ToldHere]:
+def told_by(captured: CapturedState, known: PlanMemory, rank: int) -> list[ReportedTensor]:
     """The tensors whose regions a rank tells, in the order of the planned layout."""
     boxes = {each.tensor: each.boxes for each in captured.explicit}
     if known.plan.layout is None:
@@ -67,22 +69,22 @@ def told_by(captured: Captured, known: Known, rank: int) -> list[ToldHere]:
     found, at = [], 0
     for tensor, mine in pairs:
         count = len(boxes[mine])
-        found.append(ToldHere(tensor, mine, boxes[mine], [SOLE] * count if said is None else said[at : at + count]))
+        found.append(ReportedTensor(tensor, mine, boxes[mine], [SOLE] * count if said is None else said[at : at + count]))
         at += count
     return found
 
 
-def without_copies(captured: Captured, told: ToldHere) -> Kept:
+def without_copies(captured: CapturedState, told: ReportedTensor) -> StoredRegions:
     """Without the regions that another rank stores."""
     source, boxes = captured.sources[told.mine], told.boxes
     own = [said == SOLE or bool(said & KEEPS) for said in told.said]
     if all(own):
-        return Kept(source, boxes)
+        return StoredRegions(source, boxes)
     pieces = _pieces(boxes, own, captured.layout.tensors[told.mine].item_bytes)
-    return Kept(_Some(source, pieces), tuple(box for box, is_own in zip(boxes, own, strict=True) if is_own))
+    return StoredRegions(_Some(source, pieces), tuple(box for box, is_own in zip(boxes, own, strict=True) if is_own))
 
 
-def _pieces(boxes: Sequence[Box], own: Sequence[bool], item_bytes: int) -> list[tuple[int, int]]:
+def _pieces(boxes: Sequence[BoxBounds], own: Sequence[bool], item_bytes: int) -> list[tuple[int, int]]:
     pieces, start = [], 0
     for box, is_own in zip(boxes, own, strict=True):
         size_bytes = prod(box.sizes) * item_bytes
@@ -92,18 +94,18 @@ def _pieces(boxes: Sequence[Box], own: Sequence[bool], item_bytes: int) -> list[
     return pieces
 
 
-def source_at(captured: Captured, layout: Layout, place: Place) -> ByteSource:
+def source_at(captured: CapturedState, layout: Layout, place: PlannedTensor) -> ByteSource:
     """What this rank has of a tensor of the layout of all."""
     source = captured.sources[place.mine.index]
     return _View(source, layout.tensors[place.tensor].item_bytes, place.mine.node) if place.is_view else source
 
 
-def places_of(captured: Captured, plan: Plan) -> list[Place]:
+def places_of(captured: CapturedState, plan: PutPlan) -> list[PlannedTensor]:
     """What the tensors of this rank are in the layout of all."""
     assert plan.layout is not None
     own = parse(captured.layout, len(captured.values), "the layout of this rank")
     pairs = _pairs(own, parse(plan.layout, plan.holes, "the layout of all ranks"))
-    return [Place(ours.index, mine, mine.kind == "view" and ours.kind == "tensor") for mine, ours in pairs if mine.kind != "value"]
+    return [PlannedTensor(ours.index, mine, mine.kind == "view" and ours.kind == "tensor") for mine, ours in pairs if mine.kind != "value"]
 
 
 def _pairs(own: Tree, ours: Tree) -> Iterator[tuple[Leaf, Leaf]]:

@@ -10,25 +10,25 @@ from typing import Any
 import numpy as np
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, block_id, derived_hash
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.block_assignment import alike, decode_regions, encode_regions
 from tensorstore_ck.format.layout import Layout, layout_id
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, take_digest
-from tensorstore_ck.session.group.attempt import Attempt
-from tensorstore_ck.session.group.duplicate_regions import Share, Sum, Told, sums_of, told_digests
-from tensorstore_ck.session.group.failure_reason import Reason, RefusedError
-from tensorstore_ck.session.group.merge_layouts import MisfitError, difference, values_of
+from tensorstore_ck.session.group.attempt import Round
+from tensorstore_ck.session.group.duplicate_regions import RegionShare, RegionSum, ReportedRegions, sums_of, told_digests
+from tensorstore_ck.session.group.failure_reason import FailureReason, RankRefusedError
+from tensorstore_ck.session.group.merge_layouts import LayoutMismatchError, difference, values_of
 from tensorstore_ck.session.group.planned_state import places_of, planned
-from tensorstore_ck.session.group.put_plan import Known, Memory, Plan, decode_plan, plan_of, remember
-from tensorstore_ck.session.group.rank_kinds import Kind, decode_kind, encode_kind
+from tensorstore_ck.session.group.put_plan import Memory, PlanMemory, PutPlan, decode_plan, plan_of, remember
+from tensorstore_ck.session.group.rank_kinds import RankKind, decode_kind, encode_kind
 from tensorstore_ck.session.group.rank_messages import in_the_job
 
 
 class Planning:
     """Of one put."""
 
-    def __init__(self, attempt: Attempt, memory: Memory, rank: int, ranks: int, in_job: Sequence[int] | None = None) -> None:
+    def __init__(self, attempt: Round, memory: Memory, rank: int, ranks: int, in_job: Sequence[int] | None = None) -> None:
         """`memory`: the plans that this rank knows; `in_job`: see `named_ranks`."""
         self.turn = 0
         """How many snapshots were put by this plan."""
@@ -40,12 +40,12 @@ class Planning:
         self._rank = rank
         self._ranks = ranks
         self._known: Memory = {}
-        self._used = Known(Plan())
+        self._used = PlanMemory(PutPlan())
         self._key = b""
         self._regions: Sequence[bytes] = ()
-        self._own: Captured
+        self._own: CapturedState
 
-    def hello(self, shared: Captured) -> Body:
+    def hello(self, shared: CapturedState) -> Body:
         """What this rank says of its state."""
         self._known = dict(self._memory)  # as told: puts beside this one may have the memory forget
         return {
@@ -55,7 +55,7 @@ class Planning:
             "plans": b"".join(self._known),
         }
 
-    def follow(self, go: Body, shared: Captured) -> Captured:
+    def follow(self, go: Body, shared: CapturedState) -> CapturedState:
         """This rank's state as it is put with those of the others.
 
         Raises:
@@ -67,11 +67,11 @@ class Planning:
         there = take(go, "blobs", bytes)
         told = self._attempt.ask("kinds", tellers, lambda: encode_kind(shared, with_layout=not is_known, known_blobs=there))
         values, blobs = self._lead(told, shared, is_known=is_known, differ=take(go, "differ", bool)) if self._rank == 0 else ([], [])
-        known = self._known.get(self._key, Known(Plan()))
+        known = self._known.get(self._key, PlanMemory(PutPlan()))
         if not is_known:
             answer = self._attempt.answer("plan", known.plan.encode() if self._rank == 0 else None)
             if self._rank:
-                known = Known(decode_plan(answer))
+                known = PlanMemory(decode_plan(answer))
                 remember(self._memory, self._key, known)
         if known.plan.layout is not None and not known.places:
             known.places = places_of(shared, known.plan)
@@ -80,17 +80,17 @@ class Planning:
             self.layout_of = b""
         return planned(shared, known, self._rank, values, blobs)
 
-    def told_digests(self) -> list[Told]:
+    def told_digests(self) -> list[ReportedRegions]:
         """See `copies.told_digests`."""
-        return told_digests(self._own, self._used, self._rank, Share(self.turn))
+        return told_digests(self._own, self._used, self._rank, RegionShare(self.turn))
 
-    def sums(self) -> list[Sum]:
+    def sums(self) -> list[RegionSum]:
         """See `copies.sums_of`."""
-        return sums_of(self._own, self._used, self._rank, Share(self.turn))
+        return sums_of(self._own, self._used, self._rank, RegionShare(self.turn))
 
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 
-    def compare(self, hellos: Sequence[Body], shared: Captured) -> Body:
+    def compare(self, hellos: Sequence[Body], shared: CapturedState) -> Body:
         """What is to be told, and by whom; `shared` is the state of rank 0."""
         numbers: dict[bytes, int] = {}
         layout_of = [numbers.setdefault(take_digest(hello, "layout"), len(numbers)) for hello in hellos]
@@ -124,7 +124,7 @@ class Planning:
         self._used.turn += 1
         remember(self._memory, self._key, self._used)
 
-    def _lead(self, told: Mapping[int, bytes], shared: Captured, *, is_known: bool, differ: bool) -> tuple[list[Any], list[bytes]]:
+    def _lead(self, told: Mapping[int, bytes], shared: CapturedState, *, is_known: bool, differ: bool) -> tuple[list[Any], list[bytes]]:
         """Has a plan; the values of the state of all ranks, if that is united, and the large ones."""
         known = self._known.get(self._key)
         kinds = self._kinds(told, shared, is_known=is_known)
@@ -140,10 +140,10 @@ class Planning:
                 self._known[self._key] = known
                 remember(self._memory, self._key, known)
             return told_values
-        except MisfitError as exc:
-            raise RefusedError(Reason(str(exc) + in_the_job(self._in_job), MismatchError.kind, exc.path)) from exc
+        except LayoutMismatchError as exc:
+            raise RankRefusedError(FailureReason(str(exc) + in_the_job(self._in_job), MismatchError.kind, exc.path)) from exc
 
-    def _kinds(self, told: Mapping[int, bytes], shared: Captured, *, is_known: bool) -> list[Kind]:
+    def _kinds(self, told: Mapping[int, bytes], shared: CapturedState, *, is_known: bool) -> list[RankKind]:
         """The kinds of ranks that told; or that of all, if none had to."""
         found = []
         for rank in told or (0,):
@@ -151,7 +151,7 @@ class Planning:
             ranks = ranks if len({*ranks} & {*told}) < 2 else (rank,)
             if rank == 0:
                 ids = [*map(block_id, shared.blobs)]
-                found.append(Kind(ranks, shared.layout, shared.values, dict(enumerate(shared.blobs)), ids))
+                found.append(RankKind(ranks, shared.layout, shared.values, dict(enumerate(shared.blobs)), ids))
             else:
                 found.append(decode_kind(told[rank], ranks, Layout((), None) if is_known else None))
         return found

@@ -14,9 +14,9 @@ from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, M
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.address import Resolved
-from tensorstore_ck.session.group import DEAD_AFTER_SECONDS, Duties, Group, open_group
-from tensorstore_ck.session.group.channel import Runner
-from tensorstore_ck.session.group.host_shared_reads import HostReads, host_key
+from tensorstore_ck.session.group import DEAD_AFTER_SECONDS, Group, Participant, open_group
+from tensorstore_ck.session.group.channel import StoreRunner
+from tensorstore_ck.session.group.host_shared_reads import HostSharedReads, host_key
 from tensorstore_ck.session.group.matching_arguments import require_alike
 from tensorstore_ck.session.group.put_plan import Memory
 from tensorstore_ck.session.group.rank_messages import sayings
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from tensorstore_ck.state import Unclaimed
+    from tensorstore_ck.state import UnclaimedNames
 
 TIMEOUT_SECONDS = 600.0
 
 
-class Reading(NamedTuple):
+class GroupReading(NamedTuple):
     """How one rank of a group reads."""
 
     read_blocks: ReadBlocks
-    unclaimed: "Unclaimed"
+    unclaimed: "UnclaimedNames"
     agree: Callable[[bytes, Callable[[bytes], None]], None]
     """See `state.broadcast.Agree`."""
 
@@ -69,7 +69,7 @@ def process_group(group: "ProcessGroup | DeviceMesh | None") -> "ProcessGroup | 
     return given.get_group()
 
 
-class Groups:
+class ProcessGroups:
     """The process groups that one store handle has met."""
 
     def __init__(self, engine: Engine, dead_after_seconds: float = DEAD_AFTER_SECONDS) -> None:
@@ -97,7 +97,7 @@ class Groups:
                 told[title] = take(go, "values", list)
             return {}
 
-        attempt.run(Duties(lambda: {"known": title in told, "value": value()}, work, None, compare, lambda _: {}))
+        attempt.run(Participant(lambda: {"known": title in told, "value": value()}, work, None, compare, lambda _: {}))
         return told[title]
 
     def from_first(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> bytes:
@@ -114,10 +114,10 @@ class Groups:
             require_alike(hellos, ("title",), own.in_job)
             return {"value": value()}
 
-        attempt.run(Duties(lambda: {"title": title}, work, None, compare, lambda _: {}))
+        attempt.run(Participant(lambda: {"title": title}, work, None, compare, lambda _: {}))
         return told[0]
 
-    def runner(self, group: "ProcessGroup") -> Runner:
+    def runner(self, group: "ProcessGroup") -> StoreRunner:
         """What reaches the store of a group."""
         return self.of(group)[0].run
 
@@ -131,21 +131,24 @@ class Groups:
         group: "ProcessGroup",
         address: str,
         resolve: Callable[[str], Resolved],
-        read: Callable[[SnapshotInfo, "Reading"], Any],
+        read: Callable[[SnapshotInfo, "GroupReading"], Any],
         *,
         agrees: bool = False,
         timeout_seconds: float,
     ) -> tuple[Any, Resolved]:
-        """Restores the snapshot that rank 0 finds at `address` on all ranks, or on none. `agrees`: `read` calls `Reading.agree` once."""
-        from tensorstore_ck.state import Unclaimed  # noqa: PLC0415 - loads torch
+        """Restores the snapshot that rank 0 finds at `address` on all ranks, or on none.
+
+        `agrees`: `read` calls `GroupReading.agree` once.
+        """
+        from tensorstore_ck.state import UnclaimedNames  # noqa: PLC0415 - loads torch
 
         result: list[Any] = []
         found: list[Resolved] = []
-        unclaimed = Unclaimed()
+        unclaimed = UnclaimedNames()
         own = self.of(group)[0]
         title = f"the checkout of {address!r}"
         attempt = own.begin(title, object_id=address, timeout=timeout_seconds)
-        host = HostReads(attempt.txn.hex(), own.rank, timeout=timeout_seconds)
+        host = HostSharedReads(attempt.txn.hex(), own.rank, timeout=timeout_seconds)
 
         def compare(hellos: list[Body]) -> Body:
             require_alike(hellos, ("address",), own.in_job)
@@ -159,7 +162,7 @@ class Groups:
                 "hosts": np.array(hosts, "<u4").tobytes(),
             }
 
-        def read_at(go: Body, reading: Reading) -> None:
+        def read_at(go: Body, reading: GroupReading) -> None:
             self._engine.log.sync()
             view, ulid = self._engine.log.view(), take(go, "snapshot", bytes)
             info = view.snapshot(ulid) or view.staged(ulid)
@@ -183,7 +186,7 @@ class Groups:
                 self._agree(own, title, timeout_seconds, bits, do)
 
             try:
-                read_at(go, Reading(host.read, unclaimed, agree))
+                read_at(go, GroupReading(host.read, unclaimed, agree))
             except Exception as exc:
                 if not has_agreed:  # the others wait for this rank there, and would be one attempt ahead of it ever after
                     self._refuse(own, title, timeout_seconds, exc)
@@ -196,7 +199,7 @@ class Groups:
             return {}
 
         try:
-            attempt.run(Duties(lambda: {"address": address, "host": host_key()}, work, None, compare, commit))
+            attempt.run(Participant(lambda: {"address": address, "host": host_key()}, work, None, compare, commit))
         finally:
             host.close()
         return result[0], found[0]
@@ -218,7 +221,7 @@ class Groups:
             return {}
 
         attempt = group.begin(title, object_id=title, timeout=timeout)
-        attempt.run(Duties(lambda: {"bits": bits}, do, None, compare, lambda _: {}))
+        attempt.run(Participant(lambda: {"bits": bits}, do, None, compare, lambda _: {}))
 
     @staticmethod
     def _refuse(group: Group, title: str, timeout: float, problem: Exception) -> None:
@@ -229,7 +232,7 @@ class Groups:
 
         attempt = group.begin(title, object_id=title, timeout=timeout)
         with suppress(StoreError):
-            attempt.run(Duties(hello, lambda _: {}, None, lambda _: {}, lambda _: {}))
+            attempt.run(Participant(hello, lambda _: {}, None, lambda _: {}, lambda _: {}))
 
     def close(self) -> None:
         """Ends the threads that talk to the groups' stores; a put or restore after that begins new ones."""

@@ -19,9 +19,9 @@ from tensorstore_ck.format.layout import Layout, decode_layout
 from tensorstore_ck.format.sealed import pack_body, take, take_count, unpack_body
 from tensorstore_ck.format.sharding import Mesh, Shard
 from tensorstore_ck.format.tree import Leaf
-from tensorstore_ck.session.group.merge_layouts import Compared, ToldTensor, United, unite
-from tensorstore_ck.session.group.mixed_regions import Cut, Placed
-from tensorstore_ck.session.group.rank_kinds import ZIP_LEVEL, Kind, Told, can_stay_apart
+from tensorstore_ck.session.group.merge_layouts import ComparedTensor, ReportedRegionsTensor, UnitedState, unite
+from tensorstore_ck.session.group.mixed_regions import CompleteCut, MeshSpread
+from tensorstore_ck.session.group.rank_kinds import ZIP_LEVEL, RankKind, Told, can_stay_apart
 from tensorstore_ck.session.group.region_claims import claims
 
 MAX_PLANS: Final = 8
@@ -30,7 +30,7 @@ SOLE, KEEPS = 0, 1
 """What a rank is told of a region: no other holds it; bit 0 of its set: it stores what they all hold."""
 
 
-class Plan(NamedTuple):
+class PutPlan(NamedTuple):
     """What all ranks know."""
 
     form: Literal["same", "apart", "united"] = "same"
@@ -38,7 +38,7 @@ class Plan(NamedTuple):
     """Of all ranks, if united."""
     holes: int = 0
     """Values of the united layout."""
-    compared: Sequence[Compared] = ()
+    compared: Sequence[ComparedTensor] = ()
     sets: Sequence[bytes] = ()
     """For each rank, if any region that ranks tell is held by several: u4 for each of its regions, in the order of the layout: `SOLE`, or
     twice the number of the set of ranks that hold it and `KEEPS`."""
@@ -59,7 +59,7 @@ class Plan(NamedTuple):
         return zlib.compress(pack_body(body), ZIP_LEVEL)
 
 
-class Place(NamedTuple):
+class PlannedTensor(NamedTuple):
     """What a tensor of this rank is in the layout of all."""
 
     tensor: int
@@ -71,23 +71,23 @@ class Place(NamedTuple):
 
 
 @dataclass(slots=True)
-class Known:
+class PlanMemory:
     """What a rank keeps of the puts of one plan."""
 
-    plan: Plan
+    plan: PutPlan
     turn: int = 0
     """How many were published, on rank 0."""
-    places: Sequence[Place] = ()
+    places: Sequence[PlannedTensor] = ()
     """Of this rank's tensors in the layout of all, if united."""
-    united: United | None = None
+    united: UnitedState | None = None
     """On rank 0: what ranks of several kinds have together."""
 
 
-Memory = dict[bytes, Known]
+Memory = dict[bytes, PlanMemory]
 """The plans that a group has put by, under what names the layouts of all ranks."""
 
 
-def remember(memory: Memory, key: bytes, known: Known) -> None:
+def remember(memory: Memory, key: bytes, known: PlanMemory) -> None:
     """Keeps a plan, and the newest ones beside it."""
     memory.pop(key, None)
     memory[key] = known
@@ -95,8 +95,8 @@ def remember(memory: Memory, key: bytes, known: Known) -> None:
         del memory[old]
 
 
-def decode_plan(data: bytes) -> Plan:
-    """What `Plan.encode` made.
+def decode_plan(data: bytes) -> PutPlan:
+    """What `PutPlan.encode` made.
 
     Raises:
         CorruptObjectError: it is not that.
@@ -104,32 +104,32 @@ def decode_plan(data: bytes) -> Plan:
     try:
         body = unpack_body(memoryview(zlib.decompress(data)), "the plan of a put")
         encoded = take(body, "layout", bytes)
-        compared = [Compared(int(tensor), tuple(map(_cut, cuts))) for tensor, cuts in take(body, "compared", list)]
+        compared = [ComparedTensor(int(tensor), tuple(map(_cut, cuts))) for tensor, cuts in take(body, "compared", list)]
         layout = decode_layout(encoded, "the layout of all ranks") if encoded else None
         form = take(body, "form", str)
         if form not in ("same", "apart", "united"):
             raise ValueError(f"no form is called {form!r}")
-        return Plan(form, layout, take_count(body, "holes"), compared, [bytes(each) for each in take(body, "sets", list)])  # type: ignore[arg-type]
+        return PutPlan(form, layout, take_count(body, "holes"), compared, [bytes(each) for each in take(body, "sets", list)])  # type: ignore[arg-type]
     except (TypeError, ValueError, IndexError, zlib.error) as exc:
         raise CorruptObjectError(f"the plan of a put is malformed: {exc}", object_id="plan") from exc
 
 
-def plan_of(kinds: Sequence[Kind], told: Told) -> Known:
+def plan_of(kinds: Sequence[RankKind], told: Told) -> PlanMemory:
     """Plans a put.
 
     Raises:
         MisfitError: the ranks cannot put one snapshot together.
     """
     if len(kinds) == 1:
-        return Known(Plan("same", sets=_sets(_told_of(kinds[0], told), len(kinds[0].ranks))))
+        return PlanMemory(PutPlan("same", sets=_sets(_told_of(kinds[0], told), len(kinds[0].ranks))))
     united = unite(kinds, told)
     if can_stay_apart(kinds, told):
-        return Known(Plan("apart"), united=united)
+        return PlanMemory(PutPlan("apart"), united=united)
     sets = _sets(united.told, sum(len(kind.ranks) for kind in kinds))
-    return Known(Plan("united", united.layout, len(united.holes), united.compared, sets), united=united)
+    return PlanMemory(PutPlan("united", united.layout, len(united.holes), united.compared, sets), united=united)
 
 
-def _told_of(kind: Kind, told: Told) -> list[ToldTensor]:
+def _told_of(kind: RankKind, told: Told) -> list[ReportedRegionsTensor]:
     """The tensors whose regions the ranks of the only kind tell.
 
     Raises:
@@ -139,13 +139,15 @@ def _told_of(kind: Kind, told: Told) -> list[ToldTensor]:
     found = []
     for tensor, spread in enumerate(kind.layout.spreads):
         if isinstance(spread, str):
-            found.append(ToldTensor(kind.layout.tensors[tensor], spread, {rank: own.get(tensor, ()) for rank, own in boxes.items()}))
+            found.append(
+                ReportedRegionsTensor(kind.layout.tensors[tensor], spread, {rank: own.get(tensor, ()) for rank, own in boxes.items()})
+            )
             found[-1].check()
     return found
 
 
-def _sets(told: Sequence[ToldTensor], ranks: int) -> list[bytes]:
-    """See `Plan.sets`."""
+def _sets(told: Sequence[ReportedRegionsTensor], ranks: int) -> list[bytes]:
+    """See `PutPlan.sets`."""
     found = claims((each.spec, each.held) for each in told)
     if not any(found):
         return []
@@ -163,18 +165,18 @@ def _sets(told: Sequence[ToldTensor], ranks: int) -> list[bytes]:
     return [np.array(each, "<u4").tobytes() for each in said]
 
 
-def _pack_cut(cut: Cut) -> list[Any]:
+def _pack_cut(cut: CompleteCut) -> list[Any]:
     ranks = np.array(cut.ranks, "<u4").tobytes()
-    if not isinstance(cut.spread, Placed):
+    if not isinstance(cut.spread, MeshSpread):
         return [cut.spread, ranks]
     mesh, placements = cut.spread
     return [[list(mesh.shape), np.array(mesh.ranks, "<u4").tobytes(), [each and list(each) for each in placements]], ranks]
 
 
-def _cut(item: Any) -> Cut:
+def _cut(item: Any) -> CompleteCut:
     spread, ranks = item
     if spread not in ("boxes", "flat"):
         shape, members, placements = spread
         mesh = Mesh(tuple(shape), tuple(np.frombuffer(members, "<u4").tolist()))
-        spread = Placed(mesh, tuple(each and Shard(*each) for each in placements))
-    return Cut(spread, tuple(np.frombuffer(ranks, "<u4").tolist()))
+        spread = MeshSpread(mesh, tuple(each and Shard(*each) for each in placements))
+    return CompleteCut(spread, tuple(np.frombuffer(ranks, "<u4").tolist()))

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.common.ids import block_id
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.block_assignment import MIN_RUN_BYTES, every_region
 from tensorstore_ck.format.layout import Explicit, Layout, decode_layout
-from tensorstore_ck.format.layout_merge import ContradictionError, Union
+from tensorstore_ck.format.layout_merge import LayoutConflictError, MergedLayout
 from tensorstore_ck.format.sealed import pack_body, take, unpack_body
-from tensorstore_ck.format.sharding import Box
+from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.session.group.rank_messages import named_ranks
 from tensorstore_ck.session.group.region_claims import uncovered
 
@@ -26,7 +26,7 @@ Told = Mapping[int, Sequence[Explicit]]
 """Rank -> its regions of tensors whose regions do not follow from its layout."""
 
 
-class Kind(NamedTuple):
+class RankKind(NamedTuple):
     """What the ranks with one layout put: a `union.Side`."""
 
     ranks: tuple[int, ...]
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
         return self.blob_ids[index]
 
 
-def encode_kind(captured: Captured, *, with_layout: bool, known_blobs: bytes) -> bytes:
+def encode_kind(captured: CapturedState, *, with_layout: bool, known_blobs: bytes) -> bytes:
     """What a rank tells of its kind. `known_blobs`: the ids of large values that rank 0 has itself."""
     ids = [bytes(block_id(blob)) for blob in captured.blobs]
     known = {known_blobs[at : at + 32] for at in range(0, len(known_blobs), 32)}
@@ -60,7 +60,7 @@ def encode_kind(captured: Captured, *, with_layout: bool, known_blobs: bytes) ->
     return zlib.compress(pack_body(body), ZIP_LEVEL)
 
 
-def decode_kind(data: bytes, ranks: tuple[int, ...], layout: Layout | None) -> Kind:
+def decode_kind(data: bytes, ranks: tuple[int, ...], layout: Layout | None) -> RankKind:
     """What `encode_kind` made. `layout`: where it is known.
 
     Raises:
@@ -70,7 +70,7 @@ def decode_kind(data: bytes, ranks: tuple[int, ...], layout: Layout | None) -> K
     try:
         body = unpack_body(memoryview(zlib.decompress(data)), name)
         encoded = take(body, "layout", bytes)
-        return Kind(
+        return RankKind(
             ranks,
             decode_layout(encoded, name) if layout is None else layout,
             take(body, "values", list),
@@ -81,7 +81,7 @@ def decode_kind(data: bytes, ranks: tuple[int, ...], layout: Layout | None) -> K
         raise CorruptObjectError(f"{name} is malformed: {exc}", object_id=name) from exc
 
 
-def can_stay_apart(kinds: Sequence[Kind], told: Told) -> bool:
+def can_stay_apart(kinds: Sequence[RankKind], told: Told) -> bool:
     """Whether each kind can have a layout of its own in the snapshot, without storing much twice.
 
     That is so when no tensor is spread over ranks of several kinds, and what several kinds have is the same to them.
@@ -93,8 +93,8 @@ def can_stay_apart(kinds: Sequence[Kind], told: Told) -> bool:
         if uncovered(kind.layout, {rank: told.get(rank, ()) for rank in kind.ranks}):
             return False
     try:
-        union = Union(kinds)
-    except ContradictionError:
+        union = MergedLayout(kinds)
+    except LayoutConflictError:
         return False
     if union.numbered or union.differing:
         return False
@@ -108,10 +108,10 @@ def can_stay_apart(kinds: Sequence[Kind], told: Told) -> bool:
     return twice <= max(MIN_RUN_BYTES, once * MAX_SHARE_TWICE)
 
 
-def _cut(kind: Kind, tensor: int, told: Told) -> frozenset[tuple[bool, tuple[int, ...], tuple[int, ...]]]:
+def _cut(kind: RankKind, tensor: int, told: Told) -> frozenset[tuple[bool, tuple[int, ...], tuple[int, ...]]]:
     """In which regions the ranks of a kind hold a tensor."""
 
-    def boxes_of(rank: int, tensor: int) -> Sequence[Box]:
+    def boxes_of(rank: int, tensor: int) -> Sequence[BoxBounds]:
         return next((each.boxes for each in told.get(rank, ()) if each.tensor == tensor), ())
 
     return frozenset((each.is_flat, each.offsets, each.sizes) for each in every_region(kind.layout, tensor, kind.ranks, boxes_of))

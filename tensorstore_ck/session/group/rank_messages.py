@@ -17,7 +17,7 @@ MAX_TOTAL: Final = 8192
 _CUT: Final = " [...] "
 
 
-class Shown(str):
+class Verbatim(str):
     """What is shown as it is, not as a quoted string."""
 
 
@@ -90,4 +90,4 @@ def shortened(text: str, limit: int) -> str:
 
 
 def _shown(value: object) -> str:
-    return value.hex()[:16] if isinstance(value, bytes) else value if isinstance(value, Shown) else repr(value)
+    return value.hex()[:16] if isinstance(value, bytes) else value if isinstance(value, Verbatim) else repr(value)

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Ulid, derived_hash
-from tensorstore_ck.common.put_progress import Meter
+from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import Captured
-from tensorstore_ck.engine.write.dedup import KnownBlocks
-from tensorstore_ck.engine.write.part_writer import Known, Seat, WrittenPart, write_part
+from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.write.dedup import DedupIndex
+from tensorstore_ck.engine.write.part_writer import BlockLookup, PartSlot, WrittenPart, write_part
 from tensorstore_ck.engine.write.put import MAX_TRIES, PutRequest
-from tensorstore_ck.engine.write.suspicious_save import Findings, merged
+from tensorstore_ck.engine.write.suspicious_save import SaveFindings, merged
 from tensorstore_ck.errors import MismatchError, SnapshotExpiredError
 from tensorstore_ck.format.block_assignment import alike, first_ranks
 from tensorstore_ck.format.layout import Layout
@@ -24,16 +24,16 @@ from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, take_digest, unpack_body
 from tensorstore_ck.log import Op, SnapshotInfo
 from tensorstore_ck.session.group import replica_drift
-from tensorstore_ck.session.group.attempt import Attempt
+from tensorstore_ck.session.group.attempt import Round
 from tensorstore_ck.session.group.group import Group
 from tensorstore_ck.session.group.matching_arguments import Differing, require_alike, telling
-from tensorstore_ck.session.group.participant import Duties
-from tensorstore_ck.session.group.pipeline_stages import Stage, contradiction
+from tensorstore_ck.session.group.participant import Participant
+from tensorstore_ck.session.group.pipeline_stages import PipelineStage, contradiction
 from tensorstore_ck.session.group.planning_round import Planning
 from tensorstore_ck.session.group.publish import RankParts, checked_parts, publish, record_of
 from tensorstore_ck.session.group.put_plan import Memory
-from tensorstore_ck.session.group.rank_messages import Shown, disagreements, in_the_job
-from tensorstore_ck.session.group.replica_check import Digests, differences, digests_of
+from tensorstore_ck.session.group.rank_messages import Verbatim, disagreements, in_the_job
+from tensorstore_ck.session.group.replica_check import ReplicaDigests, differences, digests_of
 
 COMPARED: Final = ("ref", "step", "parent", "expect", "rank_state")
 HASHED: Final = ("metadata", "metrics")
@@ -44,28 +44,28 @@ TOLD: Final = ("snapshot", "root", "record", "logical_bytes", "new_bytes")
 class RankStates(NamedTuple):
     """What one rank puts."""
 
-    shared: Captured
+    shared: CapturedState
     """Its side of the state that all ranks hold together."""
-    own: Captured | None
+    own: CapturedState | None
     """What is this rank's alone."""
 
 
-class Prepared(NamedTuple):
+class PreparedPut(NamedTuple):
     """What one rank puts, and how."""
 
     request: PutRequest
     states: RankStates
 
 
-class Done(NamedTuple):
+class RankDone(NamedTuple):
     """What a rank tells of its work."""
 
     parts: RankParts
     told_bytes: int
     """Logical bytes that rank 0 does not know."""
-    replicas: Digests | None
-    sightings: replica_drift.Sightings | None
-    findings: Findings
+    replicas: ReplicaDigests | None
+    sightings: replica_drift.ReplicaHashes | None
+    findings: SaveFindings
 
     def record(self) -> Body:
         """As it travels."""
@@ -78,23 +78,25 @@ class Done(NamedTuple):
         }
 
     @classmethod
-    def of_record(cls, record: Body) -> "Done":
+    def of_record(cls, record: Body) -> "RankDone":
         """What `record` made."""
         return cls(
             RankParts.of_record(take(record, "parts", dict)),
             take_count(record, "told_bytes"),
-            None if record.get("replicas") is None else Digests.of_record(take(record, "replicas", dict)),
-            None if record.get("sightings") is None else replica_drift.Sightings.of_record(take(record, "sightings", dict)),
-            Findings.of_record(take(record, "findings", dict)),
+            None if record.get("replicas") is None else ReplicaDigests.of_record(take(record, "replicas", dict)),
+            None if record.get("sightings") is None else replica_drift.ReplicaHashes.of_record(take(record, "sightings", dict)),
+            SaveFindings.of_record(take(record, "findings", dict)),
         )
 
 
-def put_ranks(engine: Engine, group: Group, prepare: Callable[[], Prepared], *, ref: str, memory: Memory, timeout: float) -> SnapshotInfo:
+def put_ranks(
+    engine: Engine, group: Group, prepare: Callable[[], PreparedPut], *, ref: str, memory: Memory, timeout: float
+) -> SnapshotInfo:
     """Stores the state of all ranks as one snapshot, or nothing of it; every rank learns the same outcome. See `run_put`."""
     return run_put(engine, group, begin_put(group, ref, timeout), prepare, memory=memory)
 
 
-def begin_put(group: Group, ref: str, timeout: float) -> Attempt:
+def begin_put(group: Group, ref: str, timeout: float) -> Round:
     """The next attempt of the group, for `run_put`.
 
     Raises:
@@ -106,11 +108,11 @@ def begin_put(group: Group, ref: str, timeout: float) -> Attempt:
 def run_put(
     engine: Engine,
     group: Group,
-    attempt: Attempt,
-    prepare: Callable[[], Prepared],
+    attempt: Round,
+    prepare: Callable[[], PreparedPut],
     *,
     memory: Memory,
-    meter: Meter | None = None,
+    meter: PutMeter | None = None,
 ) -> SnapshotInfo:
     """Puts in an attempt that was begun.
 
@@ -145,14 +147,14 @@ class RankPut:
         self,
         engine: Engine,
         group: Group,
-        prepare: Callable[[], Prepared],
+        prepare: Callable[[], PreparedPut],
         *,
-        attempt: Attempt,
+        attempt: Round,
         memory: Memory,
-        meter: Meter | None = None,
+        meter: PutMeter | None = None,
     ) -> None:
         self._engine = engine
-        self._meter = meter or Meter()
+        self._meter = meter or PutMeter()
         self._group = group
         self._prepare = prepare
         self._request: PutRequest
@@ -161,12 +163,12 @@ class RankPut:
         self._planning = Planning(attempt, memory, group.rank, group.ranks, group.in_job)
         self._differing_copies = ""
         """On rank 0: which ranks no longer hold the same, though `drift` does not see it."""
-        self._seat: Seat
+        self._seat: PartSlot
         self._written: list[WrittenPart] = []
 
-    def duties(self) -> Duties:
+    def duties(self) -> Participant:
         """For an attempt."""
-        return Duties(self.hello, self.work, self.settle, self.compare, self.commit)
+        return Participant(self.hello, self.work, self.settle, self.compare, self.commit)
 
     # --- duties of every rank -----------------------------------------------------------------------------------------
 
@@ -252,7 +254,7 @@ class RankPut:
         if self._differing_copies:
             warnings.warn(f"the snapshot of step {info.step} is marked as drift: {self._differing_copies}", stacklevel=2)
 
-    def _write(self) -> "Done":
+    def _write(self) -> "RankDone":
         engine, rank, ranks, own = self._engine, self._group.rank, self._group.ranks, self._states.own
         turn, seat = self._planning.turn, self.take_seat()
         anchor = engine.log.sync().n
@@ -260,31 +262,31 @@ class RankPut:
         write = partial(write_part, engine, anchor=anchor, coding=self._request.coding, meter=self._meter, sampling=self._request.sampling)
         self._written = [write(self._states.shared, known, seat=seat, apart=self.apart)]
         if own is not None:
-            alone = Seat(ranks + rank, ranks, (ranks + rank,), None)
+            alone = PartSlot(ranks + rank, ranks, (ranks + rank,), None)
             known = self._known(ranks + rank)
             self._written.append(write(own, known, seat=alone))
         block_bytes = engine.config.block_bytes
         replicas = self._digests(seat, only_copies=bool(turn))
         sightings = replica_drift.sightings_of(self._states.shared, seat, self._written[0].part, block_bytes, turn) if turn else None
         findings = self._request.examine(engine, self._written[0], self._states.shared)
-        return Done(checked_parts(engine, self._written, anchor), self._told_bytes(seat), replicas, sightings, findings)
+        return RankDone(checked_parts(engine, self._written, anchor), self._told_bytes(seat), replicas, sightings, findings)
 
-    def take_seat(self) -> Seat:
+    def take_seat(self) -> PartSlot:
         """This rank's place among all, by their layouts."""
         rank, ranks, layout_of = self._group.rank, self._group.ranks, self._planning.layout_of
-        self._seat = Seat(rank, ranks, alike(layout_of, rank, ranks), layout_of)
+        self._seat = PartSlot(rank, ranks, alike(layout_of, rank, ranks), layout_of)
         return self._seat
 
-    def _digests(self, seat: Seat, *, only_copies: bool = False) -> Digests:
+    def _digests(self, seat: PartSlot, *, only_copies: bool = False) -> ReplicaDigests:
         """Of all that this rank holds with others; or `only_copies`, of which `drift` knows nothing: a share of them at each put."""
         told, sums = self._planning.told_digests(), self._planning.sums()
         block_bytes = self._engine.config.block_bytes
         return digests_of(self._states.shared, seat, block_bytes, told, only_told=only_copies)._replace(sums=sums)
 
-    def _known(self, number: int) -> Known:
-        return KnownBlocks(self._engine, self._request.nearest, number, self._group.ranks)
+    def _known(self, number: int) -> BlockLookup:
+        return DedupIndex(self._engine, self._request.nearest, number, self._group.ranks)
 
-    def _told_bytes(self, seat: Seat) -> int:
+    def _told_bytes(self, seat: PartSlot) -> int:
         """Logical bytes that rank 0 does not know: of this rank's own state, and of a layout that begins with this rank."""
         own, shared = self._states.own, self._states.shared
         return (own.logical_bytes if own is not None else 0) + (shared.logical_bytes if seat.rank == seat.alike[0] > 0 else 0)
@@ -304,12 +306,12 @@ class RankPut:
         view = self._engine.log.view()
         known = {key: view.by_root(hello[key]) for key in ("parent", "expect") if isinstance(hello.get(key), bytes)}
         at = {key: "" if info is None or info.step is None else f"@{info.step}" for key, info in known.items()}
-        return hello | {key: Shown(f"{info.root.hex()[:16]} ({info.ref}{at[key]})") for key, info in known.items() if info is not None}
+        return hello | {key: Verbatim(f"{info.root.hex()[:16]} ({info.ref}{at[key]})") for key, info in known.items() if info is not None}
 
     def commit(self, records: list[Body]) -> Body:
         """Appends the entry for all."""
         self.require_told_alike(records)
-        dones = [Done.of_record(record) for record in records]
+        dones = [RankDone.of_record(record) for record in records]
         problem = self._difference(dones)
         if problem and not self._planning.turn:
             raise MismatchError(problem + in_the_job(self._group.in_job), object_id=self._request.ref)
@@ -330,13 +332,13 @@ class RankPut:
         if self._differing.tellers:
             raise self._differing.error({rank: records[rank] for rank in self._differing.tellers}, self._group.in_job)
 
-    def _append(self, dones: Sequence[Done], drifted: Sequence[tuple[int, int]]) -> int:
+    def _append(self, dones: Sequence[RankDone], drifted: Sequence[tuple[int, int]]) -> int:
         """Says so in the log: the number of the entry."""
         record = self._record(dones)
         parts = [done.parts for done in dones]
         return publish(self._engine, self._request, record, parts, txn=self._txn, mark=self._mark(drifted)).n
 
-    def _record(self, dones: Sequence[Done]) -> Record:
+    def _record(self, dones: Sequence[RankDone]) -> Record:
         parts, logical = [done.parts for done in dones], self._states.shared.logical_bytes + sum(done.told_bytes for done in dones)
         return record_of(self._engine, self._request, parts, logical_bytes=logical, streams="" if self._states.own is None else RULE)
 
@@ -351,15 +353,15 @@ class RankPut:
         op = next(op for op in entry.ops if op.name == self.operation and op.fields["txn"] == self._txn)
         return {key: op.fields[key] for key in TOLD} | {"n": n, "time_ns": entry.time_ns}
 
-    def _difference(self, dones: Sequence[Done]) -> str:
+    def _difference(self, dones: Sequence[RankDone]) -> str:
         """Which ranks that should hold the same do not, in words; empty when all do."""
         layouts: dict[int, Layout] = {}
-        stages: list[Stage] = []
+        stages: list[PipelineStage] = []
         layout_of = self._planning.layout_of
         for first in first_ranks(layout_of) if layout_of and not self._planning.turn else ():
             own = alike(layout_of, first, len(dones))
-            stages.append(Stage(self._engine, own, [dones[rank].parts.ulids[0] for rank in own]))
+            stages.append(PipelineStage(self._engine, own, [dones[rank].parts.ulids[0] for rank in own]))
             layouts |= dict.fromkeys(own, stages[-1].layout)
-        digests = [done.replicas or Digests({}, b"") for done in dones]
+        digests = [done.replicas or ReplicaDigests({}, b"") for done in dones]
         problem = differences(digests, [layouts.get(rank, self._states.shared.layout) for rank in range(len(dones))])
         return problem or (contradiction(stages) if stages else "")

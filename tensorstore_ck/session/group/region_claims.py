@@ -10,14 +10,14 @@ from typing import NamedTuple
 import numpy as np
 
 from tensorstore_ck.format.layout import Explicit, Layout, TensorSpec
-from tensorstore_ck.format.sharding import Box
+from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.session.group.rank_messages import named_ranks
 
-Held = tuple[int, Box]
+Held = tuple[int, BoxBounds]
 """A rank, and a region of a tensor that it holds."""
 
 
-class Claim(NamedTuple):
+class RegionClaim(NamedTuple):
     """A region that several ranks hold."""
 
     holders: tuple[int, ...]
@@ -55,20 +55,20 @@ def gap(spec: TensorSpec, held: Sequence[Held], *, is_flat: bool) -> str:
 
 def once(held: Sequence[Held]) -> list[Held]:
     """Without what other ranks than the first one hold alike."""
-    first: dict[Box, int] = {}
+    first: dict[BoxBounds, int] = {}
     for rank, box in held:
         first.setdefault(box, rank)
     return [(rank, box) for rank, box in held if first[box] == rank]
 
 
-def claims(tensors: Iterable[tuple[TensorSpec, Sequence[Held]]]) -> list[dict[Box, Claim]]:
+def claims(tensors: Iterable[tuple[TensorSpec, Sequence[Held]]]) -> list[dict[BoxBounds, RegionClaim]]:
     """Who stores the regions that several ranks hold, one map for each tensor: each rank about as many bytes."""
-    found: list[dict[Box, Claim]] = []
-    several: list[tuple[int, int, Box, tuple[int, ...]]] = []
+    found: list[dict[BoxBounds, RegionClaim]] = []
+    several: list[tuple[int, int, BoxBounds, tuple[int, ...]]] = []
     load: dict[int, int] = {}
     for number, (spec, held) in enumerate(tensors):
         found.append({})
-        holders: dict[Box, list[int]] = {}
+        holders: dict[BoxBounds, list[int]] = {}
         for rank, box in sorted(set(held)):
             holders.setdefault(box, []).append(rank)
         for box, ranks in holders.items():
@@ -80,7 +80,7 @@ def claims(tensors: Iterable[tuple[TensorSpec, Sequence[Held]]]) -> list[dict[Bo
     for size_bytes, number, box, together in sorted(several, key=lambda each: (-each[0], *each[1:])):
         keeper = min(together, key=lambda rank: (load.get(rank, 0), rank))
         load[keeper] = load.get(keeper, 0) + size_bytes
-        found[number][box] = Claim(together, keeper)
+        found[number][box] = RegionClaim(together, keeper)
     return found
 
 

@@ -10,12 +10,12 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import block_id, derived_hash
 from tensorstore_ck.common.threads import cpu_threads, for_each
-from tensorstore_ck.engine.interfaces import Captured
-from tensorstore_ck.engine.write.part_writer import Seat
+from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.write.part_writer import PartSlot
 from tensorstore_ck.format.block_assignment import regions
 from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.sealed import Body, take
-from tensorstore_ck.session.group.duplicate_regions import Sum, Told, contradicting
+from tensorstore_ck.session.group.duplicate_regions import RegionSum, ReportedRegions, contradicting
 from tensorstore_ck.session.group.rank_messages import named_ranks
 
 MAX_BUCKETS: Final = 1 << 16
@@ -30,14 +30,14 @@ DIFFERENT: Final = (
 )
 
 
-class Digests(NamedTuple):
+class ReplicaDigests(NamedTuple):
     """What a rank tells of what it holds with others."""
 
     sets: dict[bytes, bytes]
     """Set of replicas -> digest of all that they hold."""
     checksums: bytes
     """Of each bucket of tensors."""
-    sums: Sequence[Sum] = ()
+    sums: Sequence[RegionSum] = ()
     """Of tensors that ranks hold in several ways."""
 
     def record(self) -> Body:
@@ -49,13 +49,15 @@ class Digests(NamedTuple):
         }
 
     @classmethod
-    def of_record(cls, record: Body) -> "Digests":
+    def of_record(cls, record: Body) -> "ReplicaDigests":
         """What `record` made."""
         sets = {bytes(key): bytes(digest) for key, digest in take(record, "sets", list)}
-        return cls(sets, take(record, "checksums", bytes), [Sum(*map(int, each)) for each in take(record, "sums", list)])
+        return cls(sets, take(record, "checksums", bytes), [RegionSum(*map(int, each)) for each in take(record, "sums", list)])
 
 
-def digests_of(captured: Captured, seat: Seat, block_bytes: int, told: Sequence[Told] = (), *, only_told: bool = False) -> Digests:
+def digests_of(
+    captured: CapturedState, seat: PartSlot, block_bytes: int, told: Sequence[ReportedRegions] = (), *, only_told: bool = False
+) -> ReplicaDigests:
     """Hashes all that this rank holds with others, in the blocks that it is stored in; `told` was hashed already."""
     tensors = captured.layout.tensors
     held = [] if only_told else regions(captured.layout, seat.rank, seat.alike, captured.explicit)
@@ -90,11 +92,11 @@ def digests_of(captured: Captured, seat: Seat, block_bytes: int, told: Sequence[
         buckets[bucket_of(tensor, captured.layout, seat.world_size)] ^= int.from_bytes(hashed[:CHECKSUM_BYTES], "little")
     sets = {key: bytes(derived_hash("set of replicas", *several)[:DIGEST_BYTES]) for key, several in of_sets.items()}
     if not sets:
-        return Digests({}, b"")
-    return Digests(sets, b"".join(bucket.to_bytes(CHECKSUM_BYTES, "little") for bucket in buckets))
+        return ReplicaDigests({}, b"")
+    return ReplicaDigests(sets, b"".join(bucket.to_bytes(CHECKSUM_BYTES, "little") for bucket in buckets))
 
 
-def differences(said: Sequence[Digests], layouts: Sequence[Layout | None]) -> str:
+def differences(said: Sequence[ReplicaDigests], layouts: Sequence[Layout | None]) -> str:
     """Which tensors differ between which ranks that should hold the same; empty when none do. `layouts`: as far as they are known."""
     first: dict[bytes, int] = {}
     for rank, digests in enumerate(said):
@@ -111,7 +113,7 @@ def differences(said: Sequence[Digests], layouts: Sequence[Layout | None]) -> st
     return f"{name} is not the same on all of {named_ranks(ranks)}, which hold it in different ways, each in full: {DIFFERENT}"
 
 
-def _explain(layout: Layout | None, said: Sequence[Digests], key: bytes, first: int) -> str:
+def _explain(layout: Layout | None, said: Sequence[ReplicaDigests], key: bytes, first: int) -> str:
     expected = said[first]
     others = [rank for rank, digests in enumerate(said) if digests.sets.get(key, expected.sets[key]) != expected.sets[key]]
     mine, theirs = expected.checksums, said[others[0]].checksums

@@ -11,14 +11,14 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.ids import Digest, block_id, derived_hash
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import ByteSource, Captured
-from tensorstore_ck.engine.write.part_writer import Seat, source_offsets
+from tensorstore_ck.engine.interfaces import ByteSource, CapturedState
+from tensorstore_ck.engine.write.part_writer import PartSlot, source_offsets
 from tensorstore_ck.engine.write.put import ANY, PutRequest, put
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.block_assignment import Region, regions, shares
 from tensorstore_ck.format.layout import Layout, TensorSpec
 from tensorstore_ck.format.part import Part
-from tensorstore_ck.format.part_index import PartPlan
+from tensorstore_ck.format.part_index import PartIndex
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.format.values import encode as encode_value
@@ -28,7 +28,7 @@ from tensorstore_ck.session.group.replica_check import DIGEST_BYTES, MAX_NAMED, 
 MARK: Final = "drift"
 
 
-class Sightings(NamedTuple):
+class ReplicaHashes(NamedTuple):
     """What a rank tells of what it holds with others."""
 
     written: dict[bytes, bytes]
@@ -41,7 +41,7 @@ class Sightings(NamedTuple):
         return {"written": [[*pair] for pair in sorted(self.written.items())], "seen": [[*each] for each in self.seen]}
 
     @classmethod
-    def of_record(cls, record: Body) -> "Sightings":
+    def of_record(cls, record: Body) -> "ReplicaHashes":
         """What `record` made."""
         seen = [(int(rank), bytes(key), bytes(digest)) for rank, key, digest in take(record, "seen", list)]
         return cls({bytes(key): bytes(digest) for key, digest in take(record, "written", list)}, seen)
@@ -69,10 +69,10 @@ def watched(replicas: Sequence[int], rank: int, turn: int) -> int:
     return replicas[(replicas.index(rank) - 1 - turn % (len(replicas) - 1)) % len(replicas)]
 
 
-def sightings_of(captured: Captured, seat: Seat, part: Part, block_bytes: int, turn: int) -> Sightings:
+def sightings_of(captured: CapturedState, seat: PartSlot, part: Part, block_bytes: int, turn: int) -> ReplicaHashes:
     """Tells what this rank wrote, by the ids of its part; and hashes what it holds of what another one writes."""
     sets = _sets(captured, seat)
-    plan = PartPlan(captured.layout, part, seat.alike, block_bytes, "the part of this rank")
+    plan = PartIndex(captured.layout, part, seat.alike, block_bytes, "the part of this rank")
     written = {}
     for replicas, several in sets.items():
         ids = [each for held in several for each in _stored_ids(part, plan, held.region)[1]]
@@ -84,10 +84,10 @@ def sightings_of(captured: Captured, seat: Seat, part: Part, block_bytes: int, t
         runs = _runs(captured.layout, several, owner, block_bytes)
         if runs:
             seen.append((owner, set_key(replicas), _digest([each for ids in _hash(captured, runs) for each in ids])))
-    return Sightings(written, seen)
+    return ReplicaHashes(written, seen)
 
 
-def drifted(said: Sequence[Sightings | None]) -> list[tuple[int, int]]:
+def drifted(said: Sequence[ReplicaHashes | None]) -> list[tuple[int, int]]:
     """(rank, who wrote what it has in another way), for each that has."""
     found = set()
     for rank, sightings in enumerate(said):
@@ -103,7 +103,7 @@ def copy_ref(ref: str, rank: int) -> str:
     return f"drift/{ref}/rank-{rank}"
 
 
-def keep_copy(engine: Engine, captured: Captured, seat: Seat, info: SnapshotInfo, owner: int) -> None:
+def keep_copy(engine: Engine, captured: CapturedState, seat: PartSlot, info: SnapshotInfo, owner: int) -> None:
     """Puts what this rank has in another way than `owner`, who wrote it; warns of it, and of what prevents it."""
     try:
         found = _differing(engine, captured, seat, info, owner)
@@ -121,7 +121,7 @@ def keep_copy(engine: Engine, captured: Captured, seat: Seat, info: SnapshotInfo
     )
 
 
-def _sets(captured: Captured, seat: Seat) -> dict[tuple[int, ...], list[_Held]]:
+def _sets(captured: CapturedState, seat: PartSlot) -> dict[tuple[int, ...], list[_Held]]:
     held = regions(captured.layout, seat.rank, seat.alike, captured.explicit)
     sets: dict[tuple[int, ...], list[_Held]] = {}
     for region, start in zip(held, source_offsets(captured, held), strict=True):
@@ -136,7 +136,7 @@ def _runs(layout: Layout, several: Sequence[_Held], writer: int, block_bytes: in
     return [_Run(several[share.region], share.start, share.lengths) for share in written]
 
 
-def _hash(captured: Captured, runs: Sequence[_Run]) -> list[list[Digest]]:
+def _hash(captured: CapturedState, runs: Sequence[_Run]) -> list[list[Digest]]:
     """The ids of the blocks as this rank has them."""
     ids: list[list[Digest]] = [[] for _ in runs]
 
@@ -155,7 +155,7 @@ def _digest(ids: Sequence[Digest]) -> bytes:
     return bytes(derived_hash("what a rank wrote of a set", *ids)[:DIGEST_BYTES])
 
 
-def _stored_ids(part: Part, plan: PartPlan, region: Region) -> tuple[int, list[Digest]]:
+def _stored_ids(part: Part, plan: PartIndex, region: Region) -> tuple[int, list[Digest]]:
     """What a part has of a region: where that begins, and the ids of its blocks."""
     held = plan.of_region(region)
     if held is None:
@@ -165,11 +165,11 @@ def _stored_ids(part: Part, plan: PartPlan, region: Region) -> tuple[int, list[D
     return held.start, [part.block_id(row) for row in held.rows]
 
 
-def _differing(engine: Engine, captured: Captured, seat: Seat, info: SnapshotInfo, owner: int) -> list[_Held]:
+def _differing(engine: Engine, captured: CapturedState, seat: PartSlot, info: SnapshotInfo, owner: int) -> list[_Held]:
     """The regions of which the owner wrote something else."""
     part = engine.read_part(engine.read_record(info), owner)
     block_bytes = engine.config.block_bytes
-    plan = PartPlan(captured.layout, part, seat.alike, block_bytes, f"the part of rank {owner}")
+    plan = PartIndex(captured.layout, part, seat.alike, block_bytes, f"the part of rank {owner}")
     found = []
     for replicas, several in _sets(captured, seat).items():
         runs = _runs(captured.layout, several, owner, block_bytes) if owner in replicas else []
@@ -187,7 +187,7 @@ def _request(engine: Engine, info: SnapshotInfo, rank: int, owner: int) -> PutRe
     return PutRequest(ref, info.step, branch.root if branch is not None else None, ANY, metadata, {})
 
 
-def _cut_out(captured: Captured, found: Sequence[_Held]) -> Captured:
+def _cut_out(captured: CapturedState, found: Sequence[_Held]) -> CapturedState:
     """A state of some regions, each a tensor; one that is not the whole tensor has its place in its name."""
     tensors, sources = [], list[ByteSource]()
     for held in found:
@@ -197,7 +197,7 @@ def _cut_out(captured: Captured, found: Sequence[_Held]) -> Captured:
         tensors.append(TensorSpec(name, spec.dtype, spec.item_bytes, region.sizes))
         sources.append(_From(captured.sources[region.tensor], held.start))
     tree = ["d", [encode_value(spec.name, spec.name) for spec in tensors], list(range(len(tensors)))]
-    return Captured(Layout(tensors, tree), (), (), sources)
+    return CapturedState(Layout(tensors, tree), (), (), sources)
 
 
 class _From:

@@ -5,7 +5,7 @@ import threading
 from tensorstore_ck.session.group.channel import Channel
 
 
-class Ledger:
+class RoundLedger:
     """Which attempts of this rank go on, and which keys it wrote in those that ended. Thread-safe."""
 
     def __init__(self) -> None:

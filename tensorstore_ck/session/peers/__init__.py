@@ -13,8 +13,8 @@ kept.py        what a rank keeps for others, and when that goes
 replicator.py  Replicator: all of it, once per put
 """
 
-from tensorstore_ck.session.peers.link import Link, connect
+from tensorstore_ck.session.peers.link import PeerLink, connect
 from tensorstore_ck.session.peers.replicator import Replicator
 from tensorstore_ck.session.peers.ring import host_of_folder, sources_of, targets_of
 
-__all__ = ["Link", "Replicator", "connect", "host_of_folder", "sources_of", "targets_of"]
+__all__ = ["PeerLink", "Replicator", "connect", "host_of_folder", "sources_of", "targets_of"]

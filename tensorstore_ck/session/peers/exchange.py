@@ -13,7 +13,7 @@ SLOWEST_BYTES_PER_SECOND: Final = 16 << 20
 """A copy that comes more slowly is given up, as what is staged waits for it: a tenth of what a rank has of a slow network."""
 
 
-class StoppedError(Exception):
+class CancelledError(Exception):
     """The caller does not want it any more."""
 
 
@@ -43,7 +43,7 @@ class Exchange:
             self.stop()
         except BaseException as exc:
             self.stopped = exc
-            raise StoppedError(str(exc)) from exc
+            raise CancelledError(str(exc)) from exc
 
     def go_on_for(self, peer: int, size_bytes: int) -> Callable[[], None]:
         """`go_on` for a copy to or from a peer, who may be just fast enough for each piece, and hold up the whole for ever.

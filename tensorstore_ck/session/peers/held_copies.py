@@ -12,7 +12,7 @@ from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.errors import CorruptObjectError
 
 
-class Kept:
+class HeldCopies:
     """The files of other ranks in a staging folder."""
 
     def __init__(self, folder: StagingFolder) -> None:

@@ -49,15 +49,15 @@ class PeerLostError(Exception):
     """A rank is gone, or too slow."""
 
 
-class PeerNonsenseError(PeerLostError):
+class PeerProtocolError(PeerLostError):
     """A rank says what makes no sense, and may wait for an answer."""
 
 
-class ForgedMessageError(PeerNonsenseError):
+class ForgedMessageError(PeerProtocolError):
     """A message is not what the rank sent to this one at this point."""
 
 
-def connect(group: "ProcessGroup", hosts: Sequence[bytes], copies: int, name: str, *, timeout_seconds: float) -> "Link":
+def connect(group: "ProcessGroup", hosts: Sequence[bytes], copies: int, name: str, *, timeout_seconds: float) -> "PeerLink":
     """Connects this rank with those of its block; returns when all of them have called this.
 
     The gloo group is made beside torch's registry: `new_group` would need ranks that are not in `group`, or would name the group by what
@@ -99,10 +99,10 @@ def connect(group: "ProcessGroup", hosts: Sequence[bytes], copies: int, name: st
             "no copies on other hosts",
             object_id="replicate_to_peers",
         ) from exc
-    return Link(made, ranks, group.rank(), key, timeout_seconds)
+    return PeerLink(made, ranks, group.rank(), key, timeout_seconds)
 
 
-class Link:
+class PeerLink:
     """This rank's way to the others of its block, which are named by their ranks in the whole group."""
 
     def __init__(self, gloo: Any, ranks: Sequence[int], rank: int, key: bytes, timeout_seconds: float) -> None:
@@ -116,17 +116,17 @@ class Link:
         """Peer and tag, which one thread serves -> messages."""
         self._expected: dict[tuple[int, int], int] = {}
 
-    def send(self, peer: int, tag: int, data: Bytes) -> "Message":
+    def send(self, peer: int, tag: int, data: Bytes) -> "OutgoingMessage":
         """Begins to send `data`, which must not change until the other rank has it all; the MAC goes into its last `MAC_BYTES`."""
         number = self._sent[peer, tag] = self._sent.get((peer, tag), 0) + 1
         mac = message_mac(self.key, (self.rank, peer, tag, number), data.data[:-MAC_BYTES])
         data[-MAC_BYTES:] = np.frombuffer(mac, np.uint8)
-        return Message(self, self.gloo.send, peer, tag, data)
+        return OutgoingMessage(self, self.gloo.send, peer, tag, data)
 
-    def receive(self, peer: int, tag: int, data: Bytes) -> "Arrival":
+    def receive(self, peer: int, tag: int, data: Bytes) -> "IncomingMessage":
         """Begins to fill `data`, the MAC included."""
         number = self._expected[peer, tag] = self._expected.get((peer, tag), 0) + 1
-        return Arrival(self, peer, tag, data, number)
+        return IncomingMessage(self, peer, tag, data, number)
 
     def send_record(self, peer: int, tag: int, record: Body) -> None:
         """Sends a few values."""
@@ -138,13 +138,13 @@ class Link:
         """What `send_record` sent."""
         length = int.from_bytes(self._received(peer, tag, _LENGTH_BYTES), "little")
         if not 0 < length <= MAX_RECORD_BYTES:
-            raise PeerNonsenseError(f"rank {peer} announced a record of {length} bytes")
+            raise PeerProtocolError(f"rank {peer} announced a record of {length} bytes")
         try:
             record = unpack_body(self._received(peer, tag, length), f"a record of rank {peer}")
         except CorruptObjectError as exc:
-            raise PeerNonsenseError(str(exc)) from exc
+            raise PeerProtocolError(str(exc)) from exc
         if type(record) is not dict:
-            raise PeerNonsenseError(f"rank {peer} sent a {type(record).__name__} as a record")
+            raise PeerProtocolError(f"rank {peer} sent a {type(record).__name__} as a record")
         return record
 
     def _received(self, peer: int, tag: int, length: int) -> memoryview:
@@ -166,10 +166,10 @@ def message_mac(key: bytes, place: tuple[int, int, int, int], data: memoryview) 
     return blake3(_HEADER.pack(*place, len(data)), key=key).update(data).digest()
 
 
-class Message:
+class OutgoingMessage:
     """One on its way; it holds on to its memory."""
 
-    def __init__(self, link: Link, action: Callable[[list[Any], int, int], Any], peer: int, tag: int, data: Bytes) -> None:
+    def __init__(self, link: PeerLink, action: Callable[[list[Any], int, int], Any], peer: int, tag: int, data: Bytes) -> None:
         import torch  # noqa: PLC0415 - loads torch
 
         self._link = link
@@ -195,10 +195,10 @@ class Message:
             raise PeerLostError(f"rank {self._peer} does not answer: {_said(exc)}") from exc
 
 
-class Arrival(Message):
+class IncomingMessage(OutgoingMessage):
     """One that comes, the `number`-th of its sender on its tag."""
 
-    def __init__(self, link: Link, peer: int, tag: int, data: Bytes, number: int) -> None:
+    def __init__(self, link: PeerLink, peer: int, tag: int, data: Bytes, number: int) -> None:
         super().__init__(link, link.gloo.recv, peer, tag, data)
         self._data = data.data
         self._place = (peer, link.rank, tag, number)

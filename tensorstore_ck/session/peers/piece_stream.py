@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from tensorstore_ck.session.peers.link import BACK, FORTH, MAC_BYTES, Bytes, ForgedMessageError, Link, Message
+from tensorstore_ck.session.peers.link import BACK, FORTH, MAC_BYTES, Bytes, ForgedMessageError, OutgoingMessage, PeerLink
 
 PIECE_BYTES: Final = 8 << 20
 BUFFERS: Final = 2
@@ -22,11 +22,11 @@ _GIVEN_UP: Final = 1
 _STOP: Final = 1
 
 
-class RefusedError(Exception):
+class ReceiverAbortedError(Exception):
     """The receiver does not go on."""
 
 
-class GivenUpError(Exception):
+class SenderAbortedError(Exception):
     """The sender does not go on."""
 
 
@@ -47,13 +47,13 @@ def make_buffers(piece_bytes: int) -> list[Bytes]:
 class PieceSender:
     """The sender's side: `room`, fill, `send`, for each piece; then `finish`. Or `give_up`."""
 
-    def __init__(self, link: Link, peer: int, buffers: list[Bytes], lengths: Sequence[int]) -> None:
+    def __init__(self, link: PeerLink, peer: int, buffers: list[Bytes], lengths: Sequence[int]) -> None:
         self._link = link
         self._peer = peer
         self._buffers = buffers
         self._lengths = lengths
         self._number = 0
-        self._under_way: deque[Message] = deque()
+        self._under_way: deque[OutgoingMessage] = deque()
 
     def room(self) -> memoryview:
         """Where the next piece goes.
@@ -76,7 +76,7 @@ class PieceSender:
             self._send(_GIVEN_UP)
             while len(self._under_way) > 1:
                 self._settle()
-        except RefusedError:
+        except ReceiverAbortedError:
             return  # the receiver did so first
         self._under_way.popleft().wait()
 
@@ -105,20 +105,20 @@ class PieceSender:
         if word[0] == _STOP:
             while self._under_way:  # the receiver takes one more, and throws it away
                 self._under_way.popleft().wait()
-            raise RefusedError("it could not keep it, and has logged why")
+            raise ReceiverAbortedError("it could not keep it, and has logged why")
 
 
 class PieceReceiver:
     """The receiver's side: `next` for each piece, which says of the one before that it was taken care of; then `finish`. Or `refuse`."""
 
-    def __init__(self, link: Link, peer: int, buffers: list[Bytes], lengths: Sequence[int]) -> None:
+    def __init__(self, link: PeerLink, peer: int, buffers: list[Bytes], lengths: Sequence[int]) -> None:
         self._link = link
         self._peer = peer
         self._buffers = buffers
         self._lengths = lengths
         self._number = -1
-        self._said: Message | None = None
-        self._coming: Message | None = self._receive(0)
+        self._said: OutgoingMessage | None = None
+        self._coming: OutgoingMessage | None = self._receive(0)
 
     def next(self) -> memoryview:
         """The next piece, valid until the next call.
@@ -140,7 +140,7 @@ class PieceReceiver:
         if forged is None and piece[0] == _GIVEN_UP:
             self._coming = None
             self._wait_until_heard()
-            raise GivenUpError
+            raise SenderAbortedError
         self._coming = self._receive(self._number + 1) if self._number + 1 < len(self._lengths) else None
         if forged is not None:
             raise ForgedPieceError(str(forged)) from forged
@@ -159,7 +159,7 @@ class PieceReceiver:
                 self._coming.wait()
         self._wait_until_heard()
 
-    def _receive(self, number: int) -> Message:
+    def _receive(self, number: int) -> OutgoingMessage:
         buffer = self._buffers[number % BUFFERS]
         return self._link.receive(self._peer, FORTH, buffer[: _HEAD_BYTES + self._lengths[number] + MAC_BYTES])
 

@@ -14,17 +14,17 @@ from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import CorruptObjectError, StoreError
 from tensorstore_ck.format.sealed import Body, take, take_count
 from tensorstore_ck.redaction import one_line
-from tensorstore_ck.session.peers.exchange import Exchange, StoppedError, stream_lengths
-from tensorstore_ck.session.peers.held_copies import Kept
-from tensorstore_ck.session.peers.link import BACK, FORTH, Link, PeerNonsenseError
-from tensorstore_ck.session.peers.piece_stream import ForgedPieceError, GivenUpError, PieceReceiver, make_buffers, piece_lengths
+from tensorstore_ck.session.peers.exchange import CancelledError, Exchange, stream_lengths
+from tensorstore_ck.session.peers.held_copies import HeldCopies
+from tensorstore_ck.session.peers.link import BACK, FORTH, PeerLink, PeerProtocolError
+from tensorstore_ck.session.peers.piece_stream import ForgedPieceError, PieceReceiver, SenderAbortedError, make_buffers, piece_lengths
 from tensorstore_ck.session.staging.manifest import STAGED_FOLDERS, manifest_key
 
 
-class Keeping:
+class Receiver:
     """What comes in."""
 
-    def __init__(self, link: Link, folder: StagingFolder, kept: Kept, sources: Sequence[int], piece_bytes: int) -> None:
+    def __init__(self, link: PeerLink, folder: StagingFolder, kept: HeldCopies, sources: Sequence[int], piece_bytes: int) -> None:
         self._link = link
         self._folder = folder
         self._kept = kept
@@ -43,7 +43,7 @@ class Keeping:
     def _keep(self, source: int, exchange: Exchange) -> bool:
         offer = self._link.receive_record(source, FORTH)
         if offer.get("txn") != exchange.txn:
-            raise PeerNonsenseError(f"rank {source} stages another snapshot; all ranks must stage the same ones in the same order")
+            raise PeerProtocolError(f"rank {source} stages another snapshot; all ranks must stage the same ones in the same order")
         if "sizes" not in offer:
             return False
         try:
@@ -57,7 +57,7 @@ class Keeping:
             sizes, manifest_bytes = _checked(offer, f"the offer of rank {source}")
             wanted = {name: sizes[name] for name in self._kept.begin(exchange.txn, manifest_key(exchange.txn, source), sizes)}
             self._folder.evict(sum(wanted.values()) + manifest_bytes)
-        except (StoppedError, StoreError) as exc:
+        except (CancelledError, StoreError) as exc:
             self._link.send_record(source, BACK, {"refused": one_line(str(exc))})
             return False
         self._link.send_record(source, BACK, {"wanted": list(wanted)})
@@ -71,9 +71,9 @@ class Keeping:
                 self._kept.add(name, size)
             manifest = b"".join(map(bytes, self._verified(pieces, key, manifest_bytes, go_on)))
             is_complete = self._kept.complete(exchange.txn, key, manifest)
-        except GivenUpError:
+        except SenderAbortedError:
             return False
-        except StoppedError:
+        except CancelledError:
             pieces.refuse()
             return False
         except StoreError as exc:

@@ -14,12 +14,12 @@ from tensorstore_ck.backend.staging import StagingFolder
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.session.peers.exchange import Exchange
-from tensorstore_ck.session.peers.held_copies import Kept
-from tensorstore_ck.session.peers.link import Link, PeerLostError, PeerNonsenseError
+from tensorstore_ck.session.peers.held_copies import HeldCopies
+from tensorstore_ck.session.peers.link import PeerLink, PeerLostError, PeerProtocolError
 from tensorstore_ck.session.peers.piece_stream import PIECE_BYTES
-from tensorstore_ck.session.peers.receiver import Keeping
+from tensorstore_ck.session.peers.receiver import Receiver
 from tensorstore_ck.session.peers.ring import copies_possible, sources_of, targets_of
-from tensorstore_ck.session.peers.sender import Sending
+from tensorstore_ck.session.peers.sender import Sender
 
 
 class Replicator:
@@ -27,7 +27,7 @@ class Replicator:
 
     def __init__(
         self,
-        link: Link,
+        link: PeerLink,
         folder: StagingFolder,
         hosts: Sequence[bytes],
         copies: int,
@@ -47,10 +47,10 @@ class Replicator:
         """
         self._link = link
         self._monotonic = monotonic
-        self._kept = Kept(folder)
+        self._kept = HeldCopies(folder)
         targets, sources = targets_of(link.rank, hosts, copies), sources_of(link.rank, hosts, copies)
-        self._sending = Sending(link, folder, targets, piece_bytes)
-        self._keeping = Keeping(link, folder, self._kept, sources, piece_bytes)
+        self._sending = Sender(link, folder, targets, piece_bytes)
+        self._keeping = Receiver(link, folder, self._kept, sources, piece_bytes)
         self.is_broken = False
         """A rank was lost: nothing is copied any more."""
         possible = copies_possible(hosts, copies)
@@ -98,7 +98,7 @@ class Replicator:
                 work(exchange)
             except BaseException as exc:  # noqa: BLE001 - raised below, when the other direction has ended
                 errors.append(exc)
-                if isinstance(exc, PeerNonsenseError) or not isinstance(exc, PeerLostError):
+                if isinstance(exc, PeerProtocolError) or not isinstance(exc, PeerLostError):
                     self._link.break_off()  # others may wait for this rank
 
         sending = threading.Thread(target=guarded, args=(self._sending.run,), name="tsck-peers", daemon=True)

@@ -62,7 +62,7 @@ def sources_of(rank: int, hosts: Sequence[bytes], copies: int) -> list[int]:
     return [source for step in rounds for source in ring[(host - step) % len(ring)][place :: len(ring[host])]]
 
 
-class _Seat(NamedTuple):
+class _RingPosition(NamedTuple):
     ring: list[list[int]]
     """The ranks of each host of the block."""
     host: int
@@ -71,7 +71,7 @@ class _Seat(NamedTuple):
     """Its position there."""
 
 
-def _seat(rank: int, hosts: Sequence[bytes], copies: int) -> _Seat:
+def _seat(rank: int, hosts: Sequence[bytes], copies: int) -> _RingPosition:
     ranks: dict[bytes, list[int]] = {}
     for other, host in enumerate(hosts):
         ranks.setdefault(host, []).append(other)
@@ -80,4 +80,4 @@ def _seat(rank: int, hosts: Sequence[bytes], copies: int) -> _Seat:
     block = min(number // size, max(len(ranks) // size - 1, 0))
     is_last = block >= len(ranks) // size - 1
     ring = list(ranks.values())[block * size : None if is_last else (block + 1) * size]
-    return _Seat(ring, number - block * size, ranks[hosts[rank]].index(rank))
+    return _RingPosition(ring, number - block * size, ranks[hosts[rank]].index(rank))

@@ -13,17 +13,17 @@ from tensorstore_ck.backend.staging.folder import UnsentFile
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import MissingObjectError, StoreError
 from tensorstore_ck.redaction import one_line
-from tensorstore_ck.session.peers.exchange import Exchange, StoppedError, stream_lengths
-from tensorstore_ck.session.peers.link import BACK, FORTH, Link
-from tensorstore_ck.session.peers.piece_stream import PieceSender, RefusedError, make_buffers, piece_lengths
+from tensorstore_ck.session.peers.exchange import CancelledError, Exchange, stream_lengths
+from tensorstore_ck.session.peers.link import BACK, FORTH, PeerLink
+from tensorstore_ck.session.peers.piece_stream import PieceSender, ReceiverAbortedError, make_buffers, piece_lengths
 
 _REASON_CHARS: Final = 500
 
 
-class Sending:
+class Sender:
     """What goes out."""
 
-    def __init__(self, link: Link, folder: StagingFolder, targets: Sequence[int], piece_bytes: int) -> None:
+    def __init__(self, link: PeerLink, folder: StagingFolder, targets: Sequence[int], piece_bytes: int) -> None:
         self._link = link
         self._folder = folder
         self._targets = targets
@@ -63,10 +63,10 @@ class Sending:
         wanted = answer.get("wanted")
         try:
             if type(wanted) is not list:
-                raise RefusedError(str(answer.get("refused"))[:_REASON_CHARS])
+                raise ReceiverAbortedError(str(answer.get("refused"))[:_REASON_CHARS])
             names = {name for name in wanted if type(name) is str}
             self._send(target, [file for file in files if file.name in names], exchange)
-        except (RefusedError, StoreError) as exc:
+        except (ReceiverAbortedError, StoreError) as exc:
             copy = f"copy of the {human_bytes(sum(sizes.values()))} that rank {self._link.rank} staged"
             exchange.warn(f"rank {target} keeps no {copy}: {one_line(str(exc))}")
 
@@ -83,7 +83,7 @@ class Sending:
                 self._send_object(pieces, file.size_bytes, file.read_into, go_on, exchange.on_bytes)
             self._send_object(pieces, len(exchange.manifest), copy_manifest, go_on, exchange.on_bytes)
             pieces.finish()
-        except StoppedError:
+        except CancelledError:
             pieces.give_up()
         except StoreError:
             pieces.give_up()

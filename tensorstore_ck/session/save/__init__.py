@@ -1,11 +1,11 @@
 """Puts beside the training: captured at once, stored by a thread of their own, one after the other, within a budget of memory.
 
-`Saver` is the queue, `PendingSnapshot` what users hold of a put in it, `jobs` are the two ways to put: alone, and by many ranks.
+`SaveQueue` is the queue, `PendingSnapshot` what users hold of a put in it, `jobs` are the two ways to put: alone, and by many ranks.
 """
 
 from tensorstore_ck.session.save.drain_report import DrainReport
 from tensorstore_ck.session.save.pending import Milestone, PendingSnapshot
 from tensorstore_ck.session.save.preemption import Preemption
-from tensorstore_ck.session.save.save_queue import OnFull, Saver
+from tensorstore_ck.session.save.save_queue import OnFull, SaveQueue
 
-__all__ = ["DrainReport", "Milestone", "OnFull", "PendingSnapshot", "Preemption", "Saver"]
+__all__ = ["DrainReport", "Milestone", "OnFull", "PendingSnapshot", "Preemption", "SaveQueue"]

@@ -6,12 +6,12 @@ import threading
 import weakref
 from typing import Final
 
-from tensorstore_ck.session.save.save_queue import EXIT_SECONDS, Saver
+from tensorstore_ck.session.save.save_queue import EXIT_SECONDS, SaveQueue
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 
 
-def finish_at_exit(saver: Saver) -> None:
+def finish_at_exit(saver: SaveQueue) -> None:
     """Has the interpreter wait for the puts of `saver` before it ends; what is not published then is said."""
     found, pid = weakref.ref(saver), os.getpid()
 

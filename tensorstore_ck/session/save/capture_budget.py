@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import NoSpaceError, WaitTimeoutError
-from tensorstore_ck.session.save.queued_put import Item
+from tensorstore_ck.session.save.queued_put import QueuedPut
 
 if TYPE_CHECKING:
     from tensorstore_ck.state.arena import Arena, Slot
@@ -27,7 +27,7 @@ class CaptureMemory:
         self._changed = changed
         self.arena: Arena | None = None
 
-    def try_take(self, item: Item) -> "Slot | None":
+    def try_take(self, item: QueuedPut) -> "Slot | None":
         """Memory for one capture; None if there is none now.
 
         Raises:
@@ -44,7 +44,7 @@ class CaptureMemory:
             )
         return self.arena.take(needed)
 
-    def wait(self, item: Item, under_way: int) -> None:
+    def wait(self, item: QueuedPut, under_way: int) -> None:
         """Waits until something may have come free.
 
         Raises:

@@ -3,15 +3,15 @@
 from typing import TYPE_CHECKING
 
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.put import ANY, PutRequest
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, UnsupportedValueError
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.format.sealed import take_count
-from tensorstore_ck.session.group.dry_run import RankCheck
-from tensorstore_ck.session.group.process_groups import Groups
-from tensorstore_ck.session.group.rank_put import Prepared, RankStates
-from tensorstore_ck.state.check import Problem, StateCheck, checked, look_at
+from tensorstore_ck.session.group.dry_run import RankDryRun
+from tensorstore_ck.session.group.process_groups import ProcessGroups
+from tensorstore_ck.session.group.rank_put import PreparedPut, RankStates
+from tensorstore_ck.state.check import StateCheck, StateProblem, checked, look_at
 from tensorstore_ck.state.rank_shares import describer_of
 
 if TYPE_CHECKING:
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 def check_ranks(
-    engine: Engine, groups: Groups, group: "ProcessGroup", state: object, rank_state: object, *, timeout_seconds: float
+    engine: Engine, groups: ProcessGroups, group: "ProcessGroup", state: object, rank_state: object, *, timeout_seconds: float
 ) -> StateCheck:
     """See `Store.check`. Whether there are problems is the same on all ranks."""
     own, _ = groups.of(group)
     attempt = own.begin("the check of a state", object_id="state", timeout=timeout_seconds)
-    problems: list[Problem] = []
-    looked_at: list[Captured] = []
+    problems: list[StateProblem] = []
+    looked_at: list[CapturedState] = []
 
-    def prepare() -> Prepared:
+    def prepare() -> PreparedPut:
         for each, describer in ((state, describer_of(group)), (rank_state, None)):
             found, captured = look_at(each, describer)
             problems.extend(found)
@@ -36,14 +36,14 @@ def check_ranks(
             others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise UnsupportedValueError(f"{problems[0].message}{others}", object_id=problems[0].path)
         states = RankStates(looked_at[0], None if rank_state is None else looked_at[1])
-        return Prepared(PutRequest("", None, None, ANY, encode_metadata({}), {}), states)
+        return PreparedPut(PutRequest("", None, None, ANY, encode_metadata({}), {}), states)
 
     tensor_bytes = None
     try:
-        outcome = attempt.run(RankCheck(engine, own, prepare, attempt=attempt, memory={}).duties())
+        outcome = attempt.run(RankDryRun(engine, own, prepare, attempt=attempt, memory={}).duties())
         tensor_bytes = take_count(outcome, "bytes")
     except (UnsupportedValueError, InvalidOptionError, MismatchError) as exc:
-        problems = problems or [Problem(exc.object_id, str(exc))]
+        problems = problems or [StateProblem(exc.object_id, str(exc))]
     if tensor_bytes is None:
         tensor_bytes = sum(source.size_bytes for source in looked_at[0].sources)
     return checked(problems, looked_at[0], engine.backend, tensor_bytes, writers=own.ranks)

@@ -3,10 +3,10 @@
 import logging
 from typing import TYPE_CHECKING, Final
 
-from tensorstore_ck.backend.staging import Tier
+from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.ids import ulid_text
 from tensorstore_ck.errors import BackendUnavailableError
-from tensorstore_ck.session.save.context import Handle
+from tensorstore_ck.session.save.context import SaveContext
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -17,7 +17,7 @@ PEER_SECONDS: Final = 600.0
 _logger: Final = logging.getLogger("tensorstore_ck")
 
 
-def connect_peers(handle: Handle, tier: Tier, group: "ProcessGroup", timeout_seconds: float) -> None:
+def connect_peers(handle: SaveContext, tier: StagingTier, group: "ProcessGroup", timeout_seconds: float) -> None:
     """Connects this rank with those that keep copies of its files; all ranks of `group` call it, once. Without them no put fails."""
     from tensorstore_ck.session.peers import Replicator, connect, host_of_folder  # noqa: PLC0415 - loads torch
 

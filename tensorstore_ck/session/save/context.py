@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from tensorstore_ck.backend.staging import Tier
+from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.free_space import require_room
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError, UndecidedError
 from tensorstore_ck.events import Event
-from tensorstore_ck.session.group.process_groups import Groups
-from tensorstore_ck.session.ref_fence import Seen
+from tensorstore_ck.session.group.process_groups import ProcessGroups
+from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.frozen_tensors import FrozenTensors
-from tensorstore_ck.session.save.put_status import Course
+from tensorstore_ck.session.save.put_status import PutStatus
 from tensorstore_ck.session.staging.manifest import Manifest
 from tensorstore_ck.session.staging.publish import clean_up
 from tensorstore_ck.session.staging.staged_chain import StagedChain
@@ -38,12 +38,12 @@ LONGEST_PAUSE_SECONDS: Final = 30.0
 
 
 @dataclass(slots=True)
-class Handle:
+class SaveContext:
     """What a store handle gives to its puts."""
 
     engine: Engine
-    seen: Seen
-    groups: Groups
+    seen: RefFence
+    groups: ProcessGroups
     wait_for_upload: Callable[[], bool]
     """Waits until an upload has ended; False if there is none."""
     frozen: FrozenTensors = field(default_factory=FrozenTensors)
@@ -63,7 +63,7 @@ class Handle:
             self.seen.note_published(ref, root)
         self.chain(ref).remove(txn)
 
-    def note_speed(self, course: Course) -> None:
+    def note_speed(self, course: PutStatus) -> None:
         """Notes how long the store took to write what a put gave it, for the next puts to choose a codec by.
 
         Says nothing of file systems, whose reads come from the page cache however slow their writes are, nor of a store whose writes a
@@ -97,7 +97,7 @@ class Handle:
             else:
                 return
 
-    def upload(self, course: Course, tier: Tier, manifest: Manifest, stop: Callable[[], None]) -> None:
+    def upload(self, course: PutStatus, tier: StagingTier, manifest: Manifest, stop: Callable[[], None]) -> None:
         """Brings what one rank has staged into the store; what is there already is not sent again."""
         meter, window = course.meter, tier.options.stagger_seconds
         meter.expect("upload", manifest.size_bytes)
@@ -110,7 +110,7 @@ class Handle:
                 on_retry=lambda exc, seconds: self.retried(course, "an upload", exc, seconds),
             )
 
-    def clean_up(self, tier: Tier, manifests: Sequence[Manifest], course: Course, *, published: bool) -> None:
+    def clean_up(self, tier: StagingTier, manifests: Sequence[Manifest], course: PutStatus, *, published: bool) -> None:
         """Frees what the staging disk has of a put that is published or given up. A disk that fails does not change how the put ended."""
         try:
             for manifest in manifests:
@@ -119,7 +119,7 @@ class Handle:
             how = "published" if published else "given up"
             _logger.warning("%s is %s; the next process that opens the store with this staging disk frees it there: %s", course, how, exc)
 
-    def patiently(self, course: Course, what: str, action: Callable[[], T]) -> T:
+    def patiently(self, course: PutStatus, what: str, action: Callable[[], T]) -> T:
         """What `action` returns; while the backend does not answer it is done again, until the put is asked to give up."""
         for attempt in range(1_000_000):
             try:
@@ -132,12 +132,12 @@ class Handle:
                 course.pause(delay)
         raise AssertionError("unreachable")
 
-    def retried(self, course: Course, what: str, error: Exception, delay_seconds: float) -> None:
+    def retried(self, course: PutStatus, what: str, error: Exception, delay_seconds: float) -> None:
         """Tells of a passing fault."""
         fields: dict[str, float | str] = {"what": what, "error": str(error), "delay_seconds": delay_seconds}
         self.engine.observers.emit(Event("retried", course.id, course.ref, course.step, course.rank, time.time_ns(), fields))
 
 
-def frozen_bytes(captured: Captured) -> int:
+def frozen_bytes(captured: CapturedState) -> int:
     """Bytes on this rank of tensors that are not copied."""
     return sum(captured.sources[tensor].size_bytes for tensor in captured.frozen)

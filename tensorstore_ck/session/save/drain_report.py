@@ -7,7 +7,7 @@ from typing import Self
 from tensorstore_ck.errors import ConflictError, DamageError, SnapshotAbortedError
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.pending import PendingSnapshot
-from tensorstore_ck.session.save.put_status import Course, Stage
+from tensorstore_ck.session.save.put_status import PutStatus, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class DrainReport:
     """The newest snapshot that this handle published."""
 
     @classmethod
-    def of(cls, courses: Sequence[Course], safe: Snapshot | None) -> Self:
+    def of(cls, courses: Sequence[PutStatus], safe: Snapshot | None) -> Self:
         """What has come of these."""
         unpublished = [course for course in courses if course.snapshot is None]
         on_disk = [course for course in unpublished if _is_on_disk(course)]
@@ -46,7 +46,7 @@ class DrainReport:
         return said
 
 
-def _is_on_disk(course: Course) -> bool:
+def _is_on_disk(course: PutStatus) -> bool:
     """What can never be published any more, or was cancelled, is not kept."""
     gone = isinstance(course.error, ConflictError | SnapshotAbortedError | DamageError) and course.dropped != "abandoned"
     return course.has_reached(Stage.STAGED) and not gone

@@ -7,16 +7,16 @@ with the same names, or another share of a tensor, is read.
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from tensorstore_ck.engine.interfaces import ByteSource, Captured, Frozen
+from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, FrozenTensor
 
 VERIFY_EVERY: Final = 10
 """Each so-manieth put reads a frozen tensor all the same."""
 
 
-class _Known(NamedTuple):
+class _FrozenTensor(NamedTuple):
     place: tuple[object, ...]
     """What it must be, for `frozen` to count."""
-    frozen: Frozen
+    frozen: FrozenTensor
     source: ByteSource
     """Keeps the memory alive."""
 
@@ -25,9 +25,9 @@ class FrozenTensors:
     """What one store handle has learnt of them."""
 
     def __init__(self) -> None:
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _FrozenTensor] = {}
 
-    def mark(self, captured: Captured, globs: Sequence[str], scope: bytes = b"") -> Captured:
+    def mark(self, captured: CapturedState, globs: Sequence[str], scope: bytes = b"") -> CapturedState:
         """The same, with those tensors marked whose names fit. `scope`: with whom it is put.
 
         Raises:
@@ -38,7 +38,7 @@ class FrozenTensors:
         from tensorstore_ck.state.capture_copy import place_of  # noqa: PLC0415 - loads torch
         from tensorstore_ck.state.select import Selection  # noqa: PLC0415 - loads torch
 
-        selection, frozen = Selection(globs), dict[int, Frozen]()
+        selection, frozen = Selection(globs), dict[int, FrozenTensor]()
         for number, spec in enumerate(captured.layout.tensors):
             if not selection.fits(spec.name):
                 continue
@@ -46,7 +46,7 @@ class FrozenTensors:
             place = (scope, spec, *place_of(source))
             known = self._known.get(spec.name)
             if known is None or known.place != place:
-                known = self._known[spec.name] = _Known(place, Frozen(VERIFY_EVERY), source)
+                known = self._known[spec.name] = _FrozenTensor(place, FrozenTensor(VERIFY_EVERY), source)
             frozen[number] = known.frozen
         return captured._replace(frozen=frozen)
 

@@ -10,20 +10,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from tensorstore_ck.backend.staging import Tier
+from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.threads import cpu_threads
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import StoreError, UndecidedError
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.session.group.rank_put import Prepared, RankStates, begin_put, run_put
-from tensorstore_ck.session.ref_fence import Asked
-from tensorstore_ck.session.save.context import Handle, frozen_bytes
-from tensorstore_ck.session.save.publish_staged_group import StagedRanks
-from tensorstore_ck.session.save.put_protocol import Turn
-from tensorstore_ck.session.save.put_status import Course
+from tensorstore_ck.session.group.rank_put import PreparedPut, RankStates, begin_put, run_put
+from tensorstore_ck.session.ref_fence import PutOptions
+from tensorstore_ck.session.save.context import SaveContext, frozen_bytes
+from tensorstore_ck.session.save.publish_staged_group import PublishStagedGroup
+from tensorstore_ck.session.save.put_protocol import Admission
+from tensorstore_ck.session.save.put_status import PutStatus
 from tensorstore_ck.session.staging.manifest import Manifest
-from tensorstore_ck.session.staging.stage import Staged, StagedRankPut
+from tensorstore_ck.session.staging.stage import StagedRankPut, StagedResult
 from tensorstore_ck.state.capture import capture
 from tensorstore_ck.state.capture_copy import Slot, copied_bytes, copy_captured
 from tensorstore_ck.state.rank_shares import describer_of
@@ -35,20 +35,20 @@ _logger: Final = logging.getLogger("tensorstore_ck")
 
 
 @dataclass(frozen=True)
-class Unready:
+class UnpreparedState:
     """In the place of a state that could not be made on this rank: its put is refused on all."""
 
     error: Exception
 
 
-class GroupJob:
+class GroupPut:
     """See `Job`."""
 
     def __init__(
         self,
-        handle: Handle,
+        handle: SaveContext,
         group: "ProcessGroup",
-        ask: Callable[[], Asked],
+        ask: Callable[[], PutOptions],
         state: object,
         rank_state: object,
         *,
@@ -75,9 +75,9 @@ class GroupJob:
         self._attempt = begin_put(self._own, ref, timeout_seconds)
         self.number = self._attempt.n
         self.needed_bytes = self.frozen_bytes = 0
-        self._asked: Asked | None = None
+        self._asked: PutOptions | None = None
         self._states: RankStates | None = None
-        self._staged: StagedRanks | None = None
+        self._staged: PublishStagedGroup | None = None
         self._manifest: Manifest | None = None
         self._replicator = handle.replicators.get(group)
 
@@ -95,7 +95,7 @@ class GroupJob:
             self.refuse(exc)
             raise
 
-    def agree(self, decide: Callable[[], Turn]) -> Turn:
+    def agree(self, decide: Callable[[], Admission]) -> Admission:
         """What rank 0 decides."""
 
         def told() -> Body:
@@ -107,7 +107,7 @@ class GroupJob:
             return {"goes": turn.goes, "drops": list(turn.drops), "failed": turn.failed}
 
         said = self._attempt.agree(told)
-        return Turn(take(said, "goes", bool), tuple(map(int, take(said, "drops", list))), take(said, "failed", int))
+        return Admission(take(said, "goes", bool), tuple(map(int, take(said, "drops", list))), take(said, "failed", int))
 
     def leave(self) -> None:
         """All ranks know that it does not take place."""
@@ -120,7 +120,7 @@ class GroupJob:
             SnapshotAbortedError: as on the others; `error` is its cause.
         """
 
-        def fail() -> Prepared:
+        def fail() -> PreparedPut:
             raise error
 
         run_put(self._handle.engine, self._own, self._attempt, fail, memory=self._memory)
@@ -135,16 +135,16 @@ class GroupJob:
             start += copied_bytes(each, each.frozen)
         self._states = RankStates(copies[0], copies[1] if len(copies) > 1 else None)
 
-    def run(self, course: Course) -> SnapshotInfo | None:
+    def run(self, course: PutStatus) -> SnapshotInfo | None:
         """Stores this rank's side, on the staging disk where there is one."""
         engine, seen = self._handle.engine, self._handle.seen
 
-        def prepare() -> Prepared:
+        def prepare() -> PreparedPut:
             course.check()
             asked, states = self._take_apart()
             course.meter.expect("hash", self._local_bytes())
             self._handle.make_room(self.ref, self._local_bytes())
-            return Prepared(seen.as_of_now(engine, asked), states)
+            return PreparedPut(seen.as_of_now(engine, asked), states)
 
         if engine.tier is None:
             info = run_put(engine, self._own, self._attempt, prepare, memory=self._memory, meter=course.meter)
@@ -155,7 +155,7 @@ class GroupJob:
         seen.note_staged(self.ref, staged.info.root)
         group, manifest = self._handle.groups.publishing(self._group), staged.manifest
         self._manifest = manifest
-        self._staged = StagedRanks(
+        self._staged = PublishStagedGroup(
             self._handle,
             group,
             manifest.txn,
@@ -167,7 +167,7 @@ class GroupJob:
         )
         return None
 
-    def replicate(self, course: Course) -> None:
+    def replicate(self, course: PutStatus) -> None:
         """Has what was staged kept on other hosts as well, where that is wanted; never fails."""
         if self._replicator is None or self._manifest is None:
             return
@@ -181,12 +181,12 @@ class GroupJob:
         except StoreError as exc:
             warn(str(exc))
 
-    def publish(self, course: Course) -> SnapshotInfo:
+    def publish(self, course: PutStatus) -> SnapshotInfo:
         """Uploads what was staged, and publishes it with the others."""
         assert self._staged is not None
         return self._staged.publish(course)
 
-    def _stage(self, tier: Tier, prepare: Callable[[], Prepared], course: Course) -> Staged:
+    def _stage(self, tier: StagingTier, prepare: Callable[[], PreparedPut], course: PutStatus) -> StagedResult:
         put = StagedRankPut(
             self._handle.engine,
             self._own,
@@ -206,17 +206,17 @@ class GroupJob:
             put.give_up()
             raise
 
-    def _take_apart(self) -> tuple[Asked, RankStates]:
+    def _take_apart(self) -> tuple[PutOptions, RankStates]:
         if self._asked is None or self._states is None:
             self._asked = self._ask()
-            if isinstance(self._state, Unready):
+            if isinstance(self._state, UnpreparedState):
                 raise self._state.error
             shared = self._handle.frozen.mark(capture(self._state, describer_of(self._group)), self._globs, self._own.nonce)
             self._states = RankStates(shared, None if self._rank_state is None else capture(self._rank_state))
             self._state = self._rank_state = None
         return self._asked, self._states
 
-    def _captured(self) -> list[Captured]:
+    def _captured(self) -> list[CapturedState]:
         assert self._states is not None
         return [each for each in self._states if each is not None]
 

@@ -5,13 +5,13 @@ from typing import Self
 
 from tensorstore_ck.common.put_progress import Progress
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.save.put_status import Course, Stage
+from tensorstore_ck.session.save.put_status import PutStatus, Stage
 
 
 class Milestone:
     """A point on a put's way, which can be waited for."""
 
-    def __init__(self, pending: "PendingSnapshot", course: Course, stage: Stage) -> None:
+    def __init__(self, pending: "PendingSnapshot", course: PutStatus, stage: Stage) -> None:
         self._pending = pending
         self._course = course
         self._stage = stage
@@ -44,7 +44,7 @@ class PendingSnapshot:
     As a context manager it waits at the end of the block. An error that nobody waited for is raised by the next put.
     """
 
-    def __init__(self, course: Course) -> None:
+    def __init__(self, course: PutStatus) -> None:
         self._course = course
         self.captured = Milestone(self, course, Stage.CAPTURED)
         """The state may be mutated: so when `Store.put_snapshot_async` returns, unless it was skipped."""

@@ -13,7 +13,7 @@ from tensorstore_ck.session.save.drain_report import DrainReport
 from tensorstore_ck.session.save.save_queue import GIVE_UP_SECONDS
 
 if TYPE_CHECKING:
-    from tensorstore_ck.session.save.save_queue import Saver
+    from tensorstore_ck.session.save.save_queue import SaveQueue
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 
@@ -27,7 +27,7 @@ class Preemption:
     collective, nothing is seen of the signal.
     """
 
-    def __init__(self, saver: "Saver", signal_number: int, *, deadline_seconds: float) -> None:
+    def __init__(self, saver: "SaveQueue", signal_number: int, *, deadline_seconds: float) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise InvalidOptionError(
                 "on_preemption must be called on the main thread, where Python handles signals", object_id="on_preemption"

@@ -13,8 +13,8 @@ from typing import Final
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.session.save.context import Handle
-from tensorstore_ck.session.save.put_status import Course
+from tensorstore_ck.session.save.context import SaveContext
+from tensorstore_ck.session.save.put_status import PutStatus
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 
@@ -22,7 +22,7 @@ _logger: Final = logging.getLogger("tensorstore_ck")
 class PublishedInOrder(ABC):
     """A staged put that is neither published nor given up."""
 
-    def __init__(self, handle: Handle, txn: Ulid, ref: str, step: int | None) -> None:
+    def __init__(self, handle: SaveContext, txn: Ulid, ref: str, step: int | None) -> None:
         """From here on, later puts of this handle to the ref wait for it."""
         self._handle = handle
         self._txn = txn
@@ -31,7 +31,7 @@ class PublishedInOrder(ABC):
         self._unpublished = handle.unpublished.setdefault(ref, [])
         self._unpublished.append(self)
 
-    def publish(self, course: Course) -> SnapshotInfo:
+    def publish(self, course: PutStatus) -> SnapshotInfo:
         """Publishes what was staged on the ref before it, and then uploads and publishes this one.
 
         Raises:
@@ -51,20 +51,20 @@ class PublishedInOrder(ABC):
         return self.publish_one(course)
 
     @abstractmethod
-    def publish_one(self, course: Course) -> SnapshotInfo:
+    def publish_one(self, course: PutStatus) -> SnapshotInfo:
         """Uploads and publishes this one; `publish` says what it raises."""
 
     @abstractmethod
-    def is_given_up_alone(self, course: Course) -> bool:
+    def is_given_up_alone(self, course: PutStatus) -> bool:
         """Whether it is given up on request, which needs no other put and no other rank."""
 
-    def publish_before(self, later: Course) -> None:
+    def publish_before(self, later: PutStatus) -> None:
         """Publishes it, or gives it up where it can never be published, so that a put that was called after it can go on.
 
         Raises:
             StoreError: it cannot be published now either.
         """
-        own = Course(self._ref, self._step, later.rank)
+        own = PutStatus(self._ref, self._step, later.rank)
 
         def leave() -> None:
             """Cancelling the later put does not cancel this one: it stays on the disk."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-from tensorstore_ck.backend.staging import Tier
+from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.errors import (
     ConflictError,
     CorruptObjectError,
@@ -19,9 +19,9 @@ from tensorstore_ck.errors import (
     StoreError,
 )
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.session.save.context import Handle
+from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.publish_order import PublishedInOrder
-from tensorstore_ck.session.save.put_status import Course
+from tensorstore_ck.session.save.put_status import PutStatus
 from tensorstore_ck.session.staging.manifest import Manifest
 from tensorstore_ck.session.staging.publish import give_up, publish
 from tensorstore_ck.session.staging.stage import announce
@@ -30,10 +30,10 @@ _FINAL: Final = (ConflictError, SnapshotAbortedError, SnapshotExpiredError, Corr
 """After these it can never be published."""
 
 
-class StagedPut(PublishedInOrder):
+class PublishStaged(PublishedInOrder):
     """One staged put, by the process that staged it or by one that found it."""
 
-    def __init__(self, handle: Handle, tier: Tier, manifests: Sequence[Manifest]) -> None:
+    def __init__(self, handle: SaveContext, tier: StagingTier, manifests: Sequence[Manifest]) -> None:
         """`manifests` are those of all its ranks, the first one that of rank 0."""
         first, lead = manifests[0], manifests[0].lead
         assert lead is not None
@@ -47,11 +47,11 @@ class StagedPut(PublishedInOrder):
         with suppress(StoreError):
             announce(self._handle.engine, self._lead, self._txn, self._ref)
 
-    def is_given_up_alone(self, course: Course) -> bool:
+    def is_given_up_alone(self, course: PutStatus) -> bool:
         """See `PublishedInOrder`."""
         return bool(course.dropped)
 
-    def publish_one(self, course: Course) -> SnapshotInfo:
+    def publish_one(self, course: PutStatus) -> SnapshotInfo:
         """See `PublishedInOrder`."""
         engine, txn, patiently = self._handle.engine, self._txn, self._handle.patiently
         try:
@@ -79,7 +79,7 @@ class StagedPut(PublishedInOrder):
         self._handle.clean_up(self._tier, self._manifests, course, published=True)
         return info
 
-    def _give_up(self, course: Course) -> None:
+    def _give_up(self, course: PutStatus) -> None:
         """It will never be published: the log says so, if it answers, and the disk is freed."""
         try:
             give_up(self._handle.engine, self._txn)

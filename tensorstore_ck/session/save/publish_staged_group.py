@@ -20,22 +20,22 @@ from tensorstore_ck.errors import (
 )
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
-from tensorstore_ck.session.group import Duties, Group
-from tensorstore_ck.session.save.context import Handle
+from tensorstore_ck.session.group import Group, Participant
+from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.publish_order import PublishedInOrder
-from tensorstore_ck.session.save.put_status import Course
-from tensorstore_ck.session.staging.manifest import Lead, Manifest, decode_lead, encode_lead
+from tensorstore_ck.session.save.put_status import PutStatus
+from tensorstore_ck.session.staging.manifest import Manifest, PublishingLead, decode_lead, encode_lead
 from tensorstore_ck.session.staging.publish import give_up, publish
 
 TRIES: Final = 5
 
 
-class StagedRanks(PublishedInOrder):
+class PublishStagedGroup(PublishedInOrder):
     """One rank's side of one staged put."""
 
     def __init__(
         self,
-        handle: Handle,
+        handle: SaveContext,
         group: Group,
         txn: Ulid,
         ref: str,
@@ -53,13 +53,13 @@ class StagedRanks(PublishedInOrder):
         self._group = group
         self._timeout_seconds = timeout_seconds
         self._on_end = on_end
-        self._lead: Lead | None = None
+        self._lead: PublishingLead | None = None
 
-    def is_given_up_alone(self, course: Course) -> bool:
+    def is_given_up_alone(self, course: PutStatus) -> bool:
         """See `PublishedInOrder`. Ranks give up together, but for one that leaves."""
         return course.dropped == "abandoned"
 
-    def publish_one(self, course: Course) -> SnapshotInfo:
+    def publish_one(self, course: PutStatus) -> SnapshotInfo:
         """See `PublishedInOrder`.
 
         Raises:
@@ -71,7 +71,7 @@ class StagedRanks(PublishedInOrder):
                 return self._end(outcome, course)
         raise AssertionError("unreachable")
 
-    def _upload(self, course: Course) -> StoreError | None:
+    def _upload(self, course: PutStatus) -> StoreError | None:
         """Brings what this rank has into the store; why it cannot, which the others are told: else they would wait for it."""
         try:
             for manifest in self._manifests if not course.dropped else ():
@@ -82,7 +82,7 @@ class StagedRanks(PublishedInOrder):
             return None if course.dropped else exc
         return None
 
-    def _try(self, course: Course, problem: StoreError | None, *, is_last: bool) -> Body | None:
+    def _try(self, course: PutStatus, problem: StoreError | None, *, is_last: bool) -> Body | None:
         """One attempt: what has become of the staged snapshot; None if it is to be tried again, which then holds for all ranks.
 
         Whatever happens to an attempt, its outcome is what the log says, so nobody goes on to another one before the log has answered.
@@ -106,7 +106,7 @@ class StagedRanks(PublishedInOrder):
                 self._handle.retried(course, "publishing what was staged", exc, 0.0)
             return outcome
 
-    def _duties(self, course: Course, txn: Ulid, problem: StoreError | None) -> Duties:
+    def _duties(self, course: PutStatus, txn: Ulid, problem: StoreError | None) -> Participant:
         def hello() -> Body:
             if problem is not None:
                 raise problem
@@ -136,7 +136,7 @@ class StagedRanks(PublishedInOrder):
                 return self._lost(str(exc))
             return {}
 
-        return Duties(hello, lambda go: {"cancelled": take(go, "cancelled", str)}, lambda _: self._settle(txn), compare, commit)
+        return Participant(hello, lambda go: {"cancelled": take(go, "cancelled", str)}, lambda _: self._settle(txn), compare, commit)
 
     def _settle(self, txn: Ulid) -> Body | None:
         """Gives an attempt up, unless it was decided: what has become of the staged snapshot."""
@@ -157,7 +157,7 @@ class StagedRanks(PublishedInOrder):
             return {}
         return {"lost": "the log says that it was given up"} if view.outcome(self._txn) is not None else None
 
-    def _end(self, outcome: Body, course: Course) -> SnapshotInfo:
+    def _end(self, outcome: Body, course: PutStatus) -> SnapshotInfo:
         if "lost" in outcome:
             self.ended()
             self._handle.clean_up(self._tier, self._manifests, course, published=False)
@@ -177,6 +177,6 @@ class StagedRanks(PublishedInOrder):
         return info
 
 
-def _check_abandoned(course: Course) -> None:
+def _check_abandoned(course: PutStatus) -> None:
     if course.dropped == "abandoned":
         raise SnapshotDroppedError(f"the upload of {course} was given up; it stays on the staging disk", object_id=course.ref)

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.session.save.put_status import Course
+from tensorstore_ck.session.save.put_status import PutStatus
 
 if TYPE_CHECKING:
     from tensorstore_ck.state.arena import Slot
 
 
-class Turn(NamedTuple):
+class Admission(NamedTuple):
     """What is decided about a put before it is captured."""
 
     goes: bool
@@ -20,7 +20,7 @@ class Turn(NamedTuple):
     """The number of an earlier put, whose error is raised instead."""
 
 
-class UploadJob(Protocol):
+class StagedPut(Protocol):
     """A put that was staged already."""
 
     @property
@@ -39,11 +39,11 @@ class UploadJob(Protocol):
     def rank(self) -> int:
         """Of this process."""
 
-    def publish(self, course: Course) -> SnapshotInfo:
+    def publish(self, course: PutStatus) -> SnapshotInfo:
         """Uploads what was staged, and publishes it."""
 
 
-class Job(UploadJob, Protocol):
+class Put(StagedPut, Protocol):
     """One put of this process."""
 
     @property
@@ -58,10 +58,10 @@ class Job(UploadJob, Protocol):
     def patience_seconds(self) -> float | None:
         """How long it may wait for memory; None: for ever."""
 
-    def replicate(self, course: Course) -> None:
+    def replicate(self, course: PutStatus) -> None:
         """Has what was staged kept on other hosts as well, where that is wanted; never fails."""
 
-    def agree(self, decide: Callable[[], Turn]) -> Turn:
+    def agree(self, decide: Callable[[], Admission]) -> Admission:
         """What `decide` says on the rank that decides."""
 
     def leave(self) -> None:
@@ -73,5 +73,5 @@ class Job(UploadJob, Protocol):
     def hold(self, slot: "Slot") -> None:
         """Copies the state: it may be mutated afterwards."""
 
-    def run(self, course: Course) -> SnapshotInfo | None:
+    def run(self, course: PutStatus) -> SnapshotInfo | None:
         """Stores what was captured, and publishes it; or only stages it, and returns None."""

@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import Final
 
 from tensorstore_ck.common.ids import new_ulid, ulid_text
-from tensorstore_ck.common.put_progress import Meter
+from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.common.put_progress import Stage as MeterStage
 from tensorstore_ck.errors import InvalidOptionError, SnapshotDroppedError, WaitTimeoutError
 from tensorstore_ck.log.snapshot import Snapshot
@@ -28,7 +28,7 @@ class Stage(IntEnum):
     PUBLISHED = 3
 
 
-class Course:
+class PutStatus:
     """One put, from its call to its end."""
 
     def __init__(self, ref: str, step: int | None, rank: int = 0) -> None:
@@ -36,7 +36,7 @@ class Course:
         self.ref = ref
         self.step = step
         self.rank = rank
-        self.meter: Meter = _Cancellable(self)
+        self.meter: PutMeter = _Cancellable(self)
         self.snapshot: Snapshot | None = None
         self.error: BaseException | None = None
         self.is_told = False
@@ -170,15 +170,15 @@ class Course:
             _call(callback)
 
 
-class _Cancellable(Meter):
+class _Cancellable(PutMeter):
     """A meter that gives the work up when the put was dropped."""
 
-    def __init__(self, course: Course) -> None:
+    def __init__(self, course: PutStatus) -> None:
         super().__init__()
         self._course = course
 
     def timed(self, stage: MeterStage, done_bytes: int = 0) -> _GeneratorContextManager[None]:
-        """See `Meter`."""
+        """See `PutMeter`."""
         self._course.check()
         return super().timed(stage, done_bytes)
 

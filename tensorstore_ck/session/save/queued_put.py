@@ -4,20 +4,20 @@ import traceback
 from typing import TYPE_CHECKING
 
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.save.put_protocol import Job
-from tensorstore_ck.session.save.put_status import Course
+from tensorstore_ck.session.save.put_protocol import Put
+from tensorstore_ck.session.save.put_status import PutStatus
 
 if TYPE_CHECKING:
     from tensorstore_ck.state.arena import Slot
 
 
-class Item:
+class QueuedPut:
     """A put in the queue."""
 
-    def __init__(self, job: Job, called: float, *, is_beside: bool) -> None:
+    def __init__(self, job: Put, called: float, *, is_beside: bool) -> None:
         self.job = job
         self.number = job.number
-        self.course = Course(job.ref, job.step, job.rank)
+        self.course = PutStatus(job.ref, job.step, job.rank)
         self.slot: Slot | None = None
         self.is_beside = is_beside
         """Whether nobody waits for it."""

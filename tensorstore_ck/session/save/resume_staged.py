@@ -10,20 +10,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from tensorstore_ck.backend.staging import StagingFolder, Tier
+from tensorstore_ck.backend.staging import StagingFolder, StagingTier
 from tensorstore_ck.common.ids import Ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.log import RefTable, SnapshotInfo
-from tensorstore_ck.session.group import Duties
-from tensorstore_ck.session.save.context import Handle
-from tensorstore_ck.session.save.publish_staged import StagedPut
-from tensorstore_ck.session.save.publish_staged_group import StagedRanks
-from tensorstore_ck.session.save.put_status import Course
+from tensorstore_ck.session.group import Participant
+from tensorstore_ck.session.save.context import SaveContext
+from tensorstore_ck.session.save.publish_staged import PublishStaged
+from tensorstore_ck.session.save.publish_staged_group import PublishStagedGroup
+from tensorstore_ck.session.save.put_status import PutStatus
 from tensorstore_ck.session.staging.manifest import Manifest, read_manifests
 from tensorstore_ck.session.staging.publish import clean_up, give_up
-from tensorstore_ck.session.staging.staged_chain import Link
+from tensorstore_ck.session.staging.staged_chain import StagedLink
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,15 +34,15 @@ STALE_SECONDS: Final = 86_400
 RESUME, PUBLISHED, LOST, WAIT = "resume", "published", "lost", "wait"
 
 
-class ResumedJob:
+class ResumedPut:
     """See `UploadJob`."""
 
-    def __init__(self, put: StagedPut | StagedRanks, ref: str, step: int | None, rank: int) -> None:
+    def __init__(self, put: PublishStaged | PublishStagedGroup, ref: str, step: int | None, rank: int) -> None:
         self.number = 0
         self.ref, self.step, self.rank = ref, step, rank
         self._put = put
 
-    def publish(self, course: Course) -> SnapshotInfo:
+    def publish(self, course: PutStatus) -> SnapshotInfo:
         """Uploads what was staged, and publishes it."""
         return self._put.publish(course)
 
@@ -55,7 +55,7 @@ def find_manifests(folder: StagingFolder) -> list[Manifest]:
     return found
 
 
-def sweep(tier: Tier) -> None:
+def sweep(tier: StagingTier) -> None:
     """Deletes what processes left that ended before they had staged it. Nobody else may use the folder."""
     tier.folder.drop_temporaries()
     found, damaged = read_manifests(tier.folder)
@@ -63,13 +63,15 @@ def sweep(tier: Tier) -> None:
         tier.uploader.drop(tier.folder.unnamed({name for manifest in found for name in manifest.names}))
 
 
-def resume_alone(handle: Handle, tier: Tier) -> list[ResumedJob]:
+def resume_alone(handle: SaveContext, tier: StagingTier) -> list[ResumedPut]:
     """What single processes have left."""
     tier.folder.enter(lambda: sweep(tier))
     return [_resumed(handle, tier, [manifest]) for manifest in find_manifests(tier.folder) if manifest.ranks == 1 and manifest.lead]
 
 
-def resume_here(handle: Handle, tier: Tier, is_wanted: Callable[[Sequence[Manifest]], bool] = lambda _: True) -> list[ResumedJob]:
+def resume_here(
+    handle: SaveContext, tier: StagingTier, is_wanted: Callable[[Sequence[Manifest]], bool] = lambda _: True
+) -> list[ResumedPut]:
     """What lies on this disk in full, whoever left it: for one process that ends what no job goes on with.
 
     `is_wanted` is asked of the manifests of each snapshot, before the log is told of it.
@@ -81,23 +83,23 @@ def resume_here(handle: Handle, tier: Tier, is_wanted: Callable[[Sequence[Manife
     return [_resumed(handle, tier, each) for each in found.values() if each[0].lead and len(each) == each[0].ranks and is_wanted(each)]
 
 
-def _resumed(handle: Handle, tier: Tier, manifests: Sequence[Manifest]) -> ResumedJob:
+def _resumed(handle: SaveContext, tier: StagingTier, manifests: Sequence[Manifest]) -> ResumedPut:
     first = manifests[0]
     assert first.lead is not None
     record = decode_record(first.lead.record, record_name(first.txn))
     names = frozenset(name for manifest in manifests for name in manifest.names)
-    handle.chain(first.ref).add(Link(first.txn, record.root(), {}, names, None))
-    put = StagedPut(handle, tier, manifests)
+    handle.chain(first.ref).add(StagedLink(first.txn, record.root(), {}, names, None))
+    put = PublishStaged(handle, tier, manifests)
     put.announce_soon()
-    return ResumedJob(put, first.ref, first.step, 0)
+    return ResumedPut(put, first.ref, first.step, 0)
 
 
-def resume_ranks(handle: Handle, tier: Tier, group: "ProcessGroup", timeout_seconds: float) -> list[ResumedJob]:
+def resume_ranks(handle: SaveContext, tier: StagingTier, group: "ProcessGroup", timeout_seconds: float) -> list[ResumedPut]:
     """What groups of ranks have left; all ranks of `group` call it."""
     own, _ = handle.groups.of(group)
     title = "the search for what was staged before"
     here: dict[tuple[bytes, int], Manifest] = {}
-    jobs: list[ResumedJob] = []
+    jobs: list[ResumedPut] = []
 
     def hello() -> Body:
         """Looks at the disk here, so that a disk that fails is told to all."""
@@ -118,8 +120,8 @@ def resume_ranks(handle: Handle, tier: Tier, group: "ProcessGroup", timeout_seco
             info = handle.engine.log.view().staged(txn)
             if verdict == RESUME and info is not None:
                 names = frozenset(name for each in mine for name in each.names)
-                handle.chain(info.ref).add(Link(Ulid(txn), info.root, {}, names, None))
-                put = StagedRanks(
+                handle.chain(info.ref).add(StagedLink(Ulid(txn), info.root, {}, names, None))
+                put = PublishStagedGroup(
                     handle,
                     handle.groups.publishing(group),
                     Ulid(txn),
@@ -129,18 +131,18 @@ def resume_ranks(handle: Handle, tier: Tier, group: "ProcessGroup", timeout_seco
                     timeout_seconds=timeout_seconds,
                     on_end=partial(_drop_copies, tier, others),
                 )
-                jobs.append(ResumedJob(put, info.ref, info.step, own.rank))
+                jobs.append(ResumedPut(put, info.ref, info.step, own.rank))
             elif verdict in (PUBLISHED, LOST):
                 for manifest in (*mine, *others):
                     clean_up(tier, manifest, published=verdict == PUBLISHED)
         return {}
 
     attempt = own.begin(title, object_id=title, timeout=timeout_seconds)
-    attempt.run(Duties(hello, work, None, compare, lambda _: {}))
+    attempt.run(Participant(hello, work, None, compare, lambda _: {}))
     return jobs
 
 
-def _drop_copies(tier: Tier, manifests: Sequence[Manifest]) -> None:
+def _drop_copies(tier: StagingTier, manifests: Sequence[Manifest]) -> None:
     """What another rank has brought to its end lies on this disk, too: as a copy for a lost host, or since both share the disk."""
     for manifest in manifests:
         clean_up(tier, manifest, published=False)

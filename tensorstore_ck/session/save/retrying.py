@@ -8,14 +8,14 @@ from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.errors import InvalidOptionError, RetryableError, SnapshotAbortedError, StoreError, UndecidedError
 from tensorstore_ck.log import Op
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.save.context import Handle
+from tensorstore_ck.session.save.context import SaveContext
 
 T = TypeVar("T")
 
 LONGEST_PAUSE_SECONDS: Final = 60.0
 
 
-def retrying(handle: Handle, call: Callable[[], T], *, attempts: int, pause_seconds: float) -> T:
+def retrying(handle: SaveContext, call: Callable[[], T], *, attempts: int, pause_seconds: float) -> T:
     """See `Store.retrying`."""
     if isinstance(attempts, bool) or not isinstance(attempts, int) or attempts < 1:
         raise InvalidOptionError(f"attempts must be a whole number from 1 on, not {attempts!r}", object_id="attempts")
@@ -37,7 +37,7 @@ def retrying(handle: Handle, call: Callable[[], T], *, attempts: int, pause_seco
     raise AssertionError("unreachable")
 
 
-def _decided(handle: Handle, error: UndecidedError, pauses: list[float]) -> Snapshot | None:
+def _decided(handle: SaveContext, error: UndecidedError, pauses: list[float]) -> Snapshot | None:
     """The snapshot that a put has published; None: it never will, as the log says from now on.
 
     Raises:

@@ -2,7 +2,7 @@
 a staging disk, for the one that has it copied to other hosts, and the one that uploads and publishes it.
 
 Memory is the only thing that can run out: whether a put waits for it, is skipped, or takes that of queued ones is decided before anything
-is captured, for many ranks by rank 0 alone (`Job.agree`), so that ranks never drop different snapshots. An error is kept until somebody
+is captured, for many ranks by rank 0 alone (`Put.agree`), so that ranks never drop different snapshots. An error is kept until somebody
 is told: by a wait, or by the next put. The thread lives only while there is work. Knows no torch and no store.
 """
 
@@ -20,11 +20,11 @@ from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save.capture_budget import CaptureMemory
 from tensorstore_ck.session.save.drain_report import DrainReport
 from tensorstore_ck.session.save.pending import PendingSnapshot
-from tensorstore_ck.session.save.put_protocol import Job, Turn, UploadJob
-from tensorstore_ck.session.save.put_status import Course, Stage
-from tensorstore_ck.session.save.queued_put import Item
+from tensorstore_ck.session.save.put_protocol import Admission, Put, StagedPut
+from tensorstore_ck.session.save.put_status import PutStatus, Stage
+from tensorstore_ck.session.save.queued_put import QueuedPut
 from tensorstore_ck.session.save.unraised_errors import Untold, take_error
-from tensorstore_ck.session.save.worker import Lane
+from tensorstore_ck.session.save.worker import Worker
 
 if TYPE_CHECKING:
     from tensorstore_ck.state.arena import Arena, Slot
@@ -42,7 +42,7 @@ EXIT_SECONDS: Final = 600.0
 """How long a process that ends waits for its puts."""
 
 
-class Saver:
+class SaveQueue:
     """The puts of one store handle. Thread-safe; puts must come from one thread at a time."""
 
     def __init__(self, open_arena: Callable[[], "Arena"], observers: Observers) -> None:
@@ -54,9 +54,9 @@ class Saver:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._changed = threading.Condition()
-        self._stores: Lane[Item] = Lane("tsck-save", self._changed, self._store, self._broken)
-        self._copies: Lane[Item] = Lane("tsck-copy", self._changed, self._copy, self._broken)
-        self._uploads: Lane[Item] = Lane("tsck-publish", self._changed, self._publish, self._broken)
+        self._stores: Worker[QueuedPut] = Worker("tsck-save", self._changed, self._store, self._broken)
+        self._copies: Worker[QueuedPut] = Worker("tsck-copy", self._changed, self._copy, self._broken)
+        self._uploads: Worker[QueuedPut] = Worker("tsck-publish", self._changed, self._publish, self._broken)
         self._memory = CaptureMemory(self._open_arena, self._changed)
         self._untold = Untold()
         self._safe: Snapshot | None = None
@@ -68,7 +68,7 @@ class Saver:
 
     # --- puts ---------------------------------------------------------------------------------------------------------
 
-    def submit(self, make: Callable[[], Job], on_full: OnFull) -> PendingSnapshot:
+    def submit(self, make: Callable[[], Put], on_full: OnFull) -> PendingSnapshot:
         """Captures what `make` makes a put of, and leaves the rest to the thread.
 
         Raises:
@@ -80,7 +80,7 @@ class Saver:
         self.require_no_lane()
         called = time.monotonic()
         job = make()
-        item = Item(job, called, is_beside=True)
+        item = QueuedPut(job, called, is_beside=True)
         pending = PendingSnapshot(item.course)
         try:
             turn = job.agree(lambda: self._decide(item, on_full))
@@ -121,12 +121,12 @@ class Saver:
         )
         return pending
 
-    def run(self, make: Callable[[], Job]) -> Snapshot:
+    def run(self, make: Callable[[], Put]) -> Snapshot:
         """Puts in the caller's thread, after those under way; nothing is copied."""
         self._enter()
         self.settle()
         called = time.monotonic()
-        item = Item(make(), called, is_beside=False)
+        item = QueuedPut(make(), called, is_beside=False)
         untold = self._first_untold()
         if untold is not None:
             error = take_error(untold)
@@ -148,10 +148,10 @@ class Saver:
         """Whether nothing is under way, and nobody has to be told of an error."""
         return not self._items() and self._first_untold() is None
 
-    def resume(self, job: UploadJob) -> None:
+    def resume(self, job: StagedPut) -> None:
         """Goes on with what an earlier process staged."""
         self._enter()
-        item = Item(cast(Job, job), time.monotonic(), is_beside=True)
+        item = QueuedPut(cast(Put, job), time.monotonic(), is_beside=True)
         item.course.is_told = item.is_resumed = True
         item.course.reach(Stage.STAGED)
         self._uploads.put(item)
@@ -227,32 +227,32 @@ class Saver:
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _decide(self, item: Item, on_full: OnFull) -> Turn:
+    def _decide(self, item: QueuedPut, on_full: OnFull) -> Admission:
         with self._changed:
             untold = self._untold.first()
             if untold is not None:
-                return Turn(goes=False, failed=untold.number)
+                return Admission(goes=False, failed=untold.number)
             drops: list[int] = []
             while (slot := self._memory.try_take(item)) is None:
                 queued = next((each for each in self._stores.waiting() if not each.course.dropped), None)
                 if on_full == "skip":
-                    return Turn(goes=False)
+                    return Admission(goes=False)
                 if on_full == "replace" and queued is not None:
                     queued.course.drop("replaced")
                     drops.append(queued.number)
                 else:
                     self._memory.wait(item, len(self._items()))
             item.slot = slot
-            return Turn(True, tuple(drops))
+            return Admission(True, tuple(drops))
 
-    def _take(self, item: Item) -> "Slot":
+    def _take(self, item: QueuedPut) -> "Slot":
         """Memory for a put of which another rank said that it takes place."""
         with self._changed:
             while (slot := self._memory.try_take(item)) is None:
                 self._memory.wait(item, len(self._items()))
             return slot
 
-    def _tell_of_stall(self, item: Item) -> None:
+    def _tell_of_stall(self, item: QueuedPut) -> None:
         if item.waited_seconds:
             self._emit(item.course, "stalled", stall_seconds=item.waited_seconds, queue_depth=item.waited_for)
 
@@ -262,18 +262,18 @@ class Saver:
             if item.number == number:
                 item.course.drop("replaced")
 
-    def _let_go(self, item: Item) -> None:
+    def _let_go(self, item: QueuedPut) -> None:
         item.release()
         with self._changed:
             self._changed.notify_all()
 
-    def _let_go_if_waiting(self, item: Item) -> None:
+    def _let_go_if_waiting(self, item: QueuedPut) -> None:
         """The memory of a put that was dropped is free at once; when its turn comes, all ranks learn that it was."""
         with self._changed:
             if any(item is each for each in self._stores.waiting()):
                 self._let_go(item)
 
-    def _end_dropped(self, item: Item, reason: str) -> None:
+    def _end_dropped(self, item: QueuedPut, reason: str) -> None:
         item.course.drop(reason)
         item.course.is_ending = True
         error = SnapshotDroppedError(f"the put of {item.course} was {reason}: host_memory_bytes is used up", object_id=item.course.ref)
@@ -282,11 +282,11 @@ class Saver:
 
     # --- errors -------------------------------------------------------------------------------------------------------
 
-    def _first_untold(self) -> Item | None:
+    def _first_untold(self) -> QueuedPut | None:
         with self._changed:
             return self._untold.first()
 
-    def _raise_error_of(self, number: int, job: Job) -> NoReturn:
+    def _raise_error_of(self, number: int, job: Put) -> NoReturn:
         """Raises what rank 0 raises: the error of an earlier put, which this rank may not have met yet."""
         with self._changed:
             self._changed.wait_for(lambda: not any(each.number == number for each in self._items()), RAISE_SECONDS)
@@ -299,7 +299,7 @@ class Saver:
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
-    def _items(self) -> list[Item]:
+    def _items(self) -> list[QueuedPut]:
         with self._changed:
             return list(dict.fromkeys((*self._uploads.items(), *self._copies.items(), *self._stores.items())))
 
@@ -313,7 +313,7 @@ class Saver:
     def _is_on_a_lane(self) -> bool:
         return self._stores.is_mine() or self._copies.is_mine() or self._uploads.is_mine()
 
-    def _store(self, item: Item) -> None:
+    def _store(self, item: QueuedPut) -> None:
         item.begun = time.monotonic()
         try:
             info = item.job.run(item.course)
@@ -332,38 +332,38 @@ class Saver:
             self._hand_over(item, self._copies, self._copy)
 
     @staticmethod
-    def _broken(item: Item, exc: BaseException) -> None:
+    def _broken(item: QueuedPut, exc: BaseException) -> None:
         _logger.error("what is done after the put of %s failed", item.course, exc_info=exc)
         if not item.course.has_ended:
             item.course.fail(exc)
 
-    def _copy(self, item: Item) -> None:
+    def _copy(self, item: QueuedPut) -> None:
         try:
             item.job.replicate(item.course)
         finally:
             self._hand_over(item, self._uploads, self._publish)
 
     @staticmethod
-    def _hand_over(item: Item, lane: Lane[Item], work: Callable[[Item], None]) -> None:
+    def _hand_over(item: QueuedPut, lane: Worker[QueuedPut], work: Callable[[QueuedPut], None]) -> None:
         try:
             lane.put(item)
         except RuntimeError:  # no more threads, as while the interpreter ends
             work(item)
 
-    def _publish(self, item: Item) -> None:
+    def _publish(self, item: QueuedPut) -> None:
         try:
             self._succeed(item, item.job.publish(item.course))
         except BaseException as exc:  # noqa: BLE001 - likewise
             self._fail(item, exc)
 
-    def _succeed(self, item: Item, info: SnapshotInfo) -> None:
+    def _succeed(self, item: QueuedPut, info: SnapshotInfo) -> None:
         snapshot = self._safe = Snapshot.from_info(info)
         item.course.is_ending = True
         item.forget_state()
         self._emit(item.course, "published", root=snapshot.root, snapshot=snapshot.id, **self._totals(item), **item.sizes(snapshot))
         item.course.succeed(snapshot)
 
-    def _fail(self, item: Item, exc: BaseException) -> None:
+    def _fail(self, item: QueuedPut, exc: BaseException) -> None:
         course = item.course
         course.is_ending = True
         item.forget_state(exc)
@@ -380,12 +380,12 @@ class Saver:
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def _emit(self, course: Course, kind: Kind, **fields: int | float | str) -> None:
+    def _emit(self, course: PutStatus, kind: Kind, **fields: int | float | str) -> None:
         self._observers.emit(Event(kind, course.id, course.ref, course.step, course.rank, time.time_ns(), fields))
 
     def _in_use(self) -> dict[str, int]:
         return {"queue_depth": sum(not item.course.is_ending for item in self._items()), "memory_bytes": self._memory.allocated_bytes}
 
-    def _totals(self, item: Item) -> dict[str, int | float]:
+    def _totals(self, item: QueuedPut) -> dict[str, int | float]:
         total, queued = time.monotonic() - item.called, item.begun - item.captured
         return {"total_seconds": total, "queued_seconds": queued, **item.course.meter.snapshot().seconds_fields(), **self._in_use()}

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item")
 
 
-class Lane(Generic[Item]):
+class Worker(Generic[Item]):
     """A queue and its thread. Everything is done under `changed`, which is notified at each change, but the work itself."""
 
     def __init__(

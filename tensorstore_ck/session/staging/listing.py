@@ -21,7 +21,7 @@ MAX_NAMED: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class StagedPut:
+class StagedPutInfo:
     """A put that was staged."""
 
     txn: str
@@ -46,7 +46,7 @@ class StagedPut:
     """Whether anything of it is on this disk, be it a damaged manifest."""
 
 
-def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedPut]:
+def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedPutInfo]:
     """What the disk has, and what the log says is staged, oldest first."""
     engine.log.sync()
     view = engine.log.view()
@@ -60,7 +60,9 @@ def list_staged(engine: Engine, folder: StagingFolder | None) -> list[StagedPut]
         for key, error in damaged.items():
             txn = parse_ulid(key.partition("-")[0])
             if txn is not None:
-                known = puts.get(txn) or StagedPut(ulid_text(txn), None, None, None, _state(view, txn), None, (), 0, 0, 0, (), is_here=True)
+                known = puts.get(txn) or StagedPutInfo(
+                    ulid_text(txn), None, None, None, _state(view, txn), None, (), 0, 0, 0, (), is_here=True
+                )
                 puts[txn] = replace(known, problems=(*known.problems, str(error)), is_here=True)
     return sorted(puts.values(), key=lambda put: (put.time_ns, put.txn))
 
@@ -73,9 +75,9 @@ def _state(view: RefTable, txn: Ulid) -> State:
     return "given up" if view.outcome(txn) is not None else "unknown"
 
 
-def _of_log(info: SnapshotInfo) -> StagedPut:
+def _of_log(info: SnapshotInfo) -> StagedPutInfo:
     problem = "nothing of it is on this disk: the hosts that staged it can publish it"
-    return StagedPut(
+    return StagedPutInfo(
         ulid_text(info.ulid),
         info.ref,
         info.step,
@@ -91,14 +93,14 @@ def _of_log(info: SnapshotInfo) -> StagedPut:
     )
 
 
-def _of_disk(engine: Engine, folder: StagingFolder, view: RefTable, manifests: Sequence[Manifest]) -> StagedPut:
+def _of_disk(engine: Engine, folder: StagingFolder, view: RefTable, manifests: Sequence[Manifest]) -> StagedPutInfo:
     first, here = manifests[0], tuple(manifest.rank for manifest in manifests)
     info = view.staged(first.txn) or view.snapshot(first.txn)
     lead = next((each.lead for each in manifests if each.lead is not None), None)
     record = decode_record(lead.record, record_name(first.txn)) if lead is not None else None
     root = info.root if info is not None else record.root() if record is not None else None
     sent = {name: _sent_bytes(engine, folder, name) for name in {name: None for each in manifests for name in each.names}}
-    return StagedPut(
+    return StagedPutInfo(
         ulid_text(first.txn),
         first.ref,
         first.step,

@@ -1,6 +1,6 @@
 """What lies beside staged objects, so that whoever finds them can upload and publish them: one manifest per rank.
 
-The rank that commits (rank 0) has a `Lead` in its own: everything that the publishing entry needs.
+The rank that commits (rank 0) has a `PublishingLead` in its own: everything that the publishing entry needs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,13 @@ from typing import Any, Final, NamedTuple
 from tensorstore_ck.backend.object_names import check_name
 from tensorstore_ck.backend.staging import StagingFolder
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid, derived_hash, ulid_text
-from tensorstore_ck.engine.write.put import ANY, Anything
+from tensorstore_ck.engine.write.put import ANY, AnyHead
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, StoreError
 from tensorstore_ck.format.record import decode_record
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, unpack_body
 from tensorstore_ck.session.group.publish import RankParts
 
-Accepts = tuple[Digest | None, ...] | Anything
+Accepts = tuple[Digest | None, ...] | AnyHead
 """Roots of which a ref must have one when a staged put is published; None among them: it must not exist."""
 
 STAGED_FOLDERS: Final = ("packs/", "parts/", "snapshots/")
@@ -24,7 +24,7 @@ VERSION: Final = 1
 _CONTEXT: Final = "staging manifest"
 
 
-class Lead(NamedTuple):
+class PublishingLead(NamedTuple):
     """What the publishing entry needs."""
 
     record: bytes
@@ -53,7 +53,7 @@ class Manifest(NamedTuple):
     """The objects that must be in the store before it is published; some may be there already."""
     size_bytes: int
     """Of those that this rank wrote."""
-    lead: Lead | None
+    lead: PublishingLead | None
 
     @property
     def key(self) -> str:
@@ -143,26 +143,26 @@ def _order(by_time: list[Ulid], after: Mapping[Ulid, Sequence[Ulid]]) -> dict[Ul
     return order
 
 
-def encode_lead(lead: Lead) -> Body:
+def encode_lead(lead: PublishingLead) -> Body:
     """As it travels."""
     return {
         "record": lead.record,
         "parts": [each.record() for each in lead.parts],
-        "accepts": None if isinstance(lead.accepts, Anything) else list(lead.accepts),
+        "accepts": None if isinstance(lead.accepts, AnyHead) else list(lead.accepts),
         "pinned": lead.pinned,
         "after": list(lead.after),
         "mark": None if lead.mark is None else list(lead.mark),
     }
 
 
-def decode_lead(body: Body) -> Lead:
+def decode_lead(body: Body) -> PublishingLead:
     """What `encode_lead` made.
 
     Raises:
         KeyError, TypeError, ValueError: it is none.
     """
     accepts, mark = body["accepts"], body["mark"]
-    return Lead(
+    return PublishingLead(
         take(body, "record", bytes),
         [RankParts.of_record(each) for each in take(body, "parts", list)],
         ANY if accepts is None else tuple(None if each is None else _digest(each) for each in accepts),

@@ -6,7 +6,7 @@ counts. Passing faults are waited out. What can never be published any more is g
 
 from collections.abc import Iterable
 
-from tensorstore_ck.backend.staging import Tier
+from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.ids import Ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import MissingObjectError, SnapshotAbortedError
@@ -14,11 +14,11 @@ from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.retention import expire_at_put
 from tensorstore_ck.session.group.publish import condemned_of_ranks
-from tensorstore_ck.session.staging.manifest import Lead, Manifest, read_manifests
+from tensorstore_ck.session.staging.manifest import Manifest, PublishingLead, read_manifests
 from tensorstore_ck.session.staging.stage import check_accepted, owner_of, pin_for
 
 
-def publish(engine: Engine, lead: Lead, txn: Ulid, attempt: Ulid, ref: str) -> SnapshotInfo:
+def publish(engine: Engine, lead: PublishingLead, txn: Ulid, attempt: Ulid, ref: str) -> SnapshotInfo:
     """Publishes a staged snapshot whose objects are in the store; if another process did, returns that.
 
     Args:
@@ -65,7 +65,7 @@ def give_up(engine: Engine, txn: Ulid) -> SnapshotInfo | None:
     return engine.log.published(engine.log.append(build), txn)
 
 
-def clean_up(tier: Tier, manifest: Manifest, *, published: bool, needed: Iterable[str] = ()) -> None:
+def clean_up(tier: StagingTier, manifest: Manifest, *, published: bool, needed: Iterable[str] = ()) -> None:
     """Lets go of what was staged: what the store has becomes a copy, what nobody needs any more is deleted.
 
     `needed`: the objects that other staged snapshots name.
@@ -78,7 +78,7 @@ def clean_up(tier: Tier, manifest: Manifest, *, published: bool, needed: Iterabl
     tier.folder.delete_manifest(manifest.key)
 
 
-def drop(engine: Engine, tier: Tier | None, txn: Ulid) -> SnapshotInfo | None:
+def drop(engine: Engine, tier: StagingTier | None, txn: Ulid) -> SnapshotInfo | None:
     """Gives a staged snapshot up, and frees what this disk has of it; unless it was published, which is returned."""
     published = give_up(engine, txn)
     if tier is not None:
@@ -93,7 +93,7 @@ def drop(engine: Engine, tier: Tier | None, txn: Ulid) -> SnapshotInfo | None:
     return published
 
 
-def _is_unsent(tier: Tier, name: str) -> bool:
+def _is_unsent(tier: StagingTier, name: str) -> bool:
     try:
         tier.folder.unsent.size(name)
     except MissingObjectError:

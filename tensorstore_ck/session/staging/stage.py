@@ -10,15 +10,15 @@ from dataclasses import replace
 from typing import Final, NamedTuple, cast
 
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.backend.staging import StagingWrites, Tier
+from tensorstore_ck.backend.staging import StagingTier, StagingWriteBackend
 from tensorstore_ck.common.ids import Digest, Ulid, ulid_text
-from tensorstore_ck.common.put_progress import Meter
+from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.reachability import revive
-from tensorstore_ck.engine.write.dedup import KnownBlocks
-from tensorstore_ck.engine.write.part_writer import ALONE, Known, WrittenPart, write_part
-from tensorstore_ck.engine.write.put import Anything, PutRequest, check_expected, is_expected
+from tensorstore_ck.engine.write.dedup import DedupIndex
+from tensorstore_ck.engine.write.part_writer import ALONE, BlockLookup, WrittenPart, write_part
+from tensorstore_ck.engine.write.put import AnyHead, PutRequest, check_expected, is_expected
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     SnapshotAbortedError,
@@ -29,18 +29,18 @@ from tensorstore_ck.errors import (
 from tensorstore_ck.format.record import Record, decode_record, record_name
 from tensorstore_ck.format.sealed import Body, object_hash
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
-from tensorstore_ck.session.group.attempt import Attempt
+from tensorstore_ck.session.group.attempt import Round
 from tensorstore_ck.session.group.group import Group
 from tensorstore_ck.session.group.publish import checked_parts, record_of
 from tensorstore_ck.session.group.put_plan import Memory
-from tensorstore_ck.session.group.rank_put import Done, Prepared, RankPut
-from tensorstore_ck.session.staging.manifest import Accepts, Lead, Manifest, manifest_key
-from tensorstore_ck.session.staging.staged_chain import ChainedBlocks, Link, Links, StagedChain
+from tensorstore_ck.session.group.rank_put import PreparedPut, RankDone, RankPut
+from tensorstore_ck.session.staging.manifest import Accepts, Manifest, PublishingLead, manifest_key
+from tensorstore_ck.session.staging.staged_chain import ChainedBlocks, StagedChain, StagedLink, StagedLinks
 
 SMALL_BYTES: Final = 16 << 20
 
 
-class Staged(NamedTuple):
+class StagedResult(NamedTuple):
     """What the first step leaves to the second."""
 
     info: SnapshotInfo
@@ -53,7 +53,7 @@ def check_accepted(engine: Engine, view: RefTable, ref: str, accepts: Accepts) -
     Raises:
         ConflictError: the ref is nowhere where it may be.
     """
-    branch, roots = view.branch(ref), (accepts,) if isinstance(accepts, Anything) else accepts
+    branch, roots = view.branch(ref), (accepts,) if isinstance(accepts, AnyHead) else accepts
     check_expected(engine, view, ref, next((root for root in roots if is_expected(branch, root)), roots[-1]))
 
 
@@ -67,7 +67,7 @@ def pin_for(ref: str, txn: Ulid, root: Digest) -> Op:
     return Op.pin(root, owner_of(txn), f"a staged snapshot of {ref} shares its blocks", None)
 
 
-def announce(engine: Engine, lead: Lead, txn: Ulid, ref: str) -> int | None:
+def announce(engine: Engine, lead: PublishingLead, txn: Ulid, ref: str) -> int | None:
     """Has the log say that it is staged, with pins on what it shares: the number of that entry; None if it says already how it ended.
 
     Raises:
@@ -97,18 +97,18 @@ def announce(engine: Engine, lead: Lead, txn: Ulid, ref: str) -> int | None:
 class Stager:
     """What one process stages of one put."""
 
-    def __init__(self, engine: Engine, tier: Tier, links: Links) -> None:
+    def __init__(self, engine: Engine, tier: StagingTier, links: StagedLinks) -> None:
         """`links` are what it builds on."""
         self._tier = tier
         self._links = links
-        self._writes = StagingWrites(tier.folder, engine.backend)
+        self._writes = StagingWriteBackend(tier.folder, engine.backend)
         self._known: list[ChainedBlocks] = []
         self.engine = replace(engine, backend=cast(Backend, self._writes), put_ids=None)
         """Writes to the staging disk. What lies there outlives this process, so gc must not take it for what a dead process left."""
 
-    def known(self, base: SnapshotInfo | None, rank: int, ranks: int) -> Known:
+    def known(self, base: SnapshotInfo | None, rank: int, ranks: int) -> BlockLookup:
         """Which blocks need not be written."""
-        there = KnownBlocks(self.engine, base.root, rank, ranks, elsewhere=False) if base is not None else None
+        there = DedupIndex(self.engine, base.root, rank, ranks, elsewhere=False) if base is not None else None
         self._known.append(ChainedBlocks(self._links, there))
         return self._known[-1]
 
@@ -137,15 +137,21 @@ class Stager:
         """Deletes what was written."""
         self._tier.folder.unsent.delete(self.written)
 
-    def link(self, info: SnapshotInfo, written: Sequence[WrittenPart], accepts: Accepts) -> Link:
+    def link(self, info: SnapshotInfo, written: Sequence[WrittenPart], accepts: Accepts) -> StagedLink:
         """For the next put, which builds on this one."""
         added = {block: place for part in written for block, place in part.added.items()}
-        return Link(info.ulid, info.root, added, frozenset(self.names), () if isinstance(accepts, Anything) else accepts)
+        return StagedLink(info.ulid, info.root, added, frozenset(self.names), () if isinstance(accepts, AnyHead) else accepts)
 
 
 def stage_alone(
-    engine: Engine, tier: Tier, captured: Captured, ask: Callable[[], tuple[PutRequest, bool]], *, chain: StagedChain, meter: Meter
-) -> Staged:
+    engine: Engine,
+    tier: StagingTier,
+    captured: CapturedState,
+    ask: Callable[[], tuple[PutRequest, bool]],
+    *,
+    chain: StagedChain,
+    meter: PutMeter,
+) -> StagedResult:
     """The first step of one process.
 
     `ask` says what is put, and whether the store does not answer: then it is not asked for anything, and nothing of it relied on. Nor
@@ -158,7 +164,7 @@ def stage_alone(
     txn, links = engine.new_id(), chain.borrow()
     try:
         request, offline = ask()
-        staged: tuple[Staged, Link] | None = None
+        staged: tuple[StagedResult, StagedLink] | None = None
         if not offline:
             with suppress(BackendUnavailableError, UndecidedError, SnapshotExpiredError):
                 staged = _stage_alone(engine, tier, captured, request, txn, links=links, meter=meter, offline=False)
@@ -171,8 +177,16 @@ def stage_alone(
 
 
 def _stage_alone(
-    engine: Engine, tier: Tier, captured: Captured, request: PutRequest, txn: Ulid, *, links: Links, meter: Meter, offline: bool
-) -> tuple[Staged, Link]:
+    engine: Engine,
+    tier: StagingTier,
+    captured: CapturedState,
+    request: PutRequest,
+    txn: Ulid,
+    *,
+    links: StagedLinks,
+    meter: PutMeter,
+    offline: bool,
+) -> tuple[StagedResult, StagedLink]:
     stager = Stager(engine, tier, links)
     view, accepts = engine.log.view(), links.accepts(request.expect)
     check_accepted(engine, view, request.ref, accepts)
@@ -197,7 +211,7 @@ def _stage_alone(
         parts = [checked_parts(stager.engine, [written], anchor, sync=not offline)]
         record = record_of(engine, request, parts, logical_bytes=captured.logical_bytes)
         stager.engine.backend.put(record_name(txn), record.encode())
-        lead = Lead(record.encode(), parts, accepts, base.ulid if base is not None else None, links.txns, None)
+        lead = PublishingLead(record.encode(), parts, accepts, base.ulid if base is not None else None, links.txns, None)
         manifest = Manifest(txn, request.ref, request.step, 0, 1, stager.names, stager.size_bytes(), lead)
         stager.keep(manifest)
     except BaseException:
@@ -212,7 +226,7 @@ def _stage_alone(
             raise
     info = staged_info(txn, record)
     engine.keep_part(written.ulid, written.part)
-    return Staged(info, manifest), stager.link(info, [written], accepts)
+    return StagedResult(info, manifest), stager.link(info, [written], accepts)
 
 
 class StagedRankPut(RankPut):
@@ -225,12 +239,12 @@ class StagedRankPut(RankPut):
         self,
         engine: Engine,
         group: Group,
-        prepare: Callable[[], Prepared],
+        prepare: Callable[[], PreparedPut],
         *,
-        attempt: Attempt,
+        attempt: Round,
         memory: Memory,
-        meter: Meter,
-        tier: Tier,
+        meter: PutMeter,
+        tier: StagingTier,
         chain: StagedChain,
         stop: Callable[[], None],
     ) -> None:
@@ -275,7 +289,7 @@ class StagedRankPut(RankPut):
         found = log.view().staged(self._txn)
         return None if found is None else self._outcome(found.n)
 
-    def finish(self, outcome: Body) -> Staged:
+    def finish(self, outcome: Body) -> StagedResult:
         """What is left to the second step."""
         info = self.published(outcome)
         for written in self._written:
@@ -283,7 +297,7 @@ class StagedRankPut(RankPut):
         self._chain.add(self._stager.link(info, self._written, self._accepts))
         self._chain.give_back(self._links)
         self.keep_drifted(self._store_engine, info, outcome)
-        return Staged(info, self._manifest)
+        return StagedResult(info, self._manifest)
 
     def give_up(self) -> None:
         """Deletes what was written."""
@@ -291,15 +305,15 @@ class StagedRankPut(RankPut):
         self._tier.folder.delete_manifest(manifest_key(self._txn, self._group.rank))
         self._tier.uploader.drop(self._stager.written)
 
-    def _known(self, number: int) -> Known:
+    def _known(self, number: int) -> BlockLookup:
         return self._stager.known(self._base, number, self._group.ranks)
 
-    def _append(self, dones: Sequence[Done], drifted: Sequence[tuple[int, int]]) -> int:
+    def _append(self, dones: Sequence[RankDone], drifted: Sequence[tuple[int, int]]) -> int:
         engine, request, record = self._store_engine, self._request, self._record(dones)
         sealed, parts = record.encode(), [done.parts for done in dones]
         engine.backend.put(record_name(self._txn), sealed)
         base = self._base.ulid if self._base is not None else None
-        lead = Lead(sealed, parts, self._accepts, base, self._links.txns, self._mark(drifted))
+        lead = PublishingLead(sealed, parts, self._accepts, base, self._links.txns, self._mark(drifted))
         self._manifest = self._manifest._replace(lead=lead)
         self._stager.keep(self._manifest)
         n = announce(engine, lead, self._txn, request.ref)

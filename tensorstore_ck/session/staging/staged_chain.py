@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.part_extents import chain_of
-from tensorstore_ck.engine.reachability import Places
-from tensorstore_ck.engine.write.part_writer import Known
-from tensorstore_ck.engine.write.put import Anything, Expected
+from tensorstore_ck.engine.reachability import BlockLocations
+from tensorstore_ck.engine.write.part_writer import BlockLookup
+from tensorstore_ck.engine.write.put import AnyHead, Expected
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.log.block_index import Location
 from tensorstore_ck.session.staging.manifest import Accepts
 
 
-class Link(NamedTuple):
+class StagedLink(NamedTuple):
     """A staged put."""
 
     txn: Ulid
@@ -31,10 +31,10 @@ class Link(NamedTuple):
     """Where it may find the ref; None if an earlier process staged it."""
 
 
-class Links:
+class StagedLinks:
     """Staged puts, oldest first."""
 
-    def __init__(self, links: Iterable[Link], restored: Digest | None = None) -> None:
+    def __init__(self, links: Iterable[StagedLink], restored: Digest | None = None) -> None:
         """`restored`: what this process last restored or staged on the ref, if it did."""
         self._links = tuple(links)
         self._restored = restored
@@ -54,7 +54,7 @@ class Links:
 
         What an earlier process staged is accepted only if this one has restored it.
         """
-        if isinstance(expect, Anything):
+        if isinstance(expect, AnyHead):
             return expect
         roots = [link.root for link in self._links]
         found = [roots[: at + 1] for at, link in enumerate(self._links) if link.root == self._restored and link.accepts is None]
@@ -70,13 +70,13 @@ class StagedChain:
     """The staged puts of one ref."""
 
     def __init__(self, restored: Callable[[], Digest | None] = lambda: None) -> None:
-        """`restored`: see `Links`."""
+        """`restored`: see `StagedLinks`."""
         self._restored = restored
         self._lock = threading.Lock()
-        self._links: list[Link] = []
-        self._borrowed: list[Links] = []
+        self._links: list[StagedLink] = []
+        self._borrowed: list[StagedLinks] = []
 
-    def add(self, link: Link) -> None:
+    def add(self, link: StagedLink) -> None:
         """Another one was staged, or found."""
         with self._lock:
             self._links.append(link)
@@ -86,13 +86,13 @@ class StagedChain:
         with self._lock:
             self._links = [link for link in self._links if link.txn != txn]
 
-    def borrow(self) -> Links:
+    def borrow(self) -> StagedLinks:
         """What the next one builds on, until it gives it back."""
         with self._lock:
-            self._borrowed.append(Links(self._links, self._restored()))
+            self._borrowed.append(StagedLinks(self._links, self._restored()))
             return self._borrowed[-1]
 
-    def give_back(self, links: Links) -> None:
+    def give_back(self, links: StagedLinks) -> None:
         """The next one is staged itself, or never will be; idempotent."""
         with self._lock:
             self._borrowed = [each for each in self._borrowed if each is not links]
@@ -100,21 +100,21 @@ class StagedChain:
     def needed(self, but: Ulid) -> frozenset[str]:
         """The objects that the others name, or may come to name."""
         with self._lock:
-            others = Links(link for link in self._links if link.txn != but)
+            others = StagedLinks(link for link in self._links if link.txn != but)
             return others.names.union(*(links.names for links in self._borrowed))
 
 
 class ChainedBlocks:
     """Where blocks lie already: among what is staged on this host, else as `known` says; and which staged packs that relies on."""
 
-    def __init__(self, links: Links, known: Known | None) -> None:
+    def __init__(self, links: StagedLinks, known: BlockLookup | None) -> None:
         self._links = links
         self._known = known
         self.packs: set[str] = set()
 
     @property
-    def parts(self) -> Sequence[tuple[Part, Places]]:
-        """See `Known`."""
+    def parts(self) -> Sequence[tuple[Part, BlockLocations]]:
+        """See `BlockLookup`."""
         return self._known.parts if self._known is not None else ()
 
     def __call__(self, block: Digest) -> Location | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.backend.staging import StagingFolder, Tier
+from tensorstore_ck.backend.staging import StagingFolder, StagingTier
 from tensorstore_ck.backend.staging.upload_journal import JournalEntry
 from tensorstore_ck.common.ids import ulid_text
 from tensorstore_ck.engine.engine import Engine
@@ -26,7 +26,7 @@ from tensorstore_ck.session.staging.stage import staged_info
 _PIECE_BYTES: Final = 4 << 20
 
 
-def verify_staged(engine: Engine, tier: Tier, manifests: Sequence[Manifest]) -> None:
+def verify_staged(engine: Engine, tier: StagingTier, manifests: Sequence[Manifest]) -> None:
     """Reads all that was staged of a snapshot, by `manifests` of all its ranks. Its uploads begin anew.
 
     Raises:

@@ -11,8 +11,8 @@ checkpointer.py   saves when a trigger fires, resumes from what is sound
 
 from tensorstore_ck.training.checkpointing.checkpointer import Checkpointer
 from tensorstore_ck.training.checkpointing.triggers import (
-    Moment,
     Trigger,
+    TriggerContext,
     at_fraction,
     at_steps,
     auto,
@@ -28,8 +28,8 @@ from tensorstore_ck.training.checkpointing.triggers import (
 
 __all__ = [
     "Checkpointer",
-    "Moment",
     "Trigger",
+    "TriggerContext",
     "at_fraction",
     "at_steps",
     "auto",

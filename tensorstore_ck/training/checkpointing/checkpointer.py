@@ -12,16 +12,16 @@ from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, Snap
 from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.maintenance.advise import NOTE, note_costs
-from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, Costs
+from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, SaveCosts
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState
-from tensorstore_ck.training.checkpointing.resume import Resuming
+from tensorstore_ck.training.checkpointing.resume import ResumeAttempt
 from tensorstore_ck.training.checkpointing.resume_candidates import OnDrift
-from tensorstore_ck.training.checkpointing.step_flag import Board, ask_around
-from tensorstore_ck.training.checkpointing.triggers import CLOCK, Moment, Trigger, auto, on_preemption
-from tensorstore_ck.training.checkpointing.unsaved_time import Unsaved, will_repeat
+from tensorstore_ck.training.checkpointing.step_flag import StepFlag, ask_around
+from tensorstore_ck.training.checkpointing.triggers import CLOCK, Trigger, TriggerContext, auto, on_preemption
+from tensorstore_ck.training.checkpointing.unsaved_time import UnsavedTime, will_repeat
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -98,16 +98,16 @@ class Checkpointer:
         self._told = list(when.told())
         self.preempted = False
         """Whether a snapshot was begun because of `on_preemption`: on all ranks after the same step, so that the loop can end there."""
-        self._board: Board | None = None
+        self._board: StepFlag | None = None
         self._ends_at: int | None = None
         """After which step all ranks look whether the training must end, as rank 0 has said."""
         self._pending: list[tuple[PendingSnapshot, float]] = []
         self._saves = self._resumes = 0
-        self._before: Moment | None = None
+        self._before: TriggerContext | None = None
         self._stall = self._lag = self._restart = 0.0
         self._run_mtbf: float | None = None
-        self._unsaved = Unsaved(max_unsaved_seconds, clock)
-        self._resuming = Resuming(store, state, ref, group, timeout_seconds)
+        self._unsaved = UnsavedTime(max_unsaved_seconds, clock)
+        self._resuming = ResumeAttempt(store, state, ref, group, timeout_seconds)
         self._round = 0
         """How often it was resumed, or looked whether it must end: the same on all ranks."""
 
@@ -122,7 +122,7 @@ class Checkpointer:
         """Of the run: the same on all ranks, as it is in the metadata."""
         if group is not None:
             run, renew, prefix = store.groups.runner(group), store.groups.of(group)[0].renew, f"tsck/{self._id}/"
-            self._board = Board(run, renew, rank=group.rank(), prefix=prefix, lead_steps=lead_steps, clock=clock)
+            self._board = StepFlag(run, renew, rank=group.rank(), prefix=prefix, lead_steps=lead_steps, clock=clock)
 
     def __enter__(self) -> Self:
         return self
@@ -131,9 +131,9 @@ class Checkpointer:
         self.close() if kind is None else None
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> SaveCosts:
         """What this rank has measured, for `Store.advise`; 0 where nothing was yet."""
-        return Costs(self._stall, self._lag, self._restart, self._run_mtbf or DEFAULT_MTBF_SECONDS)
+        return SaveCosts(self._stall, self._lag, self._restart, self._run_mtbf or DEFAULT_MTBF_SECONDS)
 
     # --- resume -------------------------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class Checkpointer:
         self._stall, self._lag = self._stall or costs.get("stall", 0.0), self._lag or costs.get("lag", 0.0)
         self._resumes = 1 + (resumes if isinstance(resumes, int) else 0)
         self._began_ns = began_ns if isinstance(began_ns, int) else found.time_ns
-        self._before = Moment(found.step or 0, epoch if isinstance(epoch, int | float) else None)
+        self._before = TriggerContext(found.step or 0, epoch if isinstance(epoch, int | float) else None)
         self._run_mtbf = max(1.0, (found.time_ns - self._began_ns) / 1e9) / self._resumes
         for each in self._told:
             each.begin()
@@ -207,7 +207,7 @@ class Checkpointer:
         if self._before is not None and step < self._before.step:
             raise InvalidOptionError(f"step {step} came after step {self._before.step}: call resume() to go back", object_id="step")
         self._look_at_pending()
-        moment = Moment(
+        moment = TriggerContext(
             step,
             epoch,
             self._total_steps,
@@ -227,7 +227,7 @@ class Checkpointer:
         self._when.saved(moment)
         return self._put(moment, metadata or {})
 
-    def _put(self, moment: Moment, metadata: Mapping[str, object]) -> Snapshot | PendingSnapshot | None:
+    def _put(self, moment: TriggerContext, metadata: Mapping[str, object]) -> Snapshot | PendingSnapshot | None:
         options: dict[str, Any] = {
             "ref": self._ref,
             "step": moment.step,
@@ -261,10 +261,10 @@ class Checkpointer:
         self._measure(self._clock() - began)
         return found
 
-    def _note(self, moment: Moment) -> dict[str, object]:
+    def _note(self, moment: TriggerContext) -> dict[str, object]:
         """What the snapshot is to know of the run: the same on all ranks, so costs are those of the first."""
         told = self._from_first(f"what save {self._saves} of {self._ref!r} notes", lambda: json.dumps(self.costs[:3]).encode())
-        costs = {name: seconds for name, seconds in zip(Costs._fields, json.loads(told), strict=False) if seconds > 0}
+        costs = {name: seconds for name, seconds in zip(SaveCosts._fields, json.loads(told), strict=False) if seconds > 0}
         return {"began_ns": self._began_ns, "resumes": self._resumes, "epoch": moment.epoch, "costs": costs}
 
     def _measure(self, stall: float) -> None:
@@ -322,7 +322,7 @@ class Checkpointer:
             warnings.warn(f"the snapshot of step {step} was not put: {exc}; the training goes on", stacklevel=5)
 
     def _settle(self) -> None:
-        """See `Unsaved.settle`. What is not known yet is asked again at the next save; ranks must begin this one together."""
+        """See `UnsavedTime.settle`. What is not known yet is asked again at the next save; ranks must begin this one together."""
         try:
             self._unsaved.settle(self._store)
         except StoreError as exc:

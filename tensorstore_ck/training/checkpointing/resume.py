@@ -25,7 +25,7 @@ from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.maintenance.advise import note_of
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState
-from tensorstore_ck.training.checkpointing.resume_candidates import Candidate, OnDrift, choose
+from tensorstore_ck.training.checkpointing.resume_candidates import OnDrift, ResumeCandidate, choose
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,7 +38,7 @@ PAUSE_SECONDS: Final = 5.0
 PASS_OVER, AGAIN, STOP = b"pass over", b"again", b"stop"
 
 
-class Resuming(NamedTuple):
+class ResumeAttempt(NamedTuple):
     """One rank's side of it."""
 
     store: Store
@@ -96,10 +96,10 @@ class Resuming(NamedTuple):
         note: dict[str, Any] = json.loads(self._from_first(f"the notes of {found.root}", read))
         return note
 
-    def _choose(self, passed: list[str], drift: OnDrift | None) -> Candidate:
+    def _choose(self, passed: list[str], drift: OnDrift | None) -> ResumeCandidate:
         title = f"the resume of {self.ref!r} with drift={drift!r}, {len(passed)} passed over"
         told = self._from_first(title, lambda: json.dumps(choose(self.store, self.ref, passed, drift)).encode())
-        return Candidate(*json.loads(told))
+        return ResumeCandidate(*json.loads(told))
 
     def _try(self, address: str) -> tuple[Snapshot | None, StoreError]:
         """The snapshot, restored; or why it cannot be."""

@@ -18,7 +18,7 @@ DRIFT: Final = "drift"
 MAX_NAMED: Final = 8
 
 
-class Candidate(NamedTuple):
+class ResumeCandidate(NamedTuple):
     """Where to resume from."""
 
     address: str = ""
@@ -29,12 +29,12 @@ class Candidate(NamedTuple):
     """Why it is not to be resumed from unless somebody says so."""
 
 
-def choose(store: Store, ref: str, passed: Collection[str], drift: OnDrift | None) -> Candidate:
+def choose(store: Store, ref: str, passed: Collection[str], drift: OnDrift | None) -> ResumeCandidate:
     """The next snapshot to try; warns of what is marked."""
     try:
         history = store.log(ref)
     except NotFoundError:
-        return Candidate(is_new=True)
+        return ResumeCandidate(is_new=True)
     steps: set[int] = set()
     for number, snapshot in enumerate(history):
         address = ref if number == 0 else f"{ref}@{snapshot.step}"
@@ -48,12 +48,12 @@ def choose(store: Store, ref: str, passed: Collection[str], drift: OnDrift | Non
             continue
         drifted = None if drift == "accept" else _drifted(store, history[number:])
         if drifted is None:
-            return Candidate(address)
+            return ResumeCandidate(address)
         said = _described(store, ref, address, snapshot, drifted)
         if drift is None:
-            return Candidate(address, drift=said)
+            return ResumeCandidate(address, drift=said)
         warnings.warn(f"{address} was passed over: {said}", stacklevel=6)
-    return Candidate()
+    return ResumeCandidate()
 
 
 def _drifted(store: Store, history: Sequence[Snapshot]) -> Snapshot | None:

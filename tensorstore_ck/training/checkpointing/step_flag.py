@@ -10,19 +10,19 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from tensorstore_ck.errors import SnapshotAbortedError
-from tensorstore_ck.session.group.channel import KeyValue, Runner
-from tensorstore_ck.training.checkpointing.triggers import Told
+from tensorstore_ck.session.group.channel import KeyValue, StoreRunner
+from tensorstore_ck.training.checkpointing.triggers import DecidedTrigger
 
 CALL_SECONDS: Final = 30.0
 LONGEST_PAUSE_SECONDS: Final = 300.0
 """Between two looks at a board that does not answer: each can take `CALL_SECONDS` of the training."""
 
 
-class Board:
+class StepFlag:
     """One rank's view of it. All ranks look at each step, with the same names."""
 
     def __init__(
-        self, run: Runner, renew: Callable[[], object], *, rank: int, prefix: str, lead_steps: int, clock: Callable[[], float]
+        self, run: StoreRunner, renew: Callable[[], object], *, rank: int, prefix: str, lead_steps: int, clock: Callable[[], float]
     ) -> None:
         """`renew` mends `run` after an error."""
         self._run, self._renew, self._rank, self._prefix, self._lead_steps, self._clock = run, renew, rank, prefix, lead_steps, clock
@@ -80,7 +80,7 @@ class Board:
             return self._run(talk, CALL_SECONDS)
 
 
-def ask_around(board: Board | None, told: Sequence[Told], saves: int, step: int) -> None:
+def ask_around(board: StepFlag | None, told: Sequence[DecidedTrigger], saves: int, step: int) -> None:
     """What one rank decides, told to all: from when on each trigger counts. `saves`: how many there were, which is the same on all."""
     for number, each in enumerate(told):
         if each.since is not None:

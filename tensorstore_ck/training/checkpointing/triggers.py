@@ -1,7 +1,7 @@
 """Triggers: what says at a step that it is time to save. `|` and `&` join them.
 
 Most follow from the step, the epoch and the metrics, which all ranks have: these decide alike without asking each other. What goes by a
-clock or a signal (`Told`) is decided by one rank, and told to all with the step from which it counts; see `board`.
+clock or a signal (`DecidedTrigger`) is decided by one rank, and told to all with the step from which it counts; see `board`.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.common.units import parse_seconds
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, Costs, best, require_costs
+from tensorstore_ck.maintenance.optimal_interval import DEFAULT_MTBF_SECONDS, SaveCosts, best, require_costs
 from tensorstore_ck.training.checkpointing.metric_condition import condition
 
 FIRST_SECONDS: Final = 600.0
@@ -22,7 +22,7 @@ FIRST_SECONDS: Final = 600.0
 CLOCK: Final = time.monotonic
 
 
-class Moment(NamedTuple):
+class TriggerContext(NamedTuple):
     """Where a run is when it asks."""
 
     step: int
@@ -42,13 +42,13 @@ class Trigger(ABC):
     """Says whether it is time to save."""
 
     @abstractmethod
-    def fires(self, moment: Moment) -> bool:
+    def fires(self, moment: TriggerContext) -> bool:
         """Whether it is; asked once at each step."""
 
-    def saved(self, moment: Moment) -> None:  # noqa: B027 - most have nothing to remember
+    def saved(self, moment: TriggerContext) -> None:  # noqa: B027 - most have nothing to remember
         """A snapshot of this moment was put, whoever said so."""
 
-    def told(self) -> "Iterator[Told]":
+    def told(self) -> "Iterator[DecidedTrigger]":
         """Those in it that one rank decides."""
         return iter(())
 
@@ -66,17 +66,17 @@ class _Joined(Trigger):
                 raise InvalidOptionError(f"{each!r} is no trigger, such as every_steps(1000)", object_id="when")
         self._join, self._triggers = join, triggers
 
-    def fires(self, moment: Moment) -> bool:
-        """See `Trigger` and `Told`."""
+    def fires(self, moment: TriggerContext) -> bool:
+        """See `Trigger` and `DecidedTrigger`."""
         return self._join([each.fires(moment) for each in self._triggers])  # all are asked: some count
 
-    def saved(self, moment: Moment) -> None:
-        """See `Trigger` and `Told`."""
+    def saved(self, moment: TriggerContext) -> None:
+        """See `Trigger` and `DecidedTrigger`."""
         for each in self._triggers:
             each.saved(moment)
 
-    def told(self) -> "Iterator[Told]":
-        """See `Trigger` and `Told`."""
+    def told(self) -> "Iterator[DecidedTrigger]":
+        """See `Trigger` and `DecidedTrigger`."""
         for each in self._triggers:
             yield from each.told()
 
@@ -84,15 +84,15 @@ class _Joined(Trigger):
 class _Pure(Trigger):
     """What follows from the moment alone."""
 
-    def __init__(self, holds: Callable[[Moment], bool]) -> None:
+    def __init__(self, holds: Callable[[TriggerContext], bool]) -> None:
         self._holds = holds
 
-    def fires(self, moment: Moment) -> bool:
-        """See `Trigger` and `Told`."""
+    def fires(self, moment: TriggerContext) -> bool:
+        """See `Trigger` and `DecidedTrigger`."""
         return self._holds(moment)
 
 
-class Told(Trigger):
+class DecidedTrigger(Trigger):
     """What one rank decides: from a step that is told in advance, until the next snapshot."""
 
     def __init__(self, *, any_rank: bool = False) -> None:
@@ -105,20 +105,20 @@ class Told(Trigger):
     def wants(self) -> bool:
         """Whether it is time, for this rank."""
 
-    def fires(self, moment: Moment) -> bool:
-        """See `Trigger` and `Told`."""
+    def fires(self, moment: TriggerContext) -> bool:
+        """See `Trigger` and `DecidedTrigger`."""
         return self.since is not None and moment.step >= self.since
 
-    def saved(self, moment: Moment) -> None:
-        """See `Trigger` and `Told`."""
+    def saved(self, moment: TriggerContext) -> None:
+        """See `Trigger` and `DecidedTrigger`."""
         self.since = None
         self.begin()
 
     def begin(self) -> None:
         """Counts from now."""
 
-    def told(self) -> "Iterator[Told]":
-        """See `Trigger` and `Told`."""
+    def told(self) -> "Iterator[DecidedTrigger]":
+        """See `Trigger` and `DecidedTrigger`."""
         yield self
 
 
@@ -147,7 +147,7 @@ def every_epochs(epochs: float) -> Trigger:
     if not (isinstance(epochs, int | float) and not isinstance(epochs, bool) and math.isfinite(epochs) and epochs > 0):
         raise InvalidOptionError(f"epochs must be a number larger than 0, not {epochs!r}", object_id="epochs")
 
-    def holds(moment: Moment) -> bool:
+    def holds(moment: TriggerContext) -> bool:
         if moment.epoch is None:
             raise InvalidOptionError("every_epochs needs to be told the epoch: step(step, epoch=...)", object_id="epoch")
         return moment.epoch // epochs > (moment.previous_epoch or 0) // epochs
@@ -160,7 +160,7 @@ def at_fraction(fraction: float) -> Trigger:
     if not (isinstance(fraction, int | float) and not isinstance(fraction, bool) and 0 < fraction <= 1):
         raise InvalidOptionError(f"a fraction must be larger than 0 and at most 1, not {fraction!r}", object_id="fraction")
 
-    def holds(moment: Moment) -> bool:
+    def holds(moment: TriggerContext) -> bool:
         if moment.total_steps is None:
             raise InvalidOptionError(
                 "at_fraction needs to know how long the training is: Checkpointer(total_steps=...)", object_id="total_steps"
@@ -193,8 +193,8 @@ class on_improvement(Trigger):  # noqa: N801 - read as the functions beside it
         self.best = math.nan
         """The best value so far, of those that were told and are numbers."""
 
-    def fires(self, moment: Moment) -> bool:
-        """See `Trigger` and `Told`."""
+    def fires(self, moment: TriggerContext) -> bool:
+        """See `Trigger` and `DecidedTrigger`."""
         value = moment.metrics.get(self._metric, math.nan)
         if math.isnan(value) or self._sign * value >= self._sign * self.best - self._min_delta:
             return False
@@ -215,13 +215,13 @@ class _Rising(Trigger):
     def __init__(self, holds: Callable[[Mapping[str, float]], bool]) -> None:
         self._holds, self._held = holds, False
 
-    def fires(self, moment: Moment) -> bool:
-        """See `Trigger` and `Told`."""
+    def fires(self, moment: TriggerContext) -> bool:
+        """See `Trigger` and `DecidedTrigger`."""
         before, self._held = self._held, bool(self._holds({**moment.metrics, "step": moment.step}))
         return self._held and not before
 
 
-class every_seconds(Told):  # noqa: N801 - likewise
+class every_seconds(DecidedTrigger):  # noqa: N801 - likewise
     """When so much time has passed since the last snapshot, by the clock of rank 0: seconds, or ``"15m"``."""
 
     def __init__(self, seconds: float | str, *, clock: Callable[[], float] = CLOCK) -> None:
@@ -233,11 +233,11 @@ class every_seconds(Told):  # noqa: N801 - likewise
         self._began = clock()
 
     def begin(self) -> None:
-        """See `Trigger` and `Told`."""
+        """See `Trigger` and `DecidedTrigger`."""
         self._began = self._clock()
 
     def wants(self) -> bool:
-        """See `Trigger` and `Told`."""
+        """See `Trigger` and `DecidedTrigger`."""
         return self._clock() - self._began >= self.seconds
 
 
@@ -252,10 +252,10 @@ class auto(every_seconds):  # noqa: N801 - likewise
     def measured(self, stall: float, lag: float, restart: float, run_mtbf: float | None) -> None:
         """What the run has measured so far."""
         mtbf = self.mtbf_seconds or run_mtbf or DEFAULT_MTBF_SECONDS
-        self.seconds = best(require_costs(Costs(stall, lag, restart, mtbf)))
+        self.seconds = best(require_costs(SaveCosts(stall, lag, restart, mtbf)))
 
 
-class on_preemption(Told):  # noqa: N801 - likewise
+class on_preemption(DecidedTrigger):  # noqa: N801 - likewise
     """When a signal came that says that the machine will go, to any rank: SIGTERM, or those given. See `Checkpointer.preempted`."""
 
     def __init__(self, *signals: int) -> None:
@@ -275,9 +275,9 @@ class on_preemption(Told):  # noqa: N801 - likewise
                 raise InvalidOptionError(f"on_preemption cannot answer signal {number}: {exc}", object_id="on_preemption") from exc
 
     def begin(self) -> None:
-        """See `Trigger` and `Told`."""
+        """See `Trigger` and `DecidedTrigger`."""
         self._came.clear()
 
     def wants(self) -> bool:
-        """See `Trigger` and `Told`."""
+        """See `Trigger` and `DecidedTrigger`."""
         return self._came.is_set()

@@ -39,7 +39,7 @@ def will_repeat(error: BaseException) -> bool:
     return isinstance(error, ConflictError) or (isinstance(error, InputError) and not isinstance(error, _MAY_PASS))
 
 
-class Unsaved:
+class UnsavedTime:
     """What came of the saves since the newest one that is sound."""
 
     def __init__(self, max_seconds: float | None, clock: Callable[[], float]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tensorstore_ck.backend.cold import locations
 from tensorstore_ck.backend.cold.allowed_locations import as_places, is_allowed, is_inside
-from tensorstore_ck.backend.cold.locations import PlaceOpener
+from tensorstore_ck.backend.cold.locations import LocationOpener
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import InvalidOptionError, PlaceUnavailableError
 from tensorstore_ck.redaction import display_url
@@ -74,7 +74,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize(("store", "place"), OWN_ENDPOINT)
 def test_credentials_go_to_other_buckets_of_the_same_endpoint(opened: list[Any], store: str, place: str) -> None:
-    PlaceOpener(store, SECRET)(place)
+    LocationOpener(store, SECRET)(place)
     [(_, options)] = opened
     assert SECRET.items() <= options.items()
 
@@ -82,7 +82,7 @@ def test_credentials_go_to_other_buckets_of_the_same_endpoint(opened: list[Any],
 @pytest.mark.parametrize(("store", "place"), ELSEWHERE)
 def test_nothing_else_is_opened_unless_allowed_and_then_without_the_credentials(opened: list[Any], store: str, place: str) -> None:
     with pytest.raises(PlaceUnavailableError) as refused:
-        pickle.loads(pickle.dumps(PlaceOpener(store, SECRET)))(place)
+        pickle.loads(pickle.dumps(LocationOpener(store, SECRET)))(place)
     assert all(
         word in str(refused.value) for word in (store, display_url(place), "places=", "--allow-place", ".config/tensorstore_ck/places")
     )
@@ -91,17 +91,17 @@ def test_nothing_else_is_opened_unless_allowed_and_then_without_the_credentials(
         allowed = as_places([place])
     except InvalidOptionError:
         with pytest.raises(PlaceUnavailableError):
-            PlaceOpener(store, SECRET, allowed=(place,))(place)
+            LocationOpener(store, SECRET, allowed=(place,))(place)
         assert opened == []
     else:
-        pickle.loads(pickle.dumps(PlaceOpener(store, SECRET, allowed=allowed)))(place)
+        pickle.loads(pickle.dumps(LocationOpener(store, SECRET, allowed=allowed)))(place)
         assert opened == [(place, {})]
 
 
 @pytest.mark.parametrize("query", ["endpoint_url=http://evil", "storage_class=STANDARD&endpoint_url=http://evil", "key=x", ""])
 def test_a_url_brings_no_options(opened: list[Any], query: str) -> None:
     with pytest.raises(InvalidOptionError, match="storage_class"):
-        PlaceOpener("s3://bucket/ckpt", SECRET)(f"s3://cold/x?{query}")
+        LocationOpener("s3://bucket/ckpt", SECRET)(f"s3://cold/x?{query}")
     assert opened == []
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.backend.staging import StagingFolder, TieredBackend, Uploader, read_through_backend
+from tensorstore_ck.backend.staging import ReadThroughBackend, StagingFolder, Uploader, read_through_backend
 from tensorstore_ck.backend.staging import sparse_files as copies_module
 from tensorstore_ck.backend.staging.sparse_files import GRAIN_BYTES
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, MissingObjectError, StoreError
@@ -42,11 +42,11 @@ def folder(tmp_path: Path) -> StagingFolder:
 
 
 @pytest.fixture
-def tiered(folder: StagingFolder, store: Any) -> TieredBackend:
-    return TieredBackend(folder, store)
+def tiered(folder: StagingFolder, store: Any) -> ReadThroughBackend:
+    return ReadThroughBackend(folder, store)
 
 
-def read(backend: TieredBackend, offset: int, size: int, name: str = PACK) -> bytes:
+def read(backend: ReadThroughBackend, offset: int, size: int, name: str = PACK) -> bytes:
     target = bytearray(size)
     backend.read_into(name, offset, memoryview(target))
     return bytes(target)
@@ -59,7 +59,7 @@ def reads(store: Watched) -> int:
 # --- copies ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_read_once_is_local(tiered: TieredBackend, store: Watched) -> None:
+def test_what_was_read_once_is_local(tiered: ReadThroughBackend, store: Watched) -> None:
     for _ in range(3):
         assert read(tiered, 100_001, 300_000) == DATA[100_001:400_001]
         assert read(tiered, 150_000, 7) == DATA[150_000:150_007]
@@ -68,13 +68,13 @@ def test_what_was_read_once_is_local(tiered: TieredBackend, store: Watched) -> N
     assert store.bytes_read <= 300_000 + 2 * GRAIN_BYTES
 
 
-def test_a_restore_in_any_order_is_local_the_second_time(tiered: TieredBackend, store: Watched) -> None:
+def test_a_restore_in_any_order_is_local_the_second_time(tiered: ReadThroughBackend, store: Watched) -> None:
     """Ranges that touch where no grain ends, with gaps, to the last byte."""
     cuts = sorted(random.Random(2).sample(range(len(DATA)), 30))
     ranges = [*itertools.pairwise(cuts), (cuts[-1], len(DATA))]
     random.Random(3).shuffle(ranges)
     counts = []
-    for backend in (tiered, tiered, TieredBackend(tiered.folder, tiered.store)):
+    for backend in (tiered, tiered, ReadThroughBackend(tiered.folder, tiered.store)):
         for start, end in ranges:
             assert read(backend, start, end - start) == DATA[start:end]
         counts.append(reads(store))
@@ -82,7 +82,7 @@ def test_a_restore_in_any_order_is_local_the_second_time(tiered: TieredBackend, 
     assert set(counts) == {counts[0]}
 
 
-def test_a_range_with_a_hole_comes_from_the_store(tiered: TieredBackend, store: Watched) -> None:
+def test_a_range_with_a_hole_comes_from_the_store(tiered: ReadThroughBackend, store: Watched) -> None:
     read(tiered, 0, 10)
     read(tiered, 4 * GRAIN_BYTES, 10)
     assert read(tiered, 5, 5 * GRAIN_BYTES) == DATA[5 : 5 + 5 * GRAIN_BYTES]
@@ -96,20 +96,20 @@ def test_zeros_are_not_holes(tmp_path: Path, folder: StagingFolder) -> None:
     inner = MemoryBackend()
     inner.put(PACK, bytes(500_000))
     store = Watched(inner)
-    tiered = TieredBackend(folder, store)
+    tiered = ReadThroughBackend(folder, store)
     for _ in range(2):
         assert read(tiered, 1, 499_999) == bytes(499_999)
     assert reads(store) == 1
 
 
-def test_large_ranges_are_fetched_in_slices(tiered: TieredBackend, store: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_ranges_are_fetched_in_slices(tiered: ReadThroughBackend, store: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_through_backend, "FETCH_BYTES", 100_000)
     for _ in range(2):
         assert read(tiered, 3, 1_000_000) == DATA[3:]
     assert reads(store) == 10
 
 
-def test_many_threads(tiered: TieredBackend, store: Watched) -> None:
+def test_many_threads(tiered: ReadThroughBackend, store: Watched) -> None:
     wrong: list[int] = []
 
     def work(seed: int) -> None:
@@ -129,7 +129,7 @@ def test_many_threads(tiered: TieredBackend, store: Watched) -> None:
     assert reads(store) < 120
 
 
-def test_only_immutable_objects_are_kept(tiered: TieredBackend, store: Watched, inner: MemoryBackend) -> None:
+def test_only_immutable_objects_are_kept(tiered: ReadThroughBackend, store: Watched, inner: MemoryBackend) -> None:
     names = ["store.json", "log/00000000000000000/00000000000000000001", "checkpoint/00000000000000000001", "gc/01"]
     for name in names:
         inner.put(name, b"first")
@@ -140,7 +140,7 @@ def test_only_immutable_objects_are_kept(tiered: TieredBackend, store: Watched, 
     assert not list(tiered.folder.copies.files())
 
 
-def test_a_copy_goes_with_its_object(tiered: TieredBackend, folder: StagingFolder, inner: MemoryBackend) -> None:
+def test_a_copy_goes_with_its_object(tiered: ReadThroughBackend, folder: StagingFolder, inner: MemoryBackend) -> None:
     read(tiered, 0, 1000)
     tiered.get(PART, max_bytes=10)
     tiered.replace(PART, b"mended")
@@ -152,7 +152,7 @@ def test_a_copy_goes_with_its_object(tiered: TieredBackend, folder: StagingFolde
         read(tiered, 0, 1000)
 
 
-def test_an_object_of_a_size_that_the_copy_has_not(tiered: TieredBackend, folder: StagingFolder, inner: MemoryBackend) -> None:
+def test_an_object_of_a_size_that_the_copy_has_not(tiered: ReadThroughBackend, folder: StagingFolder, inner: MemoryBackend) -> None:
     """A process died when it had made the file, and nothing more."""
     path = Path(folder.path, folder.copies.path(PACK))
     path.parent.mkdir(parents=True)
@@ -170,7 +170,7 @@ def test_an_object_of_a_size_that_the_copy_has_not(tiered: TieredBackend, folder
 
 def test_what_is_not_published_is_read_here(tmp_path: Path) -> None:
     folder, store = staging(tmp_path, {PACK: DATA, SNAPSHOT: b"snapshot"}), MemoryBackend()
-    tiered = TieredBackend(folder, store)
+    tiered = ReadThroughBackend(folder, store)
     for _ in range(2):
         assert read(tiered, 5, 1000) == DATA[5:1005]
         assert tiered.get(SNAPSHOT, max_bytes=10) == b"snapshot"
@@ -182,7 +182,7 @@ def test_what_is_not_published_is_read_here(tmp_path: Path) -> None:
 def test_size_is_what_the_store_has(tmp_path: Path) -> None:
     """A copy must not hide that the store lost its object, or later snapshots would rely on it."""
     folder = staging(tmp_path, {PACK: DATA})
-    tiered = TieredBackend(folder, MemoryBackend())
+    tiered = ReadThroughBackend(folder, MemoryBackend())
     assert tiered.size(PACK) == len(DATA)
     folder.publish([PACK])
     with pytest.raises(MissingObjectError):
@@ -192,7 +192,7 @@ def test_size_is_what_the_store_has(tmp_path: Path) -> None:
 # --- faults ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_corrupt_copy_is_healed_from_the_store(tiered: TieredBackend, folder: StagingFolder, store: Watched) -> None:
+def test_a_corrupt_copy_is_healed_from_the_store(tiered: ReadThroughBackend, folder: StagingFolder, store: Watched) -> None:
     read(tiered, 0, 1000)
     with Path(folder.path, folder.copies.path(PACK)).open("r+b") as file:
         file.write(b"wrong")
@@ -201,7 +201,7 @@ def test_a_corrupt_copy_is_healed_from_the_store(tiered: TieredBackend, folder: 
     for _ in range(2):
         assert read(tiered, 0, 5) == DATA[:5]
     assert not folder.copies.size(PACK)
-    other = TieredBackend(folder, tiered.store)
+    other = ReadThroughBackend(folder, tiered.store)
     for _ in range(2):
         assert read(other, 0, 5) == DATA[:5]
     assert folder.copies.size(PACK)
@@ -209,7 +209,7 @@ def test_a_corrupt_copy_is_healed_from_the_store(tiered: TieredBackend, folder: 
 
 def test_a_corrupt_staged_object_is_healed_once_the_store_has_it(tmp_path: Path) -> None:
     folder, store = staging(tmp_path, {PACK: DATA}), MemoryBackend()
-    tiered = TieredBackend(folder, store)
+    tiered = ReadThroughBackend(folder, store)
     assert not tiered.distrust(PACK), "nobody else has it"
     Uploader(folder, store).upload([PACK])
     (Path(folder.path) / "unsent" / PACK).write_bytes(b"x" * len(DATA))
@@ -222,13 +222,13 @@ def test_a_corrupt_staged_object_is_healed_once_the_store_has_it(tmp_path: Path)
     assert read(tiered, 0, 5) == DATA[:5]
 
 
-def test_only_what_is_kept_can_be_distrusted(tiered: TieredBackend) -> None:
+def test_only_what_is_kept_can_be_distrusted(tiered: ReadThroughBackend) -> None:
     assert not tiered.distrust("log/1")
 
 
 def test_no_room_is_no_reason_to_fail(tmp_path: Path, store: Any) -> None:
     folder = staging(tmp_path, {SNAPSHOT: bytes(200 * KIB)}, capacity_bytes=256 * KIB)
-    tiered = TieredBackend(folder, store)
+    tiered = ReadThroughBackend(folder, store)
     for start in range(0, 900_000, 100_000):
         assert read(tiered, start, 100_000) == DATA[start : start + 100_000]
     assert tiered.get(PART, max_bytes=10) == b"part"
@@ -243,7 +243,7 @@ def test_older_copies_make_room(tmp_path: Path) -> None:
         inner.put(name, DATA[:100_000])
     store = Watched(inner)
     folder = staging(tmp_path, {}, capacity_bytes=512 * KIB)
-    tiered = TieredBackend(folder, store)
+    tiered = ReadThroughBackend(folder, store)
     for name in names:
         assert read(tiered, 0, 100_000, name) == DATA[:100_000]
         assert folder.used_bytes() <= 512 * KIB
@@ -256,7 +256,7 @@ def test_older_copies_make_room(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("failing", ["a file in the way", "a full disk", "a disk that fails", "no holes"])
 def test_a_bad_disk_is_no_reason_to_fail(
-    tiered: TieredBackend, folder: StagingFolder, failing: str, monkeypatch: pytest.MonkeyPatch
+    tiered: ReadThroughBackend, folder: StagingFolder, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise OSError(28 if failing == "a full disk" else 5, failing)
@@ -276,7 +276,7 @@ def test_a_bad_disk_is_no_reason_to_fail(
 
 
 def test_a_staged_object_that_cannot_be_read_comes_from_the_store_or_says_why(
-    tiered: TieredBackend, folder: StagingFolder, inner: MemoryBackend, monkeypatch: pytest.MonkeyPatch
+    tiered: ReadThroughBackend, folder: StagingFolder, inner: MemoryBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise BackendUnavailableError("the disk reported an error")
@@ -292,7 +292,7 @@ def test_a_staged_object_that_cannot_be_read_comes_from_the_store_or_says_why(
             attempt()
 
 
-def test_errors_of_the_store_are_its_own(tiered: TieredBackend) -> None:
+def test_errors_of_the_store_are_its_own(tiered: ReadThroughBackend) -> None:
     attempts: list[Callable[[], object]] = [
         lambda: tiered.get(SNAPSHOT, max_bytes=10),
         lambda: read(tiered, 0, 1, SNAPSHOT),
@@ -305,7 +305,7 @@ def test_errors_of_the_store_are_its_own(tiered: TieredBackend) -> None:
         assert caught.value.object_id == SNAPSHOT
 
 
-def test_everything_else_is_the_stores(tiered: TieredBackend, inner: MemoryBackend) -> None:
+def test_everything_else_is_the_stores(tiered: ReadThroughBackend, inner: MemoryBackend) -> None:
     tiered.put("parts/0D/one", b"one")
     tiered.create("log/1", b"entry")
     writer = tiered.open_writer("packs/0D/two")

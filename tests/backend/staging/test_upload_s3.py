@@ -11,7 +11,7 @@ import s3fs
 
 from tensorstore_ck.backend import s3_multipart_writer
 from tensorstore_ck.backend.s3 import S3Backend
-from tensorstore_ck.backend.s3_requests import Timing
+from tensorstore_ck.backend.s3_requests import RetryTiming
 from tensorstore_ck.backend.staging import StagingFolder, Uploader
 from tensorstore_ck.errors import PermissionDeniedError
 from tests.backend.chaos import ChaosProxy, Fault, chaos_proxy, first
@@ -49,7 +49,7 @@ def proxy(moto_proxy: ChaosProxy) -> Iterator[ChaosProxy]:
 
 @pytest.fixture
 def store(proxy: ChaosProxy, filesystem: Any) -> S3Backend:
-    return S3Backend(lambda: filesystem, BUCKET, str(uuid.uuid4()), timing=Timing(max_tries=2))
+    return S3Backend(lambda: filesystem, BUCKET, str(uuid.uuid4()), timing=RetryTiming(max_tries=2))
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +145,7 @@ def test_a_refusal_is_not_retried(tmp_path: Path, store: S3Backend, proxy: Chaos
 def test_a_real_server(seaweedfs_server: S3Server, tmp_path: Path) -> None:
     with chaos_proxy(seaweedfs_server.port) as proxy:
         filesystem = connect(proxy.url)
-        store = S3Backend(lambda: filesystem, BUCKET, str(uuid.uuid4()), timing=Timing(max_tries=2))
+        store = S3Backend(lambda: filesystem, BUCKET, str(uuid.uuid4()), timing=RetryTiming(max_tries=2))
         folder = staging(tmp_path, OBJECTS)
         interrupt(folder, store)
         entry = folder.journal.read(PACK)

@@ -11,7 +11,7 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.staging import Uploader
 from tensorstore_ck.backend.throttled import limited
-from tensorstore_ck.common.put_progress import Meter
+from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.format.codec import CodecChoice
 from tests.gc.stores import open_store, same, stay_in_one_thread
@@ -40,7 +40,7 @@ class Time:
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     """What the meters of puts go by, each of which stays in one thread."""
     time = Time()
-    monkeypatch.setattr(Meter.__init__, "__defaults__", (time,))
+    monkeypatch.setattr(PutMeter.__init__, "__defaults__", (time,))
     stay_in_one_thread(monkeypatch)
     return time
 

@@ -19,12 +19,12 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.ids import new_ulid
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.format.layout import Explicit, Layout, TensorSpec
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import decode_part, part_name
 from tensorstore_ck.format.record import decode_record, record_name
-from tensorstore_ck.format.sharding import Box, Mesh, Shard
+from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
 from tensorstore_ck.maintenance.salvage import salvage
 from tensorstore_ck.state.registered_types import DTYPE_NAMES
 from tests.format.golden.content import golden_state
@@ -362,7 +362,7 @@ def test_pipeline_stages(folder: Path, tmp_path: Path) -> None:
     assert_same(store, "job", exported(written(contents(backend), folder), "job", tmp_path / "out.safetensors"))
 
 
-def odd_placements(rank: int) -> Captured:
+def odd_placements(rank: int) -> CapturedState:
     """Uneven and empty shards, strided ones, one dim sharded twice, replicas that share the writing, a rank outside of a mesh."""
     meshes = [Mesh((2, 3), (5, 0, 1, 4, 2, 3)), Mesh((6,), tuple(range(6))), Mesh((2,), (4, 1))]
     found = {
@@ -388,18 +388,18 @@ def test_odd_placements(folder: Path, tmp_path: Path) -> None:
     assert_same(store, "job", exported(written(contents(backend), folder), "job", tmp_path / "out.safetensors"))
 
 
-def flat_shards(rank: int) -> Captured:
+def flat_shards(rank: int) -> CapturedState:
     """Intervals of a flattened tensor, of which one is cut at a border that is no block's; and boxes."""
     array = whole((1500, 1001), 3)
     spec = TensorSpec("flat", "np:<i4", 4, array.shape)
     borders = [0, 100, 1_200_007, 1_501_500]
     start, stop = borders[rank : rank + 2]
     boxes = TensorSpec("boxes", "np:<i4", 4, (10, 900))
-    box = Box((3 * rank, 0), (4 if rank == 2 else 3, 900))
-    told = [Explicit(0, (Box((start,), (stop - start,)),)), Explicit(1, (box,))]
+    box = BoxBounds((3 * rank, 0), (4 if rank == 2 else 3, 900))
+    told = [Explicit(0, (BoxBounds((start,), (stop - start,)),)), Explicit(1, (box,))]
     layout = Layout([spec, boxes], ["d", ["flat", "boxes"], [0, 1]], (), (), ["flat", "boxes"])
     data = [BytesSource(array.tobytes()[4 * start : 4 * stop]), BytesSource(cut(whole((10, 900)), box))]
-    return Captured(layout, [], (), data, told)
+    return CapturedState(layout, [], (), data, told)
 
 
 def test_flat_shards(folder: Path, tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ def test_a_subtree_in_the_place_of_a_hole(folder: Path, tmp_path: Path) -> None:
     layout = Layout([], ["d", ["x", "y"], [None, None]])
     backend = MemoryBackend()
     open_over(backend)
-    put_all(backend, 1, lambda _: Captured(layout, [subtree, "text"], (), []))
+    put_all(backend, 1, lambda _: CapturedState(layout, [subtree, "text"], (), []))
     found = exported(written(contents(backend), folder), "job", tmp_path / "out.safetensors")
     assert found.described["values"] == {"x.a": 1, "x.b.0": {"tuple": [2]}, "y": "text"}
     assert found.described["containers"] == {".": "dict", "x": "dict", "x.b": "list", "x.b.1": "dict"}

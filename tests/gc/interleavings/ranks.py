@@ -11,8 +11,8 @@ import numpy as np
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write import put as writer
-from tensorstore_ck.engine.write.dedup import KnownBlocks
-from tensorstore_ck.engine.write.part_writer import Seat, write_part
+from tensorstore_ck.engine.write.dedup import DedupIndex
+from tensorstore_ck.engine.write.part_writer import PartSlot, write_part
 from tensorstore_ck.errors import MissingObjectError, SnapshotExpiredError
 from tensorstore_ck.format.codec import Coding
 from tensorstore_ck.format.part import Part, decode_part, part_name
@@ -46,9 +46,9 @@ def rank(name: str, number: int, labels: str, *, ranks: int = 2, table: MemoryTa
 
 def _write_part(engine: Engine, number: int, ranks: int, labels: str) -> tuple[Ulid, Part]:
     head = engine.log.view().head()
-    seat = Seat(number, ranks, (number,), np.arange(ranks, dtype="<u2").tobytes())
+    seat = PartSlot(number, ranks, (number,), np.arange(ranks, dtype="<u2").tobytes())
     written = write_part(
-        engine, captured(labels.split()), KnownBlocks(engine, None), anchor=head.n if head else 0, seat=seat, coding=Coding("raw")
+        engine, captured(labels.split()), DedupIndex(engine, None), anchor=head.n if head else 0, seat=seat, coding=Coding("raw")
     )
     return written.ulid, written.part
 

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.put import ANY, Expected, PutRequest, check_expected, put
 from tensorstore_ck.errors import BackendUnavailableError, ConflictError, NotFoundError, UndecidedError
 from tensorstore_ck.format.layout import Layout, TensorSpec
@@ -46,10 +46,10 @@ class Tensor:
         return memoryview(self._data)[start:stop]
 
 
-def captured(labels: Sequence[str]) -> Captured:
+def captured(labels: Sequence[str]) -> CapturedState:
     """A state of one tensor per label."""
     specs = [TensorSpec(str(number), "uint8", 1, (BLOCK_BYTES,)) for number in range(len(labels))]
-    return Captured(Layout(specs, ["l", list(range(len(labels)))]), [], [], [Tensor(block(label)) for label in labels])
+    return CapturedState(Layout(specs, ["l", list(range(len(labels)))]), [], [], [Tensor(block(label)) for label in labels])
 
 
 def put_labels(engine: Engine, ref: str, labels: str, *, step: int | None = None, expect: Expected = ANY) -> SnapshotInfo:

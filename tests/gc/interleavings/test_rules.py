@@ -13,8 +13,8 @@ import pytest
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine import opening, reachability
 from tensorstore_ck.engine.write import put
-from tensorstore_ck.gc.compact import Move
-from tensorstore_ck.gc.live_set import Reach
+from tensorstore_ck.gc.compact import CompactedPack
+from tensorstore_ck.gc.live_set import LiveSet
 from tensorstore_ck.gc.plan import Planner
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, table_keys, table_rows
 from tensorstore_ck.store import Store
@@ -150,12 +150,12 @@ def no_swept_check(patch: Patch) -> None:
 
 
 def condemn_by_the_mark(patch: Patch) -> None:
-    def once(self: Reach, view: RefTable) -> None:
+    def once(self: LiveSet, view: RefTable) -> None:
         if not self._snapshots:
             update(self, view)
 
-    update = Reach.update
-    patch.setattr(Reach, "update", once)
+    update = LiveSet.update
+    patch.setattr(LiveSet, "update", once)
 
 
 def no_horizon(patch: Patch) -> None:
@@ -171,20 +171,20 @@ def no_index_removal(patch: Patch) -> None:
 
 
 def no_coverage(patch: Patch) -> None:
-    def moved(self: Move, view: RefTable, _needed: Any) -> list[Op]:
+    def moved(self: CompactedPack, view: RefTable, _needed: Any) -> list[Op]:
         return operations(self, view, self.entries)
 
-    operations = Move.operations
-    patch.setattr(Move, "operations", moved)
+    operations = CompactedPack.operations
+    patch.setattr(CompactedPack, "operations", moved)
 
 
 def no_target_check(patch: Patch) -> None:
-    def moved(self: Move, view: RefTable, needed: Any) -> list[Op]:
+    def moved(self: CompactedPack, view: RefTable, needed: Any) -> list[Op]:
         if view.object_state(ObjectKey("pack", self.pack)) is not None or not np.isin(needed, self.entries).all():
             return []
         return [Op.relocate(self.pack, self.ulid, self.hash, self.targets), Op.condemn(Objects([ObjectKey("pack", self.pack)]))]
 
-    patch.setattr(Move, "operations", moved)
+    patch.setattr(CompactedPack, "operations", moved)
 
 
 def no_anchor_of_relocations(patch: Patch) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.common.put_progress import Meter
+from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.put import ANY, PutRequest
 from tensorstore_ck.errors import ConflictError, NotFoundError, SnapshotAbortedError, SnapshotExpiredError
@@ -51,7 +51,7 @@ def stage(engine: Engine, disk: Disk, ref: str, labels: str) -> Manifest:
         return PutRequest(ref, None, branch.root if branch else None, ANY, encode_metadata({"labels": words}), {}), False
 
     tier: Any = SimpleNamespace(folder=disk)
-    return stage_alone(engine, tier, captured(words), ask, chain=StagedChain(), meter=Meter()).manifest
+    return stage_alone(engine, tier, captured(words), ask, chain=StagedChain(), meter=PutMeter()).manifest
 
 
 def finish(engine: Engine, disk: Disk, manifest: Manifest) -> SnapshotInfo:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.format.sharding import Mesh, Shard
 from tensorstore_ck.format.store_config import CONFIG_NAME, new_config
 from tensorstore_ck.store import Store
@@ -123,7 +123,7 @@ def many_ranks() -> tuple[Store, dict[str, torch.Tensor]]:
     return open_store(backend), {name: torch.from_numpy(each.whole) for name, each in SPREADINGS.items()}
 
 
-def as_torch(taken: Captured) -> Captured:
+def as_torch(taken: CapturedState) -> CapturedState:
     """As a dict of int32 tensors and two values."""
     specs = [spec._replace(dtype="int32") for spec in taken.layout.tensors]
     tree = ["d", [*(spec.name for spec in specs), "text", "number"], [*range(len(specs)), None, None]]

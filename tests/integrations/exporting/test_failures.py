@@ -113,13 +113,13 @@ def test_a_disk_that_keeps_something_else(store: tsck.Store, kind: Any, tmp_path
 
 @pytest.mark.parametrize("lost", ["all", "one"])
 def test_bytes_that_never_came(store: tsck.Store, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
-    write = byte_routing._Fan.write
+    write = byte_routing._FanOutTarget.write
 
     def lose(self: Any, start: int, data: memoryview) -> None:
         if lost == "one" and start != 4096:
             write(self, start, data)
 
-    monkeypatch.setattr(byte_routing._Fan, "write", lose)
+    monkeypatch.setattr(byte_routing._FanOutTarget, "write", lose)
     with pytest.raises(CorruptObjectError, match="was not written"):
         export_snapshot(store, "run", tmp_path / "out", format=kind, skip=["b.turned"])
     assert list(tmp_path.iterdir()) == []
@@ -203,13 +203,13 @@ def test_files_are_replaced_when_asked(store: tsck.Store, tmp_path: Path) -> Non
 
 
 def test_another_export_that_was_faster_wins(store: tsck.Store, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pour = byte_routing.Placing.pour
+    pour = byte_routing.ByteRouter.pour
 
-    def slowly(self: byte_routing.Placing, scratch: str) -> None:
+    def slowly(self: byte_routing.ByteRouter, scratch: str) -> None:
         pour(self, scratch)
         (tmp_path / "out").mkdir()
 
-    monkeypatch.setattr(byte_routing.Placing, "pour", slowly)
+    monkeypatch.setattr(byte_routing.ByteRouter, "pour", slowly)
     with pytest.raises(AlreadyExistsError):
         export_snapshot(store, "run", tmp_path / "out", format=kind)
     assert os.listdir(tmp_path) == ["out"]

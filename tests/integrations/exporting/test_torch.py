@@ -15,7 +15,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.errors import CorruptObjectError, UnsupportedValueError
 from tensorstore_ck.format.tree import parse
 from tensorstore_ck.integrations.exporting import export_snapshot
-from tensorstore_ck.integrations.exporting.meta_state import Hollow
+from tensorstore_ck.integrations.exporting.meta_state import MetaState
 from tests.gc.stores import open_store
 from tests.integrations.exporting.conftest import Export
 from tests.integrations.exporting.states import many_ranks, small_blocks, tensors_of, without_unsavable
@@ -116,7 +116,7 @@ def test_no_memory_is_filled_for_tensors_that_only_pass_through() -> None:
     content = stored({"a": torch.ones(1 << 20)})
     torch.use_deterministic_algorithms(True)
     try:
-        hollow = Hollow(content, parse(content.layout, 0), frozenset())
+        hollow = MetaState(content, parse(content.layout, 0), frozenset())
         assert getattr(torch.utils.deterministic, "fill_uninitialized_memory")  # noqa: B009 - mypy does not see it
     finally:
         torch.use_deterministic_algorithms(False)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import tensorstore_ck as tsck
-from tensorstore_ck.integrations.importing import Contents, import_checkpoint
+from tensorstore_ck.integrations.importing import CheckpointContents, import_checkpoint
 
-Bring = Callable[..., tuple[Any, Contents]]
+Bring = Callable[..., tuple[Any, CheckpointContents]]
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def store(tmp_path: Path) -> Iterator[tsck.Store]:
 def bring(store: tsck.Store) -> Bring:
     """Imports a path; what the store then gives back, and what was said of it."""
 
-    def bring(path: Path, **options: Any) -> tuple[Any, Contents]:
+    def bring(path: Path, **options: Any) -> tuple[Any, CheckpointContents]:
         snapshot, contents = import_checkpoint(store, path, ref="old", expect=tsck.ANY, **options)
         return store.checkout(snapshot.root), contents
 

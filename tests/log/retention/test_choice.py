@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.log.retention import Best, Candidate, Policy, Verdict, choose
+from tensorstore_ck.log.retention import Best, KeepCandidate, Policy, Verdict, choose
 
 NS = 1_000_000_000
 NOW = 2_000_000_000
@@ -26,7 +26,7 @@ def snapshot(number: int, **fields: Any) -> SnapshotInfo:
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> list[Candidate]:
+def histories(draw: st.DrawFn) -> list[KeepCandidate]:
     """Steps that go back at times, clocks that jump, metrics that are missing or no numbers, marks, pins and tags."""
     history = []
     for number in range(draw(st.integers(1, 14))):
@@ -40,7 +40,7 @@ def histories(draw: st.DrawFn) -> list[Candidate]:
             metrics=metrics,
             mark=draw(st.sampled_from(["", "", "", "bad", "damaged"])),
         )
-        history.append(Candidate(info, draw(st.sampled_from([(), (), (), (), ("tag v1",), ("pinned by ada",)]))))
+        history.append(KeepCandidate(info, draw(st.sampled_from([(), (), (), (), ("tag v1",), ("pinned by ada",)]))))
     return history
 
 
@@ -62,7 +62,7 @@ def policies(draw: st.DrawFn, *, limits: bool = True) -> Policy:
     return policy
 
 
-def kept_naively(history: Sequence[Candidate], policy: Policy) -> set[int]:
+def kept_naively(history: Sequence[KeepCandidate], policy: Policy) -> set[int]:
     """Which places in a history the rules keep, rule by rule and place by place, without limits."""
     infos = [each.info for each in history]
     sound = [at for at, info in enumerate(infos) if not info.mark]
@@ -98,7 +98,7 @@ def kept_naively(history: Sequence[Candidate], policy: Policy) -> set[int]:
     return kept
 
 
-def certain(history: Sequence[Candidate]) -> set[int]:
+def certain(history: Sequence[KeepCandidate]) -> set[int]:
     found = {at for at, each in enumerate(history) if each.held_by} | {len(history) - 1}
     sound = [at for at, each in enumerate(history[:-1]) if not each.info.mark]
     return found | set(sound[-1:])
@@ -110,14 +110,14 @@ def staying(verdicts: Sequence[Verdict]) -> set[int]:
 
 @settings(max_examples=300)
 @given(histories(), st.lists(policies(limits=False), min_size=1, max_size=3))
-def test_rules_keep_what_a_naive_reading_keeps(history: list[Candidate], several: list[Policy]) -> None:
+def test_rules_keep_what_a_naive_reading_keeps(history: list[KeepCandidate], several: list[Policy]) -> None:
     expected = certain(history).union(*(kept_naively(history, policy) for policy in several))
     assert staying(choose(history, several, NOW * NS)) == expected
 
 
 @settings(max_examples=300)
 @given(histories(), policies())
-def test_limits_take_the_oldest_and_never_what_is_certain(history: list[Candidate], policy: Policy) -> None:
+def test_limits_take_the_oldest_and_never_what_is_certain(history: list[KeepCandidate], policy: Policy) -> None:
     found = choose(history, [policy], NOW * NS, lambda info: info.new_bytes)
     assert certain(history) <= staying(found)
     within = kept_naively(history, policy) - certain(history)
@@ -130,7 +130,7 @@ def test_limits_take_the_oldest_and_never_what_is_certain(history: list[Candidat
 
 @settings(max_examples=200)
 @given(histories(), policies(limits=False), policies(limits=False), st.sampled_from([0.0, 500.0]))
-def test_a_rule_more_never_frees_more(history: list[Candidate], one: Policy, other: Policy, expire_after: float) -> None:
+def test_a_rule_more_never_frees_more(history: list[KeepCandidate], one: Policy, other: Policy, expire_after: float) -> None:
     one = replace(one, expire_after=expire_after)
     for name in Policy.__dataclass_fields__:
         if name.startswith("keep_") and not getattr(one, name):
@@ -141,7 +141,7 @@ def test_a_rule_more_never_frees_more(history: list[Candidate], one: Policy, oth
 
 @settings(max_examples=200)
 @given(histories(), policies())
-def test_what_goes_stays_gone(history: list[Candidate], policy: Policy) -> None:
+def test_what_goes_stays_gone(history: list[KeepCandidate], policy: Policy) -> None:
     """A second look at what is left lets no more go; but for a fallback that bytes are counted of."""
     policy = replace(policy, max_bytes=0)
     left = [history[at] for at in sorted(staying(choose(history, [policy], NOW * NS)))]
@@ -149,12 +149,12 @@ def test_what_goes_stays_gone(history: list[Candidate], policy: Policy) -> None:
 
 
 def test_without_a_policy_all_stays() -> None:
-    assert [verdict.stays for verdict in choose([Candidate(snapshot(1)), Candidate(snapshot(2))], [], NOW * NS)] == [True, True]
+    assert [verdict.stays for verdict in choose([KeepCandidate(snapshot(1)), KeepCandidate(snapshot(2))], [], NOW * NS)] == [True, True]
     assert choose([], [Policy(keep_last=1)], NOW * NS) == []
 
 
 def test_all_reasons_are_told() -> None:
-    history = [Candidate(snapshot(number, step=10 * number, metrics={"loss": number})) for number in range(4)]
+    history = [KeepCandidate(snapshot(number, step=10 * number, metrics={"loss": number})) for number in range(4)]
     found = choose(history, [Policy.of(keep_last=1, keep_every=20, keep_best=(1, "loss", "min"), keep_steps=[20])], NOW * NS)
     assert [verdict.why for verdict in found] == [
         ("keep_best loss", "keep_every"),

@@ -12,9 +12,9 @@ from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.engine.reachability import snapshot_closure
 from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.format.pack import Footer
-from tensorstore_ck.format.relocation import MOVED_DTYPE, Moved
+from tensorstore_ck.format.relocation import MOVED_DTYPE, RelocationMap
 from tensorstore_ck.gc import GcOptions
-from tensorstore_ck.gc.compact import Move, SparsePack, compact, read_footer
+from tensorstore_ck.gc.compact import CompactedPack, SparsePack, compact, read_footer
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.fsck.rebuild_packs import commit_move
@@ -444,7 +444,7 @@ def a_pack(store: Store) -> tuple[ObjectKey, Footer]:
     return key, read_footer(backend, key.ulid, backend.size(key.name))
 
 
-def copy_blocks(store: Store, pack: ObjectKey, footer: Footer, entries: list[int]) -> Move:
+def copy_blocks(store: Store, pack: ObjectKey, footer: Footer, entries: list[int]) -> CompactedPack:
     """Into a new pack; not in force."""
     return compact(store._engine, [SparsePack(pack.ulid, footer, np.array(entries), 0)]).moves[0]
 
@@ -485,7 +485,7 @@ def test_a_moved_object_that_leads_astray_is_not_used_while_its_pack_is_there(ta
     entry, stored, offset, codec = map(int, where)
     elsewhere = store._engine.new_id() if target == "gone" else pack.ulid
     rows = np.array([(0, 0, entry, stored, offset, codec, 0, 0)], MOVED_DTYPE)
-    backend.put(ObjectKey("moved", store._engine.new_id()).name, Moved(pack.ulid, [elsewhere], rows).encode())
+    backend.put(ObjectKey("moved", store._engine.new_id()).name, RelocationMap(pack.ulid, [elsewhere], rows).encode())
     report = salvage(backend)
     assert (report.kept, report.lost) == (len(LIVE), ())
     assert_restorable(reopen(backend), LIVE)

@@ -10,13 +10,13 @@ from typing import Any
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.layout import Explicit, Layout, TensorSpec
 from tensorstore_ck.format.part import Part, part_name
 from tensorstore_ck.format.record import decode_record, record_name
-from tensorstore_ck.format.sharding import Box, Mesh, Shard
+from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.maintenance.fsck.findings import FsckReport
 from tests.gc.stores import open_store
@@ -38,7 +38,7 @@ def tensors(step: int = 1) -> dict[str, Spreading]:
     }
 
 
-def shared(step: int, meshes: tuple[Mesh, ...] = MESHES, ranks: int = RANKS) -> Callable[[int], Captured]:
+def shared(step: int, meshes: tuple[Mesh, ...] = MESHES, ranks: int = RANKS) -> Callable[[int], CapturedState]:
     return lambda rank: captured(tensors(step), meshes, rank, ranks, ["text", step])
 
 
@@ -134,13 +134,13 @@ class Counting:
 STAGES = ({"first": (3000, 4), "tied": (1500,)}, {"second": (500, 9), "tied": (1500,)})
 
 
-def stage(rank: int) -> Captured:
+def stage(rank: int) -> CapturedState:
     """Two stages of a pipeline on two ranks each; one has a tensor whose boxes only the parts tell."""
     members = (0, 1) if rank < 2 else (2, 3)
     found = {name: Spreading(whole(shape), sharded(0, Shard(0))) for name, shape in STAGES[rank // 2].items()}
     taken = captured(found, [Mesh((2,), members)], rank, RANKS, [])
     told = TensorSpec("told", "np:<i4", 4, (5000,))
-    box = Box((2500 * (rank % 2),), (2500,))
+    box = BoxBounds((2500 * (rank % 2),), (2500,))
     layout = Layout(
         [*taken.layout.tensors, told],
         ["d", [*found, "told", "stage"] if rank < 2 else [*found, "told", "stage2"], [*range(len(found) + 1), None]],
@@ -149,7 +149,7 @@ def stage(rank: int) -> Captured:
         [*taken.layout.spreads, "boxes"],
     )
     data = BytesSource(cut(whole((5000,), 9), box))
-    return Captured(layout, [rank // 2], (), [*taken.sources, data], [Explicit(len(found), (box,))])
+    return CapturedState(layout, [rank // 2], (), [*taken.sources, data], [Explicit(len(found), (box,))])
 
 
 class Reads:

@@ -29,7 +29,7 @@ from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.session.group import Group
 from tensorstore_ck.session.group.put_plan import Memory
-from tensorstore_ck.session.group.rank_put import Prepared, RankStates, put_ranks
+from tensorstore_ck.session.group.rank_put import PreparedPut, RankStates, put_ranks
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 from tests.session.group.simulation import TIMEOUT, Actor, DiedError, Simulation
 from tests.session.group.states import Spreading, captured, sharded, whole
@@ -140,7 +140,7 @@ class PutRank:
                 info = put_ranks(
                     self.engine,
                     group,
-                    lambda put=put, request=request: Prepared(request, put.take_apart()),  # type: ignore[misc]
+                    lambda put=put, request=request: PreparedPut(request, put.take_apart()),  # type: ignore[misc]
                     ref=put.ref,
                     memory=memory,
                     timeout=self._timeout,

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from tensorstore_ck.common.ids import Ulid, new_ulid
 from tensorstore_ck.errors import InputError, SnapshotAbortedError
 from tensorstore_ck.format.sealed import Body
-from tensorstore_ck.session.group import Attempt, Duties, Group, KeyValue, disagreements
+from tensorstore_ck.session.group import Group, KeyValue, Participant, Round, disagreements
 
 T = TypeVar("T")
 
@@ -317,7 +317,7 @@ class Rank:
                 error = exc
             self.endings.append(Ending(attempt.txn, put, error, actor.clock() - started))
 
-    def _duties(self, actor: Actor, attempt: Attempt) -> Duties:
+    def _duties(self, actor: Actor, attempt: Round) -> Participant:
         log, txn = actor.simulation.log, attempt.txn
 
         def effect(action: Callable[[], T]) -> T:
@@ -351,7 +351,7 @@ class Rank:
                 raise SnapshotAbortedError("another rank gave up first")
             return outcome
 
-        return Duties(lambda: dict(self.hello), work, settle if self._with_log else None, compare, commit)
+        return Participant(lambda: dict(self.hello), work, settle if self._with_log else None, compare, commit)
 
 
 def random_simulation(seed: int, ranks: int, *, faults: int, stall: float, max_delay: float = 3.0) -> Simulation:

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.format.block_assignment import regions
 from tensorstore_ck.format.layout import Layout, Sharding, Spread, TensorSpec
-from tensorstore_ck.format.sharding import Box, Mesh
+from tensorstore_ck.format.sharding import BoxBounds, Mesh
 
 Array = np.ndarray[Any, Any]
 
@@ -44,7 +44,7 @@ def captured(
     values: Sequence[object] = (),
     *,
     named: bool = False,
-) -> Captured:
+) -> CapturedState:
     """What a rank puts: a list, or a dict."""
     specs = [TensorSpec(name, "np:<i4", 4, each.whole.shape) for name, each in tensors.items()]
     nodes = [*range(len(specs)), *[None] * len(values)]
@@ -53,11 +53,11 @@ def captured(
     held = [b""] * len(specs)
     everything = list(tensors.values())
     for region in regions(layout, rank, tuple(range(ranks))):
-        held[region.tensor] += cut(everything[region.tensor].whole, Box(region.offsets, region.sizes))
-    return Captured(layout, values, (), [BytesSource(data) for data in held])
+        held[region.tensor] += cut(everything[region.tensor].whole, BoxBounds(region.offsets, region.sizes))
+    return CapturedState(layout, values, (), [BytesSource(data) for data in held])
 
 
-def cut(array: Array, box: Box) -> bytes:
+def cut(array: Array, box: BoxBounds) -> bytes:
     """The bytes of a box."""
     return array[tuple(slice(start, start + size) for start, size in zip(*box, strict=True))].tobytes()
 

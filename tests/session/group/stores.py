@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.engine.interfaces import Captured
-from tensorstore_ck.engine.read.block_reader import MemoryTarget
+from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.engine.write.put import ANY, PutRequest
 from tensorstore_ck.format.record import encode_metadata
@@ -16,7 +16,7 @@ from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.session.group.channel import KeyValue
 from tensorstore_ck.session.group.group import Group
-from tensorstore_ck.session.group.rank_put import Prepared, RankStates, put_ranks
+from tensorstore_ck.session.group.rank_put import PreparedPut, RankStates, put_ranks
 from tensorstore_ck.store import Store
 from tests.gc.stores import open_store
 from tests.session.group.states import Spreading, captured, whole
@@ -27,8 +27,8 @@ T = TypeVar("T")
 def put_all(
     backend: Backend,
     ranks: int,
-    shared: Callable[[int], Captured],
-    own: Callable[[int], Captured] | None = None,
+    shared: Callable[[int], CapturedState],
+    own: Callable[[int], CapturedState] | None = None,
     *,
     ref: str = "job",
     step: int = 1,
@@ -50,7 +50,7 @@ def put_all(
             group = Group(run, rank=rank, ranks=ranks, scope="test")
             request = PutRequest(ref, step, head.root if head else None, ANY, encode_metadata({}), {})
             states = RankStates(shared(rank), own(rank) if own is not None else None)
-            done[rank] = put_ranks(store._engine, group, lambda: Prepared(request, states), ref=request.ref, timeout=20, memory={})
+            done[rank] = put_ranks(store._engine, group, lambda: PreparedPut(request, states), ref=request.ref, timeout=20, memory={})
         except BaseException as exc:  # noqa: BLE001 - raised by the caller's thread
             done[rank] = exc
 
@@ -67,7 +67,7 @@ def put_all(
     return infos[0]
 
 
-def rank_state(rank: int, step: int = 1) -> Captured:
+def rank_state(rank: int, step: int = 1) -> CapturedState:
     """What is a rank's alone."""
     return captured({"rng": Spreading(whole((2000,), 100 * step + rank), None)}, [], 0, 1, [rank])
 
@@ -82,7 +82,7 @@ def read_all(store: Store, info: SnapshotInfo, first: int = 0) -> dict[str, byte
 def read_tensor(reader: SnapshotReader, number: int) -> bytes:
     """One tensor, read whole."""
     memory = bytearray(reader.layout.tensors[number].size_bytes)
-    reader.read({number: MemoryTarget(memoryview(memory))})
+    reader.read({number: BufferTarget(memoryview(memory))})
     return bytes(memory)
 
 

@@ -20,7 +20,7 @@ from tensorstore_ck.errors import (
     UndecidedError,
     UnsupportedValueError,
 )
-from tensorstore_ck.session.group import Duties, Group, disagreements, named_ranks
+from tensorstore_ck.session.group import Group, Participant, disagreements, named_ranks
 from tensorstore_ck.session.group.channel import decode_record, encode_record
 from tests.session.group.simulation import (
     GRACE,
@@ -250,7 +250,7 @@ def test_keys_of_an_attempt_stay_while_a_rank_is_in_it() -> None:
         prefix = f"tsck/s/{ulid_text(decode_record(store.values[nonce_key], 'nonce')['nonce'])}/"
         store.set(f"{prefix}{n}/hello/1", encode_record({"record": {}, "oldest": oldest}, "hello"))
         store.set(f"{prefix}{n}/done/1", encode_record({"record": {}}, "done"))
-        attempt.run(Duties(dict, lambda go: {}, lambda reason: None, lambda hellos: {}, lambda dones: {}))
+        attempt.run(Participant(dict, lambda go: {}, lambda reason: None, lambda hellos: {}, lambda dones: {}))
         kept.append([attempt for attempt in (1, 2, 3) if f"{prefix}{attempt}/outcome" in store.values])
     assert kept == [[1], [1, 2], [3]]
 

@@ -14,12 +14,12 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Replicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
-from tensorstore_ck.engine.read.box_copy import Scatter
+from tensorstore_ck.engine.read.box_copy import BoxTarget
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format import block_assignment
 from tensorstore_ck.format.block_assignment import Region, decode_regions, encode_regions, every_region, overlap, regions, row_boxes, shares
 from tensorstore_ck.format.layout import Explicit, Layout, Sharding, Spread, TensorSpec
-from tensorstore_ck.format.sharding import Box, Mesh, Shard
+from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
 
 MIB = 1 << 20
 
@@ -36,7 +36,7 @@ class Spreadings(NamedTuple):
         return regions(self.layout, rank, self.alike, self.explicit[rank])
 
 
-def slices(box: Box) -> tuple[slice, ...]:
+def slices(box: BoxBounds) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(*box, strict=True))
 
 
@@ -70,10 +70,10 @@ def spreadings(draw: st.DrawFn) -> Spreadings:
         else:
             spreads.append(kind)
             shape = (prod(spec.shape),) if kind == "flat" else spec.shape
-            boxes = [Box((), ())]
+            boxes = [BoxBounds((), ())]
             for extent in shape:
                 along = cuts(draw, extent)
-                boxes = [Box((*box.offsets, start), (*box.sizes, size)) for box in boxes for start, size in along]
+                boxes = [BoxBounds((*box.offsets, start), (*box.sizes, size)) for box in boxes for start, size in along]
             owners = [draw(st.sampled_from(ranks)) for _ in boxes]
             for rank in ranks:
                 own = tuple(box for box, owner in zip(boxes, owners, strict=True) if owner == rank and 0 not in box.sizes)
@@ -142,13 +142,13 @@ def test_regions_of_a_mesh_are_those_of_torch(found: Spreadings) -> None:
         mesh, spec = found.layout.meshes[spread.mesh], found.layout.tensors[tensor]
         placements = [Replicate() if shard is None else TorchShard(shard.dim) for shard in spread.placements]
         for rank in found.alike:
-            own = [Box(region.offsets, region.sizes) for region in found.held(rank) if region.tensor == tensor]
+            own = [BoxBounds(region.offsets, region.sizes) for region in found.held(rank) if region.tensor == tensor]
             coordinate = mesh.coordinate(rank)
             if coordinate is None:
                 assert own == []
                 continue
             shape, offset = torch_shape_and_offset(spec.shape, mesh.shape, list(coordinate), placements)
-            assert own == ([] if 0 in shape else [Box(tuple(offset), tuple(shape))])
+            assert own == ([] if 0 in shape else [BoxBounds(tuple(offset), tuple(shape))])
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -209,15 +209,15 @@ def test_a_run_of_elements_is_a_few_boxes(sizes: list[int], data: st.DataObject)
     elements = np.arange(prod(sizes)).reshape(sizes)
     start = data.draw(st.integers(0, elements.size))
     stop = data.draw(st.integers(start, elements.size))
-    covering = [Box(*box) for box in row_boxes(tuple(sizes), start, stop)]
+    covering = [BoxBounds(*box) for box in row_boxes(tuple(sizes), start, stop)]
     assert [element for box in covering for element in elements[slices(box)].flatten().tolist()] == list(range(start, stop))
     assert len(covering) <= max(2 * len(sizes) - 1, 1)
 
 
 @st.composite
-def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> BoxBounds:
     offsets = tuple(draw(st.integers(0, extent - 1)) for extent in shape)
-    return Box(offsets, tuple(draw(st.integers(1, extent - offset)) for extent, offset in zip(shape, offsets, strict=True)))
+    return BoxBounds(offsets, tuple(draw(st.integers(1, extent - offset)) for extent, offset in zip(shape, offsets, strict=True)))
 
 
 class Writing:
@@ -268,7 +268,7 @@ def test_any_region_fills_any_box(shape: tuple[int, ...], is_flat: bool, data: s
         lies_in.reshape(-1)[whole[held][first:last] - 1] = True
         assert region.overlaps(spec, box, first, last) == bool(lies_in[slices(box)].any())
         for target in (writing, remembering):
-            Scatter(region, spec, box, target).write(2 * first, memoryview(source)[2 * first : 2 * last])
+            BoxTarget(region, spec, box, target).write(2 * first, memoryview(source)[2 * first : 2 * last])
     expected = np.where(held, whole, 0)[slices(box)].astype("<i2").tobytes()
     assert bytes(writing.data) == bytes(remembering.data) == expected
     assert (writing.came == np.repeat(held[slices(box)].reshape(-1), 2)).all()

@@ -12,7 +12,7 @@ import torch.distributed
 
 from tensorstore_ck.errors import SnapshotAbortedError, UnsupportedValueError
 from tensorstore_ck.format.sealed import Body, pack_body
-from tensorstore_ck.session.group import Channel, ChannelError, Duties, Group, KeyValue, StoreThread, open_group
+from tensorstore_ck.session.group import Channel, ChannelError, Group, KeyValue, Participant, StoreThread, open_group
 from tensorstore_ck.session.group.channel import BATCH, LONGEST_PAUSE, MAX_RECORD_BYTES, LateError
 from tests.session.group.clock import Clock
 from tests.session.group.simulation import FakeStore
@@ -339,7 +339,7 @@ def test_an_attempt_leaves_the_store_of_the_training_thread_alone(tcp: Any) -> N
     assert watched.clones == 1
 
 
-def duties_of(log: dict[bytes, Body | None], txn: bytes, rank: int, ranks: int, *, fails: bool) -> Duties:
+def duties_of(log: dict[bytes, Body | None], txn: bytes, rank: int, ranks: int, *, fails: bool) -> Participant:
     def work(go: Body) -> Body:
         if fails:
             raise ValueError("no")
@@ -349,7 +349,7 @@ def duties_of(log: dict[bytes, Body | None], txn: bytes, rank: int, ranks: int, 
         assert [done["rank"] for done in dones] == list(range(ranks))
         return log.setdefault(txn, {"root": txn}) or {}
 
-    return Duties(lambda: {"step": 7}, work, lambda reason: log.setdefault(txn, None), lambda hellos: {}, commit)
+    return Participant(lambda: {"step": 7}, work, lambda reason: log.setdefault(txn, None), lambda hellos: {}, commit)
 
 
 def join(tcp: Any, ranks: int, *, attempts: int, fails: int | None = None) -> list[list[Any]]:
@@ -393,6 +393,6 @@ def test_a_process_group() -> None:
         process_group = dist.group.WORLD
         assert process_group is not None
         attempt = open_group(process_group, "s").begin("the put", object_id="main", timeout=20.0)
-        assert attempt.run(Duties(dict, dict, None, lambda hellos: {}, lambda dones: {"ranks": len(dones)})) == {"ranks": 1}
+        assert attempt.run(Participant(dict, dict, None, lambda hellos: {}, lambda dones: {"ranks": len(dones)})) == {"ranks": 1}
     finally:
         dist.destroy_process_group()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.dedup import alike_parts
 from tensorstore_ck.format.sharding import Mesh, Shard
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, make_store
@@ -23,7 +23,7 @@ ROWS = 1 << 23
 def test_other_ranks_on_other_hosts(tmp_path: Path, before: int, after: int) -> None:
     backend, array = MemoryBackend(), whole((ROWS,))
 
-    def state(ranks: int, rank: int) -> Captured:
+    def state(ranks: int, rank: int) -> CapturedState:
         return captured({"w": Spreading(array, sharded(0, Shard(0)))}, [Mesh((ranks,), tuple(range(ranks)))], rank, ranks)
 
     first = put_all(backend, before, lambda rank: state(before, rank), rank_state, step=1)

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.put import ANY, PutRequest
 from tensorstore_ck.errors import NoSpaceError
 from tensorstore_ck.format import block_assignment
@@ -21,7 +21,7 @@ from tensorstore_ck.session.group import replica_drift
 from tensorstore_ck.session.group.channel import KeyValue
 from tensorstore_ck.session.group.group import Group
 from tensorstore_ck.session.group.put_plan import Memory
-from tensorstore_ck.session.group.rank_put import Prepared, RankStates, put_ranks
+from tensorstore_ck.session.group.rank_put import PreparedPut, RankStates, put_ranks
 from tensorstore_ck.store import Store
 from tests.gc.stores import open_store
 from tests.session.group.states import Spreading, captured, sharded, whole
@@ -46,7 +46,7 @@ class Job:
         with self._lock:
             return action(self._pairs)
 
-    def put(self, state: Callable[[int], Captured]) -> SnapshotInfo:
+    def put(self, state: Callable[[int], CapturedState]) -> SnapshotInfo:
         self._step += 1
         done: dict[int, SnapshotInfo | BaseException] = {}
 
@@ -58,7 +58,7 @@ class Job:
             states = RankStates(state(rank), None)
             try:
                 done[rank] = put_ranks(
-                    engine, self._groups[rank], lambda: Prepared(request, states), ref=request.ref, timeout=60, memory=self._memory[rank]
+                    engine, self._groups[rank], lambda: PreparedPut(request, states), ref=request.ref, timeout=60, memory=self._memory[rank]
                 )
             except BaseException as exc:  # noqa: BLE001 - raised by the caller's thread
                 done[rank] = exc
@@ -76,7 +76,7 @@ class Job:
         assert len({info.root for info in infos}) == 1
         return infos[0]
 
-    def put_often(self, state: Callable[[int], Captured]) -> list[SnapshotInfo]:
+    def put_often(self, state: Callable[[int], CapturedState]) -> list[SnapshotInfo]:
         return [self.put(state) for _ in range(RANKS - 1)]
 
 
@@ -86,7 +86,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     return Job(MemoryBackend())
 
 
-def replicated(rank: int, changed: dict[int, int] = {}) -> Captured:  # noqa: B006 - not changed
+def replicated(rank: int, changed: dict[int, int] = {}) -> CapturedState:  # noqa: B006 - not changed
     """`changed`: rank -> an element that is another one there."""
     return captured({"small": Spreading(whole((10,)), None), "w": Spreading(altered(rank, changed), None)}, [], rank, RANKS)
 
@@ -146,7 +146,7 @@ def test_both_copies_are_kept(job: Job) -> None:
 def test_regions_of_a_mesh(job: Job) -> None:
     """Half of the tensor is on each side; the copy says which elements it has."""
 
-    def state(rank: int, changed: dict[int, int]) -> Captured:
+    def state(rank: int, changed: dict[int, int]) -> CapturedState:
         return captured({"w": Spreading(altered(rank, changed), sharded(0, None, Shard(0)))}, [HSDP], rank, RANKS)
 
     job.put(lambda rank: state(rank, {}))

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
-from tensorstore_ck.engine.interfaces import Captured, WantedBox
-from tensorstore_ck.engine.read.block_reader import MemoryTarget
+from tensorstore_ck.engine.interfaces import CapturedState, WantedBox
+from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.merged_snapshot import open_snapshot
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.format.layout import Explicit, Layout, TensorSpec
-from tensorstore_ck.format.sharding import Box
+from tensorstore_ck.format.sharding import BoxBounds
 from tests.gc.stores import open_store
 from tests.session.group.states import BytesSource, whole
 from tests.session.group.stores import put_all
@@ -29,16 +29,17 @@ def intervals(rank: int, ranks: int) -> list[tuple[int, int, int]]:
     return [(number, start, stop) for number, start, stop in found if start < stop]
 
 
-def state(rank: int) -> Captured:
+def state(rank: int) -> CapturedState:
     layout = Layout(
         [TensorSpec(f"t{number}", "np:<i4", 4, (size,)) for number, size in enumerate(SIZES)], ["l", [0, 1, 2, 3]], (), (), ["flat"] * 4
     )
     held = {number: (start, stop) for number, start, stop in intervals(rank, RANKS)}
     explicit = [
-        Explicit(number, (Box((held[number][0],), (held[number][1] - held[number][0],)),) if number in held else ()) for number in range(4)
+        Explicit(number, (BoxBounds((held[number][0],), (held[number][1] - held[number][0],)),) if number in held else ())
+        for number in range(4)
     ]
     sources = [BytesSource(TENSORS[number][slice(*held.get(number, (0, 0)))].tobytes()) for number in range(4)]
-    return Captured(layout, (), (), sources, explicit)
+    return CapturedState(layout, (), (), sources, explicit)
 
 
 @pytest.mark.parametrize("ranks", [RANKS, 5, 24])
@@ -53,7 +54,7 @@ def test_few_parts_are_opened(ranks: int) -> None:
             wanted = intervals(rank, ranks)
             memory = [bytearray(4 * (stop - start)) for _, start, stop in wanted]
             reader.read_boxes(
-                WantedBox(number, Box((start,), (stop - start,)), MemoryTarget(memoryview(data)))
+                WantedBox(number, BoxBounds((start,), (stop - start,)), BufferTarget(memoryview(data)))
                 for (number, start, stop), data in zip(wanted, memory, strict=True)
             )
             assert [bytes(data) for data in memory] == [TENSORS[number][start:stop].tobytes() for number, start, stop in wanted]

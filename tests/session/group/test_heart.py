@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError
-from tensorstore_ck.session.group.liveness import Heart
+from tensorstore_ck.session.group.liveness import Heartbeat
 from tests.session.group.pool import GROUPS, Pool
 from tests.session.group.simulation import FakeStore
 
@@ -42,7 +42,7 @@ def test_a_counter_rises_in_each_kind_of_store(kind: str, tmp_path: Path) -> Non
         case _:
             store = c10d.TCPStore("127.0.0.1", 0, 1, True, use_libuv=kind == "tcp")
     store = c10d.PrefixStore("default_pg", store)
-    heart = Heart(store)
+    heart = Heartbeat(store)
     heart("alive/0", OFTEN)
     deadline = time.monotonic() + SECONDS
     while int(store.get("alive/0")) < 3:
@@ -83,7 +83,7 @@ class Clone(FakeStore):
 
 def test_it_goes_on_with_a_new_connection() -> None:
     store = Beaten()
-    heart = Heart(store)
+    heart = Heartbeat(store)
     heart("alive/0", OFTEN)
     first, second = (int(store.set_values.get(timeout=SECONDS)) for _ in range(2))
     assert first < second
@@ -96,7 +96,7 @@ def test_it_goes_on_with_a_new_connection() -> None:
 
 
 def test_it_ends_with_its_owner() -> None:
-    heart = Heart(Beaten())
+    heart = Heartbeat(Beaten())
     heart("alive/0", 1000.0)
     (thread,) = hearts()
     del heart
@@ -110,7 +110,7 @@ def test_a_thread_that_is_not_to_be_had_is_no_error(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    heart = Heart(Beaten())
+    heart = Heartbeat(Beaten())
     heart("alive/0", OFTEN)
     heart.close()
 

@@ -12,10 +12,10 @@ import torch
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.engine.read.block_reader import MemoryTarget
+from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.merged_snapshot import open_snapshot
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.session.group.host_shared_reads import HostReads, host_key
+from tensorstore_ck.session.group.host_shared_reads import HostSharedReads, host_key
 from tensorstore_ck.store import Store
 from tests.gc.stores import contents, open_store
 
@@ -66,7 +66,7 @@ class Host:
     def __init__(self, base: Path, backend: Any, ranks: int, *, window_bytes: int = 5_000_000) -> None:
         self.base = base
         self.ranks = ranks
-        self.hosts = [HostReads("restore", rank, base=base, window_bytes=window_bytes, timeout=60) for rank in range(ranks)]
+        self.hosts = [HostSharedReads("restore", rank, base=base, window_bytes=window_bytes, timeout=60) for rank in range(ranks)]
         self.backends = [backend] * ranks
         self.got: dict[int, dict[int, bytes]] = {}
         self.errors: dict[int, BaseException] = {}
@@ -102,13 +102,13 @@ class Host:
         assert not list(self.base.iterdir()), "nothing is left"
 
 
-def read(store: Store, host: HostReads, tensors: Sequence[int]) -> dict[int, bytes]:
+def read(store: Store, host: HostSharedReads, tensors: Sequence[int]) -> dict[int, bytes]:
     info = store._engine.log.view().snapshot(store._resolve("job").info.ulid)
     assert info is not None
     reader = open_snapshot(store._engine, info, host.read)
     numbers = {int(spec.name): number for number, spec in enumerate(reader.layout.tensors)}
     memory = {each: bytearray(ELEMENTS * 2) for each in tensors}
-    reader.read({numbers[each]: MemoryTarget(memoryview(memory[each])) for each in tensors})
+    reader.read({numbers[each]: BufferTarget(memoryview(memory[each])) for each in tensors})
     return {each: bytes(data) for each, data in memory.items()}
 
 
@@ -138,7 +138,7 @@ def test_a_rank_alone(tmp_path: Path, backend: Reads) -> None:
     host.require([ALL], [0])
 
 
-class Dying(HostReads):
+class Dying(HostSharedReads):
     """Dies, as far as others can tell, at its k-th wait."""
 
     left = 0
@@ -215,10 +215,10 @@ def test_what_killed_ranks_left_is_freed(tmp_path: Path, monkeypatch: pytest.Mon
     for folder in (old, young):
         folder.mkdir()
         (folder / "alive-0").touch()
-    running = HostReads("alive", 0, base=tmp_path)
+    running = HostSharedReads("alive", 0, base=tmp_path)
     for folder in (old, alive):
         os.utime(folder, (0, 0))
-    HostReads("new", 0, base=tmp_path).close()
+    HostSharedReads("new", 0, base=tmp_path).close()
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["tsck-alive", "tsck-young"]
     running.close()
 

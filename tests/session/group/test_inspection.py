@@ -15,11 +15,11 @@ import tensorstore_ck as tsck_package
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.cli import main
 from tensorstore_ck.common.ids import ulid_text
-from tensorstore_ck.engine.interfaces import Captured
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.format.layout import Explicit, Layout, TensorSpec
 from tensorstore_ck.format.part import decode_part, part_name
 from tensorstore_ck.format.record import decode_record, record_name
-from tensorstore_ck.format.sharding import Box, Mesh, Shard
+from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.store import Store
@@ -71,7 +71,7 @@ def test_diff_of_other_ranks(ranks: int) -> None:
     backend = copy(OBJECTS)
     mesh = (Mesh((ranks,), tuple(range(ranks))),)
 
-    def other(rank: int, step: int = 1) -> Captured:
+    def other(rank: int, step: int = 1) -> CapturedState:
         spread = {name: Spreading(each.whole, sharded(0, Shard(each.whole.ndim - 1))) for name, each in tensors(step).items()}
         changed = spread["small"].whole.copy()
         changed[5] += 1
@@ -126,12 +126,12 @@ def test_diff_of_regions_that_the_parts_tell() -> None:
     backend = MemoryBackend()
     open_store(backend)
 
-    def told(rank: int, border: int, step: int) -> Captured:
-        box = Box((0,), (border,)) if rank == 0 else Box((border,), (5000 - border,))
+    def told(rank: int, border: int, step: int) -> CapturedState:
+        box = BoxBounds((0,), (border,)) if rank == 0 else BoxBounds((border,), (5000 - border,))
         array = whole((5000,))
         array[4500] += step
         layout = Layout([TensorSpec("told", "np:<i4", 4, (5000,))], ["l", [0]], (), (), ["boxes"])
-        return Captured(layout, [], (), [BytesSource(cut(array, box))], [Explicit(0, (box,))])
+        return CapturedState(layout, [], (), [BytesSource(cut(array, box))], [Explicit(0, (box,))])
 
     for step, (border, change) in enumerate([(2500, 0), (2500, 1), (2000, 1), (2000, 0)]):
         put_all(backend, 2, partial(told, border=border, step=change), step=step)

@@ -7,7 +7,7 @@ import pytest
 from tensorstore_ck.errors import SnapshotAbortedError
 from tensorstore_ck.session.group import Channel
 from tensorstore_ck.session.group.channel import LateError
-from tensorstore_ck.session.group.liveness import Watch
+from tensorstore_ck.session.group.liveness import LivenessWatch
 from tests.session.group.clock import Clock
 from tests.session.group.simulation import FakeStore, Fault, Rank, Simulation, group_of, random_simulation, require_one_outcome, simulate
 
@@ -168,7 +168,7 @@ def test_random_faults_delays_and_duplicates_in_32_ranks(seed: int) -> None:
         assert all(ending.put is not None for rank in group for ending in rank.endings)
 
 
-def questions(ranks: int, missing: Sequence[int], seconds: float, watch: Watch | None) -> tuple[int, int]:
+def questions(ranks: int, missing: Sequence[int], seconds: float, watch: LivenessWatch | None) -> tuple[int, int]:
     """What rank 0 asks of a store while it waits for missing ranks in vain, and what another rank asks while it waits for rank 0."""
     fake, clock = FakeStore(), Clock()
     for rank in set(range(ranks)) - set(missing):
@@ -195,7 +195,7 @@ def test_looking_at_thousands_of_ranks_costs_two_questions_for_each_batch(missin
     """Beside the polls that there always are; and who waits for rank 0 asks about that one."""
     seconds = 100.0
     without = questions(4096, missing, seconds, None)
-    with_looks = questions(4096, missing, seconds, Watch("alive/", every=10.0, limit=60.0))
+    with_looks = questions(4096, missing, seconds, LivenessWatch("alive/", every=10.0, limit=60.0))
     looks = seconds / 10.0 + 1
     assert 0 < with_looks[0] - without[0] <= 2 * batches * looks
     assert 0 < with_looks[1] - without[1] <= 2 * looks

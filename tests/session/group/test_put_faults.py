@@ -11,7 +11,7 @@ import pytest
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.read.block_reader import MemoryTarget
+from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.engine.write.put import ANY
 from tensorstore_ck.errors import (
@@ -273,7 +273,7 @@ def require_readable(engine: Engine, step: int) -> None:
     reader = SnapshotReader(engine, info)
     for number, expected in enumerate(tensors_of(step, RANKS).values()):
         memory = bytearray(expected.whole.nbytes)
-        reader.read({number: MemoryTarget(memoryview(memory))})
+        reader.read({number: BufferTarget(memoryview(memory))})
         assert bytes(memory) == expected.whole.tobytes(), (step, number)
 
 
@@ -294,7 +294,7 @@ def test_step_1000_again_after_an_abort_and_a_rollback() -> None:
             for info in engine.log.view().snapshots():
                 reader = SnapshotReader(engine, info)
                 memory = bytearray(tensors_of(900, RANKS)["sharded"].whole.nbytes)
-                reader.read({0: MemoryTarget(memoryview(memory))})
+                reader.read({0: BufferTarget(memoryview(memory))})
                 assert info.step is not None
                 expected = reader.values[1]
                 assert bytes(memory) == tensors_of(expected, RANKS)["sharded"].whole.tobytes()

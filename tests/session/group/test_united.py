@@ -363,7 +363,7 @@ def test_a_put_after_a_refusal(pool: Pool, folder: Path) -> None:
 def put_unchecked(folder: str) -> str:
     """As a build might that took a gap for none."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merge_layouts.ToldTensor, "check", lambda self: None)
+        patch.setattr(merge_layouts.ReportedRegionsTensor, "check", lambda self: None)
         state = a_hole(torch.distributed.get_rank())
         return opened(folder, RANKS).put_snapshot(state, ref="unchecked", group=GROUPS[RANKS], timeout_seconds=TIMEOUT_SECONDS).root
 

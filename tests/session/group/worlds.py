@@ -3,7 +3,7 @@
 from typing import Any, Final
 
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.read.block_reader import MemoryTarget
+from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.merged_snapshot import open_rank_state
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.errors import SnapshotAbortedError, StoreError
@@ -85,14 +85,14 @@ def require_restorable(engine: Engine, steps: list[int]) -> None:
         reader = SnapshotReader(engine, info)
         for number, expected in enumerate(tensors_at(info.step).values()):
             memory = bytearray(expected.whole.nbytes)
-            reader.read({number: MemoryTarget(memoryview(memory))})
+            reader.read({number: BufferTarget(memoryview(memory))})
             assert bytes(memory) == expected.whole.tobytes(), (info.step, number)
         assert reader.values[:2] == ["text", info.step]
         for rank in range(ranks_at(info.step)):
             own = open_rank_state(engine, info, rank)
             expected_own = own_of(info.step, rank)
             memory = bytearray(16)
-            own.read({0: MemoryTarget(memoryview(memory))})
+            own.read({0: BufferTarget(memoryview(memory))})
             assert bytes(memory) == expected_own.sources[0].read(0, 16)
     report = run_fsck(engine)
     assert report.ok, report.findings

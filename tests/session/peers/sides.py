@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from tensorstore_ck.backend.staging import StagingFolder
 from tensorstore_ck.common.ids import Ulid, ulid_text
-from tensorstore_ck.session.peers import Link, Replicator, connect, host_of_folder
+from tensorstore_ck.session.peers import PeerLink, Replicator, connect, host_of_folder
 from tensorstore_ck.session.staging.manifest import manifest_key
 from tests.session.group.pool import GROUPS
 
@@ -108,7 +108,7 @@ def side(
     keys = [host_of_folder(folder_at(base, host).path) for host in hosts]
     link = connect(group or GROUPS[len(hosts)], keys, copies, base, timeout_seconds=TIMEOUT_SECONDS)
     gloo = link.gloo if damage is None else DamagingGroup(link.gloo, *damage)
-    link = Link(gloo, link.ranks, link.rank, link.key, answer_seconds)
+    link = PeerLink(gloo, link.ranks, link.rank, link.key, answer_seconds)
     folder = folder_at(base, hosts[link.rank], capacity_bytes)
     return Side(link.rank, folder, Replicator(link, folder, keys, copies, piece_bytes=piece_bytes, monotonic=monotonic))
 

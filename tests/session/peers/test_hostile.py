@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tensorstore_ck.errors import BackendUnavailableError
-from tensorstore_ck.session.peers import Link, connect, host_of_folder
+from tensorstore_ck.session.peers import PeerLink, connect, host_of_folder
 from tensorstore_ck.session.peers.link import BACK, FORTH, MAC_BYTES, MAX_RECORD_BYTES, PeerLostError
 from tensorstore_ck.session.staging.manifest import manifest_key
 from tests.session.group.pool import GROUPS, Pool
@@ -25,7 +25,7 @@ SHORT_SECONDS: Final = 1.0
 NAME: Final = name_of(0, 1)
 """What the hostile rank offers."""
 SIZE: Final = PIECE_BYTES
-Attack = Callable[[Link], None]
+Attack = Callable[[PeerLink], None]
 
 
 class _Recorded:
@@ -51,7 +51,7 @@ def _piece(data: bytes) -> np.ndarray[Any, Any]:
     return np.frombuffer(bytes(64) + data + bytes(MAC_BYTES), np.uint8).copy()
 
 
-def _put(link: Link, put: int, data: bytes) -> None:
+def _put(link: PeerLink, put: int, data: bytes) -> None:
     """What an honest rank sends."""
     link.send_record(1, FORTH, _offer(put))
     assert link.receive_record(1, BACK)["wanted"] == [NAME]
@@ -60,30 +60,30 @@ def _put(link: Link, put: int, data: bytes) -> None:
         _take_word(link)
 
 
-def _take_word(link: Link) -> None:
+def _take_word(link: PeerLink) -> None:
     link.receive(1, BACK, np.zeros(1 + MAC_BYTES, np.uint8)).wait()
 
 
-def _other_key(link: Link) -> None:
+def _other_key(link: PeerLink) -> None:
     link.key = bytes(32)
     link.send_record(1, FORTH, _offer())
 
 
-def _garbage(link: Link) -> None:
+def _garbage(link: PeerLink) -> None:
     link.gloo.send([torch.full((8 + MAC_BYTES,), 0xA5, dtype=torch.uint8)], 1, FORTH).wait()
 
 
-def _oversized_record(link: Link) -> None:
+def _oversized_record(link: PeerLink) -> None:
     head = (MAX_RECORD_BYTES + 1).to_bytes(8, "little")
     link.send(1, FORTH, np.frombuffer(head + bytes(MAC_BYTES), np.uint8).copy()).wait()
 
 
-def _terabytes(link: Link) -> None:
+def _terabytes(link: PeerLink) -> None:
     link.send_record(1, FORTH, _offer(size=1 << 44))
     assert "do not fit" in link.receive_record(1, BACK)["refused"]
 
 
-def _other_key_in_a_piece(link: Link) -> None:
+def _other_key_in_a_piece(link: PeerLink) -> None:
     link.send_record(1, FORTH, _offer())
     assert link.receive_record(1, BACK)["wanted"] == [NAME]
     key, link.key = link.key, bytes(32)
@@ -93,7 +93,7 @@ def _other_key_in_a_piece(link: Link) -> None:
     _take_word(link)
 
 
-def _swapped_pieces(link: Link) -> None:
+def _swapped_pieces(link: PeerLink) -> None:
     """Two pieces of an object, the second one first: as the MACs are, nothing else is wrong."""
     link.send_record(1, FORTH, _offer(size=2 * SIZE))
     link.receive_record(1, BACK)
@@ -113,13 +113,13 @@ class _Silent(_Recorded):
         self.sent.append((tensors[0].clone(), rank, tag))
 
 
-def _stopping_midway(link: Link) -> None:
+def _stopping_midway(link: PeerLink) -> None:
     link.send_record(1, FORTH, _offer(size=3 * SIZE))
     link.receive_record(1, BACK)
     link.send(1, FORTH, _piece(bytes(SIZE))).wait()
 
 
-def _short_message(link: Link) -> None:
+def _short_message(link: PeerLink) -> None:
     """gloo fills what it can, and leaves the rest of the buffer as it was."""
     link.send_record(1, FORTH, _offer())
     link.receive_record(1, BACK)
@@ -151,7 +151,7 @@ def _attacked(base: str, number: int) -> tuple[str, list[str]]:
     return "", []
 
 
-def _hostile_link(base: str) -> Link:
+def _hostile_link(base: str) -> PeerLink:
     for host in HOSTS:
         os.makedirs(folder_at(base, host).path, exist_ok=True)
     return connect(GROUPS[2], [host_of_folder(folder_at(base, host).path) for host in HOSTS], 1, base, timeout_seconds=20)

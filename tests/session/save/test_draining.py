@@ -20,8 +20,8 @@ from tests.session.save.places import SECONDS, Scene, Stop, check, put_beside, s
 def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """What hangs is not waited for as long as in a job."""
     monkeypatch.setattr(save_queue, "GIVE_UP_SECONDS", 0.2)
-    assert save_queue.Saver.drain.__kwdefaults__ is not None
-    monkeypatch.setitem(save_queue.Saver.drain.__kwdefaults__, "give_up_seconds", 0.2)
+    assert save_queue.SaveQueue.drain.__kwdefaults__ is not None
+    monkeypatch.setitem(save_queue.SaveQueue.drain.__kwdefaults__, "give_up_seconds", 0.2)
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def test_a_backend_that_hangs_is_given_up() -> None:
 
 
 def test_what_gives_up_in_time_is_reported_as_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(save_queue.Saver.drain.__kwdefaults__ or {}, "give_up_seconds", SECONDS)
+    monkeypatch.setitem(save_queue.SaveQueue.drain.__kwdefaults__ or {}, "give_up_seconds", SECONDS)
     with hanging() as (place, stop, (second, third)):
         second._course.on_drop(stop.let_go)
         report = place.store.drain(0)

@@ -12,8 +12,8 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, SnapshotDroppedError
 from tensorstore_ck.session.save.capture_budget import CaptureMemory
-from tensorstore_ck.session.save.put_protocol import Turn
-from tensorstore_ck.session.save.single_put import AloneJob
+from tensorstore_ck.session.save.put_protocol import Admission
+from tensorstore_ck.session.save.single_put import SinglePut
 from tests.session.save.places import MIB, SECONDS, Scene, Stop, check, put_beside, scene
 
 COPY = 2 * MIB
@@ -315,11 +315,11 @@ def test_a_put_that_is_interrupted_once_it_has_memory_gives_it_back(monkeypatch:
     with scene(host_memory_bytes=COPY) as place:
         with monkeypatch.context() as patch:
 
-            def agree(self: AloneJob, decide: Callable[[], Turn]) -> Turn:
+            def agree(self: SinglePut, decide: Callable[[], Admission]) -> Admission:
                 assert decide().goes
                 raise KeyboardInterrupt
 
-            patch.setattr(AloneJob, "agree", agree)
+            patch.setattr(SinglePut, "agree", agree)
             with pytest.raises(KeyboardInterrupt):
                 put_beside(place.store, 1, size_bytes=COPY)
         assert place.in_use_bytes == 0

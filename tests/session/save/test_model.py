@@ -15,7 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import BackendUnavailableError, ConflictError, SnapshotDroppedError, WaitTimeoutError
-from tensorstore_ck.session.save.save_queue import Saver
+from tensorstore_ck.session.save.save_queue import SaveQueue
 from tests.session.save.places import MIB, SECONDS, Scene, Stop, check, put_beside, state_of
 
 SIZE = 3000
@@ -294,8 +294,8 @@ class Machine(RuleBasedStateMachine):
 
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Saver.drain.__kwdefaults__ is not None
-    monkeypatch.setitem(Saver.drain.__kwdefaults__, "give_up_seconds", 0.0)
+    assert SaveQueue.drain.__kwdefaults__ is not None
+    monkeypatch.setitem(SaveQueue.drain.__kwdefaults__, "give_up_seconds", 0.0)
 
 
 Machine.TestCase.settings = settings(max_examples=20, stateful_step_count=25, suppress_health_check=list(HealthCheck), print_blob=True)

@@ -10,7 +10,7 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import BackendUnavailableError, SnapshotDroppedError, WaitTimeoutError
-from tensorstore_ck.session.save.single_put import AloneJob
+from tensorstore_ck.session.save.single_put import SinglePut
 from tests.session.save.places import MIB, SECONDS, Scene, check, put_beside, scene
 
 IN_WORK = ["get log/", "open packs/", "append", "close", "put parts/"]
@@ -261,7 +261,7 @@ def test_what_is_held_of_a_put_does_not_hold_its_state() -> None:
 def jobs() -> int:
     """What holds states."""
     gc.collect()
-    return sum(type(found) is AloneJob for found in gc.get_objects())
+    return sum(type(found) is SinglePut for found in gc.get_objects())
 
 
 # --- progress and what is under way -----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.session.group import Group
 from tensorstore_ck.session.save import at_exit
-from tensorstore_ck.session.save.save_queue import Saver
+from tensorstore_ck.session.save.save_queue import SaveQueue
 from tests.end_to_end.crash.faulty import Faults, FaultyBackend
 from tests.session.save.nursery import DEADLINE_SECONDS, say, serve, watch
 from tests.session.save.places import MIB, put_beside, state_of
@@ -79,8 +79,8 @@ def in_flight(folder: str, how: str) -> None:
 
     if how == "hangs":
         vars(at_exit)["EXIT_SECONDS"] = 0.2
-        assert Saver.drain.__kwdefaults__ is not None
-        Saver.drain.__kwdefaults__["give_up_seconds"] = 0.2
+        assert SaveQueue.drain.__kwdefaults__ is not None
+        SaveQueue.drain.__kwdefaults__["give_up_seconds"] = 0.2
     store = open_store(folder, Trap("put parts/", 1, hold))
     for step in (1, 2, 3):
         tell_end(folder, put_beside(store, step))

@@ -217,13 +217,13 @@ def die_before_the_log_knows(folder: str, ranks: int, disks: tuple[str, ...]) ->
 
 def lose_the_log(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
     """Rank 1 stages its side, learns no outcome and cannot ask the log: what that put raises."""
-    from tensorstore_ck.session.group.attempt import Attempt
+    from tensorstore_ck.session.group.attempt import Round
     from tensorstore_ck.session.group.channel import ChannelError
     from tensorstore_ck.session.staging.stage import StagedRankPut
 
-    real = Attempt._wait_for_outcome, StagedRankPut.settle
+    real = Round._wait_for_outcome, StagedRankPut.settle
 
-    def lose(self: Attempt) -> Any:
+    def lose(self: Round) -> Any:
         if not self._title.startswith("the put"):
             return real[0](self)
         real[0](self)
@@ -234,7 +234,7 @@ def lose_the_log(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
         raise BackendUnavailableError("no answer")
 
     if dist.get_rank() == 1:
-        Attempt._wait_for_outcome, StagedRankPut.settle = lose, settle  # type: ignore[method-assign, assignment]
+        Round._wait_for_outcome, StagedRankPut.settle = lose, settle  # type: ignore[method-assign, assignment]
     try:
         with Job(folder, ranks, disks, stagger_seconds=DAY_SECONDS) as job:
             job.restore("job")
@@ -245,20 +245,20 @@ def lose_the_log(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
                 return type(exc).__name__
             return ""
     finally:
-        Attempt._wait_for_outcome, StagedRankPut.settle = real  # type: ignore[method-assign]
+        Round._wait_for_outcome, StagedRankPut.settle = real  # type: ignore[method-assign]
 
 
 def miss_what_was_published(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
     """Rank 1 does not find in the log what rank 0 published: what that put raises."""
-    real = publish_staged_group.StagedRanks._end
+    real = publish_staged_group.PublishStagedGroup._end
 
-    def end(self: publish_staged_group.StagedRanks, *args: Any) -> Any:
+    def end(self: publish_staged_group.PublishStagedGroup, *args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RefTable, "snapshot", lambda *_: None)
             return real(self, *args)
 
     if dist.get_rank() == 1:
-        publish_staged_group.StagedRanks._end = end  # type: ignore[method-assign, assignment]
+        publish_staged_group.PublishStagedGroup._end = end  # type: ignore[method-assign, assignment]
     try:
         with Job(folder, ranks, disks) as job:
             job.restore("job")
@@ -268,4 +268,4 @@ def miss_what_was_published(folder: str, ranks: int, disks: tuple[str, ...]) -> 
                 return type(exc).__name__
             return ""
     finally:
-        publish_staged_group.StagedRanks._end = real  # type: ignore[method-assign]
+        publish_staged_group.PublishStagedGroup._end = real  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ from tensorstore_ck.backend import s3_multipart_writer, s3_resumable_upload
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.resumable_upload import Upload
-from tensorstore_ck.backend.staging import Staging, StagingFolder, Tier, TieredBackend, Uploader
+from tensorstore_ck.backend.staging import ReadThroughBackend, Staging, StagingFolder, StagingTier, Uploader
 from tensorstore_ck.backend.staging import folder as folder_module
 from tensorstore_ck.backend.staging import sparse_files as copies_module
 from tensorstore_ck.backend.staging.upload_journal import UploadJournal
@@ -163,9 +163,9 @@ class Process:
             folder.journal = UploadJournal(cast(Backend, faulty))
         DISK.faults = disk_faults
         engine = make_engine(backend, config, MemoryTable(), sleep=lambda _: None)
-        tiered = TieredBackend(folder, backend)
+        tiered = ReadThroughBackend(folder, backend)
         uploader = Uploader(folder, backend, max_parallel_requests=1, sleep=lambda _: time.sleep(NAP_SECONDS))
-        engine.backend, engine.tier = tiered, Tier(folder, uploader, tiered, Staging(path))
+        engine.backend, engine.tier = tiered, StagingTier(folder, uploader, tiered, Staging(path))
         self.folder = folder
         self.events: list[Event] = []
         self.store = Store(engine, host_memory_bytes=64 << 20)

@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 import tensorstore_ck as tsck
 from tensorstore_ck.training.checkpointing import Trigger
-from tensorstore_ck.training.checkpointing.triggers import Told
+from tensorstore_ck.training.checkpointing.triggers import DecidedTrigger
 from tests.session.group.pool import GROUPS
 
 
-class Asked(Told):
+class Asked(DecidedTrigger):
     """What a rank wants at a step, as a clock or a signal would."""
 
     def __init__(self, rank: int, step: int, *, any_rank: bool) -> None:

@@ -1,7 +1,7 @@
 """The board after the connection to the group's store broke."""
 
 from tensorstore_ck.session.group.group import StoreThread
-from tensorstore_ck.training.checkpointing.step_flag import Board
+from tensorstore_ck.training.checkpointing.step_flag import StepFlag
 from tests.session.group.simulation import FakeStore
 
 
@@ -31,7 +31,7 @@ class Connection(FakeStore):
 def test_a_connection_that_broke_is_made_anew() -> None:
     server = Server()
     thread = StoreThread(server)
-    board = Board(thread, thread.renew, rank=0, prefix="", lead_steps=3, clock=lambda: 0.0)
+    board = StepFlag(thread, thread.renew, rank=0, prefix="", lead_steps=3, clock=lambda: 0.0)
     assert board.look("save", 1, wants=False) is None
     server.connections[0].is_broken = True
     assert board.look("save", 2, wants=True) == 5

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.maintenance.optimal_interval import Costs
-from tensorstore_ck.training.checkpointing import Moment
+from tensorstore_ck.maintenance.optimal_interval import SaveCosts
+from tensorstore_ck.training.checkpointing import TriggerContext
 from tensorstore_ck.training.checkpointing.metric_condition import condition
-from tensorstore_ck.training.checkpointing.triggers import Told
+from tensorstore_ck.training.checkpointing.triggers import DecidedTrigger
 
 
 def steps_of(when: tsck.Trigger, steps: list[int], **moment: Any) -> list[int]:
     """At which steps of a run it fires."""
     fired: list[int] = []
     for number, step in enumerate(steps):
-        now = Moment(step, is_first=number == 0, previous_step=steps[number - 1] if number else None, **moment)
+        now = TriggerContext(step, is_first=number == 0, previous_step=steps[number - 1] if number else None, **moment)
         if when.fires(now):
             fired.append(step)
             when.saved(now)
@@ -54,7 +54,7 @@ def test_epochs() -> None:
     when = tsck.every_epochs(0.5)
     fired: list[float] = []
     for tenth in range(1, 25):
-        moment = Moment(tenth, epoch=tenth / 10, previous_epoch=(tenth - 1) / 10)
+        moment = TriggerContext(tenth, epoch=tenth / 10, previous_epoch=(tenth - 1) / 10)
         if when.fires(moment):
             fired.append(tenth / 10)
     assert fired == [0.5, 1.0, 1.5, 2.0]
@@ -63,16 +63,21 @@ def test_epochs() -> None:
 def test_metrics() -> None:
     values = [math.nan, 3.0, 2.9, 2.95, 2.0, 2.0, math.inf, 1.0]
     better = tsck.on_improvement("loss", min_delta=0.5)
-    assert [better.fires(Moment(step, metrics={"loss": value})) for step, value in enumerate(values)] == [
+    assert [better.fires(TriggerContext(step, metrics={"loss": value})) for step, value in enumerate(values)] == [
         False, True, False, False, True, False, False, True,
     ]  # fmt: skip
-    assert not better.fires(Moment(99))
+    assert not better.fires(TriggerContext(99))
     low = tsck.on_metric("loss < 2.5")
-    assert [low.fires(Moment(step, metrics={"loss": value})) for step, value in enumerate(values)] == [
+    assert [low.fires(TriggerContext(step, metrics={"loss": value})) for step, value in enumerate(values)] == [
         False, False, False, False, True, False, False, True,
     ]  # fmt: skip
     up = tsck.on_improvement("acc", direction="max")
-    assert [up.fires(Moment(step, metrics={"acc": value})) for step, value in enumerate([0.1, 0.3, 0.2, 0.4])] == [True, True, False, True]
+    assert [up.fires(TriggerContext(step, metrics={"acc": value})) for step, value in enumerate([0.1, 0.3, 0.2, 0.4])] == [
+        True,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_time_counts_from_the_last_snapshot() -> None:
@@ -83,9 +88,9 @@ def test_time_counts_from_the_last_snapshot() -> None:
     for step in range(1, 10):
         now += 25.0
         every.since = step if every.since is None and every.wants() else every.since
-        if when.fires(Moment(step)):
+        if when.fires(TriggerContext(step)):
             fired.append(step)
-            when.saved(Moment(step))
+            when.saved(TriggerContext(step))
     assert fired == [2, 5, 8]
 
 
@@ -108,8 +113,8 @@ def test_a_signal_is_answered_once() -> None:
         assert told.wants()
         assert came == [signal.SIGUSR1], "whoever was told before still is"
         told.since = 7
-        assert [when.fires(Moment(step)) for step in (6, 7)] == [False, True]
-        when.saved(Moment(7))
+        assert [when.fires(TriggerContext(step)) for step in (6, 7)] == [False, True]
+        when.saved(TriggerContext(7))
         assert not told.wants()
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -118,7 +123,7 @@ def test_a_signal_is_answered_once() -> None:
 def test_joined_triggers_tell_what_one_rank_decides() -> None:
     when = (tsck.every_steps(5) & tsck.every_seconds(60)) | tsck.auto()
     assert [type(each).__name__ for each in when.told()] == ["every_seconds", "auto"]
-    assert all(isinstance(each, Told) for each in when.told())
+    assert all(isinstance(each, DecidedTrigger) for each in when.told())
 
 
 @pytest.mark.parametrize(
@@ -141,8 +146,8 @@ def test_joined_triggers_tell_what_one_rank_decides() -> None:
         lambda: tsck.on_metric("loss <"),
         lambda: tsck.every_steps(1) | 5,  # type: ignore[operator]
         lambda: tsck.auto(mtbf="never"),
-        lambda: tsck.every_epochs(1).fires(Moment(1)),
-        lambda: tsck.at_fraction(0.1).fires(Moment(1)),
+        lambda: tsck.every_epochs(1).fires(TriggerContext(1)),
+        lambda: tsck.at_fraction(0.1).fires(TriggerContext(1)),
     ],
 )
 def test_what_makes_no_sense_is_refused(make: Callable[[], object]) -> None:
@@ -203,4 +208,4 @@ def test_any_text_is_a_condition_or_refused(text: str) -> None:
 
 
 def test_costs_are_named() -> None:
-    assert Costs(1.0)._fields == ("stall", "lag", "restart", "mtbf")
+    assert SaveCosts(1.0)._fields == ("stall", "lag", "restart", "mtbf")
