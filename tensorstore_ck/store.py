@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from tensorstore_ck.backend.staging import Staging
 from tensorstore_ck.engine.opening import open_engine
 from tensorstore_ck.engine.read.merged_snapshot import count_rank_states, open_rank_state, open_snapshot
-from tensorstore_ck.engine.write.put import ANY
+from tensorstore_ck.engine.write.publish import ANY
 from tensorstore_ck.format.codec import CodecOption, DeltaOption
 from tensorstore_ck.format.random_streams import RULE, Streams
 from tensorstore_ck.log import Rollback, SnapshotInfo

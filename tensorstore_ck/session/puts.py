@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tensorstore_ck.common.host_memory import default_limit_bytes
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.write.put import AnyHead
+from tensorstore_ck.engine.write.publish import AnyHead
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged, require_checks
 from tensorstore_ck.errors import InvalidOptionError, StoreError

@@ -60,7 +60,12 @@ class PartSlot(NamedTuple):
     """See `Part.layout_of`."""
 
 
-ALONE: Final = PartSlot(0, 1, (0,), None)
+SINGLE: Final = PartSlot(0, 1, (0,), None)
+
+
+def slot_of_one(captured: CapturedState) -> PartSlot:
+    """The slot of the only part of a snapshot: its part id covers explicit regions only together with `Part.layout_of`."""
+    return SINGLE._replace(layout_of=b"") if captured.explicit else SINGLE
 
 
 class WrittenPart(NamedTuple):
@@ -106,7 +111,7 @@ def write_part(
     known: BlockLookup,
     *,
     anchor: int,
-    seat: PartSlot = ALONE,
+    seat: PartSlot = SINGLE,
     coding: Coding,
     meter: PutMeter | None = None,
     apart: bool = False,

@@ -14,9 +14,11 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.part_writer import BlockLookup, PartSlot, WrittenPart, write_part
-from tensorstore_ck.engine.write.put import MAX_TRIES, PutRequest
+from tensorstore_ck.engine.write.publish import retry_expired
+from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts, publish_parts, record_of
+from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings, merged
-from tensorstore_ck.errors import MismatchError, SnapshotExpiredError
+from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.block_assignment import alike, first_ranks
 from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.random_streams import RULE
@@ -30,7 +32,6 @@ from tensorstore_ck.session.group.matching_arguments import Differing, require_a
 from tensorstore_ck.session.group.participant import Participant
 from tensorstore_ck.session.group.pipeline_stages import PipelineStage, contradiction
 from tensorstore_ck.session.group.planning_round import Planning
-from tensorstore_ck.session.group.publish import RankParts, checked_parts, publish, record_of
 from tensorstore_ck.session.group.put_plan import Memory
 from tensorstore_ck.session.group.rank_messages import Verbatim, disagreements, in_the_job
 from tensorstore_ck.session.group.replica_check import ReplicaDigests, differences, digests_of
@@ -193,12 +194,7 @@ class RankPut:
             return telling(self._told_options()) if self._group.rank in go["explain"] else {}
         self.follow(go)
         self._states = self._states._replace(shared=self._planning.follow(go, self._states.shared))
-        for _ in range(MAX_TRIES - 1):
-            try:
-                return self._write().record()
-            except SnapshotExpiredError:
-                continue  # gc freed something that this relies on: the bytes are still in memory
-        return self._write().record()
+        return retry_expired(self._write).record()
 
     def _told_options(self) -> Body:
         request = self._request
@@ -336,7 +332,7 @@ class RankPut:
         """Says so in the log: the number of the entry."""
         record = self._record(dones)
         parts = [done.parts for done in dones]
-        return publish(self._engine, self._request, record, parts, txn=self._txn, mark=self._mark(drifted)).n
+        return publish_parts(self._engine, self._request, record, parts, txn=self._txn, mark=self._mark(drifted)).n
 
     def _record(self, dones: Sequence[RankDone]) -> Record:
         parts, logical = [done.parts for done in dones], self._states.shared.logical_bytes + sum(done.told_bytes for done in dones)

@@ -13,7 +13,9 @@ from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import ByteSource, CapturedState
 from tensorstore_ck.engine.write.part_writer import PartSlot, source_offsets
-from tensorstore_ck.engine.write.put import ANY, PutRequest, put
+from tensorstore_ck.engine.write.publish import ANY
+from tensorstore_ck.engine.write.put import put
+from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.block_assignment import Region, regions, shares
 from tensorstore_ck.format.layout import Layout, TensorSpec

@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from tensorstore_ck.common.threads import cpu_threads
-from tensorstore_ck.engine.write.put import PutRequest, check_expected, put
+from tensorstore_ck.engine.write.publish import check_expected
+from tensorstore_ck.engine.write.put import put
+from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.session.ref_fence import PutOptions

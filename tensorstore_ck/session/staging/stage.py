@@ -17,8 +17,10 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.reachability import revive
 from tensorstore_ck.engine.write.dedup import DedupIndex
-from tensorstore_ck.engine.write.part_writer import ALONE, BlockLookup, WrittenPart, write_part
-from tensorstore_ck.engine.write.put import AnyHead, PutRequest, check_expected, is_expected
+from tensorstore_ck.engine.write.part_writer import BlockLookup, WrittenPart, slot_of_one, write_part
+from tensorstore_ck.engine.write.publish import AnyHead, check_expected, is_expected
+from tensorstore_ck.engine.write.rank_parts import checked_parts, record_of
+from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     SnapshotAbortedError,
@@ -31,7 +33,6 @@ from tensorstore_ck.format.sealed import Body, object_hash
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.session.group.attempt import Round
 from tensorstore_ck.session.group.group import Group
-from tensorstore_ck.session.group.publish import checked_parts, record_of
 from tensorstore_ck.session.group.put_plan import Memory
 from tensorstore_ck.session.group.rank_put import PreparedPut, RankDone, RankPut
 from tensorstore_ck.session.staging.manifest import Accepts, Manifest, PublishingLead, manifest_key
@@ -193,13 +194,12 @@ def _stage_alone(
     head, base = view.head(), None if offline else base_of(view, request)
     anchor = head.n if head else 0
     try:
-        seat = ALONE._replace(layout_of=b"") if captured.explicit else ALONE
         written = write_part(
             stager.engine,
             captured,
             stager.known(base, 0, 1),
             anchor=anchor,
-            seat=seat,
+            seat=slot_of_one(captured),
             coding=request.coding,
             meter=meter,
             sampling=request.sampling,

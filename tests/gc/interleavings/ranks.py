@@ -10,9 +10,9 @@ import numpy as np
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.write import put as writer
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.part_writer import PartSlot, write_part
+from tensorstore_ck.engine.write.publish import condemned_of
 from tensorstore_ck.errors import MissingObjectError, SnapshotExpiredError
 from tensorstore_ck.format.codec import Coding
 from tensorstore_ck.format.part import Part, decode_part, part_name
@@ -35,13 +35,19 @@ def rank(name: str, number: int, labels: str, *, ranks: int = 2, table: MemoryTa
         engine.log.sync()
         ulid, part = _write_part(engine, number, ranks, labels)
         engine.log.sync()
-        writer.commit_rescue(engine, engine.log.view(), ulid, [(ulid, part)])  # checked at this rank's own head
+        rescue(engine, engine.log.view(), ulid, [(ulid, part)])  # checked at this rank's own head
         engine.backend.put(f"channel/{number}", ulid)
         if number == 0:
             _lead(engine, ranks)
         return _outcome(engine, gives_up_in_log=gives_up_in_log)
 
     return Actor(name, run, table, (*FAILED, MissingObjectError, SnapshotExpiredError))
+
+
+def rescue(engine: Engine, view: RefTable, snapshot: Ulid, parts: list[tuple[Ulid, Part]]) -> list[Op]:
+    """What keeps gc from freeing what was condemned of these parts."""
+    condemned = condemned_of(engine, view, [snapshot], parts)
+    return [Op.rescue(condemned)] if condemned else []
 
 
 def _write_part(engine: Engine, number: int, ranks: int, labels: str) -> tuple[Ulid, Part]:
@@ -71,7 +77,7 @@ def _lead(engine: Engine, ranks: int) -> None:
             return []
         anchor = min(part.anchor for _, part in parts)
         put = Op.put("ranks", snapshot, record, encoded, anchor=anchor, txn=TXN)
-        return [put, *writer.commit_rescue(engine, view, snapshot, parts)]
+        return [put, *rescue(engine, view, snapshot, parts)]
 
     engine.log.append(build)
 
