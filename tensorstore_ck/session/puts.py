@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from tensorstore_ck.session.save.group_put import GroupPut
-    from tensorstore_ck.session.save.single_put import SinglePut
+    from tensorstore_ck.session.save.put import SinglePut
     from tensorstore_ck.state.capture_copy import Arena
 
 
@@ -224,12 +223,11 @@ class SavingStore(ManagedStore):
                 checks=require_checks(unchanged, verify_capture),
             )
 
-        from tensorstore_ck.session.save.group_put import UnpreparedState  # noqa: PLC0415 - likewise
-        from tensorstore_ck.session.save.single_put import SinglePut  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.session.save.group_put import UnpreparedState  # noqa: PLC0415 - loads torch
 
         group = process_group(group)
 
-        def make() -> "SinglePut | GroupPut":
+        def make() -> "SinglePut":
             captured = state
             if group is not None:  # also where host_memory_bytes is given: other ranks may not have it, and all must ask
                 try:
@@ -237,8 +235,9 @@ class SavingStore(ManagedStore):
                 except StoreError as exc:  # the others may know, and begin the put
                     captured = UnpreparedState(exc)
             job = self._job(ask, captured, rank_state, ref=ref, step=step, group=group, frozen=frozen, timeout_seconds=timeout_seconds)
-            job.prepare()
-            if isinstance(job, SinglePut) and self._saver.is_quiet():
+            if group is not None:
+                job.prepare()
+            elif self._saver.is_quiet():
                 job.check_known()
             return job
 
@@ -332,9 +331,12 @@ class SavingStore(ManagedStore):
         group: "ProcessGroup | None",
         frozen: Sequence[str],
         timeout_seconds: float,
-    ) -> "SinglePut | GroupPut":
-        from tensorstore_ck.session.save.group_put import GroupPut  # noqa: PLC0415 - likewise
-        from tensorstore_ck.session.save.single_put import SinglePut  # noqa: PLC0415 - loads torch
+    ) -> "SinglePut":
+        from tensorstore_ck.session.group.rank_put import RankStates  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.session.save.group_put import GroupPut, UnpreparedState  # noqa: PLC0415 - likewise
+        from tensorstore_ck.session.save.put import SinglePut  # noqa: PLC0415 - likewise
+        from tensorstore_ck.state.capture import capture  # noqa: PLC0415 - likewise
+        from tensorstore_ck.state.rank_shares import describer_of  # noqa: PLC0415 - likewise
 
         if group is None:
             require_no_rank_state(rank_state)
@@ -342,8 +344,21 @@ class SavingStore(ManagedStore):
             self._engine.limit.share(group.size())
         self._resume(group, timeout_seconds)
         if group is None:
-            return SinglePut(self._handle, next(self._numbers), ask(), state, frozen)
-        return GroupPut(self._handle, group, ask, state, rank_state, ref=ref, step=step, frozen=frozen, timeout_seconds=timeout_seconds)
+            number = next(self._numbers)
+            job = SinglePut(
+                self._handle, number, ask, lambda: RankStates(self._handle.frozen.mark(capture(state), frozen), None), ref=ref, step=step
+            )
+            job.prepare()
+            return job
+
+        def take_apart() -> RankStates:
+            if isinstance(state, UnpreparedState):
+                raise state.error
+            nonce = self._handle.groups.of(group)[0].nonce
+            shared = self._handle.frozen.mark(capture(state, describer_of(group)), frozen, nonce)
+            return RankStates(shared, None if rank_state is None else capture(rank_state))
+
+        return GroupPut(self._handle, group, ask, take_apart, ref=ref, step=step, timeout_seconds=timeout_seconds)
 
     def _open_arena(self) -> "Arena":
         import torch  # noqa: PLC0415 - takes a second

@@ -1,15 +1,91 @@
-"""Puts one snapshot of one process. Knows no torch: it takes a state that was taken apart."""
+"""Puts one snapshot of one process, and where the bytes of any save go. Knows no torch: it takes a state that was taken apart."""
 
+from collections.abc import Sequence
+from typing import Protocol
+
+from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.dedup import DedupIndex
-from tensorstore_ck.engine.write.part_writer import slot_of_one, write_part
+from tensorstore_ck.engine.write.part_writer import BlockLookup, WrittenPart, slot_of_one, write_part
 from tensorstore_ck.engine.write.publish import retry_expired
-from tensorstore_ck.engine.write.rank_parts import checked_parts, publish_parts, record_of
+from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts, publish_parts, record_of
 from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.errors import UndecidedError
+from tensorstore_ck.format.record import Record
 from tensorstore_ck.log import SnapshotInfo
+
+
+class Destination(Protocol):
+    """Where a save's bytes become durable, and the log entry that then says so: for a store itself, or a staging disk in front of it."""
+
+    @property
+    def engine(self) -> Engine:
+        """Writes packs and parts there."""
+
+    @property
+    def is_offline(self) -> bool:
+        """Whether the store does not answer: nothing of it is asked for, or relied on."""
+
+    @property
+    def is_staging(self) -> bool:
+        """Whether the entry says "staged", and not "put"."""
+
+    def admit(self, request: PutRequest) -> None:
+        """Refuses a save whose ref is not where it must be; the entry is checked again when it is appended."""
+
+    def begin(self, request: PutRequest) -> None:
+        """Looks for what the save may share blocks with."""
+
+    def known(self, request: PutRequest, number: int, ranks: int) -> BlockLookup:
+        """Which blocks of part `number` need not be written."""
+
+    def wrote(self, request: PutRequest) -> None:
+        """A rank of several has written its parts: it makes sure that rank 0 can read them, and that a crash loses nothing."""
+
+    def commit(
+        self, request: PutRequest, record: Record, parts: Sequence[RankParts], txn: Ulid, mark: tuple[str, str] | None = None
+    ) -> SnapshotInfo:
+        """Makes the record durable, and appends the entry: see `publish_parts`."""
+
+    def keep(self, info: SnapshotInfo, written: Sequence[WrittenPart]) -> None:
+        """Remembers what the next save is likely to need."""
+
+
+class StoreDestination:
+    """The store itself."""
+
+    is_offline = is_staging = False
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def admit(self, request: PutRequest) -> None:
+        """The entry is checked when it is appended; until then another process may move the ref."""
+
+    def begin(self, request: PutRequest) -> None:
+        """What is shared is looked for in the snapshot that the request names."""
+
+    def known(self, request: PutRequest, number: int, ranks: int) -> BlockLookup:
+        """See `Destination`."""
+        return DedupIndex(self.engine, request.nearest, number, ranks)
+
+    def wrote(self, request: PutRequest) -> None:
+        """What is in the store can be read by all."""
+
+    def commit(
+        self, request: PutRequest, record: Record, parts: Sequence[RankParts], txn: Ulid, mark: tuple[str, str] | None = None
+    ) -> SnapshotInfo:
+        """See `Destination`."""
+        return publish_parts(self.engine, request, record, parts, txn=txn, mark=mark)
+
+    def keep(self, info: SnapshotInfo, written: Sequence[WrittenPart]) -> None:
+        """See `Destination`."""
+        self.engine.note_published()
+        for each in written:
+            self.engine.keep_part(each.ulid, each.part)
+            self.engine.index.add(each.added.items(), published_at=info.n)
 
 
 def put(engine: Engine, captured: CapturedState, request: PutRequest, meter: PutMeter | None = None) -> SnapshotInfo:
@@ -22,24 +98,37 @@ def put(engine: Engine, captured: CapturedState, request: PutRequest, meter: Put
         UndecidedError: the backend went away in the middle of the commit.
     """
     engine.require_writable()
-    return retry_expired(lambda: _try_put(engine, captured, request, meter or PutMeter()), engine.log.sync)
+    destination = StoreDestination(engine)
+    return retry_expired(lambda: put_once(captured, request, meter or PutMeter(), destination), engine.log.sync)
 
 
-def _try_put(engine: Engine, captured: CapturedState, request: PutRequest, meter: PutMeter) -> SnapshotInfo:
-    head = engine.log.view().head()
-    known, anchor = DedupIndex(engine, request.nearest), head.n if head else 0
-    slot, coding, sampling = slot_of_one(captured), request.coding, request.sampling
-    written = write_part(engine, captured, known, anchor=anchor, seat=slot, coding=coding, meter=meter, sampling=sampling)
-    request = request.judged(engine, request.examine(engine, written, captured))
+def put_once(
+    captured: CapturedState, request: PutRequest, meter: PutMeter, destination: Destination, txn: Ulid | None = None
+) -> SnapshotInfo:
+    """One try of `put`, to any destination; `txn` is the snapshot's ULID, if it has one already.
+
+    Raises:
+        SnapshotExpiredError: gc freed something that it relies on.
+    """
+    engine = destination.engine
+    destination.admit(request)
+    destination.begin(request)
+    head, known, slot = engine.log.view().head(), destination.known(request, 0, 1), slot_of_one(captured)
+    anchor, coding, sampling = head.n if head else 0, request.coding, request.sampling
+    written = write_part(engine, captured, known, anchor=anchor, slot=slot, coding=coding, meter=meter, sampling=sampling)
+    if destination.is_offline:  # nothing is compared with what may have to be read from the store
+        request = request.noted(written.tensors.sample.finiteness)
+    else:
+        request = request.judged(engine, request.examine(engine, written, captured))
     with meter.timed("commit"):
-        parts = [checked_parts(engine, [written], anchor, sync=False)]
-        record, txn = record_of(engine, request, parts, logical_bytes=captured.logical_bytes), engine.put_id()
+        sync = destination.is_staging and not destination.is_offline  # what is staged is published much later
+        parts = [checked_parts(engine, [written], anchor, sync=sync)]
+        record = record_of(engine, request, parts, logical_bytes=captured.logical_bytes)
+        txn = txn or engine.put_id()
         try:
-            info = publish_parts(engine, request, record, parts, txn=txn)
+            info = destination.commit(request, record, parts, txn)
         except UndecidedError as exc:
             exc.txn = txn
             raise
-    engine.note_published()
-    engine.keep_part(written.ulid, written.part)
-    engine.index.add(written.added.items(), published_at=info.n)
+    destination.keep(info, [written])
     return info

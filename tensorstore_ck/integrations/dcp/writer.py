@@ -311,18 +311,18 @@ class Writer(StorageWriter):
         anchor, block_bytes = self._engine.log.sync().n, self._engine.config.block_bytes
         sampling = Sampling(turn_of(None, self._saving.step), self._checks.verify_capture)
         with open_packs(self._engine, self._known(role)) as packs:
-            tensors = write_tensors(captured, packs, seat=role.seat, block_bytes=block_bytes, coding=self._coding(), sampling=sampling)
+            tensors = write_tensors(captured, packs, slot=role.slot, block_bytes=block_bytes, coding=self._coding(), sampling=sampling)
         tensors.sample.verify(tensors.inlined, tensors.inline)
         return Begun(role, captured, packs, tensors, block_bytes, anchor)
 
     def _complete(self, begun: Begun, captured: CapturedState) -> tuple[WrittenPart, RankParts, SaveFindings]:
         """Writes the part, with the values of `captured` if it is the one that has them."""
         with open_packs(self._engine, self._known(begun.role)) as packs:
-            blobs = write_blobs(captured, packs, begun.role.seat, self._coding())
-        packs_of_part, seat = [begun.packs, packs], begun.role.seat
-        inlined, inline = inline_of(captured, seat, begun.block_bytes)
+            blobs = write_blobs(captured, packs, begun.role.slot, self._coding())
+        packs_of_part, slot = [begun.packs, packs], begun.role.slot
+        inlined, inline = inline_of(captured, slot, begun.block_bytes)
         tensors = begun.tensors._replace(inline=inline, inlined=inlined)
-        written = store_part(self._engine, captured, blobs, tensors, packs_of_part, anchor=begun.anchor, seat=seat)
+        written = store_part(self._engine, captured, blobs, tensors, packs_of_part, anchor=begun.anchor, slot=slot)
         parts = checked_parts(self._engine, [written], begun.anchor)
         self._engine.keep_part(written.ulid, written.part)
         return written, parts, ParentComparison(self._engine, written, captured, self._claim()).examine()

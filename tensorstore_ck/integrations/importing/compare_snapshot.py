@@ -31,7 +31,7 @@ def is_in_snapshot(engine: Engine, captured: CapturedState, info: SnapshotInfo) 
 
 def _part_id(captured: CapturedState, block_bytes: int) -> Digest:
     """The id of the part that a put by one process would write (FORMAT.md, "Parts")."""
-    seat = slot_of_one(captured)
+    slot = slot_of_one(captured)
     layout = captured.layout.encode()
     blobs = np.zeros(1 + len(captured.blobs), BLOB_DTYPE)
     ids: list[Digest] = []
@@ -43,7 +43,7 @@ def _part_id(captured: CapturedState, block_bytes: int) -> Digest:
         blobs[number] = (len(lengths), 0, len(blob))
     inline: list[bytes] = []
     blocks: list[tuple[int, int, int]] = []
-    for tensor, start, share in places_of(captured, seat, block_bytes):
+    for tensor, start, share in places_of(captured, slot, block_bytes):
         if share.is_inline:
             inline.append(bytes(captured.sources[tensor].read(start, start + share.lengths[0])))
             continue
@@ -60,8 +60,8 @@ def _part_id(captured: CapturedState, block_bytes: int) -> Digest:
     for_each(_runs(len(blocks)), hash_run, cpu_threads())
     part = Part(
         layout_id(layout),
-        seat.rank,
-        seat.world_size,
+        slot.rank,
+        slot.world_size,
         blobs,
         b"".join([*ids, *hashes]),
         encode_values(captured.values),
@@ -70,7 +70,7 @@ def _part_id(captured: CapturedState, block_bytes: int) -> Digest:
         np.zeros(0, EXTENT_DTYPE),
         b"",
         0,
-        seat.layout_of,
+        slot.layout_of,
         encode_regions(captured.explicit),
     )
     return part.part_id()

@@ -52,9 +52,9 @@ def rescue(engine: Engine, view: RefTable, snapshot: Ulid, parts: list[tuple[Uli
 
 def _write_part(engine: Engine, number: int, ranks: int, labels: str) -> tuple[Ulid, Part]:
     head = engine.log.view().head()
-    seat = PartSlot(number, ranks, (number,), np.arange(ranks, dtype="<u2").tobytes())
+    slot = PartSlot(number, ranks, (number,), np.arange(ranks, dtype="<u2").tobytes())
     written = write_part(
-        engine, captured(labels.split()), DedupIndex(engine, None), anchor=head.n if head else 0, seat=seat, coding=Coding("raw")
+        engine, captured(labels.split()), DedupIndex(engine, None), anchor=head.n if head else 0, slot=slot, coding=Coding("raw")
     )
     return written.ulid, written.part
 

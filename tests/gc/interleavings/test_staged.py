@@ -19,7 +19,8 @@ from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.session.staging.manifest import Manifest
 from tensorstore_ck.session.staging.publish import publish_staged
-from tensorstore_ck.session.staging.stage import announce, stage_alone
+from tensorstore_ck.session.staging.stage import announce
+from tensorstore_ck.session.staging.stage import stage as stage_alone
 from tensorstore_ck.session.staging.staged_chain import StagedChain
 from tests.gc.interleavings.actor import Actor, Process
 from tests.gc.interleavings.scenes import FAILED, Scene, captured, collector, user
@@ -51,7 +52,7 @@ def stage(engine: Engine, disk: Disk, ref: str, labels: str) -> Manifest:
         branch = engine.log.view().branch(ref)
         return PutRequest(ref, None, branch.root if branch else None, ANY, encode_metadata({"labels": words}), {}), False
 
-    tier: Any = SimpleNamespace(folder=disk)
+    tier: Any = SimpleNamespace(folder=disk, uploader=SimpleNamespace(drop=disk.unsent.delete))
     return stage_alone(engine, tier, captured(words), ask, chain=StagedChain(), meter=PutMeter()).manifest
 
 
