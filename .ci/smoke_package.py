@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,6 +59,7 @@ def package_files(source: Path) -> set[str]:
 
 def try_out(built: Path, folder: Path, version: str) -> None:
     """Installs what was built into a new environment, and uses it there as a program and as a user of the command line would."""
+    folder.mkdir()
     environment = folder / "env"
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
     packages = next(environment.glob("lib/python*/site-packages"))
@@ -91,10 +93,8 @@ def main() -> None:
             found = {name for name in archive.namelist() if ".dist-info/" not in name}
         if found != wanted:
             sys.exit(f"{wheel.name} lacks {sorted(wanted - found)} and has {sorted(found - wanted)}, which is not in the package")
-        for built in (wheel, sdist):
-            outside = folder / built.suffix[1:]
-            outside.mkdir()
-            try_out(built, outside, version)
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda built: try_out(built, folder / built.suffix[1:], version), (wheel, sdist)))
         (ROOT / "dist").mkdir(exist_ok=True)
         for built in (wheel, sdist):
             shutil.copy2(built, ROOT / "dist")

@@ -62,6 +62,27 @@ def test_every_path_exists() -> None:
     assert sorted(path for path in paths if not (PACKAGE / path).exists() and not (ROOT / path).exists() and path not in known) == []
 
 
+@pytest.mark.parametrize(
+    "document",
+    [
+        "tensorstore_ck/FORMAT.md",
+        "gc/PROTOCOL.md",
+        "chunker/README.md",
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "SECURITY.md",
+        "docs/security.md",
+    ],
+)
+def test_every_path_in_other_documents_exists(document: str) -> None:
+    text = (ROOT / document).read_text()
+    paths = {path for path in quoted(text) if re.fullmatch(r"[\w.-]+(/[\w.-]+)+\.(py|md|sh)", path)}
+    paths |= {path for path in re.findall(r"\]\(([\w./-]+)\)", text) if not path.startswith("..")}
+    places = (PACKAGE, ROOT, (ROOT / document).parent)
+    assert sorted(path for path in paths if not any((place / path).exists() for place in places)) == []
+
+
 def test_the_areas_are_those_of_the_import_contract() -> None:
     contract = [
         layer.split(" | ") for layer in next(found for found in CONTRACTS if found.get("containers") == ["tensorstore_ck"])["layers"]
