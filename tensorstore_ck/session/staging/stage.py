@@ -1,7 +1,7 @@
 """The first step of a staged put: packs, parts and record become durable on the staging disks, and nothing is visible yet.
 
 What a put shares with published snapshots is looked for in one of them alone, the base, which the log's ``staged`` entry pins: so all
-that it needs is on the disks, or stays in the store, however long the upload takes.
+that it needs is on the disks, or stays in the store, however long the upload takes (docs/decisions/010-staged-snapshots-pin-one-base.md).
 """
 
 from collections.abc import Callable, Sequence

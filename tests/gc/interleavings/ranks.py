@@ -1,5 +1,5 @@
-"""A put of many ranks, from the writer's own pieces, by DESIGN section 5: each rank writes its part and checks it at its own head, and
-rank 0 commits for all, with the lowest anchor. Whoever gives up says so in the log first.
+"""A put of many ranks, from the writer's own pieces, by docs/decisions/005-rank-0-commits-by-one-create.md: each rank writes its part
+and checks it at its own head, and rank 0 commits for all, with the lowest anchor. Whoever gives up says so in the log first.
 
 What ranks tell each other goes through objects under ``channel/``, so that it is explored as well.
 """
