@@ -30,8 +30,7 @@ from tensorstore_ck.errors import InvalidOptionError, NotAStoreError, StoreError
 from tensorstore_ck.format.codec import CodecName
 from tensorstore_ck.format.store_config import CONFIG_NAME, StoreConfig
 from tensorstore_ck.log import ROLLBACK, Rollback
-from tensorstore_ck.read_only_store import ReadOnlyStore
-from tensorstore_ck.store import Store
+from tensorstore_ck.store import ReadOnlyStore, Store
 
 STORE_VARIABLE: Final = "TSCK_STORE"
 CACHE_VARIABLE: Final = "TSCK_CACHE_DIR"

@@ -124,6 +124,11 @@ class Log:
             self.table.use_memory()
             return self._sync()
 
+    def newest_view(self) -> RefTable:
+        """The fold of the log after a `sync`."""
+        self.sync()
+        return self.view()
+
     def accept(self) -> tuple[Head, Head | None]:
         """A person has looked: a log that went back or was forked is good as it is. Its head, and the entry that it was to hold, if so.
 

@@ -1,7 +1,7 @@
 """What one store handle has seen of refs: the fencing that keeps a job given up for dead from overwriting its successor's work."""
 
-from collections.abc import Mapping
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
@@ -73,9 +73,16 @@ class RefFence:
         """What the state in memory is, if this handle has put or restored there."""
         return self._refs[ref].current if ref in self._refs else None
 
-    def drop(self, ref: str) -> None:
-        """This handle forgot the ref: its next put there begins it anew."""
-        self._refs.pop(ref, None)
+    def note_moved(self, ref: str, snapshot: Snapshot) -> Snapshot:
+        """`snapshot`, to which this handle moved the ref."""
+        root = Digest(bytes.fromhex(snapshot.root))
+        self.note(ref, root, root)
+        return snapshot
+
+    def drop(self, refs: Iterable[str]) -> None:
+        """This handle forgot the refs: its next save to one starts it again."""
+        for ref in refs:
+            self._refs.pop(ref, None)
 
     def note_restored(self, found: Resolved) -> None:
         """The state in memory is what was found at an address."""
@@ -120,41 +127,15 @@ class RefFence:
             return Digest(bytes.fromhex(expect.root))
         return resolve(view, str(expect)).info.root
 
-    def request(
-        self,
-        engine: Engine,
-        ref: str,
-        *,
-        step: object = None,
-        metrics: Mapping[str, float] | None = None,
-        metadata: Mapping[str, object] | None = None,
-        expect: object = LAST_SEEN,
-        parent: object = LAST_SEEN,
-        codec: object = None,
-        delta: object = None,
-        any_step: bool = False,
-        unchanged: object = "warn",
-        verify_capture: object = SAMPLE_SHARE,
-    ) -> PutRequest:
-        """A put to `ref` as of now, checked as far as it can be before its state is known; `any_step`: see `check_step`.
+    def request(self, engine: Engine, ref: str, *, any_step: bool = False, **options: Any) -> PutRequest:
+        """A put to `ref` as of now, checked as far as it can be before its state is known; `options`: see `put_options`.
+
+        `any_step`: see `check_step`.
 
         Raises:
             InvalidOptionError, InvalidNameError: an argument is not what it must be.
         """
-        checks = require_checks(unchanged, verify_capture)
-        said = asked(
-            engine,
-            ref,
-            step=step,
-            metrics=metrics,
-            metadata=metadata,
-            expect=expect,
-            parent=parent,
-            codec=codec,
-            delta=delta,
-            checks=checks,
-        )
-        return self.as_of_now(engine, said, any_step=any_step)
+        return self.as_of_now(engine, put_options(engine, ref, **options), any_step=any_step)
 
     def as_of_now(self, engine: Engine, asked: "PutOptions", *, sync: bool = True, any_step: bool = False) -> PutRequest:
         """A put as of now; asks the log, or goes by what is known of it."""
@@ -203,7 +184,7 @@ class PutOptions(NamedTuple):
         return sampling, self._replace(checks=self.checks._replace(verify_capture=0.0))
 
 
-def asked(
+def put_options(
     engine: Engine,
     ref: str,
     *,
@@ -214,13 +195,15 @@ def asked(
     parent: object = LAST_SEEN,
     codec: object = None,
     delta: object = None,
-    checks: SaveChecks,
+    unchanged: object = "warn",
+    verify_capture: object = SAMPLE_SHARE,
 ) -> PutOptions:
     """Checks what a put says.
 
     Raises:
         InvalidOptionError, InvalidNameError: an argument is not what it must be.
     """
+    checks = require_checks(unchanged, verify_capture)
     validate_ref_name(ref)
     packed_metadata, checked_metrics = encode_metadata(metadata), check_metrics(metrics)
     if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):

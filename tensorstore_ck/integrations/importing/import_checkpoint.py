@@ -154,7 +154,7 @@ def put_captured(
     parent: str | Snapshot | LastSeen | None,
 ) -> Snapshot:
     """`Store.put_snapshot` of what was taken apart already."""
-    request = store.seen.request(
+    request = store.session.fence.request(
         store.engine,
         ref,
         step=step,
@@ -168,5 +168,5 @@ def put_captured(
     )
     check_expected(store.engine, store.engine.log.view(), ref, request.expect)
     info = put(store.engine, captured, request)
-    store.seen.note(ref, info.root, info.root)
+    store.session.fence.note(ref, info.root, info.root)
     return Snapshot.from_info(info)
