@@ -111,9 +111,7 @@ class StoreChoice:
             own = cast(Backend, ReadOnlyBackend(own))
         with suppress(StoreError):  # a log that cannot be read is for the command to tell
             engine.log.sync()
-        placed = ColdTierBackend(
-            own, self.place_opener(own.url, read_only=engine.read_only), lambda _: engine.log.view(), store=engine.config.uuid
-        )
+        placed = ColdTierBackend(own, self.place_opener(own.url, read_only=engine.read_only), engine.log.view, store=engine.config.uuid)
         engine.placed, engine.backend = placed, cast(Backend, placed)
 
     def place_opener(self, url: str, *, read_only: bool = False) -> LocationOpener:

@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend, Created
-from tensorstore_ck.common.fork_lock import ProcessLock
 from tensorstore_ck.common.ids import Clock, IdSource, Ulid
+from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, DamageError, FormatVersionError, StoreError, UndecidedError
 from tensorstore_ck.log.cache import Batch, FailoverTable, Table, TableBusyError, TableDamagedError, TableError
 from tensorstore_ck.log.entry import Entry, seal_entry

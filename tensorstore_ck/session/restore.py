@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import SnapshotContent
-from tensorstore_ck.engine.read.merged_snapshot import count_rank_states, open_rank_state, open_snapshot
+from tensorstore_ck.engine.read.snapshot_reader import count_rank_states, open_rank_state, open_snapshot
 from tensorstore_ck.format.random_streams import RULE, Streams
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.address import Resolved

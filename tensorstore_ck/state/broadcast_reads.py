@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from tensorstore_ck.engine.interfaces import ByteTarget, SnapshotContent, WantedBox
 from tensorstore_ck.engine.read.block_reader import BufferTarget, deliver
-from tensorstore_ck.format.sharding import whole_box
 
 PIECE_BYTES: Final = 256 << 20
 """Broadcast at a time."""
@@ -37,14 +36,14 @@ class BroadcastContent:
     def read(self, targets: dict[int, ByteTarget]) -> None:
         """Reads and verifies whole tensors, by their numbers in the layout."""
         tensors = self.layout.tensors
-        self.read_boxes(WantedBox(tensor, whole_box(tensors[tensor].shape), target) for tensor, target in targets.items())
+        self.read_boxes(WantedBox(tensor, tensors[tensor].whole, target) for tensor, target in targets.items())
 
     def read_boxes(self, wanted: Iterable[WantedBox]) -> None:
         """Reads and verifies boxes of tensors."""
         every = list(wanted)
         tensors = self.layout.tensors
         whole = np.zeros(len(tensors), bool)
-        whole[[each.tensor for each in every if each.box == whole_box(tensors[each.tensor].shape)]] = True
+        whole[[each.tensor for each in every if each.box == tensors[each.tensor].whole]] = True
         whole &= np.array([spec.size_bytes > 0 for spec in tensors], bool)
         owners: dict[int, int] = {}
         read: dict[int, bytearray] = {}
@@ -53,7 +52,7 @@ class BroadcastContent:
             common = np.unpackbits(np.frombuffer(bits, np.uint8), count=len(tensors)).astype(bool)
             owners.update(_owners([(number, tensors[number].size_bytes) for number in np.flatnonzero(common).tolist()], self._group.size()))
             read.update({number: bytearray(tensors[number].size_bytes) for number, rank in owners.items() if rank == self._group.rank()})
-            own = [WantedBox(number, whole_box(tensors[number].shape), BufferTarget(memoryview(memory))) for number, memory in read.items()]
+            own = [WantedBox(number, tensors[number].whole, BufferTarget(memoryview(memory))) for number, memory in read.items()]
             self._content.read_boxes([*own, *(each for each in every if each.tensor not in owners)])
 
         self._agree(np.packbits(whole).tobytes(), work)

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
-from tensorstore_ck.engine.read.merged_snapshot import open_snapshot
+from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import ConflictError, MismatchError, StoreError
 from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.format.sharding import BoxBounds

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Final, Literal, get_args
 
-from tensorstore_ck.engine.read.merged_snapshot import open_snapshot
+from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.format.record import NOTE, decode_metadata, record_name
 from tensorstore_ck.format.tree import Branch, Leaf, Tree, parse

@@ -6,8 +6,7 @@ import pytest
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.engine.interfaces import CapturedState, WantedBox
 from tensorstore_ck.engine.read.block_reader import BufferTarget
-from tensorstore_ck.engine.read.merged_snapshot import open_snapshot
-from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
+from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader, open_snapshot
 from tensorstore_ck.format.layout import Explicit, Layout, TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds
 from tests.gc.stores import open_store

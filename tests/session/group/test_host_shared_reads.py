@@ -13,7 +13,7 @@ import torch
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.engine.read.block_reader import BufferTarget
-from tensorstore_ck.engine.read.merged_snapshot import open_snapshot
+from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.session.group.host_shared_reads import HostSharedReads, host_key
 from tensorstore_ck.store import Store
