@@ -129,10 +129,10 @@ class Store:
     ) -> Snapshot:
         """Stores `state` and moves branch `ref` to it. Durable and published when it returns; else it raises and nothing is visible.
 
-        The ref moves only from the root that this handle last put or restored there, so a job that was given up for dead
-        cannot overwrite its successor's work. A ref that this handle has not seen must not exist yet. Where it has only restored the
-        newest snapshot of a ref, its first put there may not have a lower step, unless `expect` is given: a job may be running there.
-        Puts of this handle that are under way (`put_snapshot_async`) are waited for first.
+        The ref moves only from the root that this handle last saved or restored there, so a job that was given up for dead
+        cannot overwrite its successor's work. A ref that this handle has not seen must not exist yet. If this handle has only restored
+        the newest snapshot of a ref, its first save there may not have a lower step, unless `expect` is given: a job may be running there.
+        Waits first for the asynchronous saves of this handle.
 
         Args:
             state: Any nesting of dicts, lists and tuples with tensors, numpy arrays and plain values.
@@ -141,31 +141,31 @@ class Store:
             metrics: Numbers to rank by.
             metadata: What the run knows: config, learning rate, git commit. At most 1 MiB; part of the root.
             expect: A root, `ANY`, or None for "the ref must not exist", instead of what this handle last saw.
-            parent: The snapshot that this one continues, by its address; None: none. By default what this handle last put or restored on
-                the ref; on one that it has not seen, what its branch is at; and none where there is no branch. Part of the root.
-            group: All ranks of it put together, each its own side of the state: its share of a DTensor, `FlatShard` or `Box`, others whole.
-                A process group, or a one-dimensional DeviceMesh.
-            rank_state: With `group`: what is this rank's alone, such as random number generators.
+            parent: The address of the snapshot that this one continues; None: none. By default what this handle last saved or restored on
+                the ref; for a ref that it has not seen, the head of its branch, if there is one. Part of the root.
+            group: A process group, or a one-dimensional DeviceMesh, whose ranks save together. Each passes its own side of the state: its
+                share of a DTensor, `FlatShard` or `Box`, and everything else whole.
+            rank_state: With `group`: state that belongs to this rank alone, such as random number generators.
             frozen: Globs over names such as ``model.base.*``, of tensors that do not change while this store is open: they are read at
                 the first put and each tenth one after it, where a change is a `FrozenChangedError`.
-            codec: How to encode, for this put: see `open`.
-            delta: Likewise.
+            codec: How to encode this save: see `open`.
+            delta: See `open`.
             unchanged: What to do when the content contradicts `step`, which moved on: no floating tensor differs from the ref's save
                 before, though some did in one of the last four; or the step counters of an optimizer disagree, or did not move on as
                 the step did. ``warn`` with a `SuspiciousSaveWarning`; raise an ``error``; or ``ok``: nothing.
-            verify_capture: Tensors must not change while they are captured. In the end small ones (up to 4 KiB) are read again and
-                compared, and so much of the bytes of others, from 0.0 to 1.0, at places that change from put to put. 0: nothing is.
-            timeout_seconds: With `group`: when to give up on ranks that do not come.
+            verify_capture: Tensors must not change while they are captured. At the end, small tensors (up to 4 KiB) are read again and
+                compared, and this share of the bytes of the others, from 0.0 to 1.0, at offsets that change with each save. 0: none.
+            timeout_seconds: With `group`: how long to wait for the other ranks.
 
         Raises:
             UnsupportedValueError: `state` holds something that cannot be stored; the message has the path.
             CaptureChangedError: a tensor changed meanwhile; nothing was published. The message names it.
             SuspiciousSaveError: with ``unchanged="error"``; nothing was published.
             ConflictError: the ref is elsewhere; nothing was written.
-            InvalidOptionError: an argument is not what it must be, or not the same on all ranks; or the step is lower than that of the head
-                which was only restored.
-            SnapshotAbortedError: with `group`: a rank failed in another way, or is gone; the message names it. Each of the errors above is
-                raised by all ranks where one of them meets it, or where their states cannot be one snapshot.
+            InvalidOptionError: an argument is invalid, or differs between ranks; or the step is lower than that of a head that this handle
+                only restored.
+            SnapshotAbortedError: with `group`: a rank failed in another way, or is gone; the message names it. If one rank meets an error
+                above, or the states of the ranks cannot be one snapshot, all ranks raise it.
             UndecidedError: the store went away in the middle of the commit: see `retrying`.
         """
         return self.session.put(
@@ -207,34 +207,34 @@ class Store:
         on_full: OnFull = "block",
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> PendingSnapshot:
-        """As `put_snapshot`, beside the training: it returns as soon as `state` may be mutated, and a thread does the rest.
+        """As `put_snapshot`, in the background: returns as soon as `state` may be mutated, and a thread does the rest.
 
-        The state is copied into buffers that are reused; `host_memory_bytes` of `open` bounds them. Puts of one handle are published in
-        the order of their calls. What fails is raised by ``wait()``, or else by the handle's next put.
+        The state is copied into buffers that are reused; `host_memory_bytes` of `open` bounds them. Saves of one handle are published in
+        the order of their calls. ``wait()`` raises the error of a failed save; if nobody waits, the handle's next save does.
 
         Args:
             state: See `put_snapshot`.
-            ref: Likewise.
-            step: Likewise.
-            metrics: Likewise.
-            metadata: Likewise.
-            expect: Likewise.
-            parent: Likewise.
-            group: Likewise.
-            rank_state: Likewise.
-            frozen: Likewise; these tensors are not copied either.
-            codec: Likewise.
-            delta: Likewise.
-            unchanged: Likewise; on the thread that stores it.
-            verify_capture: As in `put_snapshot`; what is compared are the copies, before this returns. Nothing of tensors on CUDA devices,
-                whose copies are made in the order of their stream.
-            on_full: What to do when the buffers of earlier puts leave no room: ``block`` until there is; ``skip`` this put; or
-                ``replace``: give up the oldest put that waits for its turn. With `group`, rank 0 decides for all. What was dropped
-                is told by the returned object, a warning in the log, and an event.
-            timeout_seconds: As in `put_snapshot`; the waiting in the queue does not count.
+            ref: See `put_snapshot`.
+            step: See `put_snapshot`.
+            metrics: See `put_snapshot`.
+            metadata: See `put_snapshot`.
+            expect: See `put_snapshot`.
+            parent: See `put_snapshot`.
+            group: See `put_snapshot`.
+            rank_state: See `put_snapshot`.
+            frozen: See `put_snapshot`; these tensors are not copied either.
+            codec: See `put_snapshot`.
+            delta: See `put_snapshot`.
+            unchanged: See `put_snapshot`; checked on the thread that stores the state.
+            verify_capture: As in `put_snapshot`, but compares the copies, before this returns. Tensors on CUDA devices are not compared:
+                their copies are made in the order of their stream.
+            on_full: What to do when the buffers of earlier saves leave no memory: ``block`` until there is; ``skip`` this save; or
+                ``replace`` the oldest save that waits in the queue. With `group`, rank 0 decides for all. The returned object, a
+                warning in the log and an event report a dropped save.
+            timeout_seconds: As in `put_snapshot`; time in the queue does not count.
 
         Raises:
-            StoreError: as `put_snapshot`; or what an earlier put of this handle failed with, if nobody waited for it: then this one did
+            StoreError: as `put_snapshot`; or the error of an earlier save of this handle, if nobody waited for it: then this save did
                 not take place.
             NoSpaceError: the state does not fit into `host_memory_bytes` at all.
         """
@@ -258,18 +258,18 @@ class Store:
         )
 
     def retrying(self, call: Callable[[], T], *, attempts: int = 3, pause_seconds: float = 1.0) -> T:
-        """What `call` returns; it is called again as often as that helps: see `errors`, "retry".
+        """Calls `call` until it succeeds, while trying again can help (see `errors`, "retry"), and returns its result.
 
         ::
 
             snapshot = store.retrying(lambda: store.put_snapshot(state, ref="runs/gpt", step=step, group=group))
 
-        What may pass is tried again. Of a put that may or may not have happened the log is asked first, which decides it: what was put is
-        returned, and not put again. All else is raised at once, as a put to a ref that another process moved. With ``group=`` all
-        ranks call it: they raise the same, and so try again together.
+        Transient errors are tried again. If a save may or may not have happened, the log is read first: a snapshot that was published is
+        returned, and not saved again. Any other error is raised at once, such as that of a save to a ref that another process moved.
+        With ``group=`` all ranks call this: they raise the same errors, and so try again together.
 
         Args:
-            call: A put, a restore or anything else with this store; a put beside the training with its ``wait()``.
+            call: A save, a restore or any other use of this store; an asynchronous save with its ``wait()``.
             attempts: How often it is called, at most.
             pause_seconds: Before the second call; twice as long before each further one.
 
@@ -279,28 +279,28 @@ class Store:
         return retrying(self.session.context, call, attempts=attempts, pause_seconds=pause_seconds)
 
     def pending(self) -> list[PendingSnapshot]:
-        """The puts under way, oldest first."""
+        """The saves in progress, oldest first."""
         return self.session.queue.pending()
 
     def drain(self, deadline_seconds: float | None = None) -> DrainReport:
-        """Waits for the puts under way; those that are not published by the deadline are given up cleanly. Says which snapshot is safe."""
+        """Waits for the saves in progress, and cancels those that are not published by the deadline. Reports which snapshot is safe."""
         return self.session.queue.drain(deadline_seconds)
 
     def finish_staged(
         self, address: str, group: "ProcessGroup | DeviceMesh | None" = None, *, timeout_seconds: float = TIMEOUT_SECONDS
     ) -> None:
-        """Waits for the puts of this handle, and for what this host, or those of `group`, staged before; a restore does that first.
+        """Waits for the saves of this handle, and for earlier staged saves of this host, or of the hosts of `group`. Restores call it.
 
-        An `address` like ``runs/gpt^staged`` means what is staged: then no upload is waited for.
+        Does not wait for uploads if `address` means a staged snapshot, such as ``runs/gpt^staged``.
         """
         self.session.finish_staged(address, process_group(group), timeout_seconds)
 
     def on_preemption(self, signal_number: int, *, deadline_seconds: float) -> Preemption:
-        """Makes a signal such as ``signal.SIGTERM`` end the job in order: see `Preemption`. On the main thread only."""
+        """Lets a signal such as ``signal.SIGTERM`` end the job in order: see `Preemption`. On the main thread only."""
         return Preemption(self.session.queue, signal_number, deadline_seconds=deadline_seconds)
 
     def on_event(self, callback: Callback) -> Callable[[], None]:
-        """Calls ``callback(event)`` at each `Event` of this handle's puts, on their thread; returns what ends that."""
+        """Calls ``callback(event)`` at each `Event` of this handle's saves, on their thread; returns a function that unsubscribes."""
         return self.engine.observers.subscribe(callback)
 
     @_changes
@@ -312,13 +312,14 @@ class Store:
         rank_state: object = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> "StateCheck":
-        """What `put_snapshot(state)` would do: what cannot be stored, sizes, free space, expected time. Publishes nothing.
+        """Reports what `put_snapshot(state)` would do: what cannot be stored, sizes, free space, expected time. Publishes nothing.
 
         Args:
             state: See `put_snapshot`.
-            group: Likewise. All ranks call it, and are compared as at the first put: what cannot be one snapshot is a problem on all.
-            rank_state: Likewise.
-            timeout_seconds: With `group`: when to give up on ranks that do not come.
+            group: See `put_snapshot`. All ranks call this, and are compared as at the first save: if their states cannot be one snapshot,
+                that is a problem on all.
+            rank_state: See `put_snapshot`.
+            timeout_seconds: With `group`: how long to wait for the other ranks.
         """
         return self.session.check(state, group=group, rank_state=rank_state, timeout_seconds=timeout_seconds)
 
@@ -340,32 +341,32 @@ class Store:
         broadcast: bool = False,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Any:
-        """Restores the snapshot at `address`, every block verified. Puts of this handle that are under way are waited for first.
+        """Restores the snapshot at `address`, every block verified. Waits first for the asynchronous saves of this handle.
 
         Args:
             address: A branch, tag, root, root prefix, ``ref@step``, ``ref~n``; or ``ref^staged``, for what these hosts have staged.
             into: A state of the same form, whose tensors are filled in place without a second copy. Everything is checked
                 before anything is read; if reading then fails, its tensors are undefined.
-            select: Globs over names such as ``model.*``; what fits none is left out (None inside lists and tuples).
+            select: Globs over names such as ``model.*``; what matches none is left out (None inside lists and tuples).
             strict: Whether names that are missing, unexpected or of another shape or dtype are an error; if false,
-                what fits is loaded and the rest is told in `report`, or as a warning. With `group`, unexpected is what no rank has.
+                what fits is loaded and `report`, or a warning, lists the rest. With `group`, a name is unexpected if no rank has it.
             rename: Prefixes of stored names -> prefixes of names in `into`; or a function of the name (None: leave it out).
             dtype: Floating-point tensors are converted to it.
             device: Where new tensors are made.
             report: Filled with the differences when `strict` is false.
-            group: All ranks of it restore the snapshot that the first of them finds, each its own side of `into`; all, or none. A
-                process group, or a one-dimensional DeviceMesh.
+            group: A process group, or a one-dimensional DeviceMesh, whose ranks all restore the snapshot that rank 0 finds, or none does.
+                Each passes its own side of `into`.
             broadcast: With `group`: tensors that all ranks restore in full, as under DDP, are read by one rank each, and go to the
-                others by a broadcast: where the network between hosts is faster than the store.
-            timeout_seconds: With `group`: when to give up on ranks that do not come.
-            allow_bad: Restore a snapshot that was marked, too: ``bad`` by a user, or ``damaged`` by `tsck fsck --repair`.
+                others by a broadcast: for networks that are faster than the store.
+            timeout_seconds: With `group`: how long to wait for the other ranks.
+            allow_bad: Also restore a snapshot that was marked ``bad`` by a user, or ``damaged`` by `tsck fsck --repair`.
 
         Raises:
             NotFoundError: nothing at that address.
             SnapshotMarkedBadError: it was marked ``bad`` or ``damaged``.
             MismatchError: it does not fit `into` or `select`.
-            DamageError: stored data is damaged; nothing wrong is returned. With `group` all ranks raise these where one meets them.
-            SnapshotAbortedError: with `group`: a rank failed in another way, or did not come.
+            DamageError: stored data is damaged; nothing wrong is returned. With `group` all ranks raise these errors if one meets them.
+            SnapshotAbortedError: with `group`: a rank failed in another way, or was not there in time.
         """
         return restore.checkout(
             self.session,
@@ -393,9 +394,9 @@ class Store:
         allow_bad: bool = False,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> tuple[T, Snapshot]:
-        """What `read` makes of the snapshot at `address`, on all ranks of `group` or on none; for what is built on top of a store.
+        """Calls `read` on the snapshot at `address`, on all ranks of `group` or on none; for what is built on top of a store.
 
-        Whatever `read` raises on one rank ends the restore on all of them at once. All else is as in `checkout`.
+        An error that `read` raises on one rank ends the restore on all of them at once. Otherwise as `checkout`.
 
         Returns:
             What `read` returned, and the snapshot.
@@ -419,19 +420,19 @@ class Store:
         group: "ProcessGroup | DeviceMesh | None" = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Any:
-        """What a rank put as ``rank_state=``: this rank's own, if as many ranks put it.
+        """What a rank saved as ``rank_state=``: this rank's own, if the number of ranks is the same.
 
         Args:
             address: As in `checkout`.
-            rank: Whose to take instead, whatever the number of ranks.
-            rank_state_map: With another number of ranks, whose to take: called with this rank and the number of ranks that put,
-                such as ``lambda rank, ranks: rank % ranks``. When it returns several, their states come as a list.
-            group: All ranks of it restore theirs, or none; without it there is one rank.
-            timeout_seconds: With `group`: when to give up on ranks that do not come.
+            rank: The rank whose state to take, whatever the number of ranks.
+            rank_state_map: If the number of ranks differs, maps this rank and the number of ranks that saved to the rank whose state to
+                take, such as ``lambda rank, ranks: rank % ranks``. If it returns several ranks, their states come as a list.
+            group: All its ranks restore their states, or none; without it there is one rank.
+            timeout_seconds: With `group`: how long to wait for the other ranks.
 
         Raises:
-            NotFoundError: no rank states were put, or there is no such rank.
-            MismatchError: another number of ranks put them, and nothing says whose to take.
+            NotFoundError: no rank states were saved, or there is no such rank.
+            MismatchError: another number of ranks saved them, and neither `rank` nor `rank_state_map` is given.
         """
         return restore.rank_state(
             self.session,
@@ -445,7 +446,7 @@ class Store:
     def streams(
         self, address: str, *, group: "ProcessGroup | DeviceMesh | None" = None, timeout_seconds: float = TIMEOUT_SECONDS
     ) -> Streams:
-        """Seeds of new random streams for this rank, derived from a snapshot that another number of ranks put.
+        """Seeds of new random streams for this rank, derived from a snapshot that another number of ranks saved.
 
         Raises:
             FormatVersionError: the snapshot names a rule that this build does not know.
@@ -485,7 +486,7 @@ class Store:
         """Logical, unique, stored, shared and exclusive bytes, per ref, job and pack, and in all; reads no tensor data.
 
         Args:
-            per_snapshot: Also what each snapshot takes, and what forgetting it would free.
+            per_snapshot: Also the size of each snapshot, and what forgetting it would free.
         """
         from tensorstore_ck.gc.usage import measure_usage  # noqa: PLC0415
 
@@ -502,16 +503,16 @@ class Store:
         bytes_per_second: float | None = None,
         bytes_per_day: float | None = None,
     ) -> "Advice":
-        """How often the job of a branch should save, so that it loses least time: by its history, and what was measured of it.
+        """How often the job of a branch should save to lose the least time, by its history and measured costs.
 
         Args:
             ref: The branch.
-            stall: Seconds that a save holds the training up for; None: as `Checkpointer` measured and noted it with the newest snapshot.
-            lag: From then until the snapshot is published; None: likewise, or none.
-            restart: From a failure until training goes on; None: likewise, of the restore alone, or five minutes.
-            mtbf: Mean time between failures; None: by how often the run was resumed, or else four hours.
-            bytes_per_second: What the store can take: then it is told whether that is enough.
-            bytes_per_day: What the store may grow by.
+            stall: Seconds for which a save blocks the training; None: as `Checkpointer` noted with the newest snapshot.
+            lag: Seconds from then until the snapshot is published; None: as `Checkpointer` noted, or 0.
+            restart: Seconds from a failure until training continues; None: the restore time that `Checkpointer` noted, or five minutes.
+            mtbf: Mean time between failures, in seconds; None: by how often the run was resumed, or four hours.
+            bytes_per_second: Bandwidth of the store: the advice then says whether it is enough.
+            bytes_per_day: How much the store may grow.
         """
         from tensorstore_ck.maintenance.advise import advise  # noqa: PLC0415
 
@@ -534,7 +535,7 @@ class Store:
 
     @_changes
     def repair(self, *, read_data: bool = False, other: "Store | None" = None) -> "RepairReport":
-        """Mends what `fsck` finds: makes anew what is derived, and damaged objects from other copies, here or in another store.
+        """Repairs what `fsck` finds: rebuilds derived objects, and damaged objects from other copies, here or in another store.
 
         Snapshots that stay damaged are marked, so that `checkout` refuses them. Nothing is deleted.
         """
@@ -551,17 +552,17 @@ class Store:
 
     @_changes
     def reset(self, name: str, to: str) -> Snapshot:
-        """Moves an existing branch to any snapshot, from wherever it is; its history keeps where it was."""
+        """Moves an existing branch to any snapshot; its history keeps where it was."""
         return self.session.fence.note_moved(name, refs.reset(self.engine, name, to))
 
     @_changes
     def tag(self, name: str, at: str) -> Snapshot:
-        """Names a snapshot for good: a tag never moves."""
+        """Names a snapshot permanently: a tag never moves."""
         return refs.tag(self.engine, name, at)
 
     @_changes
     def untag(self, name: str) -> None:
-        """Removes a tag; what nothing else holds goes like what is forgotten."""
+        """Removes a tag; a snapshot that nothing else holds is treated as forgotten."""
         refs.untag(self.engine, name)
 
     def branches(self) -> dict[str, Snapshot]:
@@ -574,12 +575,12 @@ class Store:
 
     @_changes
     def annotate(self, address: str, metrics: Mapping[str, float]) -> Snapshot:
-        """Adds metrics that came later than the put; a name that is there already gets the new number."""
+        """Adds metrics after the save; an existing name gets the new number."""
         return refs.annotate(self.engine, address, metrics)
 
     @_changes
     def mark(self, address: str, mark: str = "bad", *, reason: str = "") -> Snapshot:
-        """Marks a snapshot ``bad``, so that `checkout` refuses it; the empty mark takes that back."""
+        """Marks a snapshot ``bad``, so that `checkout` refuses it; the empty mark removes the mark."""
         return refs.mark(self.engine, address, mark, reason)
 
     # --- what stays, and what goes ----------------------------------------------------------------------------------------
@@ -590,15 +591,15 @@ class Store:
 
         Args:
             address: The snapshot.
-            reason: For those who wonder later.
+            reason: Shown in the list of pins.
             owner: Who holds it; by default this user.
-            expires: For how long: ``"30d"``, or seconds.
+            expires: How long the pin lasts: ``"30d"``, or seconds.
         """
         return refs.pin(self.engine, address, reason=reason, owner=owner, expires=expires)
 
     @_changes
     def unpin(self, address: str, *, owner: str | None = None) -> None:
-        """Takes this user's pin, or `owner`'s, from a snapshot, and from any other one that has the same root."""
+        """Removes this user's pin, or `owner`'s, from a snapshot, and from any other one that has the same root."""
         refs.unpin(self.engine, address, owner)
 
     def pins(self) -> tuple[PinnedSnapshot, ...]:
@@ -606,13 +607,13 @@ class Store:
         return refs.pins(self.engine)
 
     def watch(self, ref: str, **options: Any) -> Generator[Snapshot]:
-        """The snapshots that are put to a branch from now on, each pinned until the next one is asked for: for evaluation jobs.
+        """Yields each new snapshot of a branch, pinned until the next one is asked for: for evaluation jobs.
 
         Args:
-            ref: The branch; it need not be there yet.
-            options: ``since_step=0``: also those that are there already, from that step on; ``newest_only=True``: of several that came
-                meanwhile only the newest; ``pin_for="1d"``: how long a pin holds at most, None: nothing is pinned; ``poll_seconds=2.0``;
-                ``until=``: a function that ends it.
+            ref: The branch; it need not exist yet.
+            options: ``since_step=0``: also existing snapshots, from that step on; ``newest_only=True``: if several came in the meantime,
+                only the newest; ``pin_for="1d"``: how long a pin lasts at most, None: no pins; ``poll_seconds=2.0``; ``until=``: a
+                function whose true result ends the watch.
         """
         from tensorstore_ck.maintenance.watch import watch  # noqa: PLC0415
 
@@ -625,8 +626,8 @@ class Store:
         """Takes snapshots out of their branches' histories, or whole branches and tags. `gc` frees them after the undo window.
 
         Args:
-            addresses: ``ref@step``, ``ref~n`` or a root for one snapshot; a ref for all of it. Tags, pins and other branches go on
-                holding what they hold.
+            addresses: ``ref@step``, ``ref~n`` or a root for one snapshot; a ref for all of it. Tags, pins and other branches keep
+                what they hold.
         """
         found = forgetting.forget(self.engine, addresses)
         self.session.fence.drop(each.ref for each in found if each.kind == "branch")
@@ -634,29 +635,29 @@ class Store:
 
     @_changes
     def undo(self, address: str | None = None) -> "tuple[Forgotten, ...]":
-        """Brings back what was forgotten last, or last of a ref, or one snapshot: until gc ends the undo window."""
+        """Restores what was forgotten last, or last of a ref, or one snapshot: until gc ends the undo window."""
         return forgetting.undo(self.engine, address)
 
     def forgotten(self) -> "tuple[Forgotten, ...]":
-        """What `undo` can bring back, newest first."""
+        """What `undo` can restore, newest first."""
         return forgetting.forgotten(self.engine)
 
     @_changes
     def set_policy(self, glob: str, **rules: object) -> "Policy":
-        """Says what stays of the histories of branches, in the store: applied with each put, by whomever, and by `retain`.
+        """Sets retention rules for branches, in the store: applied by each save of any process, and by `retain`.
 
-        What any rule keeps stays, of any policy that is for a branch, as far as the limits let it; besides, always: the newest snapshot,
-        the newest other one that is not marked, and all that is tagged or pinned. What goes can be brought back for a day (`undo`).
+        A snapshot stays if any rule of any policy for its branch keeps it and the limits allow it. The newest snapshot, the newest other
+        one that is not marked, and tagged and pinned snapshots always stay. `undo` can restore the others for a day.
 
         Args:
-            glob: Which branches, e.g. ``runs/*``. A policy for the same glob is replaced.
+            glob: Which branches, e.g. ``runs/*``. Replaces a policy for the same glob.
             rules: ``keep_last=5``; ``keep_best=(3, "val_loss", "min")``, or several of these; ``keep_every=1000`` steps: the first at or
                 after each multiple; ``keep_every_seconds="6h"``; ``keep_steps=[1000, 5000]``; ``keep_first=True``; ``keep_younger="7d"``.
-                Limits: ``expire_after="30d"``; ``max_bytes="2TB"`` of the store, of which the oldest go first (by `retain` only).
-                Ageing, by `tier`: ``recode_after="7d"``; ``move_after=("30d", "s3://cold/ckpt")``, or several of these.
+                Limits: ``expire_after="30d"``; ``max_bytes="2TB"`` of the store, oldest first (by `retain` only).
+                Age, by `tier`: ``recode_after="7d"``; ``move_after=("30d", "s3://cold/ckpt")``, or several of these.
 
         Raises:
-            InvalidOptionError: an unknown rule, one that makes no sense, rules that contradict each other, or that keep nothing.
+            InvalidOptionError: a rule is unknown or invalid, or the rules contradict each other, or keep nothing.
         """
         from tensorstore_ck.maintenance.apply_policies import set_rules  # noqa: PLC0415
 
@@ -664,7 +665,7 @@ class Store:
 
     @_changes
     def remove_policy(self, glob: str) -> None:
-        """Takes a policy back: what it did not let go stays."""
+        """Removes a policy: snapshots that it did not remove yet stay."""
         from tensorstore_ck.maintenance.apply_policies import set_policy  # noqa: PLC0415
 
         set_policy(self.engine, glob, None)
@@ -676,19 +677,19 @@ class Store:
         return policies(self.engine)
 
     def kept_by(self, ref: str) -> dict[str, tuple[str, ...]]:
-        """Id of each snapshot of a branch -> the tags, pins and rules that keep it. Limits of bytes are not looked at."""
+        """Id of each snapshot of a branch -> the tags, pins and rules that keep it. Ignores limits of bytes."""
         from tensorstore_ck.maintenance.apply_policies import kept_by  # noqa: PLC0415
 
         return kept_by(self.engine, ref)
 
     @_changes
     def retain(self, *refs: str, dry_run: bool = False, rules: Mapping[str, object] | None = None) -> "RetentionReport":
-        """Lets go what the policies let go, in one log entry; says of each snapshot why it stays or goes, and what that frees.
+        """Applies the policies, in one log entry; reports for each snapshot why it stays or goes, and what that frees.
 
         Args:
             refs: These branches; none: all.
-            dry_run: Only look.
-            rules: Look what these would do, instead of the policies that are set; needs `dry_run`.
+            dry_run: Only report.
+            rules: Report what these rules would do, instead of the policies that are set; needs `dry_run`.
         """
         from tensorstore_ck.maintenance.apply_policies import retain  # noqa: PLC0415
 
@@ -696,11 +697,11 @@ class Store:
 
     @_changes
     def gc(self, options: "GcOptions | None" = None, *, dry_run: bool = False, progress: "GcProgress | None" = None) -> "GcReport":
-        """Frees what nothing holds any more; from any host, beside writers and readers. With `dry_run` tells what would go.
+        """Frees objects that nothing holds any more; from any host, alongside writers and readers. With `dry_run` only reports them.
 
         Raises:
-            UnreadableError: something that is held cannot be read; nothing was freed.
-            GcRefusedError: more than `options.max_delete` of all bytes would go.
+            UnreadableError: an object that is held cannot be read; nothing was freed.
+            GcRefusedError: more than `options.max_delete` of all bytes would be deleted.
         """
         from tensorstore_ck.gc import run_gc  # noqa: PLC0415
 
@@ -716,17 +717,17 @@ class Store:
         max_bytes_per_second: float | None = None,
         progress: "GcProgress | None" = None,
     ) -> "RecodeReport":
-        """Encodes snapshots anew so that they take less room: those that are kept and seldom read. Roots stay as they are.
+        """Re-encodes snapshots so that they use less space, for those that are kept and seldom read. Roots do not change.
 
-        What they took is condemned, and freed by the next `gc`; until then the store takes more.
+        The next `gc` frees the old packs; until then the store is larger.
 
         Args:
             addresses: A branch for all of its history, any other address for one snapshot; none: everything that is held.
             codec: ``small`` or ``fast``.
-            older_than: Only snapshots that were put longer ago, e.g. ``"7d"`` or seconds.
-            dry_run: Only tell what would be gained, by some blocks of each pack.
-            max_bytes_per_second: Reads no more than that, and writes no more.
-            progress: Called with (what is being done, done, of how many).
+            older_than: Only snapshots that were saved longer ago, e.g. ``"7d"`` or seconds.
+            dry_run: Only report what would be gained, judged by some blocks of each pack.
+            max_bytes_per_second: Limits reads, and writes, to this rate.
+            progress: Called with (step, done, total).
         """
         from tensorstore_ck.gc.recode import recode_snapshots  # noqa: PLC0415
 
@@ -748,22 +749,21 @@ class Store:
         max_bytes_per_second: float | None = None,
         progress: "GcProgress | None" = None,
     ) -> "TierReport":
-        """Does what policies say of age: encodes what is old enough smaller (``recode_after``), and moves it to colder places
-        (``move_after``), or back where something younger needs it. From any host, beside jobs; may be killed and run again.
+        """Applies the policies' rules of age: re-encodes packs that are old enough (``recode_after``), and moves them to colder locations
+        (``move_after``), or back if a younger snapshot needs them. From any host, alongside jobs; may be killed and run again.
 
-        Addresses and roots stay as they are, and what was moved is read where it lies, through this store. What was replaced is freed by
-        the next `gc`; until then it takes room at both places.
+        Addresses and roots do not change, and moved packs are read from their new locations, through this store. The next `gc` frees the
+        replaced packs; until then they use space at both locations.
 
         Args:
-            dry_run: Only tell what would be done.
-            take_places: The packs that were moved belong to the store here from now on: it was itself moved, or restored, and no other
-                copy of its files is in use.
-            max_bytes_per_second: Reads no more than that, and writes no more.
-            progress: Called with (what is being done, done, of how many).
+            dry_run: Only report what would be done.
+            take_places: Claim the moved packs for this store: it was itself moved, or restored, and no other copy of its files is in use.
+            max_bytes_per_second: Limits reads, and writes, to this rate.
+            progress: Called with (step, done, total).
 
         Raises:
-            GcRefusedError: a store elsewhere, of which this may be a copy, moved the packs.
-            PlaceUnavailableError: a place cannot be used, or is not mounted.
+            GcRefusedError: another store, of which this may be a copy, moved the packs.
+            PlaceUnavailableError: a location cannot be used, or is not mounted.
         """
         from tensorstore_ck.gc.tiering import run_tiering  # noqa: PLC0415
 
@@ -772,7 +772,7 @@ class Store:
 
 
 class ReadOnlyStore(Protocol):
-    """An open store to look at. At run time it is a `Store` that refuses all other methods with a `PermissionDeniedError`."""
+    """The type of a store that was opened read-only. At run time it is a `Store` whose other methods raise a `PermissionDeniedError`."""
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *_: object) -> None: ...
@@ -938,29 +938,28 @@ def open_store(
             writes: a second writer can silently lose commits.
         no_sync: Skip fsync on local files: a power failure may lose acknowledged snapshots.
         cache_dir: Where this host keeps its cache; by default the user's cache directory.
-        rollback: What to do where the log has gone back, or holds another entry than this user has seen: ``"warn"`` tells it with a
-            `LogChangedWarning`, each time that the store is opened, until somebody runs `tsck accept-log`; ``"error"`` refuses to read and
-            to write until then.
+        rollback: What to do if the log went back, or has another entry than this user has seen: ``"warn"`` with a `LogChangedWarning`,
+            each time that the store is opened, until somebody runs `tsck accept-log`; ``"error"`` refuses to read and to write until then.
         state_dir: Where this user notes the highest entry of the log that was seen; by default the user's state directory.
-        host_memory_bytes: What captures of `Store.put_snapshot_async` may take in this process, all together; by default three quarters
-            of what the container and the host have free at the first one, shared by the ranks of the host.
-        staging: A disk of this host, where puts are durable first and restores find what they read before: a path, or `Staging`.
-        min_free: What must stay free where the store is: ``"5%"``, ``"50GB"`` or bytes; checked here, at each put and while it writes.
+        host_memory_bytes: Memory for all captures of `Store.put_snapshot_async` in this process; by default three quarters of what the
+            container and the host have free at the first one, shared by the ranks of the host.
+        staging: A disk of this host, where saves are durable first, and which caches what restores read: a path, or `Staging`.
+        min_free: Space that must stay free in the store: ``"5%"``, ``"50GB"`` or bytes; checked here, at each save and while it writes.
         max_bytes_per_second: How fast a job may write to the store: its ranks share it evenly.
         codec: How blocks are encoded, always without loss: ``"raw"`` not at all; ``"fast"`` at about a gigabyte a second and core;
-            ``"small"`` as small as they get; ``"auto"`` not at all, unless earlier puts of this handle have shown that an object store
-            is so slow that puts and restores gain from ``"fast"``. Or a dict of globs over refs, of which the first that fits
-            counts: ``{"runs/*": "small"}``.
+            ``"small"`` as small as possible; ``"auto"`` not at all, unless earlier saves of this handle have shown that an object store
+            is so slow that saves and restores gain from ``"fast"``. Or a dict of globs over refs, whose first match counts:
+            ``{"runs/*": "small"}``.
         delta: Whether blocks may be stored as differences to those of the snapshot before, which must then be read: by default with
-            ``"small"``; if so, ``"auto"`` means ``"fast"``. A number says after how many snapshots a block that changes all over
-            is stored in full again, else 8.
-        dead_after_seconds: With `group=`: when a rank is given up that is not heard of, instead of at the call's `timeout_seconds`. Each
-            rank says every 10 s that it lives, from the first call with a group on and however slow it is: on a thread that needs the
-            GIL, so more than the longest time for which one C call holds it. What rank 0 says counts for all.
-        read_only: Open it to look: nothing in the store is ever changed, and no right to write there is needed. Whatever would change
-            something is refused; for a type checker, what is returned has no such methods.
-        places: Where packs may lie that `tier` moved, as URLs or absolute paths, with all that is inside of them. Other buckets at the
-            store's endpoint, and what is in the folder around a local store, need not be said. What the log names besides is refused.
+            ``"small"``; if so, ``"auto"`` means ``"fast"``. A number: after this many snapshots, instead of 8, a block that changes
+            everywhere is stored in full again.
+        dead_after_seconds: With `group=`: how long a rank may be silent before it counts as dead, instead of the call's
+            `timeout_seconds`. Each rank sends a sign of life every 10 s from the first call with a group, on a thread that needs the GIL:
+            so this must be longer than one C call holds it. The value of rank 0 counts for all.
+        read_only: Nothing in the store is ever changed, and no right to write there is needed. Methods that would change something are
+            refused; for a type checker, the returned object does not have them.
+        places: Locations of packs that `tier` moved, as URLs or absolute paths, with everything inside them. Other buckets at the store's
+            endpoint, and the folder around a local store, are always allowed. Other locations that the log names are refused.
 
     Raises:
         NotAStoreError: nothing there, and `create` is false.

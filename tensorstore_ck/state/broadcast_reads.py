@@ -1,7 +1,7 @@
-"""What all ranks of a group want whole is read from the store by one of them each, and goes to the others by the group's own broadcast.
+"""Tensors that all ranks of a group want whole are read by one rank each, and sent to the others by the group's own broadcast.
 
-Which tensors these are is agreed first, and that they were read is, too, before the first broadcast: a rank that fails leaves nobody
-waiting in a collective.
+Before the first broadcast the ranks agree on these tensors, and that they were read: a rank that fails leaves no other rank waiting in a
+collective.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,11 +18,11 @@ PIECE_BYTES: Final = 256 << 20
 """Broadcast at a time."""
 
 Agree = Callable[[bytes, Callable[[bytes], None]], None]
-"""Called by all ranks with a bit for each tensor and what to do then; that is called with the bits that all of them have."""
+"""Called by all ranks with a bit for each tensor and a function; calls the function with the bits that all ranks have set."""
 
 
 class BroadcastContent:
-    """`SnapshotContent` of which tensors that all ranks read in full are read once."""
+    """`SnapshotContent` that reads tensors once that all ranks read in full."""
 
     def __init__(self, content: SnapshotContent, group: "dist.ProcessGroup", agree: Agree) -> None:
         self._content = content
@@ -91,5 +91,5 @@ def _owners(sizes: Sequence[tuple[int, int]], ranks: int) -> dict[int, int]:
 
 
 def _device(group: "dist.ProcessGroup") -> torch.device:
-    """Where the group's collectives work: memory of this process's GPU with nccl."""
+    """The device of the group's collectives: this process's GPU with nccl."""
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")

@@ -35,7 +35,7 @@ from tensorstore_ck.log import SnapshotInfo
 def open_snapshot(
     engine: Engine, info: SnapshotInfo, read: ReadBlocks = read_blocks, *, place: float = 0.0
 ) -> "SnapshotReader | MergedSnapshot":
-    """The snapshot, whatever the ranks that put it held. `read`, `place`: see `SnapshotReader`."""
+    """The snapshot, whatever layouts its ranks had. `read`, `place`: see `SnapshotReader`."""
     first = SnapshotReader(engine, info, 0, read, place=place)
     others = first_ranks(first.part.layout_of or b"")[1:]
     if not others:
@@ -45,11 +45,11 @@ def open_snapshot(
 
 
 def count_rank_states(engine: Engine, info: SnapshotInfo, world_size: int | None = None) -> int:
-    """How many ranks put states of their own; `world_size` says how many it must be.
+    """How many ranks saved a state of their own.
 
     Raises:
         NotFoundError: none.
-        MismatchError: other than `world_size` ranks put them.
+        MismatchError: their number is not `world_size`.
     """
     ranks = SnapshotReader(engine, info).world_size
     what = f"snapshot {info.root.hex()[:16]} (step {info.step})"
@@ -65,10 +65,10 @@ def count_rank_states(engine: Engine, info: SnapshotInfo, world_size: int | None
 
 
 def open_rank_state(engine: Engine, info: SnapshotInfo, rank: int) -> "SnapshotReader":
-    """What is a rank's alone.
+    """The state that a rank saved as its own.
 
     Raises:
-        NotFoundError: no rank states were put, or there is no such rank.
+        NotFoundError: no rank states were saved, or there is no such rank.
     """
     ranks = count_rank_states(engine, info)
     if not 0 <= rank < ranks:
@@ -78,7 +78,7 @@ def open_rank_state(engine: Engine, info: SnapshotInfo, rank: int) -> "SnapshotR
 
 
 class SnapshotReader:
-    """What the ranks with one layout put, opened: `layout.Content` over an engine. Thread-safe."""
+    """What the ranks with one layout saved: `SnapshotContent` over an engine. Thread-safe."""
 
     def __init__(
         self,
@@ -91,16 +91,16 @@ class SnapshotReader:
         record: Record | None = None,
         budget: ParseBudget | None = None,
     ) -> None:
-        """Opens it.
+        """Opens the first part and its layout.
 
         Args:
             engine: The store.
             info: The snapshot.
             rank: Of the part to begin with, the first one with its layout; that of a rank state stands alone.
             read: Reads tensors.
-            place: Where among those who read this one is, from 0 to 1: what it wants was most likely put by ranks in the same place.
+            place: Position of this reader among all readers, from 0 to 1: ranks at the same position most likely saved what it wants.
             record: The snapshot's, if it was read already.
-            budget: Of another reader of the snapshot, whose results are kept beside this one's.
+            budget: Of another reader of the snapshot, whose results are kept as well.
         """
         self.info = info
         self._engine = engine
@@ -173,12 +173,12 @@ class SnapshotReader:
         return self._alike
 
     def stored(self, tensor: int) -> Iterator[tuple[Part, RegionBytes]]:
-        """What each part has of a tensor."""
+        """The regions of a tensor that each part has."""
         for rank in self._alike:
             yield from ((self._open(rank).part, held) for held in self._plan(rank).of(tensor))
 
     def tensor_at(self, row: int, rank: int) -> str:
-        """What the block in an extent row of a part belongs to, for messages."""
+        """The tensor or value that the block in an extent row of a part belongs to, for messages."""
         tensor = self._plans[rank].tensor_at(row) if rank in self._plans else None
         if tensor is not None:
             return f"tensor {self.layout.tensors[tensor].name!r}"
@@ -219,7 +219,7 @@ class SnapshotReader:
         self.fetch(self.blocks_of(wanted))
 
     def blocks_of(self, wanted: Iterable[WantedBox]) -> list[WantedBlock]:
-        """The blocks that hold boxes of tensors; what lies in parts is delivered at once."""
+        """The blocks that hold boxes of tensors; bytes that lie in parts are delivered at once."""
         blocks: list[WantedBlock] = []
         for each in wanted:
             for rank, held in self._holding(each.tensor, each.box):
@@ -227,7 +227,7 @@ class SnapshotReader:
         return blocks
 
     def fetch(self, blocks: Sequence[WantedBlock]) -> None:
-        """Reads and verifies what `blocks_of` found."""
+        """Reads and verifies the blocks that `blocks_of` found."""
         self._read_blocks(self._engine, self.info, blocks)
 
     def read_range(self, tensor: int, start: int, stop: int) -> bytearray:
@@ -244,13 +244,13 @@ class SnapshotReader:
         return memory[start - first * spec.item_bytes : stop - first * spec.item_bytes]
 
     def _holding(self, tensor: int, box: BoxBounds) -> Iterator[tuple[int, RegionBytes]]:
-        """(rank, what its part has) of every region that has something of the box."""
+        """(rank, region in its part) of every region that overlaps the box."""
         if len(self._alike) == 1 and not self.layout.meshes:
             yield from ((self._first, held) for held in self._plan(self._first).of(tensor))
             return
         spec = self.layout.tensors[tensor]
         left = prod(box.sizes)
-        for region in every_region(self.layout, tensor, self._alike, self._told, near=box, order=self._nearest):
+        for region in every_region(self.layout, tensor, self._alike, self._reported_boxes, near=box, order=self._nearest):
             common = region.common(spec, box)
             if not common:
                 continue
@@ -266,11 +266,11 @@ class SnapshotReader:
             if missing:
                 raise CorruptObjectError(f"{self.name}: no part has all of {spec.name!r}; run `tsck fsck`", object_id=spec.name)
             if not left:
-                return  # so that of thousands of ranks hardly more parts are opened than needed
+                return  # so that a reader of thousands of ranks opens hardly more parts than it needs
         if left:
             raise CorruptObjectError(f"{self.name}: no rank has put all of {spec.name!r}; run `tsck fsck`", object_id=spec.name)
 
-    def _told(self, rank: int, tensor: int) -> Sequence[BoxBounds]:
+    def _reported_boxes(self, rank: int, tensor: int) -> Sequence[BoxBounds]:
         if rank not in self._regions:
             opened = self._open(rank)
             self._regions[rank] = {each.tensor: each.boxes for each in decode_regions(self.layout, opened.part.regions, opened.name)}
@@ -302,7 +302,7 @@ class SnapshotReader:
 
 
 class MergedSnapshot:
-    """`layout.Content` over the layouts of one snapshot. Thread-safe."""
+    """`SnapshotContent` over the several layouts of one snapshot. Thread-safe."""
 
     def __init__(self, readers: Sequence[SnapshotReader]) -> None:
         """Raises:

@@ -21,14 +21,14 @@ TIMEOUT_SECONDS = 600.0
 
 
 def process_group(group: "ProcessGroup | DeviceMesh | None") -> "ProcessGroup | None":
-    """What ``group=`` means: the process group of a one-dimensional mesh, or what it is.
+    """The process group that ``group=`` means: itself, or that of a one-dimensional mesh.
 
     Raises:
-        InvalidOptionError: it is no process group that this process is in; or a mesh of several dims, or that this rank is not in.
+        InvalidOptionError: not a process group that this process is in; or a mesh of several dims, or one that this rank is not in.
     """
     if group is None:
         return None
-    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - whoever has a group has loaded it
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - a caller with a group has loaded it
 
     given: Any = group
     if not isinstance(given, DeviceMesh):
@@ -57,38 +57,38 @@ class ProcessGroups:
         self._engine = engine
         self._dead_after_seconds = dead_after_seconds
         self._groups: weakref.WeakKeyDictionary[ProcessGroup, tuple[Group, Memory]] = weakref.WeakKeyDictionary()
-        """With the layouts that it has put, and how often: see `run_put`."""
+        """With the layouts that it has saved, and how often: see `run_put`."""
         self._publishing: weakref.WeakKeyDictionary[ProcessGroup, Group] = weakref.WeakKeyDictionary()
-        self._told: weakref.WeakKeyDictionary[ProcessGroup, dict[str, list[bytes]]] = weakref.WeakKeyDictionary()
+        self._gathered: weakref.WeakKeyDictionary[ProcessGroup, dict[str, list[bytes]]] = weakref.WeakKeyDictionary()
 
-    def tell_all(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> list[bytes]:
-        """What each rank of a group says, a few bytes.
+    def all_gather(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> list[bytes]:
+        """The values of all ranks of a group, a few bytes each; kept under `title`.
 
-        All ranks meet at each call, also when this one knows it from an earlier one: another may have missed how that ended.
+        All ranks meet at each call, even if this one knows the values from an earlier call: another rank may have missed its end.
         """
-        told = self._told.setdefault(group, {})
+        known = self._gathered.setdefault(group, {})
         attempt = self.of(group)[0].begin(title, object_id=title, timeout=timeout_seconds)
 
         def compare(hellos: list[Body]) -> Body:
-            is_known = all(take(hello, "known", bool) for hello in hellos)
-            return {"values": None if is_known else [take(hello, "value", bytes) for hello in hellos]}
+            are_known = all(take(hello, "known", bool) for hello in hellos)
+            return {"values": None if are_known else [take(hello, "value", bytes) for hello in hellos]}
 
         def work(go: Body) -> Body:
             if go["values"] is not None:
-                told[title] = take(go, "values", list)
+                known[title] = take(go, "values", list)
             return {}
 
-        attempt.run(Participant(lambda: {"known": title in told, "value": value()}, work, None, compare, lambda _: {}))
-        return told[title]
+        attempt.run(Participant(lambda: {"known": title in known, "value": value()}, work, None, compare, lambda _: {}))
+        return known[title]
 
-    def from_first(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> bytes:
-        """What the first rank says, a few bytes, told to all; on the others `value` is not asked."""
+    def broadcast(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> bytes:
+        """Rank 0's value, a few bytes, on all ranks; only rank 0 calls `value`."""
         own = self.of(group)[0]
         attempt = own.begin(title, object_id=title, timeout=timeout_seconds)
-        told: list[bytes] = []
+        values: list[bytes] = []
 
         def work(go: Body) -> Body:
-            told.append(take(go, "value", bytes))
+            values.append(take(go, "value", bytes))
             return {}
 
         def compare(hellos: list[Body]) -> Body:
@@ -96,32 +96,32 @@ class ProcessGroups:
             return {"value": value()}
 
         attempt.run(Participant(lambda: {"title": title}, work, None, compare, lambda _: {}))
-        return told[0]
+        return values[0]
 
     def runner(self, group: "ProcessGroup") -> StoreRunner:
-        """What reaches the store of a group."""
+        """What runs calls on the group's key-value store."""
         return self.of(group)[0].run
 
     def local_ranks(self, group: "ProcessGroup", *, timeout_seconds: float) -> int:
-        """How many ranks of a group are on this host, this one among them."""
-        hosts = self.tell_all(group, "the count of the ranks of each host", host_key, timeout_seconds=timeout_seconds)
+        """How many ranks of a group are on this host, including this one."""
+        hosts = self.all_gather(group, "the count of the ranks of each host", host_key, timeout_seconds=timeout_seconds)
         return hosts.count(hosts[group.rank()])
 
     def close(self) -> None:
-        """Ends the threads that talk to the groups' stores; a put or restore after that begins new ones."""
+        """Ends the threads that talk to the groups' stores; a later save or restore starts new ones."""
         for group in (*(own for own, _ in self._groups.values()), *self._publishing.values()):
             group.close()
-        for known in (self._groups, self._publishing, self._told):
+        for known in (self._groups, self._publishing, self._gathered):
             known.clear()
 
     def publishing(self, group: "ProcessGroup") -> Group:
-        """The same ranks, for what their publishing threads do together, in an order of its own; only after an attempt of `of`."""
+        """The same ranks, for rounds of their publishing threads, which have an order of their own; only after a round of `of`."""
         if group not in self._publishing:
             self._publishing[group] = open_group(group, f"{self._engine.config.uuid}/publish", first=self.of(group)[0])
         return self._publishing[group]
 
     def of(self, group: "ProcessGroup") -> tuple[Group, Memory]:
-        """This rank's place in a process group, and the layouts that it has put."""
+        """This rank's `Group` of a process group, and the layouts that it has saved."""
         if group not in self._groups:
             self._groups[group] = open_group(group, self._engine.config.uuid, dead_after=self._dead_after_seconds), {}
         return self._groups[group]

@@ -360,7 +360,9 @@ class Checkpointer:
             return not self._must_end()
         title, must_end = f"whether saves to {self._ref!r} go on failing ({self._id}, {self._round})", self._must_end()
         try:
-            said = self._store.session.groups.tell_all(self._group, title, lambda: bytes([must_end]), timeout_seconds=self._timeout_seconds)
+            said = self._store.session.groups.all_gather(
+                self._group, title, lambda: bytes([must_end]), timeout_seconds=self._timeout_seconds
+            )
         except StoreError as exc:
             self._unsaved.failure = self._unsaved.failure or exc
             return False
@@ -396,4 +398,4 @@ class Checkpointer:
     def _from_first(self, title: str, value: Callable[[], bytes]) -> bytes:
         if self._group is None:
             return value()
-        return self._store.session.groups.from_first(self._group, title, value, timeout_seconds=self._timeout_seconds)
+        return self._store.session.groups.broadcast(self._group, title, value, timeout_seconds=self._timeout_seconds)

@@ -130,7 +130,7 @@ def test_ctrl_c_while_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
             begun.set()
             took.append(failed.wait(1000))
 
-    monkeypatch.setattr(threads, "threading", SimpleNamespace(Lock=threading.Lock, Thread=Interrupted))
+    monkeypatch.setattr(threads, "threading", SimpleNamespace(Lock=threading.Lock, RLock=threading.RLock, Thread=Interrupted))
     with pytest.raises(KeyboardInterrupt):
         for_each(range(2), work, 2, failed=failed)
     assert took == [True]
