@@ -59,38 +59,24 @@ class Session:
         """What the newest entry of the log has at an address."""
         return resolve(self.engine.log.newest_view(), address)
 
-    def put(
-        self,
-        state: object,
-        ref: str,
-        *,
-        group: "ProcessGroup | DeviceMesh | None",
-        rank_state: object,
-        frozen: Sequence[str],
-        timeout_seconds: float,
-        **options: Any,
-    ) -> Snapshot:
-        """See `Store.put_snapshot`; `options`: see `put_options`."""
+    def put(self, state: object, ref: str, *, group: "ProcessGroup | DeviceMesh | None", **options: Any) -> Snapshot:
+        """See `Store.put_snapshot`, for the options too."""
         ranks = process_group(group)
         if ranks is not None:
             self.queue.require_no_lane()
-        return self.queue.run(
-            lambda: self._job(state, ref, ranks, rank_state=rank_state, frozen=frozen, timeout_seconds=timeout_seconds, **options)
-        )
+        return self.queue.run(lambda: self._job(state, ref, ranks, **options))
 
     def put_async(
         self,
         state: object,
         ref: str,
         *,
-        on_full: OnFull,
         group: "ProcessGroup | DeviceMesh | None",
-        rank_state: object,
-        frozen: Sequence[str],
+        on_full: OnFull,
         timeout_seconds: float,
         **options: Any,
     ) -> PendingSnapshot:
-        """See `Store.put_snapshot_async`; `options`: see `put_options`."""
+        """See `Store.put_snapshot_async`, for the options too."""
         from tensorstore_ck.session.save.group_put import UnpreparedState  # noqa: PLC0415 - loads torch
         from tensorstore_ck.session.save.single_put import SinglePut  # noqa: PLC0415 - loads torch
 
@@ -103,7 +89,7 @@ class Session:
                     self._local_ranks = self.groups.local_ranks(ranks, timeout_seconds=timeout_seconds)
                 except StoreError as exc:  # the others may know, and begin the put
                     captured = UnpreparedState(exc)
-            job = self._job(captured, ref, ranks, rank_state=rank_state, frozen=frozen, timeout_seconds=timeout_seconds, **options)
+            job = self._job(captured, ref, ranks, timeout_seconds=timeout_seconds, **options)
             job.prepare()
             if isinstance(job, SinglePut) and self.queue.is_quiet():
                 job.check_known()
@@ -128,7 +114,7 @@ class Session:
     def finish_staged(self, address: str, group: "ProcessGroup | None", timeout_seconds: float) -> None:
         """See `Store.finish_staged`."""
         self._resume(group, timeout_seconds)
-        self.queue.settle(uploads=not self._is_staged(address))
+        self.queue.settle(uploads=self.engine.tier is None or not self._is_staged(address))
 
     def close(self) -> None:
         """See `Store.close`."""
