@@ -16,7 +16,7 @@ from tensorstore_ck.errors import GcRefusedError, StoreError, UnsafeBackendError
 from tensorstore_ck.gc.compact import Compacted, CompactedPack, SparsePack, compact, live_bytes, put_in_force
 from tensorstore_ck.gc.listing import ListedObject
 from tensorstore_ck.gc.plan import GcPlan, Planner, written_bytes
-from tensorstore_ck.gc.report import GcOptions, GcReport, GoneSnapshot, Progress, ProgressSum, RewrittenPack
+from tensorstore_ck.gc.report import GcOptions, GcReport, GoneSnapshot, Progress, ProgressSum, RewrittenPack, ignore_progress
 from tensorstore_ck.log import FOLDERS, ObjectKey, Objects, Op, RefTable, pieces
 
 OBJECTS_AN_ENTRY: Final = 40_000
@@ -27,9 +27,7 @@ THREADS: Final = 8
 MAX_CLOCK_SECONDS: Final = 300
 
 
-def run_gc(
-    engine: Engine, options: GcOptions | None = None, *, dry_run: bool = False, progress: Progress = lambda what, done, total: None
-) -> GcReport:
+def run_gc(engine: Engine, options: GcOptions | None = None, *, dry_run: bool = False, progress: Progress | None = None) -> GcReport:
     """Frees what nothing holds; with `dry_run` only says what it would do.
 
     Raises:
@@ -39,7 +37,7 @@ def run_gc(
         InvalidOptionError: `options.max_bytes_per_second` is no rate.
     """
     options = options or GcOptions()
-    return _Gc(engine.limited_to(options.max_bytes_per_second), options, dry_run, progress).run()
+    return _Gc(engine.limited_to(options.max_bytes_per_second), options, dry_run, progress or ignore_progress).run()
 
 
 class _Gc:

@@ -1,17 +1,19 @@
 """Encodes cold snapshots anew, so that they take less: their packs are copied like sparse ones, block by block in the smallest form."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+from tensorstore_ck.common.units import parse_seconds
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import UnsafeBackendError
-from tensorstore_ck.format.codec import Mode
+from tensorstore_ck.format.codec import Mode, require_strong
 from tensorstore_ck.gc.compact import live_bytes
 from tensorstore_ck.gc.listing import ListedObject, list_objects
 from tensorstore_ck.gc.live_set import LiveSet, at_newest
 from tensorstore_ck.gc.repack import look_at, rewrite, smaller
-from tensorstore_ck.gc.report import Progress, ProgressSum, RewrittenPack
+from tensorstore_ck.gc.report import Progress, ProgressSum, RewrittenPack, ignore_progress
 from tensorstore_ck.log import ObjectKey, RefTable, SnapshotInfo
+from tensorstore_ck.log.address import resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +34,37 @@ class RecodeReport:
     """Packs that could not be read, and why."""
 
 
+def recode_snapshots(
+    engine: Engine,
+    addresses: Collection[str],
+    *,
+    codec: str,
+    older_than: "str | float | None" = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> RecodeReport:
+    """See `Store.recode`: of a branch its whole history, at any other address one snapshot; without addresses everything that is held."""
+    mode = require_strong(codec)
+    before_ns = engine.clock() - int(parse_seconds(older_than, "older_than") * 1e9) if older_than is not None else None
+
+    def at(view: RefTable, address: str) -> Iterable[SnapshotInfo]:
+        return view.history(address) if view.branch(address) is not None else [resolve(view, address).info]
+
+    def choose(view: RefTable) -> list[SnapshotInfo]:
+        found = {info.ulid: info for address in addresses for info in at(view, address)}
+        chosen = found.values() if addresses else view.snapshots()
+        return [info for info in chosen if before_ns is None or info.time_ns <= before_ns]
+
+    return run_recode(engine, choose, mode, dry_run=dry_run, progress=progress)
+
+
 def run_recode(
     engine: Engine,
     choose: Callable[[RefTable], Iterable[SnapshotInfo]],
     mode: Mode,
     *,
     dry_run: bool = False,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress | None = None,
 ) -> RecodeReport:
     """Encodes the packs of chosen snapshots anew, but those that were moved to other places.
 
@@ -53,6 +79,7 @@ def run_recode(
         UnreadableError: something that is held cannot be read, so that nobody knows which blocks of a pack are needed.
         UnsafeBackendError: the backend does not keep what the safety of relocations rests on.
     """
+    progress = progress or ignore_progress
     if not dry_run:
         engine.require_writable()
     url = engine.backend.url

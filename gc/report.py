@@ -148,6 +148,10 @@ class GcReport:
         return self.deleted_bytes - self.written_bytes
 
 
+def ignore_progress(what: str, done: int, total: int) -> None:
+    """Reports to nobody."""
+
+
 class ProgressSum:
     """Adds up progress from several threads."""
 

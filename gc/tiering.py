@@ -19,7 +19,7 @@ from tensorstore_ck.gc.compact import SparsePack, live_bytes
 from tensorstore_ck.gc.listing import ListedObject, list_objects
 from tensorstore_ck.gc.live_set import LiveSet, at_newest
 from tensorstore_ck.gc.repack import RepackScan, look_at, rewrite, smaller
-from tensorstore_ck.gc.report import Progress, ProgressSum
+from tensorstore_ck.gc.report import Progress, ProgressSum, ignore_progress
 from tensorstore_ck.log import ObjectKey, RefTable
 from tensorstore_ck.log.cache import Table, TableError
 from tensorstore_ck.log.retention.age_rules import AS_IS, HERE, AgeTarget, wishes
@@ -65,9 +65,7 @@ class _TierPlan(NamedTuple):
     """Pack -> where it is to lie, and whether it is to be encoded smaller; of those of which anything is wished."""
 
 
-def run_tiering(
-    engine: Engine, *, dry_run: bool = False, take_places: bool = False, progress: Progress = lambda what, done, total: None
-) -> TierReport:
+def run_tiering(engine: Engine, *, dry_run: bool = False, take_places: bool = False, progress: Progress | None = None) -> TierReport:
     """Brings packs to where the policies want them, encoded as they want them.
 
     With `take_places` it says first that packs at other places belong to the store here, and not to one of which it is a copy.
@@ -79,6 +77,7 @@ def run_tiering(
         UnsafeBackendError: the backend does not keep what the safety of relocations rests on.
         InvalidOptionError: a newer build made one of the policies.
     """
+    progress = progress or ignore_progress
     if not dry_run:
         engine.require_writable()
     url = engine.backend.url

@@ -148,7 +148,7 @@ def job_of(ref: str) -> str:
 
 
 def measure_usage(engine: Engine, *, per_snapshot: bool = False) -> Usage:
-    """The usage as of the log entry that was folded last.
+    """The usage as of the newest entry of the log.
 
     Raises:
         DamageError: a record or part cannot be read; `tsck fsck` tells more.
@@ -159,7 +159,7 @@ def measure_usage(engine: Engine, *, per_snapshot: bool = False) -> Usage:
 class _Measurement:
     def __init__(self, engine: Engine, *, per_snapshot: bool) -> None:
         self._engine = engine
-        self._view = engine.log.view()
+        self._view = engine.log.newest_view()
         self._held = roots(self._view)
         self._relocated = {pack for pack, _ in self._view.all_relocations()}
         self._sizes = {info.name: info.size_bytes for info in engine.backend.list("")}

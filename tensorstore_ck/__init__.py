@@ -45,10 +45,9 @@ from tensorstore_ck.events import Event
 from tensorstore_ck.format.random_streams import Streams
 from tensorstore_ck.log import LogChangedWarning
 from tensorstore_ck.log.snapshot import Snapshot, SnapshotDetails
-from tensorstore_ck.read_only_store import ReadOnlyStore
 from tensorstore_ck.session.ref_fence import LAST_SEEN
 from tensorstore_ck.session.save import PendingSnapshot
-from tensorstore_ck.store import ANY, Store
+from tensorstore_ck.store import ANY, ReadOnlyStore, Store
 from tensorstore_ck.store import open_store as open  # noqa: A004 - `tsck.open` reads as gzip.open does
 
 if TYPE_CHECKING:

@@ -1,45 +1,329 @@
-"""`Store`: the facade that users hold. It resolves addresses, remembers what this handle has seen, and delegates.
+"""`Store`, what users hold: public names, signatures and docstrings. Each method is one call into `session`, `maintenance` or gc.
 
-Here is what restores; what saves is in `puts`, all else in `manage`. torch is loaded only by the methods that take or return tensors, so
-that a command starts fast.
+What takes long to import, such as torch, is imported only by the methods that need it, so that a command starts fast.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast, overload
 
 from tensorstore_ck.backend.staging import Staging
+from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import open_engine
-from tensorstore_ck.engine.read.merged_snapshot import count_rank_states, open_rank_state, open_snapshot
-from tensorstore_ck.engine.write.publish import ANY
-from tensorstore_ck.format.codec import CodecOption, DeltaOption
-from tensorstore_ck.format.random_streams import RULE, Streams
-from tensorstore_ck.log import Rollback, SnapshotInfo
-from tensorstore_ck.log.address import Resolved
-from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
-from tensorstore_ck.read_only_store import ReadOnlyStore
+from tensorstore_ck.engine.write.publish import ANY, AnyHead
+from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
+from tensorstore_ck.engine.write.suspicious_save import Unchanged
+from tensorstore_ck.events import Callback
+from tensorstore_ck.format.codec import CodecName, CodecOption, DeltaOption
+from tensorstore_ck.format.random_streams import Streams
+from tensorstore_ck.log import Rollback
+from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot, SnapshotDetails
+from tensorstore_ck.maintenance import forget as forgetting
+from tensorstore_ck.maintenance import refs
+from tensorstore_ck.session import restore
 from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
 from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
-from tensorstore_ck.session.keeping import changes
-from tensorstore_ck.session.puts import SavingStore, require_no_rank_state
-from tensorstore_ck.session.ref_fence import LAST_SEEN
-from tensorstore_ck.session.restoring import Restoring
+from tensorstore_ck.session.ref_fence import LAST_SEEN, LastSeen
+from tensorstore_ck.session.restore import Restoring
+from tensorstore_ck.session.save import DrainReport, OnFull, PendingSnapshot, Preemption
+from tensorstore_ck.session.save.retrying import retrying
+from tensorstore_ck.session.session import Session
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from tensorstore_ck.gc import GcOptions, GcReport
+    from tensorstore_ck.gc.recode import RecodeReport
+    from tensorstore_ck.gc.report import Progress as GcProgress
+    from tensorstore_ck.gc.tiering import TierReport
+    from tensorstore_ck.gc.usage import Usage
+    from tensorstore_ck.log.retention import Policy
+    from tensorstore_ck.maintenance.advise import Advice
+    from tensorstore_ck.maintenance.apply_policies import RetentionReport
+    from tensorstore_ck.maintenance.describe import SnapshotDiff
+    from tensorstore_ck.maintenance.forget import Forgotten
+    from tensorstore_ck.maintenance.fsck import FsckOptions, FsckReport, RepairReport
     from tensorstore_ck.state import LazySnapshot, LoadReport, StateCheck
 
 T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., Any])
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
 
 
-class Store(SavingStore):
+def _changes(method: Method) -> Method:
+    """Marks a method that changes the store: a store that was opened read-only refuses it, unless it is a dry run."""
+
+    @wraps(method)
+    def checked(self: "Store", *args: Any, **kwargs: Any) -> Any:
+        if self.engine.read_only and not kwargs.get("dry_run"):
+            self.engine.require_writable(f"{method.__name__}()")
+        return method(self, *args, **kwargs)
+
+    return cast(Method, checked)
+
+
+class Store:
     """An open store. Thread-safe; a context manager. Make one with `tensorstore_ck.open`."""
 
-    # Putting is in `puts`, all that needs no tensors in `manage`.
+    def __init__(self, engine: Engine, *, host_memory_bytes: int | None = None, dead_after_seconds: float = DEAD_AFTER_SECONDS) -> None:
+        self._session = Session(engine, host_memory_bytes=host_memory_bytes, dead_after_seconds=dead_after_seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Store({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """Where the store is, without credentials."""
+        return self.engine.backend.url
+
+    @property
+    def engine(self) -> Engine:
+        """For what is built on top of a store: see `integrations`."""
+        return self.session.engine
+
+    @property
+    def session(self) -> Session:
+        """What this handle has seen of refs, its process groups and its queue of saves: for what is built on top of a store."""
+        return self._session
+
+    def close(self) -> None:
+        """Finishes the puts under way, and releases connections, memory and the cache; idempotent.
+
+        Raises:
+            StoreError: what a put failed with that nobody waited for.
+        """
+        self.session.close()
+
+    # --- save -------------------------------------------------------------------------------------------------------------
+
+    @_changes
+    def put_snapshot(
+        self,
+        state: object,
+        *,
+        ref: str,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, object] | None = None,
+        expect: "str | Snapshot | AnyHead | LastSeen | None" = LAST_SEEN,
+        parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
+        group: "ProcessGroup | DeviceMesh | None" = None,
+        rank_state: object = None,
+        frozen: Sequence[str] = (),
+        codec: CodecName | None = None,
+        delta: DeltaOption = None,
+        unchanged: Unchanged = "warn",
+        verify_capture: float = SAMPLE_SHARE,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> Snapshot:
+        """Stores `state` and moves branch `ref` to it. Durable and published when it returns; else it raises and nothing is visible.
+
+        The ref moves only from the root that this handle last saved or restored there, so a job that was given up for dead
+        cannot overwrite its successor's work. A ref that this handle has not seen must not exist yet. If this handle has only restored
+        the newest snapshot of a ref, its first save there may not have a lower step, unless `expect` is given: a job may be running there.
+        Waits first for the asynchronous saves of this handle.
+
+        Args:
+            state: Any nesting of dicts, lists and tuples with tensors, numpy arrays and plain values.
+            ref: The branch to move; made if it does not exist.
+            step: The training step, for ``ref@step``.
+            metrics: Numbers to rank by.
+            metadata: What the run knows: config, learning rate, git commit. At most 1 MiB; part of the root.
+            expect: A root, `ANY`, or None for "the ref must not exist", instead of what this handle last saw.
+            parent: The address of the snapshot that this one continues; None: none. By default what this handle last saved or restored on
+                the ref; for a ref that it has not seen, the head of its branch, if there is one. Part of the root.
+            group: A process group, or a one-dimensional DeviceMesh, whose ranks save together. Each passes its own side of the state: its
+                share of a DTensor, `FlatShard` or `Box`, and everything else whole.
+            rank_state: With `group`: state that belongs to this rank alone, such as random number generators.
+            frozen: Globs over names such as ``model.base.*``, of tensors that do not change while this store is open: they are read at
+                the first put and each tenth one after it, where a change is a `FrozenChangedError`.
+            codec: How to encode this save: see `open`.
+            delta: See `open`.
+            unchanged: What to do when the content contradicts `step`, which moved on: no floating tensor differs from the ref's save
+                before, though some did in one of the last four; or the step counters of an optimizer disagree, or did not move on as
+                the step did. ``warn`` with a `SuspiciousSaveWarning`; raise an ``error``; or ``ok``: nothing.
+            verify_capture: Tensors must not change while they are captured. At the end, small tensors (up to 4 KiB) are read again and
+                compared, and this share of the bytes of the others, from 0.0 to 1.0, at offsets that change with each save. 0: none.
+            timeout_seconds: With `group`: how long to wait for the other ranks.
+
+        Raises:
+            UnsupportedValueError: `state` holds something that cannot be stored; the message has the path.
+            CaptureChangedError: a tensor changed meanwhile; nothing was published. The message names it.
+            SuspiciousSaveError: with ``unchanged="error"``; nothing was published.
+            ConflictError: the ref is elsewhere; nothing was written.
+            InvalidOptionError: an argument is invalid, or differs between ranks; or the step is lower than that of a head that this handle
+                only restored.
+            SnapshotAbortedError: with `group`: a rank failed in another way, or is gone; the message names it. If one rank meets an error
+                above, or the states of the ranks cannot be one snapshot, all ranks raise it.
+            UndecidedError: the store went away in the middle of the commit: see `retrying`.
+        """
+        return self.session.put(
+            state,
+            ref,
+            group=group,
+            rank_state=rank_state,
+            frozen=frozen,
+            timeout_seconds=timeout_seconds,
+            step=step,
+            metrics=metrics,
+            metadata=metadata,
+            expect=expect,
+            parent=parent,
+            codec=codec,
+            delta=delta,
+            unchanged=unchanged,
+            verify_capture=verify_capture,
+        )
+
+    @_changes
+    def put_snapshot_async(
+        self,
+        state: object,
+        *,
+        ref: str,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, object] | None = None,
+        expect: "str | Snapshot | AnyHead | LastSeen | None" = LAST_SEEN,
+        parent: "str | Snapshot | LastSeen | None" = LAST_SEEN,
+        group: "ProcessGroup | DeviceMesh | None" = None,
+        rank_state: object = None,
+        frozen: Sequence[str] = (),
+        codec: CodecName | None = None,
+        delta: DeltaOption = None,
+        unchanged: Unchanged = "warn",
+        verify_capture: float = SAMPLE_SHARE,
+        on_full: OnFull = "block",
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> PendingSnapshot:
+        """As `put_snapshot`, in the background: returns as soon as `state` may be mutated, and a thread does the rest.
+
+        The state is copied into buffers that are reused; `host_memory_bytes` of `open` bounds them. Saves of one handle are published in
+        the order of their calls. ``wait()`` raises the error of a failed save; if nobody waits, the handle's next save does.
+
+        Args:
+            state: See `put_snapshot`.
+            ref: See `put_snapshot`.
+            step: See `put_snapshot`.
+            metrics: See `put_snapshot`.
+            metadata: See `put_snapshot`.
+            expect: See `put_snapshot`.
+            parent: See `put_snapshot`.
+            group: See `put_snapshot`.
+            rank_state: See `put_snapshot`.
+            frozen: See `put_snapshot`; these tensors are not copied either.
+            codec: See `put_snapshot`.
+            delta: See `put_snapshot`.
+            unchanged: See `put_snapshot`; checked on the thread that stores the state.
+            verify_capture: As in `put_snapshot`, but compares the copies, before this returns. Tensors on CUDA devices are not compared:
+                their copies are made in the order of their stream.
+            on_full: What to do when the buffers of earlier saves leave no memory: ``block`` until there is; ``skip`` this save; or
+                ``replace`` the oldest save that waits in the queue. With `group`, rank 0 decides for all. The returned object, a
+                warning in the log and an event report a dropped save.
+            timeout_seconds: As in `put_snapshot`; time in the queue does not count.
+
+        Raises:
+            StoreError: as `put_snapshot`; or the error of an earlier save of this handle, if nobody waited for it: then this save did
+                not take place.
+            NoSpaceError: the state does not fit into `host_memory_bytes` at all.
+        """
+        return self.session.put_async(
+            state,
+            ref,
+            on_full=on_full,
+            group=group,
+            rank_state=rank_state,
+            frozen=frozen,
+            timeout_seconds=timeout_seconds,
+            step=step,
+            metrics=metrics,
+            metadata=metadata,
+            expect=expect,
+            parent=parent,
+            codec=codec,
+            delta=delta,
+            unchanged=unchanged,
+            verify_capture=verify_capture,
+        )
+
+    def retrying(self, call: Callable[[], T], *, attempts: int = 3, pause_seconds: float = 1.0) -> T:
+        """Calls `call` until it succeeds, while trying again can help (see `errors`, "retry"), and returns its result.
+
+        ::
+
+            snapshot = store.retrying(lambda: store.put_snapshot(state, ref="runs/gpt", step=step, group=group))
+
+        Transient errors are tried again. If a save may or may not have happened, the log is read first: a snapshot that was published is
+        returned, and not saved again. Any other error is raised at once, such as that of a save to a ref that another process moved.
+        With ``group=`` all ranks call this: they raise the same errors, and so try again together.
+
+        Args:
+            call: A save, a restore or any other use of this store; an asynchronous save with its ``wait()``.
+            attempts: How often it is called, at most.
+            pause_seconds: Before the second call; twice as long before each further one.
+
+        Raises:
+            StoreError: what the last call raised.
+        """
+        return retrying(self.session.context, call, attempts=attempts, pause_seconds=pause_seconds)
+
+    def pending(self) -> list[PendingSnapshot]:
+        """The saves in progress, oldest first."""
+        return self.session.queue.pending()
+
+    def drain(self, deadline_seconds: float | None = None) -> DrainReport:
+        """Waits for the saves in progress, and cancels those that are not published by the deadline. Reports which snapshot is safe."""
+        return self.session.queue.drain(deadline_seconds)
+
+    def finish_staged(
+        self, address: str, group: "ProcessGroup | DeviceMesh | None" = None, *, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> None:
+        """Waits for the saves of this handle, and for earlier staged saves of this host, or of the hosts of `group`. Restores call it.
+
+        Does not wait for uploads if `address` means a staged snapshot, such as ``runs/gpt^staged``.
+        """
+        self.session.finish_staged(address, process_group(group), timeout_seconds)
+
+    def on_preemption(self, signal_number: int, *, deadline_seconds: float) -> Preemption:
+        """Lets a signal such as ``signal.SIGTERM`` end the job in order: see `Preemption`. On the main thread only."""
+        return Preemption(self.session.queue, signal_number, deadline_seconds=deadline_seconds)
+
+    def on_event(self, callback: Callback) -> Callable[[], None]:
+        """Calls ``callback(event)`` at each `Event` of this handle's saves, on their thread; returns a function that unsubscribes."""
+        return self.engine.observers.subscribe(callback)
+
+    @_changes
+    def check(
+        self,
+        state: object,
+        *,
+        group: "ProcessGroup | DeviceMesh | None" = None,
+        rank_state: object = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> "StateCheck":
+        """Reports what `put_snapshot(state)` would do: what cannot be stored, sizes, free space, expected time. Publishes nothing.
+
+        Args:
+            state: See `put_snapshot`.
+            group: See `put_snapshot`. All ranks call this, and are compared as at the first save: if their states cannot be one snapshot,
+                that is a problem on all.
+            rank_state: See `put_snapshot`.
+            timeout_seconds: With `group`: how long to wait for the other ranks.
+        """
+        return self.session.check(state, group=group, rank_state=rank_state, timeout_seconds=timeout_seconds)
+
+    # --- restore ----------------------------------------------------------------------------------------------------------
 
     def checkout(
         self,
@@ -57,40 +341,48 @@ class Store(SavingStore):
         broadcast: bool = False,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Any:
-        """Restores the snapshot at `address`, every block verified. Puts of this handle that are under way are waited for first.
+        """Restores the snapshot at `address`, every block verified. Waits first for the asynchronous saves of this handle.
 
         Args:
             address: A branch, tag, root, root prefix, ``ref@step``, ``ref~n``; or ``ref^staged``, for what these hosts have staged.
             into: A state of the same form, whose tensors are filled in place without a second copy. Everything is checked
                 before anything is read; if reading then fails, its tensors are undefined.
-            select: Globs over names such as ``model.*``; what fits none is left out (None inside lists and tuples).
+            select: Globs over names such as ``model.*``; what matches none is left out (None inside lists and tuples).
             strict: Whether names that are missing, unexpected or of another shape or dtype are an error; if false,
-                what fits is loaded and the rest is told in `report`, or as a warning. With `group`, unexpected is what no rank has.
+                what fits is loaded and `report`, or a warning, lists the rest. With `group`, a name is unexpected if no rank has it.
             rename: Prefixes of stored names -> prefixes of names in `into`; or a function of the name (None: leave it out).
             dtype: Floating-point tensors are converted to it.
             device: Where new tensors are made.
             report: Filled with the differences when `strict` is false.
-            group: All ranks of it restore the snapshot that the first of them finds, each its own side of `into`; all, or none. A
-                process group, or a one-dimensional DeviceMesh.
+            group: A process group, or a one-dimensional DeviceMesh, whose ranks all restore the snapshot that rank 0 finds, or none does.
+                Each passes its own side of `into`.
             broadcast: With `group`: tensors that all ranks restore in full, as under DDP, are read by one rank each, and go to the
-                others by a broadcast: where the network between hosts is faster than the store.
-            timeout_seconds: With `group`: when to give up on ranks that do not come.
-            allow_bad: Restore a snapshot that was marked, too: ``bad`` by a user, or ``damaged`` by `tsck fsck --repair`.
+                others by a broadcast: for networks that are faster than the store.
+            timeout_seconds: With `group`: how long to wait for the other ranks.
+            allow_bad: Also restore a snapshot that was marked ``bad`` by a user, or ``damaged`` by `tsck fsck --repair`.
 
         Raises:
             NotFoundError: nothing at that address.
             SnapshotMarkedBadError: it was marked ``bad`` or ``damaged``.
             MismatchError: it does not fit `into` or `select`.
-            DamageError: stored data is damaged; nothing wrong is returned. With `group` all ranks raise these where one meets them.
-            SnapshotAbortedError: with `group`: a rank failed in another way, or did not come.
+            DamageError: stored data is damaged; nothing wrong is returned. With `group` all ranks raise these errors if one meets them.
+            SnapshotAbortedError: with `group`: a rank failed in another way, or was not there in time.
         """
-
-        def read(found: Restoring) -> Any:
-            return found.checkout(
-                into=into, select=select, strict=strict, rename=rename, dtype=dtype, device=device, report=report, broadcast=broadcast
-            )
-
-        return self.restoring(address, read, group=group, broadcast=broadcast, allow_bad=allow_bad, timeout_seconds=timeout_seconds)[0]
+        return restore.checkout(
+            self.session,
+            address,
+            group=group,
+            allow_bad=allow_bad,
+            timeout_seconds=timeout_seconds,
+            into=into,
+            select=select,
+            strict=strict,
+            rename=rename,
+            dtype=dtype,
+            device=device,
+            report=report,
+            broadcast=broadcast,
+        )
 
     def restoring(
         self,
@@ -102,37 +394,22 @@ class Store(SavingStore):
         allow_bad: bool = False,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> tuple[T, Snapshot]:
-        """What `read` makes of the snapshot at `address`, on all ranks of `group` or on none; for what is built on top of a store.
+        """Calls `read` on the snapshot at `address`, on all ranks of `group` or on none; for what is built on top of a store.
 
-        Whatever `read` raises on one rank ends the restore on all of them at once. All else is as in `checkout`.
+        An error that `read` raises on one rank ends the restore on all of them at once. Otherwise as `checkout`.
 
         Returns:
             What `read` returned, and the snapshot.
         """
-        group = process_group(group)
-        self.finish_staged(address, group, timeout_seconds=timeout_seconds)
-        self._handle.frozen.forget()
-
-        def find(address: str) -> Resolved:
-            found = self._resolve(address)
-            if not allow_bad:
-                refuse_marked(Snapshot.from_info(found.info), address, "pass allow_bad=True")
-            return found
-
-        if group is not None:
-            result, found = self._groups.restore(
-                group,
-                address,
-                find,
-                lambda info, reading: read(Restoring(self._engine, info, group, reading)),
-                agrees=broadcast,
-                timeout_seconds=timeout_seconds,
-            )
-        else:
-            found = find(address)
-            result = read(Restoring(self._engine, found.info))
-        self._seen.note_restored(found)
-        return result, Snapshot.from_info(found.info)
+        return restore.restoring(
+            self.session,
+            address,
+            read,
+            group=group,
+            broadcast=broadcast,
+            allow_bad=allow_bad,
+            timeout_seconds=timeout_seconds,
+        )
 
     def rank_state(
         self,
@@ -143,91 +420,459 @@ class Store(SavingStore):
         group: "ProcessGroup | DeviceMesh | None" = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Any:
-        """What a rank put as ``rank_state=``: this rank's own, if as many ranks put it.
+        """What a rank saved as ``rank_state=``: this rank's own, if the number of ranks is the same.
 
         Args:
             address: As in `checkout`.
-            rank: Whose to take instead, whatever the number of ranks.
-            rank_state_map: With another number of ranks, whose to take: called with this rank and the number of ranks that put,
-                such as ``lambda rank, ranks: rank % ranks``. When it returns several, their states come as a list.
-            group: All ranks of it restore theirs, or none; without it there is one rank.
-            timeout_seconds: With `group`: when to give up on ranks that do not come.
+            rank: The rank whose state to take, whatever the number of ranks.
+            rank_state_map: If the number of ranks differs, maps this rank and the number of ranks that saved to the rank whose state to
+                take, such as ``lambda rank, ranks: rank % ranks``. If it returns several ranks, their states come as a list.
+            group: All its ranks restore their states, or none; without it there is one rank.
+            timeout_seconds: With `group`: how long to wait for the other ranks.
 
         Raises:
-            NotFoundError: no rank states were put, or there is no such rank.
-            MismatchError: another number of ranks put them, and nothing says whose to take.
+            NotFoundError: no rank states were saved, or there is no such rank.
+            MismatchError: another number of ranks saved them, and neither `rank` nor `rank_state_map` is given.
         """
-        from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
-
-        group = process_group(group)
-        own, size = (0, 1) if group is None else (group.rank(), group.size())
-
-        def read(info: SnapshotInfo, *_: object) -> Any:
-            ranks = count_rank_states(self._engine, info, size if rank is None and rank_state_map is None else None)
-            if rank is not None:
-                whose: int | Iterable[int] = rank
-            else:
-                whose = own if rank_state_map is None or ranks == size else rank_state_map(own, ranks)
-            if isinstance(whose, Iterable):
-                return [restore(open_rank_state(self._engine, info, each)) for each in whose]
-            return restore(open_rank_state(self._engine, info, whose))
-
-        return self._agreed(address, read, group, timeout_seconds)
+        return restore.rank_state(
+            self.session,
+            address,
+            rank,
+            rank_state_map=rank_state_map,
+            group=group,
+            timeout_seconds=timeout_seconds,
+        )
 
     def streams(
         self, address: str, *, group: "ProcessGroup | DeviceMesh | None" = None, timeout_seconds: float = TIMEOUT_SECONDS
     ) -> Streams:
-        """Seeds of new random streams for this rank, derived from a snapshot that another number of ranks put.
+        """Seeds of new random streams for this rank, derived from a snapshot that another number of ranks saved.
 
         Raises:
             FormatVersionError: the snapshot names a rule that this build does not know.
         """
-        group = process_group(group)
-        root, rule = self._agreed(
-            address, lambda info, *_: (info.root.hex(), self._engine.read_record(info).streams), group, timeout_seconds
-        )
-        rank, world_size = (0, 1) if group is None else (group.rank(), group.size())
-        return Streams(root, rank, world_size, rule or RULE)
+        return restore.streams(self.session, address, group=group, timeout_seconds=timeout_seconds)
 
-    @contextmanager
-    def open_snapshot(self, address: str) -> "Iterator[LazySnapshot]":
+    def open_snapshot(self, address: str) -> "AbstractContextManager[LazySnapshot]":
         """A lazy mapping from tensor names to tensors: ``s["model.weight"][0:128]`` reads only the blocks that it needs."""
-        from tensorstore_ck.state import LazySnapshot  # noqa: PLC0415 - loads torch
+        return restore.open_lazily(self.session, address)
 
-        yield LazySnapshot(open_snapshot(self._engine, self._resolve(address).info))
+    # --- look -------------------------------------------------------------------------------------------------------------
 
-    @changes
-    def check(
-        self,
-        state: object,
-        *,
-        group: "ProcessGroup | DeviceMesh | None" = None,
-        rank_state: object = None,
-        timeout_seconds: float = TIMEOUT_SECONDS,
-    ) -> "StateCheck":
-        """What `put_snapshot(state)` would do: what cannot be stored, sizes, free space, expected time. Publishes nothing.
+    def resolve(self, address: str) -> Snapshot:
+        """The snapshot at an address."""
+        return Snapshot.from_info(self.session.resolve(address).info)
+
+    def log(self, ref: str | None = None, *, limit: int | None = None) -> list[Snapshot]:
+        """The history of a branch (a tag: its one snapshot), newest first; of all branches together without `ref`."""
+        return refs.history(self.engine, ref, limit)
+
+    def show(self, address: str) -> SnapshotDetails:
+        """Metadata, tensors and values of a snapshot."""
+        from tensorstore_ck.maintenance.describe import describe  # noqa: PLC0415
+
+        return describe(self.engine, self.session.resolve(address).info)
+
+    def diff(self, old: str, new: str) -> "SnapshotDiff":
+        """Which tensors and values differ between two snapshots, and how many of their bytes.
+
+        Reads no tensor data, but where other ranks or placements cut a tensor at other borders.
+        """
+        from tensorstore_ck.maintenance.describe import diff_snapshots  # noqa: PLC0415
+
+        return diff_snapshots(self.engine, self.session.resolve(old).info, self.session.resolve(new).info)
+
+    def usage(self, *, per_snapshot: bool = False) -> "Usage":
+        """Logical, unique, stored, shared and exclusive bytes, per ref, job and pack, and in all; reads no tensor data.
 
         Args:
-            state: See `put_snapshot`.
-            group: Likewise. All ranks call it, and are compared as at the first put: what cannot be one snapshot is a problem on all.
-            rank_state: Likewise.
-            timeout_seconds: With `group`: when to give up on ranks that do not come.
+            per_snapshot: Also the size of each snapshot, and what forgetting it would free.
         """
-        from tensorstore_ck.state import check_state  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.gc.usage import measure_usage  # noqa: PLC0415
 
-        group = process_group(group)
-        if group is None:
-            require_no_rank_state(rank_state)
-            return check_state(state, self._engine.backend)
-        from tensorstore_ck.session.save.check import check_ranks  # noqa: PLC0415 - loads torch
+        return measure_usage(self.engine.of_store(), per_snapshot=per_snapshot)
 
-        return check_ranks(self._engine, self._groups, group, state, rank_state, timeout_seconds=timeout_seconds)
+    def advise(
+        self,
+        ref: str,
+        *,
+        stall: float | None = None,
+        lag: float | None = None,
+        restart: float | None = None,
+        mtbf: float | None = None,
+        bytes_per_second: float | None = None,
+        bytes_per_day: float | None = None,
+    ) -> "Advice":
+        """How often the job of a branch should save to lose the least time, by its history and measured costs.
 
-    def _agreed(self, address: str, read: Callable[..., Any], group: "ProcessGroup | None", timeout_seconds: float) -> Any:
-        """What `read` makes of the snapshot at `address`: with `group` of the same one on all ranks, and on all or on none."""
-        if group is None:
-            return read(self._resolve(address).info)
-        return self._groups.restore(group, address, self._resolve, read, timeout_seconds=timeout_seconds)[0]
+        Args:
+            ref: The branch.
+            stall: Seconds for which a save blocks the training; None: as `Checkpointer` noted with the newest snapshot.
+            lag: Seconds from then until the snapshot is published; None: as `Checkpointer` noted, or 0.
+            restart: Seconds from a failure until training continues; None: the restore time that `Checkpointer` noted, or five minutes.
+            mtbf: Mean time between failures, in seconds; None: by how often the run was resumed, or four hours.
+            bytes_per_second: Bandwidth of the store: the advice then says whether it is enough.
+            bytes_per_day: How much the store may grow.
+        """
+        from tensorstore_ck.maintenance.advise import advise  # noqa: PLC0415
+
+        return advise(
+            self.engine,
+            ref,
+            stall=stall,
+            lag=lag,
+            restart=restart,
+            mtbf=mtbf,
+            bytes_per_second=bytes_per_second,
+            bytes_per_day=bytes_per_day,
+        )
+
+    def fsck(self, options: "FsckOptions | None" = None, *, read_data: bool = False, progress: Progress | None = None) -> "FsckReport":
+        """Checks the whole store's structure, and as much data as asked for: `read_data`, or more in `options`. Changes nothing."""
+        from tensorstore_ck.maintenance.fsck import run_fsck  # noqa: PLC0415
+
+        return run_fsck(self.engine.of_store(), options, read_data=read_data, progress=progress)
+
+    @_changes
+    def repair(self, *, read_data: bool = False, other: "Store | None" = None) -> "RepairReport":
+        """Repairs what `fsck` finds: rebuilds derived objects, and damaged objects from other copies, here or in another store.
+
+        Snapshots that stay damaged are marked, so that `checkout` refuses them. Nothing is deleted.
+        """
+        from tensorstore_ck.maintenance.fsck import FsckOptions, run_repair  # noqa: PLC0415
+
+        return run_repair(self.engine.of_store(), FsckOptions(read_data), other=None if other is None else other.engine.of_store())
+
+    # --- refs -------------------------------------------------------------------------------------------------------------
+
+    @_changes
+    def branch(self, name: str, at: str) -> Snapshot:
+        """Makes branch `name` at a snapshot."""
+        return self.session.fence.note_moved(name, refs.branch(self.engine, name, at))
+
+    @_changes
+    def reset(self, name: str, to: str) -> Snapshot:
+        """Moves an existing branch to any snapshot; its history keeps where it was."""
+        return self.session.fence.note_moved(name, refs.reset(self.engine, name, to))
+
+    @_changes
+    def tag(self, name: str, at: str) -> Snapshot:
+        """Names a snapshot permanently: a tag never moves."""
+        return refs.tag(self.engine, name, at)
+
+    @_changes
+    def untag(self, name: str) -> None:
+        """Removes a tag; a snapshot that nothing else holds is treated as forgotten."""
+        refs.untag(self.engine, name)
+
+    def branches(self) -> dict[str, Snapshot]:
+        """Every branch, and where it is."""
+        return refs.branches(self.engine)
+
+    def tags(self) -> dict[str, Snapshot]:
+        """Every tag, and where it is."""
+        return refs.tags(self.engine)
+
+    @_changes
+    def annotate(self, address: str, metrics: Mapping[str, float]) -> Snapshot:
+        """Adds metrics after the save; an existing name gets the new number."""
+        return refs.annotate(self.engine, address, metrics)
+
+    @_changes
+    def mark(self, address: str, mark: str = "bad", *, reason: str = "") -> Snapshot:
+        """Marks a snapshot ``bad``, so that `checkout` refuses it; the empty mark removes the mark."""
+        return refs.mark(self.engine, address, mark, reason)
+
+    # --- what stays, and what goes ----------------------------------------------------------------------------------------
+
+    @_changes
+    def pin(self, address: str, *, reason: str = "", owner: str | None = None, expires: "str | float | None" = None) -> Snapshot:
+        """Holds a snapshot until it is unpinned or `expires` has passed. An owner's second pin replaces the first.
+
+        Args:
+            address: The snapshot.
+            reason: Shown in the list of pins.
+            owner: Who holds it; by default this user.
+            expires: How long the pin lasts: ``"30d"``, or seconds.
+        """
+        return refs.pin(self.engine, address, reason=reason, owner=owner, expires=expires)
+
+    @_changes
+    def unpin(self, address: str, *, owner: str | None = None) -> None:
+        """Removes this user's pin, or `owner`'s, from a snapshot, and from any other one that has the same root."""
+        refs.unpin(self.engine, address, owner)
+
+    def pins(self) -> tuple[PinnedSnapshot, ...]:
+        """Every pin."""
+        return refs.pins(self.engine)
+
+    def watch(self, ref: str, **options: Any) -> Generator[Snapshot]:
+        """Yields each new snapshot of a branch, pinned until the next one is asked for: for evaluation jobs.
+
+        Args:
+            ref: The branch; it need not exist yet.
+            options: ``since_step=0``: also existing snapshots, from that step on; ``newest_only=True``: if several came in the meantime,
+                only the newest; ``pin_for="1d"``: how long a pin lasts at most, None: no pins; ``poll_seconds=2.0``; ``until=``: a
+                function whose true result ends the watch.
+        """
+        from tensorstore_ck.maintenance.watch import watch  # noqa: PLC0415
+
+        with closing(watch(self.engine.of_store(), ref, **options)) as found:
+            for info in found:
+                yield Snapshot.from_info(info)
+
+    @_changes
+    def forget(self, *addresses: str) -> "tuple[Forgotten, ...]":
+        """Takes snapshots out of their branches' histories, or whole branches and tags. `gc` frees them after the undo window.
+
+        Args:
+            addresses: ``ref@step``, ``ref~n`` or a root for one snapshot; a ref for all of it. Tags, pins and other branches keep
+                what they hold.
+        """
+        found = forgetting.forget(self.engine, addresses)
+        self.session.fence.drop(each.ref for each in found if each.kind == "branch")
+        return found
+
+    @_changes
+    def undo(self, address: str | None = None) -> "tuple[Forgotten, ...]":
+        """Restores what was forgotten last, or last of a ref, or one snapshot: until gc ends the undo window."""
+        return forgetting.undo(self.engine, address)
+
+    def forgotten(self) -> "tuple[Forgotten, ...]":
+        """What `undo` can restore, newest first."""
+        return forgetting.forgotten(self.engine)
+
+    @_changes
+    def set_policy(self, glob: str, **rules: object) -> "Policy":
+        """Sets retention rules for branches, in the store: applied by each save of any process, and by `retain`.
+
+        A snapshot stays if any rule of any policy for its branch keeps it and the limits allow it. The newest snapshot, the newest other
+        one that is not marked, and tagged and pinned snapshots always stay. `undo` can restore the others for a day.
+
+        Args:
+            glob: Which branches, e.g. ``runs/*``. Replaces a policy for the same glob.
+            rules: ``keep_last=5``; ``keep_best=(3, "val_loss", "min")``, or several of these; ``keep_every=1000`` steps: the first at or
+                after each multiple; ``keep_every_seconds="6h"``; ``keep_steps=[1000, 5000]``; ``keep_first=True``; ``keep_younger="7d"``.
+                Limits: ``expire_after="30d"``; ``max_bytes="2TB"`` of the store, oldest first (by `retain` only).
+                Age, by `tier`: ``recode_after="7d"``; ``move_after=("30d", "s3://cold/ckpt")``, or several of these.
+
+        Raises:
+            InvalidOptionError: a rule is unknown or invalid, or the rules contradict each other, or keep nothing.
+        """
+        from tensorstore_ck.maintenance.apply_policies import set_rules  # noqa: PLC0415
+
+        return set_rules(self.engine, glob, rules)
+
+    @_changes
+    def remove_policy(self, glob: str) -> None:
+        """Removes a policy: snapshots that it did not remove yet stay."""
+        from tensorstore_ck.maintenance.apply_policies import set_policy  # noqa: PLC0415
+
+        set_policy(self.engine, glob, None)
+
+    def policies(self) -> "dict[str, Policy]":
+        """Glob -> policy."""
+        from tensorstore_ck.maintenance.apply_policies import policies  # noqa: PLC0415
+
+        return policies(self.engine)
+
+    def kept_by(self, ref: str) -> dict[str, tuple[str, ...]]:
+        """Id of each snapshot of a branch -> the tags, pins and rules that keep it. Ignores limits of bytes."""
+        from tensorstore_ck.maintenance.apply_policies import kept_by  # noqa: PLC0415
+
+        return kept_by(self.engine, ref)
+
+    @_changes
+    def retain(self, *refs: str, dry_run: bool = False, rules: Mapping[str, object] | None = None) -> "RetentionReport":
+        """Applies the policies, in one log entry; reports for each snapshot why it stays or goes, and what that frees.
+
+        Args:
+            refs: These branches; none: all.
+            dry_run: Only report.
+            rules: Report what these rules would do, instead of the policies that are set; needs `dry_run`.
+        """
+        from tensorstore_ck.maintenance.apply_policies import retain  # noqa: PLC0415
+
+        return retain(self.engine.of_store(), refs, dry_run=dry_run, rules=rules)
+
+    @_changes
+    def gc(self, options: "GcOptions | None" = None, *, dry_run: bool = False, progress: "GcProgress | None" = None) -> "GcReport":
+        """Frees objects that nothing holds any more; from any host, alongside writers and readers. With `dry_run` only reports them.
+
+        Raises:
+            UnreadableError: an object that is held cannot be read; nothing was freed.
+            GcRefusedError: more than `options.max_delete` of all bytes would be deleted.
+        """
+        from tensorstore_ck.gc import run_gc  # noqa: PLC0415
+
+        return run_gc(self.engine.of_store(), options, dry_run=dry_run, progress=progress)
+
+    @_changes
+    def recode(
+        self,
+        *addresses: str,
+        codec: str = "small",
+        older_than: "str | float | None" = None,
+        dry_run: bool = False,
+        max_bytes_per_second: float | None = None,
+        progress: "GcProgress | None" = None,
+    ) -> "RecodeReport":
+        """Re-encodes snapshots so that they use less space, for those that are kept and seldom read. Roots do not change.
+
+        The next `gc` frees the old packs; until then the store is larger.
+
+        Args:
+            addresses: A branch for all of its history, any other address for one snapshot; none: everything that is held.
+            codec: ``small`` or ``fast``.
+            older_than: Only snapshots that were saved longer ago, e.g. ``"7d"`` or seconds.
+            dry_run: Only report what would be gained, judged by some blocks of each pack.
+            max_bytes_per_second: Limits reads, and writes, to this rate.
+            progress: Called with (step, done, total).
+        """
+        from tensorstore_ck.gc.recode import recode_snapshots  # noqa: PLC0415
+
+        return recode_snapshots(
+            self.engine.of_store().limited_to(max_bytes_per_second),
+            addresses,
+            codec=codec,
+            older_than=older_than,
+            dry_run=dry_run,
+            progress=progress,
+        )
+
+    @_changes
+    def tier(
+        self,
+        *,
+        dry_run: bool = False,
+        take_places: bool = False,
+        max_bytes_per_second: float | None = None,
+        progress: "GcProgress | None" = None,
+    ) -> "TierReport":
+        """Applies the policies' rules of age: re-encodes packs that are old enough (``recode_after``), and moves them to colder locations
+        (``move_after``), or back if a younger snapshot needs them. From any host, alongside jobs; may be killed and run again.
+
+        Addresses and roots do not change, and moved packs are read from their new locations, through this store. The next `gc` frees the
+        replaced packs; until then they use space at both locations.
+
+        Args:
+            dry_run: Only report what would be done.
+            take_places: Claim the moved packs for this store: it was itself moved, or restored, and no other copy of its files is in use.
+            max_bytes_per_second: Limits reads, and writes, to this rate.
+            progress: Called with (step, done, total).
+
+        Raises:
+            GcRefusedError: another store, of which this may be a copy, moved the packs.
+            PlaceUnavailableError: a location cannot be used, or is not mounted.
+        """
+        from tensorstore_ck.gc.tiering import run_tiering  # noqa: PLC0415
+
+        engine = self.engine.of_store().limited_to(max_bytes_per_second)
+        return run_tiering(engine, dry_run=dry_run, take_places=take_places, progress=progress)
+
+
+class ReadOnlyStore(Protocol):
+    """The type of a store that was opened read-only. At run time it is a `Store` whose other methods raise a `PermissionDeniedError`."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
+    def close(self) -> None: ...
+    @property
+    def url(self) -> str: ...
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def session(self) -> Session: ...
+
+    # --- restore ------------------------------------------------------------------------------------------------------
+
+    def checkout(
+        self,
+        address: str,
+        *,
+        into: object = None,
+        select: Sequence[str] | None = None,
+        strict: bool = True,
+        rename: Mapping[str, str] | Callable[[str], str | None] | None = None,
+        dtype: "torch.dtype | None" = None,
+        device: "str | torch.device" = "cpu",
+        report: "LoadReport | None" = None,
+        allow_bad: bool = False,
+        group: "ProcessGroup | DeviceMesh | None" = None,
+        broadcast: bool = False,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> Any: ...
+    def restoring(
+        self,
+        address: str,
+        read: Callable[[Restoring], T],
+        *,
+        group: "ProcessGroup | DeviceMesh | None" = None,
+        broadcast: bool = False,
+        allow_bad: bool = False,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> tuple[T, Snapshot]: ...
+    def rank_state(
+        self,
+        address: str,
+        rank: int | None = None,
+        *,
+        rank_state_map: Callable[[int, int], int | Iterable[int]] | None = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> Any: ...
+    def streams(
+        self, address: str, *, group: "ProcessGroup | DeviceMesh | None" = None, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> Streams: ...
+    def retrying(self, call: Callable[[], T], *, attempts: int = 3, pause_seconds: float = 1.0) -> T: ...
+    def open_snapshot(self, address: str) -> "AbstractContextManager[LazySnapshot]": ...
+    def finish_staged(
+        self, address: str, group: "ProcessGroup | DeviceMesh | None" = None, *, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> None: ...
+
+    # --- look ---------------------------------------------------------------------------------------------------------
+
+    def resolve(self, address: str) -> Snapshot: ...
+    def log(self, ref: str | None = None, *, limit: int | None = None) -> list[Snapshot]: ...
+    def show(self, address: str) -> SnapshotDetails: ...
+    def diff(self, old: str, new: str) -> "SnapshotDiff": ...
+    def usage(self, *, per_snapshot: bool = False) -> "Usage": ...
+    def advise(
+        self,
+        ref: str,
+        *,
+        stall: float | None = None,
+        lag: float | None = None,
+        restart: float | None = None,
+        mtbf: float | None = None,
+        bytes_per_second: float | None = None,
+        bytes_per_day: float | None = None,
+    ) -> "Advice": ...
+    def fsck(self, options: "FsckOptions | None" = None, *, read_data: bool = False, progress: Progress | None = None) -> "FsckReport": ...
+    def branches(self) -> dict[str, Snapshot]: ...
+    def tags(self) -> dict[str, Snapshot]: ...
+    def pins(self) -> tuple[PinnedSnapshot, ...]: ...
+    def policies(self) -> "dict[str, Policy]": ...
+    def kept_by(self, ref: str) -> dict[str, tuple[str, ...]]: ...
+    def forgotten(self) -> "tuple[Forgotten, ...]": ...
+    def watch(self, ref: str, *, pin_for: None, **options: Any) -> Generator[Snapshot]: ...
+
+    # --- what would be done -------------------------------------------------------------------------------------------
+
+    def retain(self, *refs: str, dry_run: Literal[True], rules: Mapping[str, object] | None = None) -> "RetentionReport": ...
+    def gc(self, options: "GcOptions | None" = None, *, dry_run: Literal[True], progress: "GcProgress | None" = None) -> "GcReport": ...
+    def recode(
+        self,
+        *addresses: str,
+        codec: str = "small",
+        older_than: "str | float | None" = None,
+        dry_run: Literal[True],
+        max_bytes_per_second: float | None = None,
+        progress: "GcProgress | None" = None,
+    ) -> "RecodeReport": ...
+    def tier(
+        self, *, dry_run: Literal[True], max_bytes_per_second: float | None = None, progress: "GcProgress | None" = None
+    ) -> "TierReport": ...
 
 
 @overload
@@ -293,29 +938,28 @@ def open_store(
             writes: a second writer can silently lose commits.
         no_sync: Skip fsync on local files: a power failure may lose acknowledged snapshots.
         cache_dir: Where this host keeps its cache; by default the user's cache directory.
-        rollback: What to do where the log has gone back, or holds another entry than this user has seen: ``"warn"`` tells it with a
-            `LogChangedWarning`, each time that the store is opened, until somebody runs `tsck accept-log`; ``"error"`` refuses to read and
-            to write until then.
+        rollback: What to do if the log went back, or has another entry than this user has seen: ``"warn"`` with a `LogChangedWarning`,
+            each time that the store is opened, until somebody runs `tsck accept-log`; ``"error"`` refuses to read and to write until then.
         state_dir: Where this user notes the highest entry of the log that was seen; by default the user's state directory.
-        host_memory_bytes: What captures of `Store.put_snapshot_async` may take in this process, all together; by default three quarters
-            of what the container and the host have free at the first one, shared by the ranks of the host.
-        staging: A disk of this host, where puts are durable first and restores find what they read before: a path, or `Staging`.
-        min_free: What must stay free where the store is: ``"5%"``, ``"50GB"`` or bytes; checked here, at each put and while it writes.
+        host_memory_bytes: Memory for all captures of `Store.put_snapshot_async` in this process; by default three quarters of what the
+            container and the host have free at the first one, shared by the ranks of the host.
+        staging: A disk of this host, where saves are durable first, and which caches what restores read: a path, or `Staging`.
+        min_free: Space that must stay free in the store: ``"5%"``, ``"50GB"`` or bytes; checked here, at each save and while it writes.
         max_bytes_per_second: How fast a job may write to the store: its ranks share it evenly.
         codec: How blocks are encoded, always without loss: ``"raw"`` not at all; ``"fast"`` at about a gigabyte a second and core;
-            ``"small"`` as small as they get; ``"auto"`` not at all, unless earlier puts of this handle have shown that an object store
-            is so slow that puts and restores gain from ``"fast"``. Or a dict of globs over refs, of which the first that fits
-            counts: ``{"runs/*": "small"}``.
+            ``"small"`` as small as possible; ``"auto"`` not at all, unless earlier saves of this handle have shown that an object store
+            is so slow that saves and restores gain from ``"fast"``. Or a dict of globs over refs, whose first match counts:
+            ``{"runs/*": "small"}``.
         delta: Whether blocks may be stored as differences to those of the snapshot before, which must then be read: by default with
-            ``"small"``; if so, ``"auto"`` means ``"fast"``. A number says after how many snapshots a block that changes all over
-            is stored in full again, else 8.
-        dead_after_seconds: With `group=`: when a rank is given up that is not heard of, instead of at the call's `timeout_seconds`. Each
-            rank says every 10 s that it lives, from the first call with a group on and however slow it is: on a thread that needs the
-            GIL, so more than the longest time for which one C call holds it. What rank 0 says counts for all.
-        read_only: Open it to look: nothing in the store is ever changed, and no right to write there is needed. Whatever would change
-            something is refused; for a type checker, what is returned has no such methods.
-        places: Where packs may lie that `tier` moved, as URLs or absolute paths, with all that is inside of them. Other buckets at the
-            store's endpoint, and what is in the folder around a local store, need not be said. What the log names besides is refused.
+            ``"small"``; if so, ``"auto"`` means ``"fast"``. A number: after this many snapshots, instead of 8, a block that changes
+            everywhere is stored in full again.
+        dead_after_seconds: With `group=`: how long a rank may be silent before it counts as dead, instead of the call's
+            `timeout_seconds`. Each rank sends a sign of life every 10 s from the first call with a group, on a thread that needs the GIL:
+            so this must be longer than one C call holds it. The value of rank 0 counts for all.
+        read_only: Nothing in the store is ever changed, and no right to write there is needed. Methods that would change something are
+            refused; for a type checker, the returned object does not have them.
+        places: Locations of packs that `tier` moved, as URLs or absolute paths, with everything inside them. Other buckets at the store's
+            endpoint, and the folder around a local store, are always allowed. Other locations that the log names are refused.
 
     Raises:
         NotAStoreError: nothing there, and `create` is false.

@@ -18,8 +18,7 @@ from tensorstore_ck.catalog.sync import CacheMovedError, SyncBatch, sync_batch
 from tensorstore_ck.catalog.sync_stores import PARALLEL, OpenStore, sync_several
 from tensorstore_ck.common.ids import Clock
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, NotFoundError
-from tensorstore_ck.read_only_store import ReadOnlyStore
-from tensorstore_ck.store import open_store
+from tensorstore_ck.store import ReadOnlyStore, open_store
 
 BATCH_ENTRIES: Final = 2000
 _TRIES: Final = 4

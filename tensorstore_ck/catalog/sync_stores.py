@@ -6,8 +6,8 @@ from typing import Final
 from tensorstore_ck.catalog.results import SyncOutcome, SyncReport
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.errors import InvalidOptionError, StoreError
-from tensorstore_ck.read_only_store import ReadOnlyStore
 from tensorstore_ck.redaction import display_url
+from tensorstore_ck.store import ReadOnlyStore
 
 PARALLEL: Final = 8
 """Stores that are read at a time: most of a sync is waiting for a store."""

@@ -17,7 +17,7 @@ from tensorstore_ck.errors import FormatVersionError, StoreError
 
 if TYPE_CHECKING:
     from tensorstore_ck.catalog import Catalog, CatalogJob, CatalogStore, FoundSnapshot, SyncOutcome, SyncReport
-    from tensorstore_ck.read_only_store import ReadOnlyStore
+    from tensorstore_ck.store import ReadOnlyStore
 
 CATALOG_VARIABLE: Final = "TSCK_CATALOG"
 MAX_FOUND: Final = 50

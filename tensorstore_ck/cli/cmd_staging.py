@@ -21,6 +21,7 @@ from tensorstore_ck.errors import InvalidOptionError, NotFoundError, StoreError
 from tensorstore_ck.events import LEVELS, Event, event_text
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.maintenance.fsck.check_snapshot import require_intact
 from tensorstore_ck.session.group.process_groups import ProcessGroups
 from tensorstore_ck.session.ref_fence import RefFence
 from tensorstore_ck.session.save.context import SaveContext
@@ -131,7 +132,7 @@ def _resume(context: click.Context, engine: Engine, *, as_json: bool, verify: bo
     def is_verified(manifests: Sequence[Manifest]) -> bool:
         course = PutStatus(manifests[0].ref, manifests[0].step)
         try:
-            verify_staged(engine, tier, manifests)
+            verify_staged(engine, tier, manifests, require_intact)
         except StoreError as exc:
             failed.append((str(course), exc))
             return False

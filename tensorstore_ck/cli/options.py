@@ -30,8 +30,7 @@ from tensorstore_ck.errors import InvalidOptionError, NotAStoreError, StoreError
 from tensorstore_ck.format.codec import CodecName
 from tensorstore_ck.format.store_config import CONFIG_NAME, StoreConfig
 from tensorstore_ck.log import ROLLBACK, Rollback
-from tensorstore_ck.read_only_store import ReadOnlyStore
-from tensorstore_ck.store import Store
+from tensorstore_ck.store import ReadOnlyStore, Store
 
 STORE_VARIABLE: Final = "TSCK_STORE"
 CACHE_VARIABLE: Final = "TSCK_CACHE_DIR"
@@ -112,9 +111,7 @@ class StoreChoice:
             own = cast(Backend, ReadOnlyBackend(own))
         with suppress(StoreError):  # a log that cannot be read is for the command to tell
             engine.log.sync()
-        placed = ColdTierBackend(
-            own, self.place_opener(own.url, read_only=engine.read_only), lambda _: engine.log.view(), store=engine.config.uuid
-        )
+        placed = ColdTierBackend(own, self.place_opener(own.url, read_only=engine.read_only), engine.log.view, store=engine.config.uuid)
         engine.placed, engine.backend = placed, cast(Backend, placed)
 
     def place_opener(self, url: str, *, read_only: bool = False) -> LocationOpener:

@@ -1,4 +1,4 @@
-"""A bounded number of threads over a stream of tasks: hashing, copying and I/O release the GIL."""
+"""Threads: a bounded number of them over a stream of tasks (hashing, copying and I/O release the GIL), and a lock that survives a fork."""
 
 import os
 import threading
@@ -53,3 +53,19 @@ def for_each(tasks: Iterable[Task], work: Callable[[Task], None], threads: int, 
             helper.join()
     if errors:
         raise errors[0]
+
+
+class ProcessLock:
+    """A reentrant lock. A forked child has a new one: the old one may be held by a thread that is not there."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if self._pid != os.getpid():
+            self._pid, self._lock = os.getpid(), threading.RLock()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()

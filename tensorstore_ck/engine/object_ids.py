@@ -11,9 +11,9 @@ from contextlib import suppress
 from typing import Final
 
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.common.fork_lock import ProcessLock
 from tensorstore_ck.common.ids import Clock, IdSource, Ulid
 from tensorstore_ck.common.processes import Process
+from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.writer_record import SERIES_SECONDS, WriterRecord, in_series, series_of
 

@@ -136,16 +136,12 @@ def make_engine(
     log = Log(backend, table, **options, watermark=watermark, on_swept=forget_packs, shared=not single_writer)
     apart = Log(backend, MemoryTable(), **options)
 
-    def look(anew: bool) -> RefTable:
-        if not anew:
-            return log.view()
+    def newest_view() -> RefTable:
         if log.view().head() is not None:
-            log.sync()
-            return log.view()
-        apart.sync()  # what keeps its own notes in the cache, and folds no log there, is to find them again
-        return apart.view()
+            return log.newest_view()
+        return apart.newest_view()  # what keeps its own notes in the cache, and folds no log there, is to find them again
 
-    placed = ColdTierBackend(backend, open_place or LocationOpener(backend.url), look, store=config.uuid)
+    placed = ColdTierBackend(backend, open_place or LocationOpener(backend.url), log.view, newest_view, store=config.uuid)
     engine = Engine(cast(Backend, placed), config, log.table, log, BlockIndex(log.table), clock, new_id, placed, single_writer, read_only)
     if find_process is not None:
         engine.find_process = find_process

@@ -71,6 +71,11 @@ class TensorSpec(NamedTuple):
         """Bytes of the whole tensor, row-major and contiguous."""
         return prod(self.shape) * self.item_bytes
 
+    @property
+    def whole(self) -> BoxBounds:
+        """The box of all its elements."""
+        return BoxBounds((0,) * len(self.shape), self.shape)
+
 
 class SharedStorage(NamedTuple):
     """One allocation that holds several tensors side by side, so that a restore shares it again."""

@@ -23,7 +23,7 @@ from fsspec import AbstractFileSystem
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import open_engine
-from tensorstore_ck.engine.read.merged_snapshot import open_snapshot
+from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import (
     AmbiguousAddressError,
     InvalidNameError,

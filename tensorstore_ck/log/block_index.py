@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from tensorstore_ck.common.fork_lock import ProcessLock
 from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid
+from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.log import ObjectKey, RefTable
 from tensorstore_ck.log.cache import Batch, Table, TableBusyError

@@ -13,8 +13,8 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend, Created
-from tensorstore_ck.common.fork_lock import ProcessLock
 from tensorstore_ck.common.ids import Clock, IdSource, Ulid
+from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, DamageError, FormatVersionError, StoreError, UndecidedError
 from tensorstore_ck.log.cache import Batch, FailoverTable, Table, TableBusyError, TableDamagedError, TableError
 from tensorstore_ck.log.entry import Entry, seal_entry
@@ -124,6 +124,11 @@ class Log:
                             empty(batch)
             self.table.use_memory()
             return self._sync()
+
+    def newest_view(self) -> RefTable:
+        """The fold of the log after a `sync`."""
+        self.sync()
+        return self.view()
 
     def accept(self) -> tuple[Head, Head | None]:
         """A person has looked: a log that went back or was forked is good as it is. Its head, and the entry that it was to hold, if so.

@@ -70,7 +70,7 @@ def advise(
     """What follows for a branch.
 
     Args:
-        engine: The store, whose log was synced.
+        engine: The store.
         address: The branch.
         stall: What a save holds the training up for; None: what `Checkpointer` measured and noted with the newest snapshot.
         lag: From then until it is published; None: likewise, or none.
@@ -83,7 +83,7 @@ def advise(
         NotFoundError: no such branch.
         InvalidOptionError: a time that is negative, or no number; or nobody knows what a save holds the training up for.
     """
-    view = engine.log.view()
+    view = engine.log.newest_view()
     found = resolve(view, address)
     history = list(view.history(found.branch, limit=NEWEST)) if found.branch is not None else [found.info]
     history.sort(key=lambda info: info.time_ns)

@@ -81,6 +81,13 @@ def set_policy(engine: Engine, glob: str, policy: Policy | None) -> None:
     engine.log.append(build)
 
 
+def set_rules(engine: Engine, glob: str, rules: Mapping[str, object]) -> Policy:
+    """See `Store.set_policy`."""
+    policy = Policy.of(**rules)
+    set_policy(engine, glob, policy)
+    return policy
+
+
 def policies(engine: Engine) -> dict[str, Policy]:
     """Glob -> policy.
 
@@ -88,7 +95,7 @@ def policies(engine: Engine) -> dict[str, Policy]:
         InvalidOptionError: a newer build made one of them.
     """
     found = {}
-    for glob, row in engine.log.view().policies().items():
+    for glob, row in engine.log.newest_view().policies().items():
         try:
             found[glob] = Policy.decode(row.rules)
         except InvalidOptionError as exc:
@@ -101,7 +108,7 @@ def kept_by(engine: Engine, ref: str) -> dict[str, tuple[str, ...]]:
 
     Limits of bytes are not looked at, and no policies if a newer build made one of them: then none lets anything go here.
     """
-    view = engine.log.view()
+    view = engine.log.newest_view()
     if view.branch(ref) is None:
         return {}
     own: dict[str, Policy] = {}
@@ -113,21 +120,26 @@ def kept_by(engine: Engine, ref: str) -> dict[str, tuple[str, ...]]:
     return {ulid_text(each.info.ulid): each.why if each.stays else ("goes", *each.why) for each in found}
 
 
-def retain(engine: Engine, refs: Sequence[str] = (), *, dry_run: bool = False, instead: Policy | None = None) -> RetentionReport:
+def retain(
+    engine: Engine, refs: Sequence[str] = (), *, dry_run: bool = False, rules: Mapping[str, object] | None = None
+) -> RetentionReport:
     """Lets go what the policies let go, in one log entry for all branches.
 
     Args:
-        engine: The store, whose log was synced.
+        engine: The store.
         refs: These branches; none: all.
         dry_run: Only look.
-        instead: Look what this policy would do, instead of those that are set; for a dry run.
+        rules: Look what a policy of these rules would do, instead of those that are set; needs `dry_run`.
 
     Raises:
         NotFoundError: there is no such branch.
-        InvalidOptionError: a newer build made one of the policies.
+        InvalidOptionError: a newer build made one of the policies; or `rules` without `dry_run`.
         DamageError: a snapshot whose size is asked for cannot be read.
     """
-    view = engine.log.view()
+    if rules is not None and not dry_run:
+        raise InvalidOptionError("rules that are not set as a policy can only be tried: pass dry_run=True", object_id="rules")
+    view = engine.log.newest_view()
+    instead = None if rules is None else Policy.of(**rules)
     for ref in refs:
         if view.branch(ref) is None:
             raise NotFoundError(f"there is no branch {ref!r}", object_id=ref)

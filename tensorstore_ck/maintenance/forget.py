@@ -90,7 +90,7 @@ def undo(engine: Engine, address: str | None = None) -> tuple[Forgotten, ...]:
 
 def forgotten(engine: Engine) -> tuple[Forgotten, ...]:
     """What can be undone, newest first."""
-    view = engine.log.view()
+    view = engine.log.newest_view()
     windows = list(view.windows(newest_first=True))
     return _told(view, windows, _held_besides(view, windows))
 

@@ -1,1 +1,10 @@
-"""What a job does with its open store: saves and restores, alone or as ranks of a group, at once or in the background."""
+"""What a job does with its open store: saves and restores, in one process or as ranks of a group.
+
+session.py    `Session`: engine, fence, process groups and the queue of saves of one open store
+restore.py    checkout, rank states and random streams
+ref_fence.py  what this handle has seen of refs, and what a save expects of them
+group/        how the ranks of a process group agree on a save or a restore
+save/         the queue of saves, in the background or waited for
+staging/      saves that are durable on a local disk first
+peers/        copies of staged saves on other hosts
+"""

@@ -1,7 +1,7 @@
 """What one store handle has seen of refs: the fencing that keeps a job given up for dead from overwriting its successor's work."""
 
-from collections.abc import Mapping
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
@@ -26,7 +26,7 @@ class LastSeen:
 
 
 LAST_SEEN: Final = LastSeen()
-"""The default. As ``expect=``: move the ref from where this handle last put or restored it. As ``parent=``: what that was."""
+"""The default. As ``expect=``: move the ref from where this handle last saved or restored it. As ``parent=``: that snapshot."""
 
 
 class _Ref(NamedTuple):
@@ -37,18 +37,18 @@ class _Ref(NamedTuple):
     is_moved: bool
     """Whether this handle has moved the ref, and not only restored it."""
     least_step: int | None = None
-    """A put may not have a lower step, unless it says what it expects: this handle only restored the head, which has this one."""
+    """The step of the head, if this handle only restored it: a save without `expect` may not have a lower one."""
 
 
 class RefFence:
-    """What this handle put and restored."""
+    """What this handle saved and restored."""
 
     def __init__(self) -> None:
         self._refs: dict[str, _Ref] = {}
         self._restored: Digest | None = None
 
     def note(self, ref: str, head: Digest | None, current: Digest) -> None:
-        """This handle moved the ref to `head`, or goes on from there; the state in memory is `current`."""
+        """This handle moved the ref to `head`, or continues from there; the state in memory is `current`."""
         self._refs[ref] = _Ref(head, current, is_moved=True)
 
     def note_staged(self, ref: str, root: Digest) -> None:
@@ -57,26 +57,33 @@ class RefFence:
         self._refs[ref] = _Ref(seen.head if seen is not None else None, root, is_moved=True)
 
     def note_published(self, ref: str, root: Digest) -> None:
-        """What was staged before is on the ref now; the state in memory may be what was staged after it."""
+        """An earlier staged snapshot is on the ref now; the state in memory may be a later one."""
         self._refs[ref] = self._refs[ref]._replace(head=root)
 
     def adopt(self, view: RefTable, ref: str) -> None:
-        """Goes on from wherever the ref is, if this handle has not seen it."""
+        """Continues from the head of the ref, if this handle has not seen it."""
         branch = view.branch(ref)
         if branch is not None and ref not in self._refs:
             self.note(ref, branch.root, branch.root)
 
     def knows(self, ref: str) -> bool:
-        """Whether this handle has put or restored there."""
+        """Whether this handle has saved or restored there."""
         return ref in self._refs
 
     def current(self, ref: str) -> Digest | None:
-        """What the state in memory is, if this handle has put or restored there."""
+        """The snapshot that the state in memory is, if this handle has saved or restored there."""
         return self._refs[ref].current if ref in self._refs else None
 
-    def drop(self, ref: str) -> None:
-        """This handle forgot the ref: its next put there begins it anew."""
-        self._refs.pop(ref, None)
+    def note_moved(self, ref: str, snapshot: Snapshot) -> Snapshot:
+        """`snapshot`, to which this handle moved the ref."""
+        root = Digest(bytes.fromhex(snapshot.root))
+        self.note(ref, root, root)
+        return snapshot
+
+    def drop(self, refs: Iterable[str]) -> None:
+        """This handle forgot the refs: its next save to one starts it again."""
+        for ref in refs:
+            self._refs.pop(ref, None)
 
     def note_restored(self, found: Resolved) -> None:
         """The state in memory is what was found at an address."""
@@ -85,20 +92,20 @@ class RefFence:
         if ref is None:
             return
         is_moved = ref in self._refs and self._refs[ref].is_moved
-        is_fenced = not is_moved and info.root == found.branch_root and info.ref == ref  # else nobody has put to the branch yet
+        is_fenced = not is_moved and info.root == found.branch_root and info.ref == ref  # else nobody has saved to the branch yet
         self._refs[ref] = _Ref(found.branch_root, info.root, is_moved, info.step if is_fenced else None)
 
     def check_step(self, engine: Engine, view: RefTable, asked: "PutOptions") -> None:
-        """Refuses what takes a ref over by mistake: a script that looked at the newest snapshot of a job, and then begins its own.
+        """Refuses to take a ref over by mistake: a script that restored the newest snapshot of a job, and then starts its own.
 
         Raises:
-            InvalidOptionError: the step is lower than that of the head, which this handle restored, and it has not put there yet.
+            InvalidOptionError: the step is lower than that of the head, which this handle restored, and it has not saved there yet.
         """
         seen, branch = self._refs.get(asked.ref), view.branch(asked.ref)
-        if seen is None or seen.least_step is None or asked.step is None or asked.step >= seen.least_step:
+        if asked.any_step or seen is None or seen.least_step is None or asked.step is None or asked.step >= seen.least_step:
             return
         if branch is None or branch.root != seen.head or not isinstance(asked.expect, LastSeen):
-            return  # that is the other check's to say
+            return  # `check_expected` reports that
         root = branch.root.hex()[:16]
         raise InvalidOptionError(
             f"step {asked.step} is lower than step {seen.least_step}, where this store handle restored ref {asked.ref!r}, and it has put "
@@ -109,7 +116,7 @@ class RefFence:
         )
 
     def expected(self, view: RefTable, ref: str, expect: object) -> Expected:
-        """Where a put to `ref` must find it."""
+        """The root at which a save must find `ref`."""
         if isinstance(expect, LastSeen):
             seen, branch = self._refs.get(ref), view.branch(ref)
             if seen is not None and branch is not None and branch.root == seen.current:
@@ -121,59 +128,30 @@ class RefFence:
             return Digest(bytes.fromhex(expect.root))
         return resolve(view, str(expect)).info.root
 
-    def request(
-        self,
-        engine: Engine,
-        ref: str,
-        *,
-        step: object = None,
-        metrics: Mapping[str, float] | None = None,
-        metadata: Mapping[str, object] | None = None,
-        expect: object = LAST_SEEN,
-        parent: object = LAST_SEEN,
-        codec: object = None,
-        delta: object = None,
-        any_step: bool = False,
-        unchanged: object = "warn",
-        verify_capture: object = SAMPLE_SHARE,
-    ) -> PutRequest:
-        """A put to `ref` as of now, checked as far as it can be before its state is known; `any_step`: see `check_step`.
+    def request(self, engine: Engine, ref: str, **options: Any) -> PutRequest:
+        """A save to `ref` as of now, checked as far as possible before its state is known; `options`: see `put_options`.
 
         Raises:
-            InvalidOptionError, InvalidNameError: an argument is not what it must be.
+            InvalidOptionError, InvalidNameError: an argument is invalid.
         """
-        checks = require_checks(unchanged, verify_capture)
-        said = asked(
-            engine,
-            ref,
-            step=step,
-            metrics=metrics,
-            metadata=metadata,
-            expect=expect,
-            parent=parent,
-            codec=codec,
-            delta=delta,
-            checks=checks,
-        )
-        return self.as_of_now(engine, said, any_step=any_step)
+        return self.as_of_now(engine, put_options(engine, ref, **options))
 
-    def as_of_now(self, engine: Engine, asked: "PutOptions", *, sync: bool = True, any_step: bool = False) -> PutRequest:
-        """A put as of now; asks the log, or goes by what is known of it."""
+    def as_of_now(self, engine: Engine, asked: "PutOptions", *, sync: bool = True) -> PutRequest:
+        """A save as of now; with `sync` by the newest entry of the log, else by what this host knows."""
         if sync:
             engine.log.sync()
         view = engine.log.view()
-        if not any_step:
-            self.check_step(engine, view, asked)
+        self.check_step(engine, view, asked)
         parent, expected = self.parent(view, asked.ref, asked.parent), self.expected(view, asked.ref, asked.expect)
         coding = engine.codecs.coding(asked.ref, asked.codec, asked.delta)
         nearest = self.current(asked.ref) or parent or self._head(view, asked.ref) or self._restored
         return PutRequest(asked.ref, asked.step, parent, expected, asked.metadata, asked.metrics, coding, nearest, asked.checks)
 
     def parent(self, view: RefTable, ref: str, said: object = LAST_SEEN) -> Digest | None:
-        """What a new snapshot continues: what this handle last put or restored on the ref; for others, the ref's head.
+        """The snapshot that a new one continues: what this handle last saved or restored on the ref, or the ref's head.
 
         Raises:
-            NotFoundError: something else was said, and is not there.
+            NotFoundError: `said` names a snapshot that does not exist.
         """
         if isinstance(said, LastSeen):
             return self.current(ref) or self._head(view, ref)
@@ -186,7 +164,7 @@ class RefFence:
 
 
 class PutOptions(NamedTuple):
-    """What a put says besides the state, checked as far as it can be without asking the log."""
+    """The arguments of a save besides the state, checked as far as possible without reading the log."""
 
     ref: str
     step: int | None
@@ -197,14 +175,16 @@ class PutOptions(NamedTuple):
     delta: DeltaOption
     parent: object
     checks: SaveChecks
+    any_step: bool = False
+    """Whether the step may be lower than that of a head that was only restored: see `RefFence.check_step`."""
 
     def sampling_of_copies(self, number: int) -> "tuple[Sampling, PutOptions]":
-        """What of the put of that number is compared with its copies; and the put, in which nothing is to be read a second time then."""
+        """Which samples of save `number` to compare with its copies; and its options, with nothing to be read a second time."""
         sampling = Sampling(turn_of(None, number), self.checks.verify_capture)
         return sampling, self._replace(checks=self.checks._replace(verify_capture=0.0))
 
 
-def asked(
+def put_options(
     engine: Engine,
     ref: str,
     *,
@@ -215,13 +195,16 @@ def asked(
     parent: object = LAST_SEEN,
     codec: object = None,
     delta: object = None,
-    checks: SaveChecks,
+    unchanged: object = "warn",
+    verify_capture: object = SAMPLE_SHARE,
+    any_step: bool = False,
 ) -> PutOptions:
-    """Checks what a put says.
+    """Checks the arguments of a save.
 
     Raises:
         InvalidOptionError, InvalidNameError: an argument is not what it must be.
     """
+    checks = require_checks(unchanged, verify_capture)
     validate_ref_name(ref)
     packed_metadata, checked_metrics = encode_metadata(metadata), check_metrics(metrics)
     if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
@@ -235,4 +218,4 @@ def asked(
         raise InvalidOptionError(f"parent must be an address, a Snapshot or None, not {type(parent).__name__}", object_id="parent")
     engine.require_writable()
     chosen = None if codec is None else require_name(codec)
-    return PutOptions(ref, number, expect, packed_metadata, checked_metrics, chosen, require_delta(delta), parent, checks)
+    return PutOptions(ref, number, expect, packed_metadata, checked_metrics, chosen, require_delta(delta), parent, checks, any_step)

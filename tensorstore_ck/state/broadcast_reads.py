@@ -1,7 +1,7 @@
-"""What all ranks of a group want whole is read from the store by one of them each, and goes to the others by the group's own broadcast.
+"""Tensors that all ranks of a group want whole are read by one rank each, and sent to the others by the group's own broadcast.
 
-Which tensors these are is agreed first, and that they were read is, too, before the first broadcast: a rank that fails leaves nobody
-waiting in a collective.
+Before the first broadcast the ranks agree on these tensors, and that they were read: a rank that fails leaves no other rank waiting in a
+collective.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,17 +13,16 @@ import torch.distributed as dist
 
 from tensorstore_ck.engine.interfaces import ByteTarget, SnapshotContent, WantedBox
 from tensorstore_ck.engine.read.block_reader import BufferTarget, deliver
-from tensorstore_ck.format.sharding import whole_box
 
 PIECE_BYTES: Final = 256 << 20
 """Broadcast at a time."""
 
 Agree = Callable[[bytes, Callable[[bytes], None]], None]
-"""Called by all ranks with a bit for each tensor and what to do then; that is called with the bits that all of them have."""
+"""Called by all ranks with a bit for each tensor and a function; calls the function with the bits that all ranks have set."""
 
 
 class BroadcastContent:
-    """`SnapshotContent` of which tensors that all ranks read in full are read once."""
+    """`SnapshotContent` that reads tensors once that all ranks read in full."""
 
     def __init__(self, content: SnapshotContent, group: "dist.ProcessGroup", agree: Agree) -> None:
         self._content = content
@@ -37,14 +36,14 @@ class BroadcastContent:
     def read(self, targets: dict[int, ByteTarget]) -> None:
         """Reads and verifies whole tensors, by their numbers in the layout."""
         tensors = self.layout.tensors
-        self.read_boxes(WantedBox(tensor, whole_box(tensors[tensor].shape), target) for tensor, target in targets.items())
+        self.read_boxes(WantedBox(tensor, tensors[tensor].whole, target) for tensor, target in targets.items())
 
     def read_boxes(self, wanted: Iterable[WantedBox]) -> None:
         """Reads and verifies boxes of tensors."""
         every = list(wanted)
         tensors = self.layout.tensors
         whole = np.zeros(len(tensors), bool)
-        whole[[each.tensor for each in every if each.box == whole_box(tensors[each.tensor].shape)]] = True
+        whole[[each.tensor for each in every if each.box == tensors[each.tensor].whole]] = True
         whole &= np.array([spec.size_bytes > 0 for spec in tensors], bool)
         owners: dict[int, int] = {}
         read: dict[int, bytearray] = {}
@@ -53,7 +52,7 @@ class BroadcastContent:
             common = np.unpackbits(np.frombuffer(bits, np.uint8), count=len(tensors)).astype(bool)
             owners.update(_owners([(number, tensors[number].size_bytes) for number in np.flatnonzero(common).tolist()], self._group.size()))
             read.update({number: bytearray(tensors[number].size_bytes) for number, rank in owners.items() if rank == self._group.rank()})
-            own = [WantedBox(number, whole_box(tensors[number].shape), BufferTarget(memoryview(memory))) for number, memory in read.items()]
+            own = [WantedBox(number, tensors[number].whole, BufferTarget(memoryview(memory))) for number, memory in read.items()]
             self._content.read_boxes([*own, *(each for each in every if each.tensor not in owners)])
 
         self._agree(np.packbits(whole).tobytes(), work)
@@ -92,5 +91,5 @@ def _owners(sizes: Sequence[tuple[int, int]], ranks: int) -> dict[int, int]:
 
 
 def _device(group: "dist.ProcessGroup") -> torch.device:
-    """Where the group's collectives work: memory of this process's GPU with nccl."""
+    """The device of the group's collectives: this process's GPU with nccl."""
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Final
 from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.read_only_store import ReadOnlyStore
 from tensorstore_ck.session.group import Participant
 from tensorstore_ck.session.group.matching_arguments import require_alike
+from tensorstore_ck.store import ReadOnlyStore
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -25,7 +25,7 @@ def find(store: ReadOnlyStore, address: str, group: "ProcessGroup | None", timeo
     """
     if group is None:
         return _at(store, address)
-    own = store.groups.of(group)[0]
+    own = store.session.groups.of(group)[0]
     title = f"the search for {address!r}"
     attempt = own.begin(title, object_id=address, timeout=timeout_seconds)
 

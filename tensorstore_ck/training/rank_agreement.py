@@ -59,7 +59,7 @@ class Agreements:
         """
         if group.size() == 1:
             return ALONE
-        place = store.groups.of(group)[0]
+        place = store.session.groups.of(group)[0]
         attempt = place.begin(_TITLE, object_id=_TITLE, timeout=timeout_seconds)
         names: dict[bytes, str] = {}
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
-from tensorstore_ck.read_only_store import ReadOnlyStore
 from tensorstore_ck.session.group.process_groups import process_group
+from tensorstore_ck.store import ReadOnlyStore
 from tensorstore_ck.training.compare_states import Difference, Leaves, copied, first_difference, leaves_of
 from tensorstore_ck.training.find_resume_point import find
 from tensorstore_ck.training.training_state import TIMEOUT_SECONDS, TrainingState

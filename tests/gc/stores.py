@@ -124,7 +124,7 @@ def put_all(store: Store, ref: str, states: Sequence[State]) -> list[str]:
 def stay_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the backend calls come in the same order every time: `for_each` does all tasks in its caller's thread."""
     idle = SimpleNamespace(start=lambda: None, join=lambda: None)
-    monkeypatch.setattr(threads, "threading", SimpleNamespace(Lock=threading.Lock, Thread=lambda **_: idle))
+    monkeypatch.setattr(threads, "threading", SimpleNamespace(Lock=threading.Lock, RLock=threading.RLock, Thread=lambda **_: idle))
 
 
 class Interrupted(Faults):

@@ -61,18 +61,18 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
 
 
 def operations(store: Store) -> list[str]:
-    return [op.name for entry in store._engine.log.entries() for op in entry.ops]
+    return [op.name for entry in store.engine.log.entries() for op in entry.ops]
 
 
 def collect(store: Store, options: GcOptions = AT_ONCE) -> GcReport:
     """A real run after a dry one, which must have said exactly what the real one does."""
-    before = contents(store._engine.backend)
+    before = contents(store.engine.backend)
     plan = store.gc(options, dry_run=True)
-    assert contents(store._engine.backend) == before
+    assert contents(store.engine.backend) == before
     done = store.gc(options)
     assert plan.dry_run
     assert replace(plan, dry_run=False) == done
-    after = sizes(store._engine.backend)
+    after = sizes(store.engine.backend)
     listed = {name: len(data) for name, data in before.items() if name.startswith(FOLDERS)}
     assert done.total_bytes == sum(listed.values())
     assert done.deleted_bytes == sum(size for name, size in listed.items() if name not in after)
@@ -281,7 +281,7 @@ def test_more_runs_out_than_one_entry_can_say(monkeypatch: pytest.MonkeyPatch) -
         store.pin(f"job@{step}", expires=0)
         store.forget(f"job@{step}")
     assert len(collect(store).snapshots) == 5, "as the dry run said"
-    assert [len(entry.ops) for entry in store._engine.log.entries() if entry.ops[0].name in ("purge", "unpin")] == [2] * 5
+    assert [len(entry.ops) for entry in store.engine.log.entries() if entry.ops[0].name in ("purge", "unpin")] == [2] * 5
     assert (store.forgotten(), store.pins()) == ((), ())
     require_sound(store, {"job": state(5)})
 
@@ -343,7 +343,7 @@ def test_an_undo_window_that_cannot_be_read_can_be_ended() -> None:
     put_all(store, "job", [state(1), state(2)])
     store.tag("best", "job@1")
     pinned = store.pin("job@1", owner="me").root
-    backend = store._engine.backend
+    backend = store.engine.backend
     backend.delete([object_names(store, "job@1")["snapshots"]])
 
     def advice() -> str:
@@ -387,8 +387,8 @@ def test_what_has_run_out_stays_when_gc_refuses(why: str) -> None:
 
 def object_names(store: Store, address: str) -> dict[str, str]:
     """Where the record and the part of a snapshot lie."""
-    info = resolve(store._engine.log.view(), address).info
-    (part,) = store._engine.read_record(info).parts
+    info = resolve(store.engine.log.view(), address).info
+    (part,) = store.engine.read_record(info).parts
     return {"snapshots": f"snapshots/{store.resolve(address).id[-2:]}/{store.resolve(address).id}", "parts": part_name(part)}
 
 
@@ -448,7 +448,7 @@ def test_a_dry_run_that_may_not_write_says_that_it_did_not_ask_for_the_clock(mon
 
     store = open_store()
     put_all(store, "job", [state(1)])
-    monkeypatch.setattr(store._engine.backend, "put", put)
+    monkeypatch.setattr(store.engine.backend, "put", put)
     plan = store.gc(GcOptions(), dry_run=True)
     assert (plan.refused, ["were not compared" in note for note in plan.notes]) == (None, [True])
     with pytest.raises(PermissionDeniedError):
@@ -553,7 +553,7 @@ def test_readers_across_two_compactions(backend: Backend) -> None:
     store.put_snapshot(state(*range(4)), ref="job", step=2)
     last = store.put_snapshot(state(0), ref="job", step=3)
     other = open_store(backend)
-    old_reader, middle = SnapshotReader(store._engine, resolved(store, "job")), SnapshotReader(other._engine, resolved(other, "job@2"))
+    old_reader, middle = SnapshotReader(store.engine, resolved(store, "job")), SnapshotReader(other.engine, resolved(other, "job@2"))
     with store.open_snapshot("job") as opened, store.open_snapshot("job@2") as doomed:
         store.forget("job@1")
         assert len(collect(store).rewritten) == 1
@@ -579,8 +579,8 @@ def test_readers_across_two_compactions(backend: Backend) -> None:
 
 
 def resolved(store: Store, address: str) -> SnapshotInfo:
-    store._engine.log.sync()
-    return resolve(store._engine.log.view(), address).info
+    store.engine.log.sync()
+    return resolve(store.engine.log.view(), address).info
 
 
 def test_a_put_after_compaction_reuses_what_was_moved(backend: Backend) -> None:
@@ -649,7 +649,7 @@ def test_tombstones_are_forgotten_after_a_while() -> None:
     asleep = open_store(backend)
     asleep.checkout("job")
     collect(store, options)
-    view = store._engine.log.view()
+    view = store.engine.log.view()
     assert len([1 for _, row in view.objects() if row.swept]) == 3
     clock.advance(59)
     collect(store, options)
@@ -713,7 +713,7 @@ def test_a_put_while_what_it_reuses_is_freed(options: GcOptions, address: str) -
 
         store, faults = interrupted(backend, at, free, table=table, clock=clock)
         if ref == "job":
-            store._seen = store._handle.seen = host._seen  # this is the job that goes on
+            store.session.fence = store.session.context.seen = host.session.fence  # this is the job that goes on
         store.put_snapshot(state(1, 2, 4, 5), ref=ref, step=4)
         held = {ref: state(1, 2, 4, 5)} | ({"job@2": state(1, 2), "job@3": state(1, 4)} if ref == "job" or not faults.struck else {})
         require_readable(open_store(backend), held)
@@ -765,7 +765,7 @@ def test_gc_while_others_change_the_roots(action: str) -> None:
         store.forget("late")
         held: dict[str, State] = {"job@2": state(1, 5), "job@3": state(1, 6)}
         other = open_store(backend, table=table, clock=clock)
-        other._seen = other._handle.seen = store._seen
+        other.session.fence = other.session.context.seen = store.session.fence
         options = replace(AT_ONCE, undo_window_seconds=50)
 
         def act() -> None:
@@ -907,10 +907,10 @@ def test_half_swept_snapshots_cannot_be_held_again() -> None:
     put_all(store, "other", [state(3)])
     store.forget("job")
     store.gc(replace(AT_ONCE, grace_seconds=60))
-    view = store._engine.log.view()
+    view = store.engine.log.view()
     packs = Objects(key for key, _ in view.objects() if key.kind == "pack")
     assert packs
-    store._engine.log.append(lambda view: [Op.sweep(packs)])
+    store.engine.log.append(lambda view: [Op.sweep(packs)])
     for hold in HOLD_AGAIN.values():
         with pytest.raises(SnapshotExpiredError, match="gc freed"):
             hold(store, root)

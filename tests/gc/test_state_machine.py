@@ -119,7 +119,7 @@ class StoreMachine(RuleBasedStateMachine):
         return open_store(backend, table=table, clock=self.clock, new_id=self.ids.__next__)
 
     def head(self) -> int:
-        return self.eye._engine.log.sync().n
+        return self.eye.engine.log.sync().n
 
     def root(self, pick: int) -> str:
         return self.roots[pick % len(self.roots)] if self.roots else "0" * 64

@@ -36,9 +36,9 @@ def layout_sizes(store: Store) -> tuple[int, int]:
     """(raw, stored) bytes of the layout: the same block in each snapshot."""
     from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 
-    store._engine.log.sync()
-    info = next(store._engine.log.view().snapshots())
-    extent = SnapshotReader(store._engine, info).part.extents[0]
+    store.engine.log.sync()
+    info = next(store.engine.log.view().snapshots())
+    extent = SnapshotReader(store.engine, info).part.extents[0]
     return int(extent["raw"]), int(extent["stored"])
 
 
@@ -79,8 +79,8 @@ def object_bytes(backend: MemoryBackend, store: Store, address: str) -> int:
     from tensorstore_ck.format.record import record_name
     from tensorstore_ck.log.address import resolve
 
-    info = resolve(store._engine.log.view(), address).info
-    (part,) = store._engine.read_record(info).parts
+    info = resolve(store.engine.log.view(), address).info
+    (part,) = store.engine.read_record(info).parts
     return backend.size(record_name(info.ulid)) + backend.size(part_name(part))
 
 

@@ -41,7 +41,7 @@ class Model:
             make_part(places, rank=rank, ranks=len(parts), bases=len(places) // 3, inline=bytes(inline))
             for rank, places in enumerate(parts)
         ]
-        made = self.made[step] = publish(store._engine, ref, step, built, ulids)
+        made = self.made[step] = publish(store.engine, ref, step, built, ulids)
         items: dict[object, tuple[int, int]] = {made.info.ulid: (made.object_bytes[0], 0)}
         items |= {part: (size, inline) for part, size in zip(made.parts, made.object_bytes[1:], strict=True)}
         items |= {place: (stored_bytes(place), 2 * stored_bytes(place)) for places in parts for place in places}
@@ -108,7 +108,7 @@ def test_every_figure(made: list[tuple[str, list[list[Place]], int, bool]], acti
     for action in actions:
         apply(store, model, action)
     model.holders(store)
-    compare(measure_usage(store._engine, per_snapshot=True), model)
+    compare(measure_usage(store.engine, per_snapshot=True), model)
 
 
 def compare(usage: Usage, model: Model) -> None:
@@ -165,5 +165,5 @@ def compare_snapshots(rows: dict[str, SnapshotUsage], model: Model, steps: set[i
 
 def test_snapshots_are_left_out_unless_asked_for() -> None:
     store = Store(open_engine(Counting()))
-    assert measure_usage(store._engine).by_snapshot is None
-    assert measure_usage(store._engine, per_snapshot=True).by_snapshot == ()
+    assert measure_usage(store.engine).by_snapshot is None
+    assert measure_usage(store.engine, per_snapshot=True).by_snapshot == ()

@@ -52,7 +52,7 @@ def test_one_snapshot(store: Store, address: str) -> None:
 
 
 def test_several_at_once_are_one_entry(store: Store) -> None:
-    entry = store._engine.log.sync().n
+    entry = store.engine.log.sync().n
     forgotten = store.forget("job@1", "job@3", "job~1", "fork")
     assert {each.entry for each in forgotten} == {entry + 1}
     assert {each.ref: [snapshot.step for snapshot in each.snapshots] for each in forgotten} == {"job": [1, 3], "fork": [2]}
@@ -129,7 +129,7 @@ def test_where_a_branch_came_by_repeated_training_is_held(store: Store) -> None:
 
 
 def test_of_two_branches_with_equal_snapshots(store: Store) -> None:
-    other = open_store(store._engine.backend)
+    other = open_store(store.engine.backend)
     put_all(other, "twin", [state(step) for step in range(1, 4)])
     root = store.resolve("job@1").root
     assert other.resolve("twin@1").root == root
@@ -215,10 +215,10 @@ def test_where_a_branch_was_reset_to_again_is_held(store: Store) -> None:
     ],
 )
 def test_nothing_to_forget(store: Store, address: str, error: type[Exception]) -> None:
-    head = store._engine.log.sync()
+    head = store.engine.log.sync()
     with pytest.raises(error):
         store.forget("job@1", address)
-    assert store._engine.log.sync() == head
+    assert store.engine.log.sync() == head
 
 
 def test_what_only_a_tag_holds_is_no_history(store: Store) -> None:
@@ -314,20 +314,20 @@ def test_undo_of_a_tag(store: Store) -> None:
 def test_undo_of_a_branch_that_was_made_anew(store: Store) -> None:
     """Its histories become one, and it stays where it is."""
     store.forget("job")
-    other = open_store(store._engine.backend)
+    other = open_store(store.engine.backend)
     put_all(other, "job", [state(11), state(2)])
     store.undo("job")
     assert [snapshot.root for snapshot in store.log("job")][:2] == [snapshot.root for snapshot in other.log("job")][:2]
     assert steps(store) == [2, 1, 4, 3, 2, 1]
     assert store.resolve("job").root == other.resolve("job").root
     assert store.resolve("job@1").root == store.log("job")[1].root, "the newest of that step"
-    require_sound(open_store(store._engine.backend), {"job": state(2), "job@1": state(11), "job@4": state(4), "job@3": state(3)})
+    require_sound(open_store(store.engine.backend), {"job": state(2), "job@1": state(11), "job@4": state(4), "job@3": state(3)})
 
 
 def test_undo_of_a_branch_that_was_made_and_forgotten_twice(store: Store) -> None:
     first = roots(store)
     store.forget("job")
-    other = open_store(store._engine.backend)
+    other = open_store(store.engine.backend)
     put_all(other, "job", [state(11), state(12)])
     second = roots(store)
     store.forget("job")

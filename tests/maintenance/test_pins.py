@@ -37,7 +37,7 @@ def test_a_pin_says_who_and_why(store: Store, clock: Clock) -> None:
 
 def test_a_pin_is_this_users_and_for_good_unless_it_says_more(store: Store) -> None:
     store.pin("job@1")
-    (pin,) = open_store(store._engine.backend).pins()
+    (pin,) = open_store(store.engine.backend).pins()
     assert (pin.owner, pin.reason, pin.expires_ns) == (current_user(), "", None)
 
 
@@ -49,7 +49,7 @@ def test_a_pin_holds_a_forgotten_snapshot(store: Store, clock: Clock) -> None:
     require_sound(store, {root: state(1), "job": state(2)})
     store.unpin(root)
     store.gc(AT_ONCE)
-    assert counts(store._engine.backend)["snapshots"] == 1
+    assert counts(store.engine.backend)["snapshots"] == 1
 
 
 def test_a_second_pin_of_an_owner_replaces_the_first(store: Store, clock: Clock) -> None:
@@ -64,7 +64,7 @@ def test_a_second_pin_of_an_owner_replaces_the_first(store: Store, clock: Clock)
     store.unpin(root, owner="ada")
     assert store.pins() == ()
     store.gc(AT_ONCE)
-    assert counts(store._engine.backend)["snapshots"] == 1, "one unpin was enough"
+    assert counts(store.engine.backend)["snapshots"] == 1, "one unpin was enough"
 
 
 def test_each_owner_holds_it(store: Store) -> None:
@@ -90,7 +90,7 @@ def test_nobody_unpins_for_another_by_accident(store: Store) -> None:
 
 def test_a_pin_on_one_of_two_snapshots_with_one_root_can_be_taken_back(store: Store) -> None:
     root = store.pin("job@1", owner="ada").root
-    assert open_store(store._engine.backend).put_snapshot(state(1), ref="again", step=1).root == root
+    assert open_store(store.engine.backend).put_snapshot(state(1), ref="again", step=1).root == root
     store.pin(root, owner="ada")
     store.unpin(root, owner="ada")
     assert store.pins() == ()
@@ -150,10 +150,10 @@ def test_no_length_of_time(store: Store, expires: object) -> None:
     ],
 )
 def test_what_cannot_be_pinned(store: Store, arguments: dict[str, str], error: type[Exception]) -> None:
-    head = store._engine.log.sync()
+    head = store.engine.log.sync()
     with pytest.raises(error):
         store.pin(**arguments)
-    assert store._engine.log.sync() == head
+    assert store.engine.log.sync() == head
     assert store.pins() == ()
     store.pin("job")
 
@@ -169,9 +169,9 @@ def test_what_cannot_be_pinned(store: Store, arguments: dict[str, str], error: t
     ],
 )
 def test_what_a_pin_can_say(store: Store, arguments: dict[str, Any], message: str) -> None:
-    head = store._engine.log.sync()
+    head = store.engine.log.sync()
     with pytest.raises(InvalidOptionError, match=message):
         store.pin("job", **arguments)
-    assert store._engine.log.sync() == head
+    assert store.engine.log.sync() == head
     store.pin("job", owner="é" * 128, reason="x" * 4096)
     assert len(store.pins()) == 1

@@ -10,8 +10,8 @@ from typing import Any, Final, Protocol
 
 from tensorstore_ck.backend.cold.locations import OwnerMarker, read_mark, require_apart, write_mark
 from tensorstore_ck.backend.protocol import Backend, ObjectInfo
-from tensorstore_ck.common.fork_lock import ProcessLock
 from tensorstore_ck.common.ids import Ulid, parse_ulid
+from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.errors import CorruptObjectError, GcRefusedError, MissingObjectError, PlaceUnavailableError, StoreError
 
 PACKS: Final = "packs/"
@@ -31,15 +31,22 @@ class ColdTierBackend:
     """See above. What is not here is the own backend's."""
 
     def __init__(
-        self, own: Backend, open_place: Callable[[str], Backend], look: Callable[[bool], LocationView] | None = None, *, store: str = ""
+        self,
+        own: Backend,
+        open_place: Callable[[str], Backend],
+        view: Callable[[], LocationView] | None = None,
+        newest_view: Callable[[], LocationView] | None = None,
+        *,
+        store: str = "",
     ) -> None:
-        """`look` gives the log's newest fold, read anew if its argument says so; without it only what is learned is known.
+        """`view`: the fold of the log as this host knows it, `newest_view`: after reading the log; without them only what was found.
 
         `store`: the store's uuid.
         """
         self._own = own
         self._open_place = open_place
-        self._look = look
+        self._view = view
+        self._newest_view = newest_view or view
         self._store = store
         self._found: dict[Ulid, str] = {}
         self._opened: dict[str, Backend] = {}
@@ -64,7 +71,7 @@ class ColdTierBackend:
 
     def places(self) -> dict[Ulid, str]:
         """Where packs lie, as far as known."""
-        known = self._look(False).places() if self._look is not None else {}
+        known = self._view().places() if self._view is not None else {}
         return {**self._found, **known}
 
     def at(self, url: str | None) -> Backend:
@@ -217,9 +224,12 @@ class ColdTierBackend:
         if pack is None:
             return None
         url = self._found.get(pack)
-        if url is None and self._look is not None:
-            with suppress(*((StoreError,) if anew else ())):
-                url = self._look(anew).place_of(pack)
+        if url is None and self._view is not None and self._newest_view is not None:
+            if not anew:
+                url = self._view().place_of(pack)
+            else:
+                with suppress(StoreError):
+                    url = self._newest_view().place_of(pack)
             if url is not None:
                 self._found[pack] = url
         return url

@@ -1,7 +1,7 @@
 """Reads blocks that parts name, and verifies each before its bytes count.
 
 Reads are sorted by pack and offset, merged where the blocks are small or the backend is remote, and go straight into the caller's
-memory where a block is stored raw. A block that several want is fetched once. Knows nothing of tensors.
+memory where a block is stored raw. A block that is wanted several times is fetched once. Knows nothing of tensors.
 """
 
 import shlex
@@ -69,7 +69,7 @@ class ReadBlocks(Protocol):
 
 
 def wanted_blocks(source: OpenPart, rows: range, start: int, target: ByteTarget) -> list[WantedBlock]:
-    """Neighbouring blocks of a part, of which the first goes to `start` of the target."""
+    """Neighbouring blocks of a part; the first goes to `start` of the target."""
     wanted = []
     places = source.places
     for row, extent in zip(rows, places.extents[rows.start : rows.stop].tolist(), strict=True):
@@ -89,11 +89,11 @@ def read_unpublished(engine: Engine, wanted: Sequence[WantedBlock]) -> None:
 
 
 def read_blocks(engine: Engine, info: SnapshotInfo, wanted: Sequence[WantedBlock]) -> None:
-    """Reads blocks of a snapshot; those that were moved since it was opened are looked for where they are now.
+    """Reads blocks of a snapshot; follows those that gc moved since the snapshot was opened.
 
     Raises:
         DamageError: a block is missing or is not what its id says.
-        SnapshotExpiredError: the snapshot was let go meanwhile.
+        SnapshotExpiredError: the snapshot was removed in the meantime.
     """
     while wanted:
         try:
@@ -174,7 +174,7 @@ def _fetch(engine: Engine, run: list[WantedBlock], buffers: threading.local) -> 
 
 
 def _in_place(wanted: list[WantedBlock]) -> dict[Digest, memoryview]:
-    """Blocks that were restored to one place, and lie there whole."""
+    """Blocks that were restored whole into one piece of memory."""
     found = {}
     for block in wanted:
         memory = block.target.memory() if block.codec != Codec.CAST else None
@@ -200,7 +200,7 @@ def _fetch_based(engine: Engine, run: list[WantedBlock], at_hand: Mapping[Digest
 def decode_at(
     backend: Backend, place: Location, into: memoryview | None = None, at_hand: Mapping[Digest, memoryview] = MappingProxyType({})
 ) -> memoryview:
-    """The raw bytes of a block, `into` that place if possible; not compared with its id. Bases that are `at_hand` are not read.
+    """The raw bytes of a block, `into` that memory if possible; not compared with its id. Bases that are `at_hand` are not read.
 
     Raises:
         DamageError: it, or one that it is encoded against, is missing or damaged.

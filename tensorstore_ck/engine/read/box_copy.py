@@ -11,7 +11,7 @@ from tensorstore_ck.format.sharding import BoxBounds
 
 
 class BoxTarget:
-    """`ByteTarget` over the bytes of a region, of which it passes on what lies in a wanted box."""
+    """`ByteTarget` over the bytes of a region; passes on those that lie in a wanted box."""
 
     def __init__(self, region: Region, spec: TensorSpec, box: BoxBounds, target: ByteTarget) -> None:
         self._region = region
@@ -41,13 +41,13 @@ class BoxTarget:
 
 
 def _index(inner: BoxBounds, outer: BoxBounds) -> tuple[slice, ...]:
-    """Where a box lies in one that holds it."""
+    """Where a box lies in a larger one."""
     starts = (a - b for a, b in zip(inner.offsets, outer.offsets, strict=True))
     return tuple(slice(start, start + size) for start, size in zip(starts, inner.sizes, strict=True))
 
 
 def _runs(inner: BoxBounds, outer: BoxBounds) -> Iterator[tuple[BoxBounds, int]]:
-    """Cuts a box into boxes that are contiguous in one that holds it; with the element at which each begins there."""
+    """Cuts a box into boxes that are contiguous in a larger one; with the element at which each begins there."""
     whole = len(inner.sizes)
     while whole > 0 and inner.sizes[whole - 1] == outer.sizes[whole - 1]:
         whole -= 1

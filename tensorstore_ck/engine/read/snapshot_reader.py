@@ -1,12 +1,14 @@
 """Reads one snapshot: record -> parts -> ranges of packs, every block verified before its bytes count.
 
-No global index, and no list of what lies where: which parts hold a box of a tensor follows from the layout (see `split`), and
-a part is opened only when something of it is wanted.
+No global index, and no list of what lies where: which parts hold a box of a tensor follows from the layout (see `block_assignment`),
+and a part is opened only when something of it is wanted. A snapshot whose ranks had several layouts, such as the stages of a pipeline,
+is read as one (see `layout_merge`); that a tensor of several layouts is one and the same was checked when it was saved.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -16,21 +18,67 @@ from tensorstore_ck.engine.interfaces import ByteTarget, WantedBox
 from tensorstore_ck.engine.reachability import require_live, resolve
 from tensorstore_ck.engine.read.block_reader import BufferTarget, OpenPart, ReadBlocks, WantedBlock, deliver, read_blocks, wanted_blocks
 from tensorstore_ck.engine.read.box_copy import BoxTarget
-from tensorstore_ck.errors import CorruptObjectError, DamageError
-from tensorstore_ck.format.block_assignment import alike, decode_regions, every_region, row_boxes
+from tensorstore_ck.errors import CorruptObjectError, DamageError, MismatchError, NotFoundError
+from tensorstore_ck.format.block_assignment import alike, decode_regions, every_region, first_ranks, row_boxes
 from tensorstore_ck.format.layout import Layout, decode_layout
+from tensorstore_ck.format.layout_merge import LayoutConflictError, MergedLayout
 from tensorstore_ck.format.part import Part, decode_values, part_name
 from tensorstore_ck.format.part_index import PartIndex, RegionBytes
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.sealed import ParseBudget, check_msgpack
-from tensorstore_ck.format.sharding import BoxBounds, whole_box
+from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import expand
 from tensorstore_ck.format.values import parsed_blobs
 from tensorstore_ck.log import SnapshotInfo
 
 
+def open_snapshot(
+    engine: Engine, info: SnapshotInfo, read: ReadBlocks = read_blocks, *, place: float = 0.0
+) -> "SnapshotReader | MergedSnapshot":
+    """The snapshot, whatever layouts its ranks had. `read`, `place`: see `SnapshotReader`."""
+    first = SnapshotReader(engine, info, 0, read, place=place)
+    others = first_ranks(first.part.layout_of or b"")[1:]
+    if not others:
+        return first
+    more = (SnapshotReader(engine, info, rank, read, place=place, record=first.record, budget=first.budget) for rank in others)
+    return MergedSnapshot([first, *more])
+
+
+def count_rank_states(engine: Engine, info: SnapshotInfo, world_size: int | None = None) -> int:
+    """How many ranks saved a state of their own.
+
+    Raises:
+        NotFoundError: none.
+        MismatchError: their number is not `world_size`.
+    """
+    ranks = SnapshotReader(engine, info).world_size
+    what = f"snapshot {info.root.hex()[:16]} (step {info.step})"
+    if len(engine.read_record(info).parts) == ranks:
+        raise NotFoundError(f"{what} has no rank states: it was put without rank_state=", object_id=info.root.hex())
+    if world_size not in (None, ranks):
+        raise MismatchError(
+            f"{what} has the states of {ranks} ranks, and there are {world_size} now. Say whose each takes with rank_state_map=, seed "
+            "new random streams with store.streams(), and keep a loader's position as a SampleCursor in the state that all ranks share",
+            object_id=info.root.hex(),
+        )
+    return ranks
+
+
+def open_rank_state(engine: Engine, info: SnapshotInfo, rank: int) -> "SnapshotReader":
+    """The state that a rank saved as its own.
+
+    Raises:
+        NotFoundError: no rank states were saved, or there is no such rank.
+    """
+    ranks = count_rank_states(engine, info)
+    if not 0 <= rank < ranks:
+        what = f"snapshot {info.root.hex()[:16]} (step {info.step})"
+        raise NotFoundError(f"{what} has the states of {ranks} ranks, and there is no rank {rank}", object_id=str(rank))
+    return SnapshotReader(engine, info, ranks + rank)
+
+
 class SnapshotReader:
-    """What the ranks with one layout put, opened: `layout.Content` over an engine. Thread-safe."""
+    """What the ranks with one layout saved: `SnapshotContent` over an engine. Thread-safe."""
 
     def __init__(
         self,
@@ -43,16 +91,16 @@ class SnapshotReader:
         record: Record | None = None,
         budget: ParseBudget | None = None,
     ) -> None:
-        """Opens it.
+        """Opens the first part and its layout.
 
         Args:
             engine: The store.
             info: The snapshot.
             rank: Of the part to begin with, the first one with its layout; that of a rank state stands alone.
             read: Reads tensors.
-            place: Where among those who read this one is, from 0 to 1: what it wants was most likely put by ranks in the same place.
+            place: Position of this reader among all readers, from 0 to 1: ranks at the same position most likely saved what it wants.
             record: The snapshot's, if it was read already.
-            budget: Of another reader of the snapshot, whose results are kept beside this one's.
+            budget: Of another reader of the snapshot, whose results are kept as well.
         """
         self.info = info
         self._engine = engine
@@ -125,12 +173,12 @@ class SnapshotReader:
         return self._alike
 
     def stored(self, tensor: int) -> Iterator[tuple[Part, RegionBytes]]:
-        """What each part has of a tensor."""
+        """The regions of a tensor that each part has."""
         for rank in self._alike:
             yield from ((self._open(rank).part, held) for held in self._plan(rank).of(tensor))
 
     def tensor_at(self, row: int, rank: int) -> str:
-        """What the block in an extent row of a part belongs to, for messages."""
+        """The tensor or value that the block in an extent row of a part belongs to, for messages."""
         tensor = self._plans[rank].tensor_at(row) if rank in self._plans else None
         if tensor is not None:
             return f"tensor {self.layout.tensors[tensor].name!r}"
@@ -164,14 +212,14 @@ class SnapshotReader:
     def read(self, targets: dict[int, ByteTarget]) -> None:
         """Reads and verifies whole tensors, by their numbers in the layout."""
         tensors = self.layout.tensors
-        self.read_boxes(WantedBox(tensor, whole_box(tensors[tensor].shape), target) for tensor, target in targets.items())
+        self.read_boxes(WantedBox(tensor, tensors[tensor].whole, target) for tensor, target in targets.items())
 
     def read_boxes(self, wanted: Iterable[WantedBox]) -> None:
         """Reads and verifies boxes of tensors, each into its target; a block is fetched once."""
         self.fetch(self.blocks_of(wanted))
 
     def blocks_of(self, wanted: Iterable[WantedBox]) -> list[WantedBlock]:
-        """The blocks that hold boxes of tensors; what lies in parts is delivered at once."""
+        """The blocks that hold boxes of tensors; bytes that lie in parts are delivered at once."""
         blocks: list[WantedBlock] = []
         for each in wanted:
             for rank, held in self._holding(each.tensor, each.box):
@@ -179,7 +227,7 @@ class SnapshotReader:
         return blocks
 
     def fetch(self, blocks: Sequence[WantedBlock]) -> None:
-        """Reads and verifies what `blocks_of` found."""
+        """Reads and verifies the blocks that `blocks_of` found."""
         self._read_blocks(self._engine, self.info, blocks)
 
     def read_range(self, tensor: int, start: int, stop: int) -> bytearray:
@@ -196,13 +244,13 @@ class SnapshotReader:
         return memory[start - first * spec.item_bytes : stop - first * spec.item_bytes]
 
     def _holding(self, tensor: int, box: BoxBounds) -> Iterator[tuple[int, RegionBytes]]:
-        """(rank, what its part has) of every region that has something of the box."""
+        """(rank, region in its part) of every region that overlaps the box."""
         if len(self._alike) == 1 and not self.layout.meshes:
             yield from ((self._first, held) for held in self._plan(self._first).of(tensor))
             return
         spec = self.layout.tensors[tensor]
         left = prod(box.sizes)
-        for region in every_region(self.layout, tensor, self._alike, self._told, near=box, order=self._nearest):
+        for region in every_region(self.layout, tensor, self._alike, self._reported_boxes, near=box, order=self._nearest):
             common = region.common(spec, box)
             if not common:
                 continue
@@ -218,11 +266,11 @@ class SnapshotReader:
             if missing:
                 raise CorruptObjectError(f"{self.name}: no part has all of {spec.name!r}; run `tsck fsck`", object_id=spec.name)
             if not left:
-                return  # so that of thousands of ranks hardly more parts are opened than needed
+                return  # so that a reader of thousands of ranks opens hardly more parts than it needs
         if left:
             raise CorruptObjectError(f"{self.name}: no rank has put all of {spec.name!r}; run `tsck fsck`", object_id=spec.name)
 
-    def _told(self, rank: int, tensor: int) -> Sequence[BoxBounds]:
+    def _reported_boxes(self, rank: int, tensor: int) -> Sequence[BoxBounds]:
         if rank not in self._regions:
             opened = self._open(rank)
             self._regions[rank] = {each.tensor: each.boxes for each in decode_regions(self.layout, opened.part.regions, opened.name)}
@@ -251,3 +299,47 @@ class SnapshotReader:
             ):
                 yield from wanted_blocks(opened, range(row, row + 1), start, target)
             start += length
+
+
+class MergedSnapshot:
+    """`SnapshotContent` over the several layouts of one snapshot. Thread-safe."""
+
+    def __init__(self, readers: Sequence[SnapshotReader]) -> None:
+        """Raises:
+        MismatchError: the layouts contradict each other.
+        """
+        self.readers = readers
+        try:
+            union = MergedLayout(readers)
+        except LayoutConflictError as exc:
+            names = " and ".join(readers[side].name for side in exc.sides)
+            raise MismatchError(
+                f"the ranks that put this snapshot had different things as {exc.path!r}: see {names}", object_id=exc.path
+            ) from exc
+        self.values: Sequence[Any] = union.values
+        self.layout = union.layout
+        self._places = union.places
+        self._blobs = union.blobs
+
+    def blob(self, index: int) -> bytes:
+        """The verified bytes of a large value."""
+        reader, number = self._blobs[index]
+        return self.readers[reader].blob(number)
+
+    def read(self, targets: dict[int, ByteTarget]) -> None:
+        """Reads and verifies whole tensors, by their numbers in the layout."""
+        tensors = self.layout.tensors
+        self.read_boxes(WantedBox(tensor, tensors[tensor].whole, target) for tensor, target in targets.items())
+
+    def read_boxes(self, wanted: Iterable[WantedBox]) -> None:
+        """Reads and verifies boxes of tensors."""
+        of_reader: dict[int, list[WantedBox]] = {}
+        for each in wanted:
+            reader, tensor = self._places[each.tensor]
+            of_reader.setdefault(reader, []).append(each._replace(tensor=tensor))
+        self.readers[0].fetch([block for reader, boxes in of_reader.items() for block in self.readers[reader].blocks_of(boxes)])
+
+    def read_range(self, tensor: int, start: int, stop: int) -> bytearray:
+        """Verified bytes [start, stop) of a tensor."""
+        reader, number = self._places[tensor]
+        return self.readers[reader].read_range(number, start, stop)

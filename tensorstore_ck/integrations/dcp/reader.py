@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
-from tensorstore_ck.engine.read.merged_snapshot import open_snapshot
+from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import ConflictError, MismatchError, StoreError
 from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.format.sharding import BoxBounds
@@ -36,7 +36,6 @@ from tensorstore_ck.integrations.dcp.byte_items import zipped
 from tensorstore_ck.integrations.dcp.target import CheckpointId, DcpTarget
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
-from tensorstore_ck.read_only_store import ReadOnlyStore
 from tensorstore_ck.state.allocate import TensorAllocator, form_of
 from tensorstore_ck.state.byte_sources import target_of
 from tensorstore_ck.state.load_report import LoadWarning
@@ -45,6 +44,7 @@ from tensorstore_ck.state.rank_shares import source_of
 from tensorstore_ck.state.rebuild_tree import build, require_buildable
 from tensorstore_ck.state.registered_types import decode_torch
 from tensorstore_ck.state.wrapper_subclasses import ABOUT
+from tensorstore_ck.store import ReadOnlyStore
 
 _CPU: Final = torch.device("cpu")
 
@@ -194,7 +194,7 @@ class Reader(StorageReader):
         self._content = open_snapshot(store.engine, found.info)
         metadata = self._describe(address)
         self.snapshot = snapshot
-        store.seen.note_restored(found)
+        store.session.fence.note_restored(found)
         return metadata
 
     def _describe(self, address: str) -> Metadata:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.read_only_store import ReadOnlyStore
-from tensorstore_ck.store import open_store
+from tensorstore_ck.store import ReadOnlyStore, open_store
 
 CheckpointId = str | os.PathLike[str] | None
 _NUMBER: Final = re.compile(r"([0-9]{1,18})/?$")

@@ -249,7 +249,7 @@ class Writer(StorageWriter):
             )
         self._compare_copies(request, metadata, results)
         info = self._publish(request, begun, captured, [told for _, told in sorted(parts.items())])
-        self._target.store.seen.note(request.ref, info.root, info.root)
+        self._target.store.session.fence.note(request.ref, info.root, info.root)
         self.snapshot = Snapshot.from_info(info)
         self._saving.begun = None
 
@@ -284,9 +284,9 @@ class Writer(StorageWriter):
         self._engine.require_writable()
         self._engine.log.sync()
         if not self._target.is_shared:
-            store.seen.adopt(self._engine.log.view(), ref)
+            store.session.fence.adopt(self._engine.log.view(), ref)
         checks = self._checks._asdict()
-        request = store.seen.request(self._engine, ref, step=step, metrics=self._metrics, metadata=self._metadata, **checks)
+        request = store.session.fence.request(self._engine, ref, step=step, metrics=self._metrics, metadata=self._metadata, **checks)
         check_expected(self._engine, self._engine.log.view(), ref, request.expect)
         return request
 

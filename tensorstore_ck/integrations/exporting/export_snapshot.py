@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Final, Literal, get_args
 
-from tensorstore_ck.engine.read.merged_snapshot import open_snapshot
+from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.format.record import NOTE, decode_metadata, record_name
 from tensorstore_ck.format.tree import Branch, Leaf, Tree, parse
@@ -16,9 +16,9 @@ from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.report import ExportedFile, ExportReport
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
-from tensorstore_ck.read_only_store import ReadOnlyStore
 from tensorstore_ck.state.rebuild_tree import NOTHING
 from tensorstore_ck.state.select import Selection
+from tensorstore_ck.store import ReadOnlyStore
 
 Format = Literal["dcp", "safetensors", "torch"]
 FORMATS: Final[tuple[Format, ...]] = get_args(Format)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from tensorstore_ck.common.fork_lock import ProcessLock
+from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.log.cache.memory_table import MemoryTable
 from tensorstore_ck.log.cache.protocol import Batch, CacheWarning, Item, Table, TableBusyError, TableError
 

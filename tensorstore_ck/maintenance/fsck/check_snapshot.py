@@ -71,6 +71,16 @@ class _PartProblem(NamedTuple):
     blocks: DamagedBlocks
 
 
+def require_intact(engine: Engine, info: SnapshotInfo) -> None:
+    """Checks the structure of a snapshot.
+
+    Raises:
+        CorruptObjectError: it is damaged.
+    """
+    for damage in check_snapshot(engine, Packs(engine.backend, {}), info, read_data=False).damages:
+        raise CorruptObjectError(f"{damage.object}: {damage.message}", object_id=damage.object)
+
+
 def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_data: bool) -> SnapshotCheck:
     """Checks a snapshot at the head that `engine` has folded.
 

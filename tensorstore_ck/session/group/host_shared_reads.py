@@ -1,9 +1,9 @@
 """Ranks on one host read each block from the store once, and pass its bytes on through shared memory.
 
-In a folder of the host's shared memory each rank of a restore says which blocks it wants. Of blocks that several want, one of them
-fetches each, verifies it, and puts it into a window of shared memory, from where all take what they need; windows keep memory bounded.
-Sharing saves reads and decides nothing: whoever misses a peer, or memory, reads by itself. A rank takes part for as long as it holds
-the lock of its file there, so that one that dies is missed at once. Linux only; elsewhere nobody has peers.
+Each rank of a restore lists the blocks that it wants in a folder of the host's shared memory. A block that several ranks want is fetched
+and verified by one of them, which puts it into a window of shared memory for the others; windows keep memory bounded. Sharing saves reads
+and decides nothing: a rank without a peer, or without memory, reads by itself. A rank takes part while it holds the lock of its file
+there, so the others notice at once when it dies. Linux only; elsewhere ranks have no peers.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ if sys.platform == "linux":
     import fcntl
     import mmap
 
-SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - folders in it have names that cannot be guessed, and are this user's alone
+SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - folders in it have names that cannot be guessed, and belong to this user alone
 WINDOW_BYTES: Final = 16 << 20
 """Passed on at a time; `WINDOWS` of them are in use at a time."""
 PAGE_BYTES: Final = 4096
@@ -52,12 +52,12 @@ def host_key(folder: Path = SHARED_MEMORY) -> bytes:
 
 
 class HostSharedReads:
-    """One rank's side. `join`, then `read` as often as the others do, or less often; then `close`."""
+    """One rank's side. Call `join`, then `read` at most as often as the others do, then `close`."""
 
     def __init__(
         self, name: str, rank: int, *, base: Path = SHARED_MEMORY, window_bytes: int = WINDOW_BYTES, timeout: float = 600.0
     ) -> None:
-        """`name`: of this restore, the same on all ranks, and one that cannot be guessed. Failing to take part is no error."""
+        """`name`: of this restore, the same on all ranks, and not to be guessed. A rank that cannot take part raises no error."""
         self.rank = rank
         self.folder = base / f"tsck-{name}"
         self._window_bytes = window_bytes
@@ -80,11 +80,11 @@ class HostSharedReads:
                 self._lock = lock
 
     def join(self, ranks: Sequence[int]) -> None:
-        """All ranks on this host have begun, and these are they."""
+        """All `ranks` on this host have begun."""
         self.peers = sorted(ranks) if self._lock is not None else []
 
     def leave(self) -> None:
-        """Takes part no longer: others do not wait for this rank any more."""
+        """Stops taking part: other ranks do not wait for this one any more."""
         with self._leaving:
             if self._lock is not None:
                 lock, self._lock = self._lock, None
@@ -93,7 +93,7 @@ class HostSharedReads:
                 os.close(lock)
 
     def close(self) -> None:
-        """Leaves, and the last one frees the memory; idempotent."""
+        """Leaves; the last rank frees the memory. Idempotent."""
         self.leave()
         if self.peers and all(map(self.is_gone, self.peers)):
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -102,7 +102,7 @@ class HostSharedReads:
                 self.folder.rmdir()
 
     def read(self, engine: Engine, info: SnapshotInfo, wanted: Sequence[WantedBlock]) -> None:
-        """Reads and verifies blocks; those that other ranks of this host want in the same round are fetched once.
+        """Reads and verifies blocks; blocks that other ranks of this host want in the same round are fetched once.
 
         Raises:
             DamageError: a block is missing or is not what its id says.
@@ -145,7 +145,7 @@ class HostSharedReads:
         return _cut(list(_shared({rank: np.frombuffer(each[8:], _WANT_DTYPE) for rank, each in said.items()})), window_bytes)
 
     def wait(self, is_so: Callable[[], bool], on: int) -> bool:
-        """Waits until something is so; False when that depends on a rank that takes part no longer, or this one does not."""
+        """Waits until `is_so`; False if rank `on`, which is waited for, or this rank does not take part any more."""
         pause, longest = POLL_SECONDS
         while not is_so():
             if self._lock is None or self.is_gone(on) or time.monotonic() > self._deadline:
@@ -155,7 +155,7 @@ class HostSharedReads:
         return True
 
     def is_gone(self, peer: int) -> bool:
-        """Whether a rank takes part no longer."""
+        """Whether a rank does not take part any more."""
         if peer == self.rank:
             return self._lock is None
         return not _is_locked(self._path("alive", peer))
@@ -174,9 +174,9 @@ class _Shared(NamedTuple):
 
 
 def _shared(wants: dict[int, np.ndarray]) -> Iterator[_Shared]:
-    """In the order of the first rank that wants each; fetched by the one of those that want it which has least to fetch.
+    """In the order of the first rank that wants each; of the ranks that want a block, the one with the least to fetch fetches it.
 
-    Neighbours are fetched by one rank, in runs: small blocks are read together with what lies between them.
+    One rank fetches a run of neighbours: small blocks are read together with what lies between them.
     """
     rows = np.concatenate(list(wants.values()))
     ranks = np.concatenate([np.full(len(each), rank) for rank, each in wants.items()])
@@ -245,16 +245,16 @@ class _SharedWindow:
         return memoryview(self._memory)[start : start + self.blocks[number].raw]
 
     def finish(self, rank: int) -> None:
-        """`rank` needs it no longer."""
+        """`rank` does not need the window any more."""
         os.pwrite(self._file, _SET, len(self.blocks) + self._peers.index(rank))
 
     def unfinished(self) -> list[int]:
-        """The ranks that need it."""
+        """The ranks that still need the window."""
         flags = os.pread(self._file, len(self._peers), len(self.blocks))
         return [rank for rank, flag in zip(self._peers, flags, strict=True) if not flag]
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Unmaps the memory."""
         self._memory.close()
         os.close(self._file)
 
@@ -267,7 +267,7 @@ class _Slot:
         self._number = number
 
     def memory(self) -> None:
-        """None: only what was verified may be seen by others."""
+        """None: other ranks may only see verified bytes."""
 
     def write(self, start: int, data: memoryview) -> None:
         """Takes the whole block."""
@@ -276,7 +276,7 @@ class _Slot:
 
 
 class _Passing:
-    """One round: a thread fetches what falls to this rank, and the caller's takes what this rank wants."""
+    """One round: a thread fetches the blocks assigned to this rank, and the caller's thread takes the blocks that this rank wants."""
 
     def __init__(
         self,
@@ -295,7 +295,7 @@ class _Passing:
         self._error: BaseException | None = None
 
     def run(self) -> list[WantedBlock]:
-        """Returns what others should have fetched and did not."""
+        """Returns the blocks that other ranks should have fetched and did not."""
         fetching = threading.Thread(target=self._fetch, name="tsck", daemon=True)
         fetching.start()
         left: list[WantedBlock] = []
@@ -328,7 +328,7 @@ class _Passing:
             self._host.leave()
 
     def _take(self, number: int) -> list[WantedBlock]:
-        """Delivers what this rank wants of a window; returns what cannot be had there."""
+        """Delivers the blocks of a window that this rank wants; returns those that are not there."""
         window = self._window(number)
         left: list[WantedBlock] = []
         for at, block in enumerate(self._plan[number]):
@@ -355,7 +355,7 @@ class _Passing:
             return self._windows[number]
 
     def _drop(self, number: int, *, wait: bool = False) -> None:
-        """Lets go of a window; of its memory, if no rank needs it."""
+        """Closes a window, and removes its memory if no rank needs it."""
         window = self._windows[number]
         if window is None:
             return
@@ -388,7 +388,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _remove_stale(base: Path) -> None:
-    """Frees what ranks that were killed have left."""
+    """Removes the folders of ranks that were killed."""
     for folder in base.glob("tsck-*"):
         with contextlib.suppress(OSError):
             place = folder.stat()

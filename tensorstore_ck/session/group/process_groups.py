@@ -1,53 +1,34 @@
-"""Process groups that restore together: what `Store` does with ``group=``. Every rank calls the same with its own side of the state."""
+"""The process groups that one store handle has met: this rank's place in each, and what their ranks say to each other."""
 
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.read.block_reader import ReadBlocks
-from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, MismatchError, StoreError
+from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.sealed import Body, take
-from tensorstore_ck.log import SnapshotInfo
-from tensorstore_ck.log.address import Resolved
 from tensorstore_ck.session.group import DEAD_AFTER_SECONDS, Group, Participant, open_group
 from tensorstore_ck.session.group.channel import StoreRunner
-from tensorstore_ck.session.group.host_shared_reads import HostSharedReads, host_key
+from tensorstore_ck.session.group.host_shared_reads import host_key
 from tensorstore_ck.session.group.matching_arguments import require_alike
 from tensorstore_ck.session.group.put_plan import Memory
-from tensorstore_ck.session.group.rank_messages import sayings
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from tensorstore_ck.state import UnclaimedNames
-
 TIMEOUT_SECONDS = 600.0
 
 
-class GroupReading(NamedTuple):
-    """How one rank of a group reads."""
-
-    read_blocks: ReadBlocks
-    unclaimed: "UnclaimedNames"
-    agree: Callable[[bytes, Callable[[bytes], None]], None]
-    """See `state.broadcast.Agree`."""
-
-
 def process_group(group: "ProcessGroup | DeviceMesh | None") -> "ProcessGroup | None":
-    """What ``group=`` means: the process group of a one-dimensional mesh, or what it is.
+    """The process group that ``group=`` means: itself, or that of a one-dimensional mesh.
 
     Raises:
-        InvalidOptionError: it is no process group that this process is in; or a mesh of several dims, or that this rank is not in.
+        InvalidOptionError: not a process group that this process is in; or a mesh of several dims, or one that this rank is not in.
     """
     if group is None:
         return None
-    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - whoever has a group has loaded it
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - a caller with a group has loaded it
 
     given: Any = group
     if not isinstance(given, DeviceMesh):
@@ -76,38 +57,38 @@ class ProcessGroups:
         self._engine = engine
         self._dead_after_seconds = dead_after_seconds
         self._groups: weakref.WeakKeyDictionary[ProcessGroup, tuple[Group, Memory]] = weakref.WeakKeyDictionary()
-        """With the layouts that it has put, and how often: see `run_put`."""
+        """With the layouts that it has saved, and how often: see `run_put`."""
         self._publishing: weakref.WeakKeyDictionary[ProcessGroup, Group] = weakref.WeakKeyDictionary()
-        self._told: weakref.WeakKeyDictionary[ProcessGroup, dict[str, list[bytes]]] = weakref.WeakKeyDictionary()
+        self._gathered: weakref.WeakKeyDictionary[ProcessGroup, dict[str, list[bytes]]] = weakref.WeakKeyDictionary()
 
-    def tell_all(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> list[bytes]:
-        """What each rank of a group says, a few bytes.
+    def all_gather(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> list[bytes]:
+        """The values of all ranks of a group, a few bytes each; kept under `title`.
 
-        All ranks meet at each call, also when this one knows it from an earlier one: another may have missed how that ended.
+        All ranks meet at each call, even if this one knows the values from an earlier call: another rank may have missed its end.
         """
-        told = self._told.setdefault(group, {})
+        known = self._gathered.setdefault(group, {})
         attempt = self.of(group)[0].begin(title, object_id=title, timeout=timeout_seconds)
 
         def compare(hellos: list[Body]) -> Body:
-            is_known = all(take(hello, "known", bool) for hello in hellos)
-            return {"values": None if is_known else [take(hello, "value", bytes) for hello in hellos]}
+            are_known = all(take(hello, "known", bool) for hello in hellos)
+            return {"values": None if are_known else [take(hello, "value", bytes) for hello in hellos]}
 
         def work(go: Body) -> Body:
             if go["values"] is not None:
-                told[title] = take(go, "values", list)
+                known[title] = take(go, "values", list)
             return {}
 
-        attempt.run(Participant(lambda: {"known": title in told, "value": value()}, work, None, compare, lambda _: {}))
-        return told[title]
+        attempt.run(Participant(lambda: {"known": title in known, "value": value()}, work, None, compare, lambda _: {}))
+        return known[title]
 
-    def from_first(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> bytes:
-        """What the first rank says, a few bytes, told to all; on the others `value` is not asked."""
+    def broadcast(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> bytes:
+        """Rank 0's value, a few bytes, on all ranks; only rank 0 calls `value`."""
         own = self.of(group)[0]
         attempt = own.begin(title, object_id=title, timeout=timeout_seconds)
-        told: list[bytes] = []
+        values: list[bytes] = []
 
         def work(go: Body) -> Body:
-            told.append(take(go, "value", bytes))
+            values.append(take(go, "value", bytes))
             return {}
 
         def compare(hellos: list[Body]) -> Body:
@@ -115,140 +96,32 @@ class ProcessGroups:
             return {"value": value()}
 
         attempt.run(Participant(lambda: {"title": title}, work, None, compare, lambda _: {}))
-        return told[0]
+        return values[0]
 
     def runner(self, group: "ProcessGroup") -> StoreRunner:
-        """What reaches the store of a group."""
+        """What runs calls on the group's key-value store."""
         return self.of(group)[0].run
 
     def local_ranks(self, group: "ProcessGroup", *, timeout_seconds: float) -> int:
-        """How many ranks of a group are on this host, this one among them."""
-        hosts = self.tell_all(group, "the count of the ranks of each host", host_key, timeout_seconds=timeout_seconds)
+        """How many ranks of a group are on this host, including this one."""
+        hosts = self.all_gather(group, "the count of the ranks of each host", host_key, timeout_seconds=timeout_seconds)
         return hosts.count(hosts[group.rank()])
 
-    def restore(
-        self,
-        group: "ProcessGroup",
-        address: str,
-        resolve: Callable[[str], Resolved],
-        read: Callable[[SnapshotInfo, "GroupReading"], Any],
-        *,
-        agrees: bool = False,
-        timeout_seconds: float,
-    ) -> tuple[Any, Resolved]:
-        """Restores the snapshot that rank 0 finds at `address` on all ranks, or on none.
-
-        `agrees`: `read` calls `GroupReading.agree` once.
-        """
-        from tensorstore_ck.state import UnclaimedNames  # noqa: PLC0415 - loads torch
-
-        result: list[Any] = []
-        found: list[Resolved] = []
-        unclaimed = UnclaimedNames()
-        own = self.of(group)[0]
-        title = f"the checkout of {address!r}"
-        attempt = own.begin(title, object_id=address, timeout=timeout_seconds)
-        host = HostSharedReads(attempt.txn.hex(), own.rank, timeout=timeout_seconds)
-
-        def compare(hellos: list[Body]) -> Body:
-            require_alike(hellos, ("address",), own.in_job)
-            there = resolve(address)
-            numbers: dict[bytes, int] = {}
-            hosts = [numbers.setdefault(take(hello, "host", bytes) or f"rank {rank}".encode(), rank) for rank, hello in enumerate(hellos)]
-            return {
-                "snapshot": there.info.ulid,
-                "branch": there.branch,
-                "branch_root": there.branch_root,
-                "hosts": np.array(hosts, "<u4").tobytes(),
-            }
-
-        def read_at(go: Body, reading: GroupReading) -> None:
-            self._engine.log.sync()
-            view, ulid = self._engine.log.view(), take(go, "snapshot", bytes)
-            info = view.snapshot(ulid) or view.staged(ulid)
-            if info is None:
-                raise BackendUnavailableError(
-                    f"this rank does not see the snapshot that rank 0 found at {address!r}: do all ranks open one store?", object_id=address
-                )
-            branch_root = None if go["branch_root"] is None else Digest(take(go, "branch_root", bytes))
-            found.append(Resolved(info, go["branch"], branch_root))
-            hosts = np.frombuffer(take(go, "hosts", bytes), "<u4")
-            if not self._engine.backend.is_local:  # there the page cache does it, four times as fast
-                host.join(np.flatnonzero(hosts == hosts[own.rank]).tolist())
-            result.append(read(info, reading))
-
-        def work(go: Body) -> Body:
-            has_agreed = not agrees
-
-            def agree(bits: bytes, do: Callable[[bytes], None]) -> None:
-                nonlocal has_agreed
-                has_agreed = True
-                self._agree(own, title, timeout_seconds, bits, do)
-
-            try:
-                read_at(go, GroupReading(host.read, unclaimed, agree))
-            except Exception as exc:
-                if not has_agreed:  # the others wait for this rank there, and would be one attempt ahead of it ever after
-                    self._refuse(own, title, timeout_seconds, exc)
-                raise
-            host.close()  # those that read on must not wait for this rank
-            return {"unclaimed": unclaimed.record()}
-
-        def commit(records: list[Body]) -> Body:
-            unclaimed.require_claimed([take(record, "unclaimed", bytes) for record in records])
-            return {}
-
-        try:
-            attempt.run(Participant(lambda: {"address": address, "host": host_key()}, work, None, compare, commit))
-        finally:
-            host.close()
-        return result[0], found[0]
-
-    @staticmethod
-    def _agree(group: Group, title: str, timeout: float, bits: bytes, work: Callable[[bytes], None]) -> None:
-        """Has all ranks do `work` with the bits that all of them have; or none of them, when it fails on one."""
-
-        def compare(hellos: list[Body]) -> Body:
-            said = [np.frombuffer(take(hello, "bits", bytes), np.uint8) for hello in hellos]
-            counts = {rank: f"{8 * len(each)}" for rank, each in enumerate(said)}
-            if len(set(counts.values())) > 1:
-                what = f"the ranks differ in how many tensors they read, to the next multiple of 8 ({sayings(counts, group.in_job)})"
-                raise MismatchError(f"{what}: broadcast=True needs the same `into` on all", object_id=title)
-            return {"bits": np.bitwise_and.reduce(said).tobytes()}
-
-        def do(go: Body) -> Body:
-            work(take(go, "bits", bytes))
-            return {}
-
-        attempt = group.begin(title, object_id=title, timeout=timeout)
-        attempt.run(Participant(lambda: {"bits": bits}, do, None, compare, lambda _: {}))
-
-    @staticmethod
-    def _refuse(group: Group, title: str, timeout: float, problem: Exception) -> None:
-        """Has the ranks' agreement fail: see `_agree`."""
-
-        def hello() -> Body:
-            raise problem
-
-        attempt = group.begin(title, object_id=title, timeout=timeout)
-        with suppress(StoreError):
-            attempt.run(Participant(hello, lambda _: {}, None, lambda _: {}, lambda _: {}))
-
     def close(self) -> None:
-        """Ends the threads that talk to the groups' stores; a put or restore after that begins new ones."""
+        """Ends the threads that talk to the groups' stores; a later save or restore starts new ones."""
         for group in (*(own for own, _ in self._groups.values()), *self._publishing.values()):
             group.close()
-        for known in (self._groups, self._publishing, self._told):
+        for known in (self._groups, self._publishing, self._gathered):
             known.clear()
 
     def publishing(self, group: "ProcessGroup") -> Group:
-        """The same ranks, for what their publishing threads do together, in an order of its own; only after an attempt of `of`."""
+        """The same ranks, for rounds of their publishing threads, which have an order of their own; only after a round of `of`."""
         if group not in self._publishing:
             self._publishing[group] = open_group(group, f"{self._engine.config.uuid}/publish", first=self.of(group)[0])
         return self._publishing[group]
 
     def of(self, group: "ProcessGroup") -> tuple[Group, Memory]:
-        """This rank's place in a process group, and the layouts that it has put."""
+        """This rank's `Group` of a process group, and the layouts that it has saved."""
         if group not in self._groups:
             self._groups[group] = open_group(group, self._engine.config.uuid, dead_after=self._dead_after_seconds), {}
         return self._groups[group]

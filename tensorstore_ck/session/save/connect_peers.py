@@ -22,7 +22,7 @@ def connect_peers(handle: SaveContext, tier: StagingTier, group: "ProcessGroup",
     from tensorstore_ck.session.peers import Replicator, connect, host_of_folder  # noqa: PLC0415 - loads torch
 
     title = "the search for the hosts of each rank's staging disk"
-    hosts = handle.groups.tell_all(group, title, lambda: host_of_folder(tier.folder.path), timeout_seconds=timeout_seconds)
+    hosts = handle.groups.all_gather(group, title, lambda: host_of_folder(tier.folder.path), timeout_seconds=timeout_seconds)
     copies = tier.options.replicate_to_peers
     name = f"{handle.engine.config.uuid}/{ulid_text(handle.groups.of(group)[0].nonce)}"
     try:

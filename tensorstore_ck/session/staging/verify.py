@@ -3,7 +3,7 @@
 What a process stages it trusts; root, who publishes for somebody else, does not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from tensorstore_ck.backend.protocol import Backend
@@ -18,16 +18,19 @@ from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import part_name
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.sealed import object_hash
-from tensorstore_ck.maintenance.fsck.check_packs import Packs
-from tensorstore_ck.maintenance.fsck.check_snapshot import check_snapshot
+from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.session.staging.manifest import Manifest
 from tensorstore_ck.session.staging.stage import staged_info
 
 _PIECE_BYTES: Final = 4 << 20
 
 
-def verify_staged(engine: Engine, tier: StagingTier, manifests: Sequence[Manifest]) -> None:
-    """Reads all that was staged of a snapshot, by `manifests` of all its ranks. Its uploads begin anew.
+def verify_staged(
+    engine: Engine, tier: StagingTier, manifests: Sequence[Manifest], require_intact: Callable[[Engine, SnapshotInfo], None]
+) -> None:
+    """Reads everything that was staged of a snapshot, by `manifests` of all its ranks. Its uploads start from the beginning.
+
+    `require_intact` checks the structure of the snapshot, as `maintenance.fsck.require_intact`.
 
     Raises:
         StoreError: it is not what its root says, or the store has something else under one of its names.
@@ -52,9 +55,7 @@ def verify_staged(engine: Engine, tier: StagingTier, manifests: Sequence[Manifes
         raise CorruptObjectError(
             f"the manifest of {ulid_text(first.txn)} names {strange[0]}, which is of another snapshot", object_id=strange[0]
         )
-    damages = check_snapshot(engine, Packs(engine.backend, {}), info, read_data=False).damages
-    if damages:
-        raise CorruptObjectError(f"{damages[0].object}: {damages[0].message}", object_id=damages[0].object)
+    require_intact(engine, info)
     for rank, ulid in enumerate(record.parts):
         part = engine.read_part(record, rank)
         source = OpenPart(part, part_name(ulid), resolve(engine, engine.log.view(), part), lambda _: "a staged snapshot")

@@ -121,7 +121,7 @@ class Checkpointer:
         self._began_ns = int.from_bytes(drawn[:6], "big") * 1_000_000
         """Of the run: the same on all ranks, as it is in the metadata."""
         if group is not None:
-            run, renew, prefix = store.groups.runner(group), store.groups.of(group)[0].renew, f"tsck/{self._id}/"
+            run, renew, prefix = store.session.groups.runner(group), store.session.groups.of(group)[0].renew, f"tsck/{self._id}/"
             self._board = StepFlag(run, renew, rank=group.rank(), prefix=prefix, lead_steps=lead_steps, clock=clock)
 
     def __enter__(self) -> Self:
@@ -360,7 +360,9 @@ class Checkpointer:
             return not self._must_end()
         title, must_end = f"whether saves to {self._ref!r} go on failing ({self._id}, {self._round})", self._must_end()
         try:
-            said = self._store.groups.tell_all(self._group, title, lambda: bytes([must_end]), timeout_seconds=self._timeout_seconds)
+            said = self._store.session.groups.all_gather(
+                self._group, title, lambda: bytes([must_end]), timeout_seconds=self._timeout_seconds
+            )
         except StoreError as exc:
             self._unsaved.failure = self._unsaved.failure or exc
             return False
@@ -396,4 +398,4 @@ class Checkpointer:
     def _from_first(self, title: str, value: Callable[[], bytes]) -> bytes:
         if self._group is None:
             return value()
-        return self._store.groups.from_first(self._group, title, value, timeout_seconds=self._timeout_seconds)
+        return self._store.session.groups.broadcast(self._group, title, value, timeout_seconds=self._timeout_seconds)

@@ -127,7 +127,7 @@ class ResumeAttempt(NamedTuple):
 
         if self.group is None:
             return patiently()
-        return self.store.groups.from_first(self.group, title, patiently, timeout_seconds=self.timeout_seconds)
+        return self.store.session.groups.broadcast(self.group, title, patiently, timeout_seconds=self.timeout_seconds)
 
 
 def _verdict(failure: StoreError) -> bytes:

@@ -330,5 +330,5 @@ def without_helper_threads() -> Iterator[None]:
     """`parallel.for_each` does all tasks in its caller's thread, one after another."""
     idle = SimpleNamespace(start=lambda: None, join=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threads, "threading", SimpleNamespace(Lock=threading.Lock, Thread=lambda **_: idle))
+        patch.setattr(threads, "threading", SimpleNamespace(Lock=threading.Lock, RLock=threading.RLock, Thread=lambda **_: idle))
         yield

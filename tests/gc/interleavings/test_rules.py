@@ -73,8 +73,8 @@ def relocated_and_released() -> Case:
     moved = Objects([ObjectKey("moved", ulid)])
 
     def end_relocation(store: Store) -> object:
-        store._engine.log.append(lambda view: [] if view.is_live(info.ulid) else [Op.condemn(moved)])
-        return store._engine.log.append(lambda _view: [Op.sweep(moved)]).n
+        store.engine.log.append(lambda view: [] if view.is_live(info.ulid) else [Op.condemn(moved)])
+        return store.engine.log.append(lambda _view: [Op.sweep(moved)]).n
 
     return scene.case(
         user("M", end_relocation, table=host),

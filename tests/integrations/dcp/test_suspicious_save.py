@@ -71,7 +71,7 @@ def save_on_rank(folder: str, step: int, seeds: list[int], unchanged: str) -> st
         with tsck.open(f"{folder}/store", cache_dir=f"{folder}/cache-{rank}") as store:
             writer = Writer(store, "job", unchanged=unchanged)  # type: ignore[arg-type]
             if store.log("job") if "job" in store.branches() else []:
-                store.seen.adopt(store.engine.log.view(), "job")
+                store.session.fence.adopt(store.engine.log.view(), "job")
             dcp.save(state, storage_writer=writer, checkpoint_id=f"step-{step}", process_group=GROUPS[2])
     except CheckpointException as exc:
         return str(exc)

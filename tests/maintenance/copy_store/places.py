@@ -28,7 +28,7 @@ def open_over(backend: Any, table: Table | None = None) -> Store:
 
 def contents(store: Store) -> dict[str, object]:
     """All that a copy carries, as users see it."""
-    view = store._engine.log
+    view = store.engine.log
     view.sync()
     refs: dict[str, object] = {
         name: [

@@ -70,7 +70,7 @@ def test_both_directions_are_limited(limited: str) -> None:
     time = FakeTime()
     slow, fast = RateLimit(1000.0, clock=time.clock), RateLimit(1e15, clock=time.clock)
     pace = Pace(*((slow, fast) if limited == "reads" else (fast, slow)), time.wait)
-    report = copy_refs(reopen(build())._engine, open_over(empty())._engine, pace=pace)
+    report = copy_refs(reopen(build()).engine, open_over(empty()).engine, pace=pace)
     assert time.now >= 0.95 * (report.read_bytes if limited == "reads" else 4 * 6000) / 1000
 
 
@@ -102,7 +102,7 @@ def test_a_slow_copy_ends_with_its_first_error(monkeypatch: pytest.MonkeyPatch) 
     pace = Pace(RateLimit(100.0), RateLimit(100.0), wait)
     source = Watched(source_backend)
     with pytest.raises(KeyboardInterrupt):
-        copy_refs(open_over(source)._engine, target._engine, pace=pace)
+        copy_refs(open_over(source).engine, target.engine, pace=pace)
     assert took
     assert all(took)
     assert source.bytes_read == 0, "nobody went on"
@@ -130,7 +130,7 @@ def test_ctrl_c_while_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
             begun.set()
             took.append(failed.wait(1000))
 
-    monkeypatch.setattr(threads, "threading", SimpleNamespace(Lock=threading.Lock, Thread=Interrupted))
+    monkeypatch.setattr(threads, "threading", SimpleNamespace(Lock=threading.Lock, RLock=threading.RLock, Thread=Interrupted))
     with pytest.raises(KeyboardInterrupt):
         for_each(range(2), work, 2, failed=failed)
     assert took == [True]
@@ -167,13 +167,13 @@ def test_pieces_run_anywhere(executor: LocalThreads, monkeypatch: pytest.MonkeyP
     init_store(LocalBackend(str(tmp_path / "target")))
     places = (tmp_path / "source", tmp_path / "target")
     with tsck.open(places[0], cache_dir=tmp_path / "cache") as source, tsck.open(places[1], cache_dir=tmp_path / "cache") as target:
-        copy_refs(source._engine, target._engine, executor=executor)
+        copy_refs(source.engine, target.engine, executor=executor)
         assert_same(source, target)
 
 
 def test_no_rate_limit_elsewhere() -> None:
     with pytest.raises(InvalidOptionError, match="this process only"):
-        copy_refs(reopen(build())._engine, open_over(empty())._engine, pace=Pace.limited(1e9), executor=Elsewhere(1))
+        copy_refs(reopen(build()).engine, open_over(empty()).engine, pace=Pace.limited(1e9), executor=Elsewhere(1))
 
 
 def test_runs_of_a_slow_copy_are_short() -> None:
@@ -231,7 +231,7 @@ def test_a_head_that_is_marked_damaged(tmp_path: Path) -> None:
     init_store(LocalBackend(str(tmp_path / "target")))
     with tsck.open(tmp_path / "source", cache_dir=tmp_path / "cache") as source:
         root, before = source.resolve("runs/a").root, source.resolve("runs/a~1").root
-        source._engine.log.append(lambda view: [Op.mark(bytes.fromhex(root), "damaged", "by fsck")])  # type: ignore[arg-type]
+        source.engine.log.append(lambda view: [Op.mark(bytes.fromhex(root), "damaged", "by fsck")])  # type: ignore[arg-type]
     places = (str(tmp_path / "source"), str(tmp_path / "target"), "--cache-dir", str(tmp_path / "cache"))
     for snapshots in (2, 0):
         code, document = tsck_copy(*places, "--ref", "runs/a")

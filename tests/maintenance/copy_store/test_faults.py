@@ -27,7 +27,7 @@ from tests.maintenance.fsck.stores import build, is_exact, reopen, state
 
 def damage(backend: Backend, store: Store, address: str) -> str:
     """Flips a bit of a block that only the snapshot at `address` has."""
-    engine = store._engine
+    engine = store.engine
     info = engine.log.view().by_root(bytes.fromhex(store.resolve(address).root))
     assert info is not None
     part = engine.read_part(engine.read_record(info), 0)
@@ -66,7 +66,7 @@ def test_a_missing_pack() -> None:
 def test_a_snapshot_that_is_marked_damaged() -> None:
     source, target = reopen(build()), open_over(empty())
     root = source.resolve("runs/a@2").root
-    source._engine.log.append(lambda view: [Op.mark(bytes.fromhex(root), "damaged", "by fsck")])  # type: ignore[arg-type]
+    source.engine.log.append(lambda view: [Op.mark(bytes.fromhex(root), "damaged", "by fsck")])  # type: ignore[arg-type]
     report = copy(source, target, refs="runs/a")
     assert [snap.step for snap in target.log("runs/a")] == [3, 1]
     assert report.warnings == (f"snapshot {root[:16]} (step 2) of 'runs/a' was left out: it is marked damaged in the source",)
@@ -76,16 +76,16 @@ def test_a_snapshot_that_is_marked_damaged() -> None:
 def test_a_ref_at_a_snapshot_that_is_marked_damaged(name: str, advice: str) -> None:
     source, target = reopen(build()), open_over(empty())
     root = source.resolve(name).root
-    source._engine.log.append(lambda view: [Op.mark(bytes.fromhex(root), "damaged", "by fsck")])  # type: ignore[arg-type]
+    source.engine.log.append(lambda view: [Op.mark(bytes.fromhex(root), "damaged", "by fsck")])  # type: ignore[arg-type]
     with pytest.raises(DamageError, match=f"marked damaged and was left out.*{advice}"):
         copy(source, target)
     assert is_exact(target.checkout("runs/b"), 4), "the others were copied"
-    report = copy_refs(source._engine, target._engine, refs=[name])
+    report = copy_refs(source.engine, target.engine, refs=[name])
     assert [(ref.outcome, report.ok) for ref in report.refs] == [("behind", False)]
     if name == "runs/a":
         assert [snap.step for snap in target.log(name)] == [2, 1]
         assert report.refs[0].root == target.resolve("runs/a").root
-    source._engine.log.append(lambda view: [Op.mark(bytes.fromhex(root), "", "")])  # type: ignore[arg-type]
+    source.engine.log.append(lambda view: [Op.mark(bytes.fromhex(root), "", "")])  # type: ignore[arg-type]
     assert copy(source, target).ok
     assert target.resolve(name).root == root
 
@@ -233,7 +233,7 @@ def test_the_target_frees_what_it_relies_on() -> None:
 def test_a_snapshot_of_two_ranks() -> None:
     source_backend, target_backend = build(), empty()
     source = reopen(source_backend)
-    engine = source._engine
+    engine = source.engine
     infos = [engine.log.view().by_root(bytes.fromhex(source.resolve(address).root)) for address in ("runs/a@1", "runs/b")]
     ulids, part_ids = [], b""
     for rank, info in enumerate(infos):
@@ -250,13 +250,13 @@ def test_a_snapshot_of_two_ranks() -> None:
     engine.log.append(lambda view: [Op.put("many", snapshot, record, encoded, anchor=anchor, txn=snapshot)])
     target = reopen(target_backend)
     assert copy(source, target, refs="many").snapshots == 1
-    info = target._engine.log.view().by_root(record.root())
+    info = target.engine.log.view().by_root(record.root())
     assert info is not None
-    copied = target._engine.read_record(info)
+    copied = target.engine.read_record(info)
     assert copied.part_ids == part_ids
     for rank in range(2):
-        assert target._engine.read_part(copied, rank).ids == engine.read_part(record, rank).ids
-        part = target._engine.read_part(copied, rank)
+        assert target.engine.read_part(copied, rank).ids == engine.read_part(record, rank).ids
+        part = target.engine.read_part(copied, rank)
         for row, extent in enumerate(part.extents):
             stored = memoryview(bytearray(int(extent["stored"])))
             target_backend.read_into(pack_name(part.packs[extent["pack"]]), int(extent["offset"]), stored)

@@ -65,9 +65,9 @@ def test_the_record_is_kept() -> None:
     copy(source, target)
     for snapshot in source.log():
         records = [
-            store._engine.read_record(info)
+            store.engine.read_record(info)
             for store in (source, target)
-            if (info := store._engine.log.view().by_root(bytes.fromhex(snapshot.root))) is not None
+            if (info := store.engine.log.view().by_root(bytes.fromhex(snapshot.root))) is not None
         ]
         kept = [(record.step, record.parent, record.metadata, record.metrics, record.time_ns, record.part_ids) for record in records]
         assert kept[0] == kept[1]
@@ -107,7 +107,7 @@ def test_a_bad_snapshot_is_never_there_unmarked() -> None:
     source, target = reopen(build()), open_over(empty())
     copy(source, target)
     bad = bytes.fromhex(source.resolve("runs/a@3").root)
-    (entry,) = [entry for entry in target._engine.log.entries() if any(op.fields.get("root") == bad for op in entry.ops)]
+    (entry,) = [entry for entry in target.engine.log.entries() if any(op.fields.get("root") == bad for op in entry.ops)]
     assert [op.name for op in entry.ops] == ["put", "annotate", "mark"]
 
 
@@ -117,7 +117,7 @@ def test_encoded_blocks_travel_as_they_are(codec: CodecName, used: set[Codec]) -
     copy(source, target)
 
     def extents(store: Store) -> list[tuple[int, int, int]]:
-        engine = store._engine
+        engine = store.engine
         info = engine.log.view().by_root(bytes.fromhex(store.resolve("runs/a").root))
         assert info is not None
         rows = engine.read_part(engine.read_record(info), 0).extents
@@ -186,9 +186,9 @@ def test_what_was_said_later_travels() -> None:
     copy(source, target)
     assert target.resolve("runs/a@1").metrics["late"] == 1.5
     assert (target.resolve("paper").mark, target.resolve("paper").reason) == ("bad", "diverged")
-    entries = target._engine.log.sync().n
+    entries = target.engine.log.sync().n
     copy(source, target)
-    assert target._engine.log.sync().n == entries
+    assert target.engine.log.sync().n == entries
 
 
 # --- which refs -----------------------------------------------------------------------------------------------------------

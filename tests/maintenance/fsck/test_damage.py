@@ -154,7 +154,7 @@ def test_many_hits_are_counted() -> None:
         store.put_snapshot({"same": torch.arange(5000), "other": step}, ref="runs/many", step=step)
     (pack,) = names(backend, "packs/")
     backend.delete([pack])
-    (finding,) = (finding for finding in run_fsck(store._engine, read_data=False).findings)
+    (finding,) = (finding for finding in run_fsck(store.engine, read_data=False).findings)
     assert len(finding.hits) == MAX_HITS + 1
     assert finding.hits[-1] == "and 5 more"
 

@@ -43,7 +43,7 @@ def assert_whole(store: Store) -> None:
 def logical(store: Store) -> tuple[dict[str, str], dict[str, list[SnapshotInfo]]]:
     """What must not change: all but entry numbers; and times, since a record is a little older than its entry."""
     refs = {**store.branches(), **store.tags()}
-    histories = {ref: [info._replace(n=0, time_ns=0) for info in store._engine.log.view().history(ref)] for ref in store.branches()}
+    histories = {ref: [info._replace(n=0, time_ns=0) for info in store.engine.log.view().history(ref)] for ref in store.branches()}
     return {ref: snapshot.root for ref, snapshot in refs.items()}, histories
 
 
@@ -125,7 +125,7 @@ def test_notes_and_times_stay() -> None:
 
 
 def test_a_damaged_snapshot_is_left_out_and_listed() -> None:
-    part = reopen(copy())._engine.read_record(info_of(2)).parts[0]
+    part = reopen(copy()).engine.read_record(info_of(2)).parts[0]
     from tensorstore_ck.format.part import part_name
 
     backend = copy_with({LOG[7]: None, LOG[6]: b"", part_name(part): b"gone"})
@@ -139,7 +139,7 @@ def test_a_damaged_snapshot_is_left_out_and_listed() -> None:
 
 
 def info_of(number: int) -> SnapshotInfo:
-    view = reopen(copy())._engine.log
+    view = reopen(copy()).engine.log
     view.sync()
     return next(info for info in view.view().snapshots() if info.step == number)
 
@@ -151,13 +151,13 @@ def test_an_unpublished_snapshot_is_left_out() -> None:
     store.checkout("runs/a", allow_bad=True)
     late = reopen(backend)
     late.checkout("runs/a", allow_bad=True)
-    original = late._engine.log.append
+    original = late.engine.log.append
 
     def overtaken(build: object, **_: object) -> object:
         store.put_snapshot(state(5), ref="runs/a", step=5)
         return original(build)  # type: ignore[arg-type]
 
-    late._engine.log.append = overtaken  # type: ignore[method-assign, assignment]
+    late.engine.log.append = overtaken  # type: ignore[method-assign, assignment]
     with pytest.raises(StoreError):
         late.put_snapshot(state(6), ref="runs/a", step=6)
     backend.delete([LOG[1]])

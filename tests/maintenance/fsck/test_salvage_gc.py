@@ -77,8 +77,8 @@ def copy_with(changed: dict[str, bytes | None]) -> MemoryBackend:
 
 def view_of(backend: Backend) -> RefTable:
     store = reopen(backend)
-    store._engine.log.sync()
-    return store._engine.log.view()
+    store.engine.log.sync()
+    return store.engine.log.view()
 
 
 def live_steps(backend: Backend) -> set[int | None]:
@@ -86,7 +86,7 @@ def live_steps(backend: Backend) -> set[int | None]:
 
 
 LIVE = live_steps(copy_with({}))
-OPERATIONS = [{op.name for op in entry.ops} for entry in reopen(copy_with({}))._engine.log.entries()]
+OPERATIONS = [{op.name for op in entry.ops} for entry in reopen(copy_with({})).engine.log.entries()]
 
 
 def logical(view: RefTable, *, windows_begin_anew: bool = False) -> dict[str, Any]:
@@ -106,8 +106,8 @@ def logical(view: RefTable, *, windows_begin_anew: bool = False) -> dict[str, An
 
 
 def assert_restorable(store: Store, steps: set[int | None]) -> None:
-    store._engine.log.sync()
-    infos = {info.step: info for info in store._engine.log.view().snapshots()}
+    store.engine.log.sync()
+    infos = {info.step: info for info in store.engine.log.view().snapshots()}
     assert steps <= set(infos)
     for step, info in infos.items():
         assert is_exact(store.checkout(info.root.hex(), allow_bad=True), step or 0)
@@ -127,10 +127,10 @@ def assert_gc_frees_the_rest(backend: Backend) -> None:
 
 
 def closure(store: Store, root: bytes) -> Objects:
-    view = store._engine.log.view()
+    view = store.engine.log.view()
     info = view.by_root(root)
     assert info is not None
-    return snapshot_closure(store._engine, view, info)
+    return snapshot_closure(store.engine, view, info)
 
 
 def test_the_store_has_one_of_everything() -> None:
@@ -262,11 +262,11 @@ def test_what_expired_is_no_stray() -> None:
 def test_what_expired_can_be_undone_where_a_lost_entry_may_have_held_it() -> None:
     backend = expired()
     store = reopen(backend)
-    store._engine.log.sync()
-    (gone,) = store._engine.log.view().snapshots(live=False)
+    store.engine.log.sync()
+    (gone,) = store.engine.log.view().snapshots(live=False)
     store.pin(gone.root.hex(), owner="late")
     store.annotate("runs/a@1", {"x": 2.0})
-    before = logical(store._engine.log.view())
+    before = logical(store.engine.log.view())
     backend.delete([names(backend, "log/")[-2]])
     report = salvage(backend)
     assert [(found.step, "tsck undo" in found.note) for found in report.recovered] == [(2, True)]
@@ -315,9 +315,9 @@ def retold(change: Callable[[Store], object], *, damage: int | None = None) -> S
         store.put_snapshot(state(number), ref="runs/a", step=number)
     change(store)
     if damage is not None:
-        info = next(info for info in store._engine.log.view().snapshots() if info.step == damage)
+        info = next(info for info in store.engine.log.view().snapshots() if info.step == damage)
         backend.replace(ObjectKey("snapshot", info.ulid).name, b"damaged")
-    before = logical(store._engine.log.view())
+    before = logical(store.engine.log.view())
     backend.delete(["store.json"])
     report = salvage(backend)
     assert [found.step for found in report.lost] == ([] if damage is None else [damage])
@@ -412,7 +412,7 @@ def test_what_falls_between_contradictions_gets_a_branch() -> None:
         store.tag("twice", f"runs/a@{number}")
         store.untag("twice")
     store.forget("runs/a@1", "runs/a@2")
-    log = store._engine.log
+    log = store.engine.log
     windows = [window for window in log.view().windows() if window.kind == "tag"]
     forgetting = [window for window in log.view().windows() if window.kind == "snapshots"]
     log.append(lambda _: [Op.undo(windows[0].n, "twice", [windows[0].moves[0].ulid]), Op.purge(forgetting[0].n, "runs/a")])
@@ -429,24 +429,24 @@ def test_what_falls_between_contradictions_gets_a_branch() -> None:
 
 def synced(backend: Backend) -> Store:
     store = reopen(backend)
-    store._engine.log.sync()
+    store.engine.log.sync()
     return store
 
 
 def needed_by_all(store: Store) -> set[ObjectKey]:
-    return {key for info in store._engine.log.view().snapshots() for key in closure(store, info.root)}
+    return {key for info in store.engine.log.view().snapshots() for key in closure(store, info.root)}
 
 
 def a_pack(store: Store) -> tuple[ObjectKey, Footer]:
     """One that snapshots need."""
-    backend = store._engine.backend
+    backend = store.engine.backend
     key = max((key for key in needed_by_all(store) if key.kind == "pack"), key=lambda key: backend.size(key.name))
     return key, read_footer(backend, key.ulid, backend.size(key.name))
 
 
 def copy_blocks(store: Store, pack: ObjectKey, footer: Footer, entries: list[int]) -> CompactedPack:
     """Into a new pack; not in force."""
-    return compact(store._engine, [SparsePack(pack.ulid, footer, np.array(entries), 0)]).moves[0]
+    return compact(store.engine, [SparsePack(pack.ulid, footer, np.array(entries), 0)]).moves[0]
 
 
 def flip_first_block(backend: Backend, pack: ObjectKey) -> None:
@@ -457,7 +457,7 @@ def flip_first_block(backend: Backend, pack: ObjectKey) -> None:
 
 
 def assert_exact(store: Store) -> None:
-    for info in view_of(store._engine.backend).snapshots():
+    for info in view_of(store.engine.backend).snapshots():
         assert is_exact(store.checkout(info.root.hex(), allow_bad=True), info.step or 0)
 
 
@@ -483,9 +483,9 @@ def test_a_moved_object_that_leads_astray_is_not_used_while_its_pack_is_there(ta
         "elsewhere in it": (0, one["stored"], other["offset"], one["codec"]),
     }[target]
     entry, stored, offset, codec = map(int, where)
-    elsewhere = store._engine.new_id() if target == "gone" else pack.ulid
+    elsewhere = store.engine.new_id() if target == "gone" else pack.ulid
     rows = np.array([(0, 0, entry, stored, offset, codec, 0, 0)], MOVED_DTYPE)
-    backend.put(ObjectKey("moved", store._engine.new_id()).name, RelocationMap(pack.ulid, [elsewhere], rows).encode())
+    backend.put(ObjectKey("moved", store.engine.new_id()).name, RelocationMap(pack.ulid, [elsewhere], rows).encode())
     report = salvage(backend)
     assert (report.kept, report.lost) == (len(LIVE), ())
     assert_restorable(reopen(backend), LIVE)
@@ -496,7 +496,7 @@ def test_a_pack_that_repair_replaced_is_not_used_again() -> None:
     backend = copy_with({})
     store = synced(backend)
     pack, footer = a_pack(store)
-    commit_move(store._engine, copy_blocks(store, pack, footer, list(range(len(footer.entries)))), 0)
+    commit_move(store.engine, copy_blocks(store, pack, footer, list(range(len(footer.entries)))), 0)
     store.annotate("runs/a", {"x": 1.0})
     flip_first_block(backend, pack)
     backend.delete([names(backend, "log/")[-2]])
@@ -510,8 +510,8 @@ def test_of_two_relocations_the_newer_counts() -> None:
     pack, footer = a_pack(store)
     newer = copy_blocks(store, pack, footer, [0])
     older = copy_blocks(store, pack, footer, list(range(len(footer.entries))))
-    commit_move(store._engine, older, 0)
-    commit_move(store._engine, newer, 0)
+    commit_move(store.engine, older, 0)
+    commit_move(store.engine, newer, 0)
     flip_first_block(backend, ObjectKey("pack", older.targets[0]))
     assert_exact(synced(backend))
     backend.delete(["store.json"])
@@ -528,7 +528,7 @@ def test_a_moved_object_that_was_swept_is_not_used() -> None:
     moved = ObjectKey("moved", move.ulid)
     listed = Objects([moved, ObjectKey("pack", move.targets[0])])
     for make in (Op.condemn, Op.sweep):
-        store._engine.log.append(lambda _, make=make: [make(listed)])  # type: ignore[misc]
+        store.engine.log.append(lambda _, make=make: [make(listed)])  # type: ignore[misc]
     backend.delete([pack.name, "store.json"])
     report = salvage(backend)
     assert report.lost
@@ -549,7 +549,7 @@ def test_what_gc_condemned_was_not_published_by_an_entry_before() -> None:
     def die(*_: object, **__: object) -> None:
         raise BackendUnavailableError("dead")
 
-    dying._engine.log.append = die  # type: ignore[method-assign, assignment]
+    dying.engine.log.append = die  # type: ignore[method-assign, assignment]
     with pytest.raises(BackendUnavailableError):
         dying.put_snapshot(state(9), ref="runs/a", step=9)
     store.annotate("runs/a", {"x": 1.0})

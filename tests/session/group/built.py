@@ -68,12 +68,12 @@ def copy(found: dict[str, bytes]) -> MemoryBackend:
 def failing(backend: Backend, info: SnapshotInfo, *, ranks: int = RANKS) -> Iterator[str]:
     """What cannot be read, as fsck would name it; what can is exact."""
     store = open_store(backend)
-    store._engine.log.sync()
+    store.engine.log.sync()
     expected = {spec: each.whole.tobytes() for spec, each in tensors(info.step or 0).items()}
     for first in (0, *range(ranks, 2 * ranks)):
         prefix = f"rank_state[{first - ranks}]" if first else ""
         try:
-            reader = SnapshotReader(store._engine, info, first)
+            reader = SnapshotReader(store.engine, info, first)
         except StoreError:
             yield prefix or "all of it"
             continue
@@ -105,9 +105,9 @@ def assert_whole(backend: Backend, infos: list[SnapshotInfo] = INFOS) -> None:
     report = open_store(backend).fsck(read_data=True)
     assert report.ok, report.findings
     store = open_store(backend)
-    store._engine.log.sync()
+    store.engine.log.sync()
     for info in infos:
-        found = store._engine.log.view().by_root(info.root)
+        found = store.engine.log.view().by_root(info.root)
         assert found is not None
         assert list(failing(backend, found)) == []
 

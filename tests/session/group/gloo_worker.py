@@ -178,7 +178,7 @@ def live(play: Play, rank: int) -> None:
     with tsck.open(play.url, storage_options=play.storage_options, cache_dir=cache, dead_after_seconds=patience) as store:
         if play.storage_options:
             for point, (owner, method, prefix, when) in POINTS.items():
-                POINTS[point] = (type(store._engine.placed.at(None)) if owner is LocalBackend else owner, method, prefix, when)
+                POINTS[point] = (type(store.engine.placed.at(None)) if owner is LocalBackend else owner, method, prefix, when)
         if rank == play.victim:
             trap = Trap(play)
         join(play, rank, RANKS, first=True)

@@ -46,12 +46,12 @@ def put_all(
     def put(rank: int) -> None:
         try:
             store = open_store(backend, table=MemoryTable())
-            store._engine.log.sync()
-            head = store._engine.log.view().branch(ref)
+            store.engine.log.sync()
+            head = store.engine.log.view().branch(ref)
             group = Group(run, rank=rank, ranks=ranks, scope="test")
             request = PutRequest(ref, step, head.root if head else None, ANY, encode_metadata({}), {})
             states = RankStates(shared(rank), own(rank) if own is not None else None)
-            done[rank] = put_ranks(store._engine, group, lambda: PreparedPut(request, states), ref=request.ref, timeout=20, memory={})
+            done[rank] = put_ranks(store.engine, group, lambda: PreparedPut(request, states), ref=request.ref, timeout=20, memory={})
         except BaseException as exc:  # noqa: BLE001 - raised by the caller's thread
             done[rank] = exc
 
@@ -75,8 +75,8 @@ def rank_state(rank: int, step: int = 1) -> CapturedState:
 
 def read_all(store: Store, info: SnapshotInfo, first: int = 0) -> dict[str, bytes]:
     """Every tensor of one layout, read whole."""
-    store._engine.log.sync()
-    reader = SnapshotReader(store._engine, info, first)
+    store.engine.log.sync()
+    reader = SnapshotReader(store.engine, info, first)
     return {spec.name: read_tensor(reader, number) for number, spec in enumerate(reader.layout.tensors)}
 
 

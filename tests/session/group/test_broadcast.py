@@ -51,7 +51,7 @@ def restore(folder: str, sharded: bool) -> tuple[int, list[str]]:
 
     state = target(sharded)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tensorstore_ck.session.group.process_groups.host_key", bytes)  # so that what is not broadcast is read by each
+        patch.setattr("tensorstore_ck.session.group.group_restore.host_key", bytes)  # so that what is not broadcast is read by each
         patch.setattr(LocalBackend, "read_into", count)
         store.checkout("job", into=state, strict=not sharded, group=GROUPS[RANKS], broadcast=True, timeout_seconds=TIMEOUT_SECONDS)
     wrong = [] if state["step"] == 3 else ["step"]

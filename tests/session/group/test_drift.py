@@ -52,7 +52,7 @@ class Job:
         done: dict[int, SnapshotInfo | BaseException] = {}
 
         def put(rank: int) -> None:
-            engine = self.stores[rank]._engine
+            engine = self.stores[rank].engine
             engine.log.sync()
             head = engine.log.view().branch("job")
             request = PutRequest("job", self._step, head.root if head else None, ANY, encode_metadata({}), {})

@@ -6,8 +6,7 @@ import pytest
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.engine.interfaces import CapturedState, WantedBox
 from tensorstore_ck.engine.read.block_reader import BufferTarget
-from tensorstore_ck.engine.read.merged_snapshot import open_snapshot
-from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
+from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader, open_snapshot
 from tensorstore_ck.format.layout import Explicit, Layout, TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds
 from tests.gc.stores import open_store
@@ -47,9 +46,9 @@ def test_few_parts_are_opened(ranks: int) -> None:
     backend = MemoryBackend()
     info = put_all(backend, RANKS, state)
     with open_store(backend) as store:
-        store._engine.log.sync()
+        store.engine.log.sync()
         for rank in range(ranks):
-            reader = open_snapshot(store._engine, info, place=(rank + 0.5) / ranks)
+            reader = open_snapshot(store.engine, info, place=(rank + 0.5) / ranks)
             assert isinstance(reader, SnapshotReader)
             wanted = intervals(rank, ranks)
             memory = [bytearray(4 * (stop - start)) for _, start, stop in wanted]

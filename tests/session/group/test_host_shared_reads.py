@@ -13,7 +13,7 @@ import torch
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.engine.read.block_reader import BufferTarget
-from tensorstore_ck.engine.read.merged_snapshot import open_snapshot
+from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.session.group.host_shared_reads import HostSharedReads, host_key
 from tensorstore_ck.store import Store
@@ -81,7 +81,7 @@ class Host:
                 before(rank)
                 self.got[rank] = {}
                 store = open_store(self.backends[rank])
-                store._engine.log.sync()
+                store.engine.log.sync()
                 for number in range(rounds):
                     self.got[rank] |= read(store, self.hosts[rank], wants[rank][number::rounds])
             except BaseException as exc:  # noqa: BLE001 - tests look at it
@@ -103,9 +103,9 @@ class Host:
 
 
 def read(store: Store, host: HostSharedReads, tensors: Sequence[int]) -> dict[int, bytes]:
-    info = store._engine.log.view().snapshot(store._resolve("job").info.ulid)
+    info = store.engine.log.view().snapshot(store.session.resolve("job").info.ulid)
     assert info is not None
-    reader = open_snapshot(store._engine, info, host.read)
+    reader = open_snapshot(store.engine, info, host.read)
     numbers = {int(spec.name): number for number, spec in enumerate(reader.layout.tensors)}
     memory = {each: bytearray(ELEMENTS * 2) for each in tensors}
     reader.read({numbers[each]: BufferTarget(memoryview(memory[each])) for each in tensors})

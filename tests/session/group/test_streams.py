@@ -198,6 +198,6 @@ def test_a_copy_and_a_repair_keep_the_rule() -> None:
     assert open_store(other).streams(copied.root) == open_store(backend).streams(info.root.hex())
     assert {decode_record(other.get(each.name, max_bytes=1 << 20), "copy").streams for each in other.list("snapshots/")} == {"blake3-v1"}
     backend.delete([part_name(record_of(backend, info).parts[2])])
-    assert run_repair(open_store(backend)._engine, other=open_store(other)._engine).ok
+    assert run_repair(open_store(backend).engine, other=open_store(other).engine).ok
     assert open_store(backend).fsck(read_data=True).ok
     assert record_of(backend, info).streams == "blake3-v1"

@@ -109,7 +109,7 @@ def test_a_sample_covers_all_packs_in_turn() -> None:
     table, backend = MemoryTable(), copy(OBJECTS)
     packs, read = sum(name.startswith("packs/") for name in OBJECTS), 0
     for _ in range(10 * packs):
-        report = run_fsck(open_store(backend, table=table)._engine, FsckOptions(sample_fraction=0.05))
+        report = run_fsck(open_store(backend, table=table).engine, FsckOptions(sample_fraction=0.05))
         assert report.ok
         read += report.read_packs
         if not report.never_verified:
@@ -170,7 +170,7 @@ def test_parts_and_records_from_another_store(is_copy: bool) -> None:
         copy_snapshots(open_store(copy(OBJECTS)), open_store(other))
     for name in (*PARTS, record_name(INFOS[0].ulid)):
         backend = copy({kept: data for kept, data in OBJECTS.items() if kept != name})
-        report = run_repair(open_store(backend)._engine, other=open_store(other)._engine)
+        report = run_repair(open_store(backend).engine, other=open_store(other).engine)
         assert [mended.object for mended in report.mended] == [name]
         assert report.ok
         assert_whole(backend)
@@ -182,11 +182,11 @@ def test_parts_of_the_same_content_in_this_store() -> None:
     put_all(backend, RANKS, shared(1), rank_state, ref="again", step=1)
     for name in PARTS:
         damaged = copy({kept: data for kept, data in objects(backend).items() if kept != name})
-        report = run_repair(open_store(damaged)._engine)
+        report = run_repair(open_store(damaged).engine)
         assert [mended.object for mended in report.mended] == [name]
         assert report.ok
         assert_whole(damaged)
-        run_gc(open_store(damaged)._engine, EVERYTHING)
+        run_gc(open_store(damaged).engine, EVERYTHING)
         assert_whole(damaged)
 
 
@@ -202,10 +202,10 @@ def test_a_part_that_holds_nothing_is_made_anew_from_those_beside_it() -> None:
     report = open_store(backend).fsck()
     assert next(hit for finding in report.findings for hit in finding.hits).endswith("no tensor: it restores, but is not whole")
     assert read_all(open_store(backend), info) == {"same": tensors["same"].whole.tobytes()}
-    assert run_repair(open_store(backend)._engine).ok
+    assert run_repair(open_store(backend).engine).ok
     store = open_store(backend)
     assert store.fsck(read_data=True).findings == ()
-    run_gc(store._engine, EVERYTHING)
+    run_gc(store.engine, EVERYTHING)
     assert read_all(store, info) == {"same": tensors["same"].whole.tobytes()}
 
 
@@ -217,7 +217,7 @@ def test_a_block_from_another_store() -> None:
         data = bytearray(OBJECTS[pack])
         data[int(row["offset"])] ^= 1
         backend = copy({**OBJECTS, pack: bytes(data)})
-        report = run_repair(open_store(backend)._engine, FsckOptions(read_data=True), other=open_store(copy(OBJECTS))._engine)
+        report = run_repair(open_store(backend).engine, FsckOptions(read_data=True), other=open_store(copy(OBJECTS)).engine)
         assert [mended.object for mended in report.mended] == [pack], number
         assert_whole(backend)
 
@@ -229,7 +229,7 @@ def test_every_pack_from_another_store() -> None:
     copy_snapshots(open_store(copy(OBJECTS)), open_store(other))
     for name in [name for name in OBJECTS if name.startswith("packs/")]:
         backend = copy({kept: data for kept, data in OBJECTS.items() if kept != name})
-        report = run_repair(open_store(backend)._engine, other=open_store(other)._engine)
+        report = run_repair(open_store(backend).engine, other=open_store(other).engine)
         assert [mended.object for mended in report.mended] == [name]
         assert report.ok
         assert_whole(backend)
@@ -241,21 +241,21 @@ def test_all_parts_and_the_record_at_once() -> None:
     open_store(other)
     copy_snapshots(open_store(copy(OBJECTS)), open_store(other))
     backend = copy({name: data for name, data in OBJECTS.items() if not name.startswith(("parts/", "snapshots/"))})
-    assert run_repair(open_store(backend)._engine, other=open_store(other)._engine).ok
+    assert run_repair(open_store(backend).engine, other=open_store(other).engine).ok
     assert_whole(backend)
 
 
 def test_damage_is_marked_on_what_drifted() -> None:
     """From which one may resume, unlike from what is damaged."""
     backend = copy({name: data for name, data in OBJECTS.items() if name != PARTS[2]})
-    open_store(backend)._engine.log.append(lambda view: [Op.mark(INFOS[0].root, "drift", "rank 1")])
-    run_repair(open_store(backend)._engine)
+    open_store(backend).engine.log.append(lambda view: [Op.mark(INFOS[0].root, "drift", "rank 1")])
+    run_repair(open_store(backend).engine)
     assert open_store(backend).log("job")[-1].mark == "damaged"
 
 
 def test_what_cannot_be_mended_is_marked() -> None:
     backend = copy({name: data for name, data in OBJECTS.items() if name != PARTS[2]})
-    report = run_repair(open_store(backend)._engine)
+    report = run_repair(open_store(backend).engine)
     assert report.marked == (INFOS[0].root.hex(),)
     assert open_store(backend).log("job")[-1].mark == "damaged"
 
@@ -274,7 +274,7 @@ def test_several_layouts() -> None:
     for rank, expected in enumerate(({"all of it"}, {"first", "tied", "told"}, {"all of it"}, {"second", "tied", "told"})):
         damaged = copy({name: data for name, data in found.items() if name != names[rank]})
         assert hits(open_store(damaged).fsck(), info) == expected, rank
-        report = run_repair(open_store(damaged)._engine, other=open_store(built)._engine)
+        report = run_repair(open_store(damaged).engine, other=open_store(built).engine)
         assert report.ok
         assert open_store(damaged).fsck(read_data=True).findings == ()
     target = MemoryBackend()
@@ -292,9 +292,9 @@ def test_a_record_with_its_parts_in_another_order() -> None:
     backend = copy(OBJECTS)
     store = open_store(backend)
     wrong = FIRST._replace(parts=FIRST.parts[::-1], part_ids=b"".join(reversed(ids_of(FIRST))), step=9)
-    snapshot = store._engine.new_id()
+    snapshot = store.engine.new_id()
     backend.put(record_name(snapshot), wrong.encode())
-    store._engine.log.append(lambda view: [Op.put("wrong", snapshot, wrong, wrong.encode(), anchor=0, txn=snapshot)])
+    store.engine.log.append(lambda view: [Op.put("wrong", snapshot, wrong, wrong.encode(), anchor=0, txn=snapshot)])
     report = open_store(backend).fsck()
     assert {finding.object for finding in report.findings if finding.severity == "error"} == set(PARTS)
     assert all(hit.startswith("wrong@9 ") for finding in report.findings for hit in finding.hits)
@@ -312,16 +312,16 @@ def test_a_part_that_does_not_fit_its_layout() -> None:
     spread = {"a": Spreading(whole((4000,)), sharded(0, Shard(0)))}
     info = put_all(backend, 2, lambda rank: captured(spread, [Mesh((2,), (0, 1))], rank, 2, []))
     store = open_store(backend)
-    store._engine.log.sync()
+    store.engine.log.sync()
     record = decode_record(objects(backend)[record_name(info.ulid)], "record")
     parts = [decode_part(objects(backend)[part_name(ulid)], "part") for ulid in record.parts]
     short = parts[1]._replace(ids=b"", extents=parts[1].extents[:0], packs=[])
-    ulid = store._engine.new_id()
+    ulid = store.engine.new_id()
     backend.put(part_name(ulid), short.encode())
     wrong = record._replace(parts=[record.parts[0], ulid], part_ids=parts[0].part_id() + short.part_id(), step=9)
-    snapshot = store._engine.new_id()
+    snapshot = store.engine.new_id()
     backend.put(record_name(snapshot), wrong.encode())
-    store._engine.log.append(lambda view: [Op.put("wrong", snapshot, wrong, wrong.encode(), anchor=0, txn=snapshot)])
+    store.engine.log.append(lambda view: [Op.put("wrong", snapshot, wrong, wrong.encode(), anchor=0, txn=snapshot)])
     report = open_store(backend).fsck(read_data=True)
     (finding,) = (finding for finding in report.findings if finding.severity == "error")
     assert finding.object == part_name(ulid)

@@ -75,14 +75,14 @@ def test_copy_takes_only_what_is_new() -> None:
 
 def layout_of(backend: Backend, info: SnapshotInfo) -> bytes:
     store = open_store(backend)
-    store._engine.log.sync()
-    return SnapshotReader(store._engine, info).layout.encode()
+    store.engine.log.sync()
+    return SnapshotReader(store.engine, info).layout.encode()
 
 
 def third_in(backend: Backend, info: SnapshotInfo) -> SnapshotInfo:
     store = open_store(backend)
-    store._engine.log.sync()
-    found = store._engine.log.view().by_root(info.root)
+    store.engine.log.sync()
+    found = store.engine.log.view().by_root(info.root)
     assert found is not None
     return found
 
@@ -137,12 +137,12 @@ def test_gc_frees_all_parts_of_what_is_forgotten_and_nothing_else() -> None:
     backend = copy(OBJECTS)
     store = open_store(backend)
     store.forget("job@1")
-    run_gc(store._engine, EVERYTHING)
+    run_gc(store.engine, EVERYTHING)
     assert_whole(backend, INFOS[1:])
     assert not set(PARTS) & set(objects(backend))
     assert len([name for name in objects(backend) if name.startswith("parts/")]) == 2 * RANKS
     store.forget("job")
-    run_gc(store._engine, EVERYTHING)
+    run_gc(store.engine, EVERYTHING)
     assert not [name for name in objects(backend) if name.startswith(("parts/", "packs/", "snapshots/", "moved/"))]
 
 
@@ -185,7 +185,7 @@ def test_compaction() -> None:
     store = open_store(backend)
     third = put_all(backend, RANKS, shared(3), lambda rank: rank_state(rank, 3), step=3)
     store.forget("job@1", "job@2")
-    report = run_gc(store._engine, EVERYTHING)
+    report = run_gc(store.engine, EVERYTHING)
     assert report.rewritten
     assert_whole(backend, [third])
     assert read_all(open_store(backend), third) == {name: each.whole.tobytes() for name, each in tensors(3).items()}
@@ -200,7 +200,7 @@ def test_compaction() -> None:
         damaged = copy({kept: data for kept, data in objects(backend).items() if kept != name})
         found = open_store(damaged).fsck(read_data=True)
         assert hits(found, third) == set(failing(damaged, third)), name
-        assert run_repair(open_store(damaged)._engine).ok
+        assert run_repair(open_store(damaged).engine).ok
         assert_whole(damaged, [third])
 
 
@@ -227,13 +227,13 @@ def test_salvage_does_not_publish_what_was_aborted() -> None:
     """Rank 0 wrote the record, and another rank gave the attempt up: a damaged log must not bring it back."""
     backend = copy(OBJECTS)
     store = open_store(backend)
-    store._engine.log.sync()
+    store.engine.log.sync()
 
     def abort(name: str) -> None:
         if name.startswith("snapshots/"):
             txn = parse_ulid(name[-26:])
             assert txn is not None
-            store._engine.log.append(lambda view: [Op.abort(txn)])
+            store.engine.log.append(lambda view: [Op.abort(txn)])
 
     with pytest.raises(SnapshotAbortedError):
         put_all(Notified(backend, abort), RANKS, shared(3), rank_state, step=3)

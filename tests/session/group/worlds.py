@@ -4,8 +4,7 @@ from typing import Any, Final
 
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.read.block_reader import BufferTarget
-from tensorstore_ck.engine.read.merged_snapshot import open_rank_state
-from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
+from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader, open_rank_state
 from tensorstore_ck.errors import SnapshotAbortedError, StoreError
 from tensorstore_ck.gc import run_gc
 from tensorstore_ck.maintenance.fsck import run_fsck

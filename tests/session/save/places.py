@@ -110,12 +110,12 @@ class Scene:
     @property
     def in_use_bytes(self) -> int:
         """Of the memory for captures, what is not free."""
-        arena = self.store._saver._memory.arena
+        arena = self.store.session.queue._memory.arena
         return arena.in_use_bytes if arena is not None else 0
 
     @property
     def allocated_bytes(self) -> int:
-        arena = self.store._saver._memory.arena
+        arena = self.store.session.queue._memory.arena
         return arena.allocated_bytes if arena is not None else 0
 
 
@@ -128,7 +128,7 @@ def scene(**options: Any) -> Iterator[Scene]:
     finally:
         made.gate.open()
         made.store.drain()
-        made.store._engine.close()
+        made.store.engine.close()
 
 
 def open_engine(inner: MemoryBackend, gate: Gate) -> Engine:

@@ -235,15 +235,15 @@ def wait(step: int, only: int | None = None) -> Ending | None:
 
 def settle() -> None:
     """Until nothing is under way; nobody is told anything."""
-    SIDES[-1].store._saver.settle()
+    SIDES[-1].store.session.queue.settle()
 
 
 def await_work_on(step: int, only: int) -> None:
     side = SIDES[-1]
     if mine(only):
-        with side.store._saver._changed:
-            assert side.store._saver._changed.wait_for(
-                lambda: getattr(side.store._saver._stores._working, "course", None) is side.puts[step]._course, SECONDS
+        with side.store.session.queue._changed:
+            assert side.store.session.queue._changed.wait_for(
+                lambda: getattr(side.store.session.queue._stores._working, "course", None) is side.puts[step]._course, SECONDS
             )
 
 
@@ -267,7 +267,7 @@ def told(kind: str, field: str = "") -> list[tuple[int | None, Any]]:
 
 def memory() -> tuple[int, int]:
     """In use, and the limit."""
-    arena = SIDES[-1].store._saver._memory.arena
+    arena = SIDES[-1].store.session.queue._memory.arena
     assert arena is not None
     return arena.in_use_bytes, arena.limit_bytes
 

@@ -43,7 +43,7 @@ class Draining(threading.Thread):
         self._place = place
         self._looked = threading.Event()
         self._report: DrainReport | None = None
-        found = place.store._saver._items
+        found = place.store.session.queue._items
 
         def look() -> Any:
             items = found()
@@ -51,7 +51,7 @@ class Draining(threading.Thread):
             return items
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(place.store._saver, "_items", look)
+            patch.setattr(place.store.session.queue, "_items", look)
             self.start()
             assert self._looked.wait(SECONDS)
 

@@ -228,8 +228,8 @@ def grow(rank: int) -> None:
 
 def limit(rank: int, limit_bytes: int) -> None:
     side = rank_side.SIDES[-1]
-    side.store._saver.settle()
-    arena = side.store._saver._memory.arena
+    side.store.session.queue.settle()
+    arena = side.store.session.queue._memory.arena
     assert arena is not None
     if rank_side.mine(rank):
         arena.limit_bytes = limit_bytes

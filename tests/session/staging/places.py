@@ -173,8 +173,8 @@ class Process:
 
     @property
     def view(self) -> Any:
-        self.store._engine.log.sync()
-        return self.store._engine.log.view()
+        self.store.engine.log.sync()
+        return self.store.engine.log.view()
 
     def put(self, step: int, ref: str = "job", **options: Any) -> PendingSnapshot:
         return self.store.put_snapshot_async(state_of(step), ref=ref, step=step, **options)

@@ -47,7 +47,7 @@ def test_before_publication(tmp_path: Path, kind: str) -> None:
         pending = job.put(0)
         pending.staged.wait(SECONDS)
         damage(one_of(job, f"unsent/{kind}/*/*"))
-        job.store._engine._parts.clear()
+        job.store.engine._parts.clear()
         with pytest.raises(CorruptObjectError, match=kind):
             job.store.checkout("job^staged")
         connection.refuse()

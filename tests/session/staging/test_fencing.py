@@ -106,7 +106,7 @@ def test_one_of_a_chain_is_dropped_while_nobody_runs(tmp_path: Path) -> None:
     leave_staged(server, path, 1, 2, 3)
     with process(server, tmp_path / "elsewhere") as operator:
         middle = next(txn for txn, info in operator.view.all_staged() if info.step == 2)
-        assert drop(operator.store._engine, None, middle) is None
+        assert drop(operator.store.engine, None, middle) is None
     with process(server, path) as job:
         job.store.finish_staged("job")
         assert [event.fields["error_kind"] for event in job.told("failed")] == [SnapshotAbortedError.kind]

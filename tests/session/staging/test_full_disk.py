@@ -157,8 +157,8 @@ def test_a_clock_that_was_set_back(tmp_path: Path) -> None:
         job.put(0).wait(SECONDS)
         refusing.refuse(*UPLOADS)
         job.put(1).staged.wait(SECONDS)
-        clock = job.store._engine.clock
-        job.store._engine.clock = lambda: clock() - 3_600_000_000_000
+        clock = job.store.engine.clock
+        job.store.engine.clock = lambda: clock() - 3_600_000_000_000
         job.put(2).staged.wait(SECONDS)
         job.store.drain(0)
     with process(server, path) as job:

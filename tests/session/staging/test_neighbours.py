@@ -54,7 +54,7 @@ def opened(url: Path, staging: Any) -> tsck.Store:
 
 def root_of(url: Path, shared: Path) -> Path:
     with tsck.open(url, cache_dir=url.parent / "cache") as store:
-        return shared / store._engine.config.uuid
+        return shared / store.engine.config.uuid
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def test_all_that_is_made_is_private(url: Path, tmp_path: Path) -> None:
             store.checkout("private")
             for pending in store.pending():
                 pending.wait(30)
-            assert (tmp_path / "scratch" / "stage" / store._engine.config.uuid / "copies/packs").exists()
+            assert (tmp_path / "scratch" / "stage" / store.engine.config.uuid / "copies/packs").exists()
             assert modes(tmp_path / "scratch" / "stage") == PRIVATE
     finally:
         os.umask(before)

@@ -27,7 +27,7 @@ def require_clean(folder: Path, steps: list[int | None], *disks: str) -> None:
     with tsck.open(folder / "store", cache_dir=folder / "cache-elsewhere") as store:
         assert [snapshot.step for snapshot in reversed(store.log("job"))] == steps
         assert [pin.owner for pin in store.pins()] == []
-        assert list(store._engine.log.view().all_staged()) == []
+        assert list(store.engine.log.view().all_staged()) == []
         assert store.fsck(read_data=True).ok
     for disk in disks:
         found = [info.name for info in LocalBackend(str(folder / disk)).list("")]
@@ -72,7 +72,7 @@ def test_a_missing_host_is_waited_for(pool: Pool, folder: Path) -> None:
     assert "what rank 1 had is on none of these hosts" in found[0][2]
     with tsck.open(folder / "store", cache_dir=folder / "cache-elsewhere") as store:
         assert [snapshot.step for snapshot in store.log("job")] == [0]
-        assert [info.step for _, info in store._engine.log.view().all_staged()] == [1]
+        assert [info.step for _, info in store.engine.log.view().all_staged()] == [1]
     for step, steps, _ in pool.run(jobs.resume, str(folder), 2, OWN, ranks=2):
         assert (step, steps) == (1, [0, 1])
     require_clean(folder, [0, 1], *OWN[:2])

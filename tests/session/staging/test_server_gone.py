@@ -38,7 +38,7 @@ def test_it_goes_away_while_a_put_is_staged(tmp_path: Path) -> None:
     with process(server, tmp_path / "stage", store_faults=connection) as job:
         job.put(0).wait(SECONDS)
         connection.refuse("create log")
-        job.store._engine.log._sleep = lambda _: None
+        job.store.engine.log._sleep = lambda _: None
         pending = job.put(1)
         pending.staged.wait(SECONDS)
         named = {name for name in leftovers(job.folder) if name.startswith("unsent/packs/")}

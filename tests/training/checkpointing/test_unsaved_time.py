@@ -60,7 +60,7 @@ class Job:
             warnings.simplefilter("always")
             self.ckpt.step(self.step)
             if self.store.engine.tier is None:
-                self.store._saver.settle()
+                self.store.session.queue.settle()
         return [str(each.message) for each in caught]
 
     def steps(self) -> list[int | None]:

@@ -65,7 +65,7 @@ def run(folder: str, trouble: str, asynchronous: bool, ranks: int) -> tuple[int,
                 is_slow = trouble == "two saves are slow" and step in (8, 20)
                 ckpt.step(step + is_ahead)
                 if asynchronous and (step in (10, 22) or (step % 4 == 0 and not is_slow)):
-                    store._saver.settle()  # what came of it is known by the next step
+                    store.session.queue.settle()  # what came of it is known by the next step
             ckpt.close()
         except tsck.StoreError as exc:
             error = exc
@@ -81,14 +81,14 @@ def without_a_board(folder: str) -> tuple[int, str]:
     now, is_away = [0.0], [False]
     with tsck.open(f"{folder}/store", cache_dir=f"{folder}/cache") as store, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        runner = store.groups.runner(GROUPS[1])
+        runner = store.session.groups.runner(GROUPS[1])
 
         def run(action: Any, seconds: float) -> Any:
             if is_away[0]:
                 raise RuntimeError("injected: connection reset")
             return runner(action, seconds)
 
-        store.groups.of(GROUPS[1])[0].run = run
+        store.session.groups.of(GROUPS[1])[0].run = run
         options: dict[str, Any] = {"unchanged": "ok", "max_unsaved_seconds": 120.0, "lead_steps": 1, "clock": lambda: now[0]}
         when = tsck.every_seconds(30, clock=options["clock"])
         ckpt = tsck.Checkpointer(store, {"w": torch.zeros(9)}, ref="job", when=when, group=GROUPS[1], **options)

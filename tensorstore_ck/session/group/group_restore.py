@@ -1,0 +1,145 @@
+"""A restore by all ranks of a group: the snapshot that rank 0 finds is restored by all of them, or by none."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import numpy as np
+
+from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.errors import BackendUnavailableError, MismatchError, StoreError
+from tensorstore_ck.format.sealed import Body, take
+from tensorstore_ck.log.address import Resolved
+from tensorstore_ck.session.group import Group, Participant
+from tensorstore_ck.session.group.host_shared_reads import HostSharedReads, host_key
+from tensorstore_ck.session.group.matching_arguments import require_alike
+from tensorstore_ck.session.group.rank_messages import sayings
+
+if TYPE_CHECKING:
+    from tensorstore_ck.log import SnapshotInfo
+
+T = TypeVar("T")
+
+
+class GroupReading:
+    """How one rank of a group reads."""
+
+    def __init__(self, own: Group, host: HostSharedReads, title: str, timeout_seconds: float, *, must_agree: bool) -> None:
+        """`must_agree`: the restore calls `agree` once."""
+        from tensorstore_ck.state import UnclaimedNames  # noqa: PLC0415 - loads torch
+
+        self.read_blocks = host.read
+        self.unclaimed = UnclaimedNames()
+        self._own = own
+        self._title = title
+        self._timeout_seconds = timeout_seconds
+        self._must_agree = must_agree
+
+    def agree(self, bits: bytes, do: Callable[[bytes], None]) -> None:
+        """Has all ranks do `do` with the bits that all of them have; or none of them, when it fails on one. See `state.broadcast_reads`."""
+        self._must_agree = False
+
+        def work(go: Body) -> Body:
+            do(take(go, "bits", bytes))
+            return {}
+
+        self._meet(Participant(lambda: {"bits": bits}, work, None, self._common_bits, lambda _: {}))
+
+    def refuse(self, problem: Exception) -> None:
+        """This rank failed before its `agree`: has that of the others fail, who wait for it and would be one attempt ahead."""
+        if not self._must_agree:
+            return
+
+        def hello() -> Body:
+            raise problem
+
+        with suppress(StoreError):
+            self._meet(Participant(hello, lambda _: {}, None, lambda _: {}, lambda _: {}))
+
+    def _meet(self, participant: Participant) -> None:
+        self._own.begin(self._title, object_id=self._title, timeout=self._timeout_seconds).run(participant)
+
+    def _common_bits(self, hellos: list[Body]) -> Body:
+        said = [np.frombuffer(take(hello, "bits", bytes), np.uint8) for hello in hellos]
+        counts = {rank: f"{8 * len(each)}" for rank, each in enumerate(said)}
+        if len(set(counts.values())) > 1:
+            what = f"the ranks differ in how many tensors they read, to the next multiple of 8 ({sayings(counts, self._own.in_job)})"
+            raise MismatchError(f"{what}: broadcast=True needs the same `into` on all", object_id=self._title)
+        return {"bits": np.bitwise_and.reduce(said).tobytes()}
+
+
+class GroupRestore(Generic[T]):
+    """One rank's side of one restore. Every rank calls it with its own side of the state."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        own: Group,
+        address: str,
+        find: Callable[[str], Resolved],
+        read: "Callable[[SnapshotInfo, GroupReading], T]",
+        *,
+        must_agree: bool,
+        timeout_seconds: float,
+    ) -> None:
+        """`find` is called by rank 0, `read` by all; `must_agree`: `read` calls `GroupReading.agree` once."""
+        self._engine = engine
+        self._own = own
+        self._address = address
+        self._find = find
+        self._read = read
+        title = f"the checkout of {address!r}"
+        self._attempt = own.begin(title, object_id=address, timeout=timeout_seconds)
+        self._host = HostSharedReads(self._attempt.txn.hex(), own.rank, timeout=timeout_seconds)
+        self._reading = GroupReading(own, self._host, title, timeout_seconds, must_agree=must_agree)
+        self._done: list[tuple[T, Resolved]] = []
+
+    def run(self) -> tuple[T, Resolved]:
+        """What `read` returned, and the snapshot."""
+        try:
+            self._attempt.run(
+                Participant(lambda: {"address": self._address, "host": host_key()}, self._work, None, self._compare, self._require_claimed)
+            )
+        finally:
+            self._host.close()
+        return self._done[0]
+
+    def _compare(self, hellos: list[Body]) -> Body:
+        require_alike(hellos, ("address",), self._own.in_job)
+        found = self._find(self._address)
+        numbers: dict[bytes, int] = {}
+        hosts = [numbers.setdefault(take(hello, "host", bytes) or f"rank {rank}".encode(), rank) for rank, hello in enumerate(hellos)]
+        return {
+            "snapshot": found.info.ulid,
+            "branch": found.branch,
+            "branch_root": found.branch_root,
+            "hosts": np.array(hosts, "<u4").tobytes(),
+        }
+
+    def _work(self, go: Body) -> Body:
+        try:
+            found = self._found(go)
+            hosts = np.frombuffer(take(go, "hosts", bytes), "<u4")
+            if not self._engine.backend.is_local:  # there the page cache does it, four times as fast
+                self._host.join(np.flatnonzero(hosts == hosts[self._own.rank]).tolist())
+            self._done.append((self._read(found.info, self._reading), found))
+        except Exception as exc:
+            self._reading.refuse(exc)
+            raise
+        self._host.close()  # those that read on must not wait for this rank
+        return {"unclaimed": self._reading.unclaimed.record()}
+
+    def _found(self, go: Body) -> Resolved:
+        view, ulid = self._engine.log.newest_view(), take(go, "snapshot", bytes)
+        info = view.snapshot(ulid) or view.staged(ulid)
+        if info is None:
+            raise BackendUnavailableError(
+                f"this rank does not see the snapshot that rank 0 found at {self._address!r}: do all ranks open one store?",
+                object_id=self._address,
+            )
+        return Resolved(info, go["branch"], None if go["branch_root"] is None else Digest(take(go, "branch_root", bytes)))
+
+    def _require_claimed(self, records: list[Body]) -> Body:
+        self._reading.unclaimed.require_claimed([take(record, "unclaimed", bytes) for record in records])
+        return {}

@@ -1,0 +1,189 @@
+"""Restores snapshots: the bodies of `Store.checkout`, `rank_state` and `streams`, in one process or by all ranks of a group.
+
+With ``group=`` everything is read within one attempt of the ranks (`GroupRestore`): an error on one rank ends the restore on all at once.
+torch is imported only by what takes or returns tensors.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import SnapshotContent
+from tensorstore_ck.engine.read.snapshot_reader import count_rank_states, open_rank_state, open_snapshot
+from tensorstore_ck.format.random_streams import RULE, Streams
+from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.log.address import Resolved
+from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
+from tensorstore_ck.session.group.group_restore import GroupReading, GroupRestore
+from tensorstore_ck.session.group.process_groups import TIMEOUT_SECONDS, process_group
+from tensorstore_ck.session.session import Session
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from tensorstore_ck.state import LazySnapshot
+
+T = TypeVar("T")
+
+
+class Restoring(NamedTuple):
+    """One rank's view of a snapshot that is being restored."""
+
+    engine: Engine
+    info: SnapshotInfo
+    group: "ProcessGroup | None" = None
+    reading: GroupReading | None = None
+    """How it reads together with the others of `group`."""
+
+    def lazy(self) -> "LazySnapshot":
+        """What there is; reads no tensors."""
+        from tensorstore_ck.state import LazySnapshot  # noqa: PLC0415 - loads torch
+
+        return LazySnapshot(open_snapshot(self.engine, self.info))
+
+    def checkout(self, *, broadcast: bool = False, **options: Any) -> Any:
+        """See `Store.checkout`, for the options too; once only, as the ranks of a host read together."""
+        from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
+
+        group, reading = self.group, self.reading
+        if group is None or reading is None:
+            return restore(open_snapshot(self.engine, self.info), **options)
+        place = (group.rank() + 0.5) / group.size()
+        content: SnapshotContent = open_snapshot(self.engine, self.info, reading.read_blocks, place=place)
+        if broadcast:
+            from tensorstore_ck.state.broadcast_reads import BroadcastContent  # noqa: PLC0415 - loads torch.distributed
+
+            content = BroadcastContent(content, group, reading.agree)
+        return restore(content, **options, group=group, unclaimed=reading.unclaimed)
+
+    def selected(self, *globs: str) -> Any:
+        """What fits the globs, read by this rank alone."""
+        from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
+
+        return restore(open_snapshot(self.engine, self.info), select=globs)
+
+    def rank_state(self, rank: int) -> Any:
+        """What a rank put as its own.
+
+        Raises:
+            NotFoundError: no rank states were put, or there is no such rank.
+        """
+        from tensorstore_ck.state import restore  # noqa: PLC0415 - loads torch
+
+        return restore(open_rank_state(self.engine, self.info, rank))
+
+    def streams(self) -> Streams:
+        """See `Store.streams`."""
+        rank, ranks = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
+        return Streams(self.info.root.hex(), rank, ranks, self.engine.read_record(self.info).streams or RULE)
+
+
+def checkout(
+    session: Session,
+    address: str,
+    *,
+    group: "ProcessGroup | DeviceMesh | None",
+    allow_bad: bool,
+    timeout_seconds: float,
+    broadcast: bool,
+    **options: Any,
+) -> Any:
+    """See `Store.checkout`."""
+    return restoring(
+        session,
+        address,
+        lambda found: found.checkout(broadcast=broadcast, **options),
+        group=group,
+        broadcast=broadcast,
+        allow_bad=allow_bad,
+        timeout_seconds=timeout_seconds,
+    )[0]
+
+
+def restoring(
+    session: Session,
+    address: str,
+    read: Callable[[Restoring], T],
+    *,
+    group: "ProcessGroup | DeviceMesh | None" = None,
+    broadcast: bool = False,
+    allow_bad: bool = False,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> tuple[T, Snapshot]:
+    """See `Store.restoring`."""
+    ranks = process_group(group)
+    session.finish_staged(address, ranks, timeout_seconds)
+    session.context.frozen.forget()
+
+    def find(address: str) -> Resolved:
+        found = session.resolve(address)
+        if not allow_bad:
+            refuse_marked(Snapshot.from_info(found.info), address, "pass allow_bad=True")
+        return found
+
+    result, found = _read_together(session, address, find, read, ranks, must_agree=broadcast, timeout_seconds=timeout_seconds)
+    session.fence.note_restored(found)
+    return result, Snapshot.from_info(found.info)
+
+
+def rank_state(
+    session: Session,
+    address: str,
+    rank: int | None,
+    *,
+    rank_state_map: Callable[[int, int], int | Iterable[int]] | None,
+    group: "ProcessGroup | DeviceMesh | None",
+    timeout_seconds: float,
+) -> Any:
+    """See `Store.rank_state`."""
+    ranks = process_group(group)
+    own, size = (0, 1) if ranks is None else (ranks.rank(), ranks.size())
+
+    def read(found: Restoring) -> Any:
+        stored = count_rank_states(found.engine, found.info, size if rank is None and rank_state_map is None else None)
+        if rank is not None:
+            return found.rank_state(rank)
+        whose = own if rank_state_map is None or stored == size else rank_state_map(own, stored)
+        return [found.rank_state(each) for each in whose] if isinstance(whose, Iterable) else found.rank_state(whose)
+
+    return _read_together(session, address, session.resolve, read, ranks, timeout_seconds=timeout_seconds)[0]
+
+
+def streams(session: Session, address: str, *, group: "ProcessGroup | DeviceMesh | None", timeout_seconds: float) -> Streams:
+    """See `Store.streams`."""
+    ranks = process_group(group)
+    return _read_together(session, address, session.resolve, Restoring.streams, ranks, timeout_seconds=timeout_seconds)[0]
+
+
+@contextmanager
+def open_lazily(session: Session, address: str) -> "Iterator[LazySnapshot]":
+    """See `Store.open_snapshot`."""
+    yield Restoring(session.engine, session.resolve(address).info).lazy()
+
+
+def _read_together(
+    session: Session,
+    address: str,
+    find: Callable[[str], Resolved],
+    read: Callable[[Restoring], T],
+    group: "ProcessGroup | None",
+    *,
+    must_agree: bool = False,
+    timeout_seconds: float,
+) -> tuple[T, Resolved]:
+    """What `read` makes of the snapshot at `address`, and that: with `group` of the same one on all ranks, and on all or on none."""
+    engine = session.engine
+    if group is None:
+        found = find(address)
+        return read(Restoring(engine, found.info)), found
+    return GroupRestore(
+        engine,
+        session.groups.of(group)[0],
+        address,
+        find,
+        lambda info, reading: read(Restoring(engine, info, group, reading)),
+        must_agree=must_agree,
+        timeout_seconds=timeout_seconds,
+    ).run()

@@ -1,0 +1,208 @@
+"""`Session`: an open store as a job uses it: its engine, what it has seen of refs, its process groups and its queue of saves.
+
+torch is imported only by the methods that take tensors.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tensorstore_ck.common.host_memory import default_limit_bytes
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.errors import InvalidOptionError, StoreError
+from tensorstore_ck.log.address import Resolved, is_staged_address, resolve
+from tensorstore_ck.log.snapshot import Snapshot
+from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
+from tensorstore_ck.session.group.process_groups import ProcessGroups, process_group
+from tensorstore_ck.session.ref_fence import PutOptions, RefFence, put_options
+from tensorstore_ck.session.save import OnFull, PendingSnapshot, SaveQueue
+from tensorstore_ck.session.save.at_exit import finish_at_exit
+from tensorstore_ck.session.save.connect_peers import connect_peers
+from tensorstore_ck.session.save.context import SaveContext
+from tensorstore_ck.session.save.resume_staged import resume_alone, resume_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from tensorstore_ck.session.group.rank_put import RankStates
+    from tensorstore_ck.session.save.put import SinglePut
+    from tensorstore_ck.state import StateCheck
+    from tensorstore_ck.state.capture_copy import Arena
+
+
+class Session:
+    """What one `Store` holds open. Thread-safe."""
+
+    def __init__(self, engine: Engine, *, host_memory_bytes: int | None = None, dead_after_seconds: float = DEAD_AFTER_SECONDS) -> None:
+        if host_memory_bytes is not None and host_memory_bytes <= 0:
+            raise InvalidOptionError(f"host_memory_bytes must be more than 0, not {host_memory_bytes}", object_id="host_memory_bytes")
+        if not dead_after_seconds >= 1:
+            raise InvalidOptionError(f"dead_after_seconds must be at least 1, not {dead_after_seconds}", object_id="dead_after_seconds")
+        self.engine = engine
+        self.fence = RefFence()
+        self.groups = ProcessGroups(engine, float(dead_after_seconds))
+        self.queue = SaveQueue(self._open_arena, engine.observers)
+        self.context = SaveContext(engine, self.fence, self.groups, self.queue.wait_for_upload)
+        self._host_memory_bytes = host_memory_bytes
+        self._local_ranks = 1
+        self._numbers = itertools.count(1)
+        self._resumed_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+        if engine.tier is not None:
+            finish_at_exit(self.queue)
+            for job in resume_alone(self.context, engine.tier):
+                self.queue.resume(job)
+
+    def resolve(self, address: str) -> Resolved:
+        """What the newest entry of the log has at an address."""
+        return resolve(self.engine.log.newest_view(), address)
+
+    def put(self, state: object, ref: str, *, group: "ProcessGroup | DeviceMesh | None", **options: Any) -> Snapshot:
+        """See `Store.put_snapshot`, for the options too."""
+        ranks = process_group(group)
+        if ranks is not None:
+            self.queue.require_no_lane()
+        return self.queue.run(lambda: self._job(state, ref, ranks, **options))
+
+    def put_captured(self, captured: CapturedState, ref: str, *, step: int | None, **options: Any) -> Snapshot:
+        """Saves a state that was taken apart already; `options` as of `Store.put_snapshot`."""
+        from tensorstore_ck.session.group.rank_put import RankStates  # noqa: PLC0415 - loads torch
+
+        ask = partial(put_options, self.engine, ref, step=step, **options)
+        return self.queue.run(lambda: self._single(ask, lambda: RankStates(captured, None), ref, step))
+
+    def put_async(
+        self,
+        state: object,
+        ref: str,
+        *,
+        group: "ProcessGroup | DeviceMesh | None",
+        on_full: OnFull,
+        timeout_seconds: float,
+        **options: Any,
+    ) -> PendingSnapshot:
+        """See `Store.put_snapshot_async`, for the options too."""
+        from tensorstore_ck.session.save.group_put import UnpreparedState  # noqa: PLC0415 - loads torch
+
+        ranks = process_group(group)
+
+        def make() -> "SinglePut":
+            captured = state
+            if ranks is not None:  # also where host_memory_bytes is given: other ranks may not have it, and all must ask
+                try:
+                    self._local_ranks = self.groups.local_ranks(ranks, timeout_seconds=timeout_seconds)
+                except StoreError as exc:  # the others may know, and begin the put
+                    captured = UnpreparedState(exc)
+            job = self._job(captured, ref, ranks, timeout_seconds=timeout_seconds, **options)
+            if ranks is not None:
+                job.prepare()
+            elif self.queue.is_quiet():
+                job.check_known()
+            return job
+
+        return self.queue.submit(make, on_full)
+
+    def check(
+        self, state: object, *, group: "ProcessGroup | DeviceMesh | None", rank_state: object, timeout_seconds: float
+    ) -> "StateCheck":
+        """See `Store.check`."""
+        ranks = process_group(group)
+        if ranks is None:
+            from tensorstore_ck.state import check_state  # noqa: PLC0415 - loads torch
+
+            _require_no_rank_state(rank_state)
+            return check_state(state, self.engine.backend)
+        from tensorstore_ck.session.save.check import check_ranks  # noqa: PLC0415 - loads torch
+
+        return check_ranks(self.engine, self.groups, ranks, state, rank_state, timeout_seconds=timeout_seconds)
+
+    def finish_staged(self, address: str, group: "ProcessGroup | None", timeout_seconds: float) -> None:
+        """See `Store.finish_staged`."""
+        self._resume(group, timeout_seconds)
+        self.queue.settle(uploads=self.engine.tier is None or not self._is_staged(address))
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        try:
+            self.queue.close()
+        finally:
+            self.groups.close()
+            self.engine.close()
+
+    def _is_staged(self, address: str) -> bool:
+        """Whether the address means a snapshot that is staged and not published yet."""
+        if is_staged_address(address):
+            return True
+        try:
+            view = self.engine.log.view()
+            return view.staged(resolve(view, address).info.ulid) is not None
+        except StoreError:
+            return False
+
+    def _resume(self, group: "ProcessGroup | None", timeout_seconds: float) -> None:
+        """At the first meeting of the ranks of a group: goes on with what ranks have staged before."""
+        if group is not None and self.engine.tier is not None and group not in self._resumed_groups:
+            for job in resume_ranks(self.context, self.engine.tier, group, timeout_seconds):
+                self.queue.resume(job)
+            if self.engine.tier.options.replicate_to_peers:
+                connect_peers(self.context, self.engine.tier, group, timeout_seconds)
+            self._resumed_groups.add(group)
+
+    def _job(
+        self,
+        state: object,
+        ref: str,
+        group: "ProcessGroup | None",
+        *,
+        rank_state: object,
+        frozen: Sequence[str],
+        timeout_seconds: float,
+        **options: Any,
+    ) -> "SinglePut":
+        from tensorstore_ck.session.group.rank_put import RankStates  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.session.save.group_put import GroupPut, UnpreparedState  # noqa: PLC0415 - likewise
+        from tensorstore_ck.state.capture import capture  # noqa: PLC0415 - likewise
+        from tensorstore_ck.state.rank_shares import describer_of  # noqa: PLC0415 - likewise
+
+        if group is None:
+            _require_no_rank_state(rank_state)
+        elif self.engine.limit is not None:
+            self.engine.limit.share(group.size())
+        self._resume(group, timeout_seconds)
+        ask = partial(put_options, self.engine, ref, **options)
+        mark = self.context.frozen.mark
+        if group is None:
+            return self._single(ask, lambda: RankStates(mark(capture(state), frozen), None), ref, options["step"])
+
+        def take_apart() -> RankStates:
+            if isinstance(state, UnpreparedState):
+                raise state.error
+            shared = mark(capture(state, describer_of(group)), frozen, self.groups.of(group)[0].nonce)
+            return RankStates(shared, None if rank_state is None else capture(rank_state))
+
+        return GroupPut(self.context, group, ask, take_apart, ref=ref, step=options["step"], timeout_seconds=timeout_seconds)
+
+    def _single(self, ask: Callable[[], PutOptions], take_apart: "Callable[[], RankStates]", ref: str, step: int | None) -> "SinglePut":
+        from tensorstore_ck.session.save.put import SinglePut  # noqa: PLC0415 - loads torch
+
+        put = SinglePut(self.context, next(self._numbers), ask, take_apart, ref=ref, step=step)
+        put.prepare()
+        return put
+
+    def _open_arena(self) -> "Arena":
+        import torch  # noqa: PLC0415 - takes a second
+
+        from tensorstore_ck.state.capture_copy import Arena  # noqa: PLC0415 - loads torch
+
+        if self.engine.tier is None:
+            finish_at_exit(self.queue)
+        limit_bytes = self._host_memory_bytes or default_limit_bytes(self._local_ranks)
+        return Arena(limit_bytes, pinned=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _require_no_rank_state(rank_state: object) -> None:
+    if rank_state is not None:
+        raise InvalidOptionError("rank_state= needs group=: one process puts everything into the state", object_id="rank_state")
