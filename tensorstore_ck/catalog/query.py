@@ -9,12 +9,12 @@ from typing import Any, Final, Self
 
 from sqlalchemy import Connection, Select, and_, func, select, tuple_
 
-from tensorstore_ck.catalog.condition_grammar import Node, TestedName, is_text, parse
 from tensorstore_ck.catalog.current_refs import STATES
 from tensorstore_ck.catalog.results import FoundSnapshot
 from tensorstore_ck.catalog.row_writer import VALUES_A_STATEMENT
 from tensorstore_ck.catalog.schema import metrics, pins, snapshots, stores, tags
-from tensorstore_ck.catalog.sql_conditions import FIELDS, IsRare, is_metric, names_of, to_sql
+from tensorstore_ck.catalog.sql_conditions import FIELDS, IsRare, is_metric, names_of, parse_query, to_sql
+from tensorstore_ck.common.conditions import Condition, Name, is_text
 from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 
 MAX_RARE: Final = 5000
@@ -32,13 +32,13 @@ _ORDERS: Final[dict[str, Any]] = {
 class CheckedQuery:
     """A question that makes sense, but for metrics that nobody may have."""
 
-    node: Node | None
+    node: Condition | None
     """None: any snapshot fits."""
     state: str | None
     now_ns: int
     metrics: tuple[str, ...]
     """Those that it speaks of."""
-    order_by: TestedName | None
+    order_by: Name | None
     descending: bool
     limit: int | None
 
@@ -62,11 +62,11 @@ class CheckedQuery:
             raise InvalidOptionError(f"limit must be a whole number from 1 on, not {limit!r}", object_id="limit")
         if state is not None and state not in STATES:
             raise InvalidOptionError(f"there is no state {state!r}: there are {', '.join(STATES)}", object_id="state")
-        node = None if text == "" else parse(text)
+        node = None if text == "" else parse_query(text)
         names = names_of(node) if node is not None else []
         if node is not None:
             to_sql(node, now_ns, lambda _: True)  # to find what makes no sense
-        if TestedName("state", is_metric=False) in names:
+        if Name("state", is_metric=False) in names:
             state = None
         order = _order_name(order_by) if order_by is not None else None
         asked = [*names, *([order] if order is not None else [])]
@@ -144,10 +144,10 @@ def _is_rare(connection: Connection, those: Select[Any]) -> bool:
     return connection.execute(select(func.count()).select_from(some)).scalar_one() <= MAX_RARE
 
 
-def _order_name(text: str) -> TestedName:
+def _order_name(text: str) -> Name:
     if not is_text(text):
         raise InvalidOptionError(f"order_by must be the name of a field or a metric, not {text!r}", object_id="order_by")
-    name = TestedName(text[1:-1], is_metric=True) if len(text) > 2 and text[0] == text[-1] == '"' else TestedName(text, is_metric=False)
+    name = Name(text[1:-1], is_metric=True) if len(text) > 2 and text[0] == text[-1] == '"' else Name(text, is_metric=False)
     if not is_metric(name) and name.text != "age" and name.text not in _ORDERS:
         raise InvalidOptionError(
             f"there is no order of {name.text}: take one of {', '.join(_ORDERS)}, age, or a metric", object_id=name.text

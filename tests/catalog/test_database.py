@@ -177,7 +177,7 @@ def test_a_role_that_may_only_read(postgres: str, new_schema: Callable[[], str])
         connection.exec_driver_sql("DROP ROLE viewer")
 
 
-@pytest.mark.parametrize(("module", "extra"), [("sqlalchemy", "catalog"), ("lark", "catalog"), ("psycopg", "postgres")])
+@pytest.mark.parametrize(("module", "extra"), [("sqlalchemy", "catalog"), ("psycopg", "postgres")])
 def test_without_a_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, module: str, extra: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     for name in [name for name in sys.modules if name.startswith("tensorstore_ck.catalog")]:
@@ -187,7 +187,7 @@ def test_without_a_library_the_error_says_what_to_install(monkeypatch: pytest.Mo
 
 
 def test_nothing_else_loads_it() -> None:
-    code = "import sys, tensorstore_ck, tensorstore_ck.cli; print({'sqlalchemy', 'lark', 'psycopg'} & set(sys.modules))"
+    code = "import sys, tensorstore_ck, tensorstore_ck.cli; print({'sqlalchemy', 'psycopg'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "set()\n"
 
