@@ -1,6 +1,6 @@
-"""Tests -> SQL. Values are bound, never written into the statement.
+"""A parsed condition -> SQL. Values are bound, never written into the statement.
 
-Every test is true or false: what a snapshot does not have, or is NaN, satisfies no comparison, and so every ``not`` of one.
+Every test is true or false: a value that is missing or NaN satisfies no comparison, and so every ``not`` of one.
 """
 
 import re
@@ -50,7 +50,7 @@ def to_sql(node: Condition, now_ns: int, is_rare: IsRare) -> SqlCondition:
     Args:
         node: The tree.
         now_ns: What ages count from.
-        is_rare: Whether a statement finds few snapshots, so that it is better to look these up than to look at each snapshot in turn.
+        is_rare: Whether a statement finds so few snapshots that a lookup by id is faster than a test of each snapshot.
 
     Raises:
         InvalidOptionError: a comparison that makes no sense.
@@ -64,25 +64,25 @@ def to_sql(node: Condition, now_ns: int, is_rare: IsRare) -> SqlCondition:
 
 
 def names_of(node: Condition) -> list[Name]:
-    """What is tested, in order, each once."""
+    """The names in a condition, in order, each once."""
     parts = node.parts if isinstance(node, Joined) else ()
     found = [node.name] if isinstance(node, NameTest) else [name for part in parts for name in names_of(part)]
     return list(dict.fromkeys(found))
 
 
 def is_metric(name: Name) -> bool:
-    """Whether it is the name of a metric, and of no field."""
+    """Whether it is the name of a metric, not of a field."""
     return name.is_metric or name.text not in FIELDS
 
 
-def of_metric(is_rare: IsRare, name: str, *conditions: SqlCondition) -> SqlCondition:
-    """A snapshot has the metric, with a value for which that holds."""
+def has_metric(is_rare: IsRare, name: str, *conditions: SqlCondition) -> SqlCondition:
+    """The snapshots that have the metric, with a value for which `conditions` hold."""
     those = select(metrics.c.snapshot).where(metrics.c.name == name, *conditions)
     return snapshots.c.id.in_(those) if is_rare(those) else exists(those.where(metrics.c.snapshot == snapshots.c.id).correlate(snapshots))
 
 
-def of_table(table: Table, *conditions: SqlCondition) -> SqlCondition:
-    """A snapshot is in a table, with a row for which that holds."""
+def is_in_table(table: Table, *conditions: SqlCondition) -> SqlCondition:
+    """The snapshots that have a row in a table for which `conditions` hold."""
     other = snapshots.alias()
     its = and_(other.c.store_id == table.c.store_id, other.c.ulid == table.c.ulid)
     return snapshots.c.id.in_(select(other.c.id).join(table, its).where(*conditions))
@@ -94,10 +94,10 @@ def of_table(table: Table, *conditions: SqlCondition) -> SqlCondition:
 def _metric(test: NameTest, is_rare: IsRare) -> SqlCondition:
     name = test.name.text
     if test.op in ("null", "nan"):
-        found = of_metric(is_rare, name, *(() if test.op == "null" else (metrics.c.value.is_(None),)))
+        found = has_metric(is_rare, name, *(() if test.op == "null" else (metrics.c.value.is_(None),)))
         return found if (test.op == "nan") != test.negated else not_(found)
     _require(test, (*ORDERED, "null", "nan"), "a metric, so a number")
-    return of_metric(is_rare, name, _compared(metrics.c.value, test, [literal(_number(test, value), Double) for value in test.values]))
+    return has_metric(is_rare, name, _compared(metrics.c.value, test, [literal(_number(test, value), Double) for value in test.values]))
 
 
 def _step(test: NameTest, _: int) -> SqlCondition:
@@ -131,14 +131,14 @@ def _text(column: Any) -> "_Kind":
     def make(test: NameTest, _: int) -> SqlCondition:
         is_mark = test.name.text == "mark"
         if test.op == "null" and is_mark:
-            is_said: SqlCondition = column != ""
-            return is_said if test.negated else not_(is_said)
+            is_marked: SqlCondition = column != ""
+            return is_marked if test.negated else not_(is_marked)
         _require(test, ("=", "!=", "in", "like", *(("null",) if is_mark else ())), "a text")
         choices = _CHOICES.get(test.name.text)
         for value in test.values:
             if choices and test.op != "like" and value.text not in choices:
                 known = ", ".join(repr(choice) for choice in choices)
-                raise InvalidOptionError(f"there is no {test.name.text} {value.text!r}: there are {known}", object_id=value.text)
+                raise InvalidOptionError(f"there is no {test.name.text} {value.text!r}: use one of {known}", object_id=value.text)
         return _compared(column, test, _texts(test))
 
     return make
@@ -157,20 +157,20 @@ def _root(test: NameTest, _: int) -> SqlCondition:
             raise InvalidOptionError(
                 f"root must be compared with the first digits of one, such as '9f86d081', not {value.text!r}", object_id="root"
             )
-        begins.append(and_(snapshots.c.root >= digits, snapshots.c.root < digits + "g"))  # g comes after all hex digits
+        begins.append(and_(snapshots.c.root >= digits, snapshots.c.root < digits + "g"))  # g sorts after all hex digits
     return not_(or_(*begins)) if test.negated or test.op == "!=" else or_(*begins)
 
 
 def _tag(test: NameTest, _: int) -> SqlCondition:
-    """Of several tags, one that fits is enough; ``!=`` and ``not`` say that none does."""
+    """True if one of the snapshot's tags satisfies the test; ``!=`` and ``not``: if none does."""
     _require(test, ("=", "!=", "in", "like", "null"), "the name of a tag")
     positive = NameTest(test.name, "=" if test.op == "!=" else test.op, test.values)
-    found = of_table(tags, *(() if test.op == "null" else (_compared(tags.c.name, positive, _texts(test)),)))
+    found = is_in_table(tags, *(() if test.op == "null" else (_compared(tags.c.name, positive, _texts(test)),)))
     return not_(found) if (test.op == "!=") or (test.op == "null") != test.negated else found
 
 
 def _pinned(test: NameTest, _: int) -> SqlCondition:
-    found = of_table(pins)
+    found = is_in_table(pins)
     if test.op == "flag":
         return found
     _require(test, ("=", "!="), "true or false")
@@ -197,7 +197,7 @@ FIELDS: Final[dict[str, _Kind]] = {
     "pinned": _pinned,
     "actor": _text(snapshots.c.actor),
 }
-"""What is no metric."""
+"""Any other name is a metric."""
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def _compared(column: Any, test: NameTest, values: Sequence[Any]) -> SqlConditio
         case "between":
             found = and_(column >= values[0], column <= values[1])
         case "like":
-            # as an expression: SQLite would else go through an index in another order than that of time, and sort all that fits
+            # as an expression, so that SQLite keeps to the index by time: with the column's own index it sorts all rows found
             found = (column + "").like(values[0], escape="\\")
         case _:
             return false()
@@ -260,11 +260,11 @@ def _seconds(test: NameTest, value: Value) -> float:
     try:
         return parse_seconds(value.text if value.kind in ("quantity", "text") else None, "age")
     except InvalidOptionError:
-        raise _wrong(test, value, "a length of time like 90s, 10m, 12h or 7d") from None
+        raise _wrong(test, value, "a duration like 90s, 10m, 12h or 7d") from None
 
 
 def _date_ns(test: NameTest, value: Value) -> int:
-    """Without a time zone it is UTC."""
+    """A date without a time zone is in UTC."""
     try:
         found = datetime.fromisoformat(value.text if value.kind == "text" else "")
         aware = found if found.tzinfo is not None else found.replace(tzinfo=UTC)
@@ -278,14 +278,12 @@ def _texts(test: NameTest) -> list[Any]:
         if value.kind != "text":
             raise _wrong(test, value, "a text in single quotes")
         if test.op == "like" and len(value.text) - len(value.text.rstrip("\\")) & 1:
-            raise InvalidOptionError(
-                rf"{value.text!r} ends with a backslash, which takes the meaning of what follows: write \\", object_id="like"
-            )
+            raise InvalidOptionError(rf"{value.text!r} ends with a backslash, which escapes what follows: write \\", object_id="like")
     return [literal(value.text, Text) for value in test.values]
 
 
 def _whole(number: float) -> Any:
-    """Bound as the integer that it is; else as a float, which no database takes for one."""
+    """Binds an integer as an integer, and a larger or fractional number as a float."""
     if isinstance(number, int) and abs(number) <= _MAX_INT:
         return literal(number, BigInteger)
     return literal(float(number), Double)
