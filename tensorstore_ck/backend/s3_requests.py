@@ -17,6 +17,7 @@ from concurrent.futures import wait as wait_for_futures
 from typing import Any, BinaryIO, Final, Generic, NamedTuple, TypeVar
 
 from tensorstore_ck.backend.remote_errors import error_code, http_status, remote_errors
+from tensorstore_ck.common.retry import next_delay
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, MissingObjectError, StoreError
 from tensorstore_ck.events import Callback, Event
 
@@ -227,7 +228,7 @@ class Operation:
         if self.attempt == self._max_tries or timing.clock() - self._trouble_since >= timing.retry_seconds:
             return False
         self._trouble = f"{error.__cause__ or error}"
-        timing.sleep(timing.jitter() * min(FIRST_PAUSE_SECONDS * 2 ** min(self.attempt - 1, 16), LONGEST_PAUSE_SECONDS))
+        timing.sleep(next_delay(self.attempt - 1, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, jitter=timing.jitter))
         self.attempt += 1
         return True
 

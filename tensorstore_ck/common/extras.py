@@ -17,8 +17,8 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "dask": ("distributed>=2025.7",),
     "otel": ("opentelemetry-api>=1.31",),
     "plot": ("matplotlib>=3.9",),
-    "catalog": ("sqlalchemy>=2.0", "lark>=1.2"),
-    "postgres": ("sqlalchemy>=2.0", "lark>=1.2", "psycopg[binary]>=3.2"),
+    "catalog": ("sqlalchemy>=2.0",),
+    "postgres": ("sqlalchemy>=2.0", "psycopg[binary]>=3.2"),
 }
 """Extra -> the packages that it installs, as in pyproject.toml."""
 

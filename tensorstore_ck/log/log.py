@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.common.ids import Clock, IdSource, Ulid
+from tensorstore_ck.common.retry import next_delay
 from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, DamageError, FormatVersionError, StoreError, UndecidedError
 from tensorstore_ck.log.cache import Batch, FailoverTable, Table, TableBusyError, TableDamagedError, TableError
@@ -29,6 +30,7 @@ Build = Callable[[RefTable], Sequence[Op]]
 """Checks its preconditions at a view of the log's head, raising `ConflictError` and the like, and returns the operations."""
 
 _CACHE_TRIES: Final = 4
+_FIRST_CONFLICT_DELAY: Final = 0.005
 _MAX_CONFLICT_DELAY: Final = 1.0
 RESEND_DELAYS: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 10, 10, 10, 10, 10, 10, 10, 10)
 """Seconds between tries to find out what came of an entry: about 100 in all."""
@@ -217,7 +219,7 @@ class Log:
                 if appended is not None:
                     return appended
                 write_id = None
-                self._sleep(self._jitter() * min(_MAX_CONFLICT_DELAY, 0.005 * 2 ** min(attempt, 10)))
+                self._sleep(next_delay(attempt, _FIRST_CONFLICT_DELAY, _MAX_CONFLICT_DELAY, jitter=self._jitter))
         raise AssertionError("unreachable")
 
     def published(self, appended: Appended, snapshot: Ulid) -> SnapshotInfo | None:

@@ -7,7 +7,6 @@ copies.py         what the store has as well: a read cache of whole and sparse f
 journal.py        how far each upload came
 uploader.py       Uploader: from the folder to the store, resumable, retried, paced
 uploadround.py    one pass over objects, by several threads
-patience.py       waits that can be ended, and retries
 tieredbackend.py  TieredBackend: reads through the folder
 stagingwrites.py  StagingWrites: writes into it
 """

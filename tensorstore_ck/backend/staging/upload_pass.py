@@ -41,11 +41,11 @@ class UploadPass:
     """One pass."""
 
     def __init__(
-        self, folder: StagingFolder, store: Backend, patience: RetryPolicy, limit: RateLimit | None, on_bytes: Callable[[int], object]
+        self, folder: StagingFolder, store: Backend, policy: RetryPolicy, limit: RateLimit | None, on_bytes: Callable[[int], object]
     ) -> None:
         self._folder = folder
         self._store = store
-        self._patience = patience
+        self._policy = policy
         self._limit = limit
         self._on_bytes = on_bytes
         self._lock = threading.Lock()
@@ -56,7 +56,7 @@ class UploadPass:
     def run(self, names: Sequence[str], threads: int) -> list[str]:
         """Uploads what can be; returns what is left."""
         try:
-            for_each(self._tasks(names), lambda task: task(), threads, failed=self._patience.failed)
+            for_each(self._tasks(names), lambda task: task(), threads, failed=self._policy.failed)
         finally:
             for file in self._open:
                 file.close()
@@ -83,7 +83,7 @@ class UploadPass:
 
     def _locked(self, name: str) -> UnsentFile | None:
         """The object, if there is something to do and this process is to do it."""
-        self._patience.check()
+        self._policy.check()
         try:
             file = self._folder.open_unsent(name)
         except MissingObjectError as exc:
@@ -105,7 +105,7 @@ class UploadPass:
     # --- in pieces ---
 
     def _begin(self, store: ResumableBackend, file: UnsentFile, entry: JournalEntry | None) -> Upload:
-        name, size, answered = file.name, file.size_bytes, self._patience.until_answered
+        name, size, answered = file.name, file.size_bytes, self._policy.call
         if entry is not None:
             token = entry.token
             try:
@@ -132,7 +132,7 @@ class UploadPass:
 
         if not transfer.is_gone:
             try:
-                self._patience.until_answered(send)
+                self._policy.call(send)
                 self._tell(piece.size_bytes, transfer)
             except UploadGoneError:
                 transfer.is_gone = True
@@ -147,7 +147,7 @@ class UploadPass:
         try:
             if transfer.is_gone:
                 raise UploadGoneError
-            self._patience.until_answered(transfer.upload.complete)
+            self._policy.call(transfer.upload.complete)
         except UploadGoneError:
             self._tell(-transfer.told_bytes)
             self._folder.journal.delete([name])
@@ -184,7 +184,7 @@ class UploadPass:
             is_begun = True
             self._write(file)
 
-        self._patience.until_answered(send)
+        self._policy.call(send)
         self._folder.note(JournalEntry(file.name, is_complete=True))
         file.close()
 
@@ -209,11 +209,11 @@ class UploadPass:
     # --- both ---
 
     def _take_turn(self, size_bytes: int) -> None:
-        self._patience.pause(0 if self._limit is None else self._limit.take(size_bytes))
+        self._policy.pause(0 if self._limit is None else self._limit.take(size_bytes))
 
     def _stored_bytes(self, name: str) -> int | None:
         try:
-            return self._patience.until_answered(lambda: self._store.size(name))
+            return self._policy.call(lambda: self._store.size(name))
         except MissingObjectError:
             return None
 

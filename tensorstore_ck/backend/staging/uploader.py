@@ -15,7 +15,7 @@ from tensorstore_ck.backend.resumable_upload import resumable
 from tensorstore_ck.backend.staging.folder import StagingFolder
 from tensorstore_ck.backend.staging.upload_pass import UploadPass
 from tensorstore_ck.common.rate_limit import RateLimit
-from tensorstore_ck.common.retry import OnRetry, RetryPolicy, Stop
+from tensorstore_ck.common.retry import OnRetry, RetryPolicy
 from tensorstore_ck.errors import BackendUnavailableError, InvalidOptionError, StoreError
 
 MAX_PARALLEL_REQUESTS: Final = 4
@@ -54,7 +54,7 @@ class Uploader:
         self,
         names: Iterable[str],
         *,
-        stop: Stop = lambda: None,
+        stop: Callable[[], object] = lambda: None,
         on_bytes: Callable[[int], object] = lambda count: None,
         on_retry: OnRetry = lambda error, seconds: None,
     ) -> None:
@@ -72,12 +72,12 @@ class Uploader:
             StoreError: the store refused, or the staged file cannot be read.
         """
         left = list(dict.fromkeys(names))
-        patience = RetryPolicy(stop, on_retry, sleep=self._sleep, jitter=self._jitter)
+        policy = RetryPolicy(stop, on_retry, sleep=self._sleep, jitter=self._jitter)
         attempt = 0
         while left:
-            left = UploadPass(self._folder, self._store, patience, self._limit, on_bytes).run(left, self._threads)
+            left = UploadPass(self._folder, self._store, policy, self._limit, on_bytes).run(left, self._threads)
             if left:
-                patience.pause(patience.back_off(attempt))
+                policy.pause(policy.delay(attempt))
                 attempt += 1
 
     def drop(self, names: Iterable[str]) -> None:
