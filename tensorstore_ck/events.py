@@ -169,7 +169,7 @@ class Observers:
     def emit(self, event: Event) -> None:
         """Tells everybody, in the order in which they subscribed. Raises nothing."""
         for subscription in self._subscriptions:
-            subscription.tell(event)
+            subscription.notify(event)
 
 
 def logged_observers() -> Observers:
@@ -184,7 +184,7 @@ class _Subscription:
         self._callback = callback
         self._failed = False
 
-    def tell(self, event: Event) -> None:
+    def notify(self, event: Event) -> None:
         try:
             self._callback(event)
         except BaseException:  # whoever looks on must not cost anybody a snapshot

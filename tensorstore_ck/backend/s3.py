@@ -21,7 +21,7 @@ from tensorstore_ck.backend.remote_errors import ProcessLocal, error_code, http_
 from tensorstore_ck.backend.resumable_upload import Upload
 from tensorstore_ck.backend.s3_create import NewObject, S3Creator, new_object
 from tensorstore_ck.backend.s3_multipart_writer import S3Writer
-from tensorstore_ck.backend.s3_requests import Moved, Request, RetryTiming, S3Requests, is_passing
+from tensorstore_ck.backend.s3_requests import OnProgress, Request, RetryTiming, S3Requests, is_passing
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, StoreError, UnsafeBackendError
@@ -63,7 +63,7 @@ class S3Backend:
     # --- read ---
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        async def read(filesystem: Any, moved: Moved) -> bytes:
+        async def read(filesystem: Any, on_progress: OnProgress) -> bytes:
             reply = await filesystem._call_s3("get_object", Bucket=self._bucket, Key=self._key(name))
             async with reply["Body"] as body:
                 size = int(reply["ContentLength"])
@@ -72,13 +72,13 @@ class S3Backend:
                 chunks = []
                 while chunk := await body.read(READ_BYTES):
                     chunks.append(chunk)
-                    moved()
+                    on_progress()
             return b"".join(chunks)
 
         return self._requests.begin("read", name).repeat(Request(read))
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        async def read(filesystem: Any, moved: Moved) -> int:
+        async def read(filesystem: Any, on_progress: OnProgress) -> int:
             span = f"bytes={offset}-{offset + len(target) - 1}"
             reply = await filesystem._call_s3("get_object", Bucket=self._bucket, Key=self._key(name), Range=span)
             done = 0
@@ -86,7 +86,7 @@ class S3Backend:
                 while chunk := await body.read(len(target) - done):
                     target[done : done + len(chunk)] = chunk
                     done += len(chunk)
-                    moved()
+                    on_progress()
             return done
 
         count = self._requests.begin("read", name).repeat(Request(read)) if len(target) else 0
@@ -142,7 +142,7 @@ class S3Backend:
                 ) from error
             if not is_passing(error):
                 raise error
-            is_there = operation.look(error, self._requests.is_there(key))
+            is_there = operation.poll_outcome(error, self._requests.is_there(key))
             if is_there is not False:
                 return Created.EXISTS if is_there else Created.UNKNOWN
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from tensorstore_ck.backend.remote_errors import error_code, http_status
-from tensorstore_ck.backend.s3_requests import Moved, Request, S3Requests, is_passing
+from tensorstore_ck.backend.s3_requests import OnProgress, Request, S3Requests, is_passing
 from tensorstore_ck.errors import BackendUnavailableError, MissingObjectError, StoreError
 
 MARK_KEY: Final = "tsck-upload"
@@ -110,7 +110,7 @@ class S3Creator:
                 if is_taken(exc):
                     self._require_own(new, upload.size_bytes, exc)
                     return
-                is_there = operation.look(exc, self._is_own(new, upload.size_bytes))
+                is_there = operation.poll_outcome(exc, self._is_own(new, upload.size_bytes))
                 if is_there is None or not (is_there or is_passing(exc)):
                     raise
                 if not is_there:
@@ -147,7 +147,7 @@ class S3Creator:
             ) from error.__cause__
 
     def _is_own(self, new: NewObject, size_bytes: int) -> Request[bool]:
-        async def send(filesystem: Any, _: Moved) -> bool:
+        async def send(filesystem: Any, _: OnProgress) -> bool:
             reply = await filesystem._call_s3("head_object", Bucket=self._requests.bucket, Key=new.key)
             found = {name.lower(): value for name, value in reply.get("Metadata", {}).items()}  # rclone writes them its own way
             return int(reply["ContentLength"]) == size_bytes and (not new.mark or found.get(MARK_KEY) == new.mark)

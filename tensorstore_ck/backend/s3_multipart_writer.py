@@ -81,12 +81,12 @@ class S3Writer:
 
     def _add(self, view: memoryview) -> None:
         while len(view):
-            room = self._piece_bytes() - self._piece.tell()
-            self._piece.write(view[:room])
-            self._end += min(room, len(view))
-            if len(view) < room:
+            space = self._piece_bytes() - self._piece.tell()
+            self._piece.write(view[:space])
+            self._end += min(space, len(view))
+            if len(view) < space:
                 return
-            view = view[room:]
+            view = view[space:]
             self._send()
             self._piece = self._next_buffer()
 

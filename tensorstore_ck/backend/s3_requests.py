@@ -51,7 +51,7 @@ _NOT_THE_SERVER: Final = (ValueError, TypeError, AttributeError, LookupError, As
 """Also what an interpreter that is shutting down raises."""
 
 T = TypeVar("T")
-Moved = Callable[[], None]
+OnProgress = Callable[[], None]
 """Is called when bytes of a reply have come."""
 
 
@@ -112,7 +112,7 @@ class RetryTiming(NamedTuple):
 class Request(NamedTuple, Generic[T]):
     """One request, which can be sent several times."""
 
-    send: Callable[[Any, Moved], Awaitable[T]]
+    send: Callable[[Any, OnProgress], Awaitable[T]]
     """Sends it through a filesystem."""
     body: BinaryIO | None = None
     """Its reply is waited for no longer than the connection's timeouts, counted from the last byte of this that was taken."""
@@ -162,7 +162,7 @@ class S3Requests:
         body: BinaryIO | None = arguments.get("Body")
         start = 0 if body is None else body.tell()
 
-        async def send(filesystem: Any, _: Moved) -> dict[str, Any]:
+        async def send(filesystem: Any, _: OnProgress) -> dict[str, Any]:
             if body is not None:
                 body.seek(start)
             reply: dict[str, Any] = await filesystem._call_s3(method, Bucket=self.bucket, **arguments)
@@ -173,7 +173,7 @@ class S3Requests:
     def is_there(self, key: str) -> Request[bool]:
         """Asks whether there is an object; a missing one is a `MissingObjectError`."""
 
-        async def send(filesystem: Any, _: Moved) -> bool:
+        async def send(filesystem: Any, _: OnProgress) -> bool:
             await filesystem._call_s3("head_object", Bucket=self.bucket, Key=key)
             return True
 
@@ -199,7 +199,7 @@ class Operation:
         self._action = action
         self._name = name
         self._max_tries = max_tries
-        self._moved_at = self._timing.clock()
+        self._progress_at = self._timing.clock()
         self._trouble_since: float | None = None
         self._trouble = ""
         self._notice_after = self._timing.notice_seconds
@@ -223,7 +223,7 @@ class Operation:
         """Waits before the next try; false when there is to be none."""
         timing = self._timing
         if self._trouble_since is None:
-            self._trouble_since = self._moved_at
+            self._trouble_since = self._progress_at
         if self.attempt == self._max_tries or timing.clock() - self._trouble_since >= timing.retry_seconds:
             return False
         self._trouble = f"{error.__cause__ or error}"
@@ -231,7 +231,7 @@ class Operation:
         self.attempt += 1
         return True
 
-    def look(self, error: StoreError, request: Request[bool]) -> bool | None:
+    def poll_outcome(self, error: StoreError, request: Request[bool]) -> bool | None:
         """What a request finds out about one whose outcome is unknown since `error`; None where that cannot be found out."""
         while self.pause(error):
             try:
@@ -249,11 +249,11 @@ class Operation:
 
         async def run() -> T:
             try:
-                return await request.send(filesystem, self._note_moved)
+                return await request.send(filesystem, self._note_progress)
             finally:
                 ended.set()
 
-        self._note_moved()
+        self._note_progress()
         future = asyncio.run_coroutine_threadsafe(run(), filesystem.loop)
         try:
             self._watch(future, request.body, LONGEST_REPLY_SECONDS if request.body is None else _timeout_seconds(filesystem))
@@ -273,8 +273,8 @@ class Operation:
             if body is not None:
                 longest_wait, before, position = POLL_SECONDS, position, body.tell()
                 if position != before:
-                    self._moved_at = now
-            idle = now - self._moved_at
+                    self._progress_at = now
+            idle = now - self._progress_at
             if idle >= longest_seconds:
                 raise TimeoutError(f"nothing moved for {idle:.0f} s")
             if self._timing.wait(future, max(0.0, min(longest_wait, longest_seconds - idle, self._seconds_to_notice(now)))):
@@ -282,7 +282,7 @@ class Operation:
 
     def _seconds_to_notice(self, now: float) -> float:
         """How long until the next notice; reports one that is due."""
-        waited = now - (self._moved_at if self._trouble_since is None else self._trouble_since)
+        waited = now - (self._progress_at if self._trouble_since is None else self._trouble_since)
         if waited < self._timing.notice_seconds:
             self._notice_after = self._timing.notice_seconds
         if waited >= self._notice_after:
@@ -296,8 +296,8 @@ class Operation:
             self._requests.notice(Event("waiting", "", "", None, 0, time.time_ns(), fields))
         return self._notice_after - waited
 
-    def _note_moved(self) -> None:
-        self._moved_at = self._timing.clock()
+    def _note_progress(self) -> None:
+        self._progress_at = self._timing.clock()
 
 
 def _timeout_seconds(filesystem: Any) -> float:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.probe import in_folder
 from tensorstore_ck.backend.protocol import Backend, ObjectWriter
-from tensorstore_ck.common.free_space import MinFree, require_room
+from tensorstore_ck.common.free_space import MinFree, require_free_space
 from tensorstore_ck.common.ids import block_id
 from tensorstore_ck.errors import InvalidOptionError
 
@@ -67,7 +67,7 @@ class _Speed(NamedTuple):
     read: float
 
 
-def forecast(backend: Backend, size_bytes: int, ranks: int) -> SaveEstimate:
+def estimate_save(backend: Backend, size_bytes: int, ranks: int) -> SaveEstimate:
     """Measures with a tenth of `size_bytes`, but at least 64 MiB and at most 1 GiB, or what passes in about 10 s.
 
     Raises:
@@ -79,7 +79,7 @@ def forecast(backend: Backend, size_bytes: int, ranks: int) -> SaveEstimate:
             raise InvalidOptionError(f"{name} must be above 0, not {count}", object_id=name)
     space = backend.space()
     sample_bytes = min(max(size_bytes // 10, QUICK_BYTES), SAMPLE_BYTES)
-    require_room(backend, MinFree(), QUICK_BYTES + sample_bytes, "a trial write")
+    require_free_space(backend, MinFree(), QUICK_BYTES + sample_bytes, "a trial write")
     measured_ranks = min(ranks, MAX_RANKS)
 
     def measure(folder: str) -> tuple[int, _Speed, _Speed, float]:

@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 
 from tensorstore_ck.backend.protocol import Backend, ObjectWriter
 from tensorstore_ck.common.buffers import Buffer, byte_views
-from tensorstore_ck.common.free_space import MinFree, require_room
+from tensorstore_ck.common.free_space import MinFree, require_free_space
 from tensorstore_ck.common.rate_limit import RateLimit
 
 CHECK_BYTES: Final = 64 << 20
@@ -20,7 +20,7 @@ CHECK_BYTES: Final = 64 << 20
 Sleep = Callable[[float], object]
 
 
-def limited(
+def throttled(
     backend: Backend,
     *,
     writes: RateLimit | None = None,
@@ -34,7 +34,7 @@ def limited(
     return cast(Backend, ThrottledBackend(backend, writes=writes, reads=reads, min_free=min_free, sleep=sleep))
 
 
-def limited_to(backend: Backend, bytes_per_second: float | None) -> Backend:
+def throttled_to(backend: Backend, bytes_per_second: float | None) -> Backend:
     """`backend`, that reads no more than so much and writes no more than so much; None: no limit.
 
     Raises:
@@ -42,11 +42,11 @@ def limited_to(backend: Backend, bytes_per_second: float | None) -> Backend:
     """
     if bytes_per_second is None:
         return backend
-    return limited(backend, writes=RateLimit(bytes_per_second), reads=RateLimit(bytes_per_second))
+    return throttled(backend, writes=RateLimit(bytes_per_second), reads=RateLimit(bytes_per_second))
 
 
 class ThrottledBackend:
-    """See `limited`. What is not here is the backend's own."""
+    """See `throttled`. What is not here is the backend's own."""
 
     def __init__(
         self, inner: Backend, *, writes: RateLimit | None, reads: RateLimit | None, min_free: MinFree | None, sleep: Sleep
@@ -98,7 +98,7 @@ class ThrottledBackend:
             if self._unchecked_bytes < CHECK_BYTES:
                 return
             self._unchecked_bytes = 0
-        require_room(self._inner, self._min_free, size, name)
+        require_free_space(self._inner, self._min_free, size, name)
 
 
 class _ThrottledWriter:

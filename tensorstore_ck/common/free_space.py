@@ -17,7 +17,7 @@ from tensorstore_ck.common.units import human_bytes, parse_bytes
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, PermissionDeniedError
 
 _PERCENT: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*%")
-_NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT}
+_NO_SPACE: Final = {errno.ENOSPC, errno.EDQUOT}
 _DENIED: Final = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -67,7 +67,7 @@ class MinFree:
         return self.size_bytes + int(self.fraction * total_bytes)
 
 
-def require_room(place: HasSpace, min_free: MinFree, needed_bytes: int, what: str) -> None:
+def require_free_space(place: HasSpace, min_free: MinFree, needed_bytes: int, what: str) -> None:
     """Refuses what would leave less than `min_free` of a place; `what` it is begins the message.
 
     Raises:
@@ -80,7 +80,7 @@ def require_room(place: HasSpace, min_free: MinFree, needed_bytes: int, what: st
     if space.free_bytes - needed_bytes >= kept_bytes:
         return
     needs = f"needs {human_bytes(needed_bytes)} and has no room" if needed_bytes else "has no room"
-    keeps = f", and {human_bytes(kept_bytes)} must stay free ({_said(min_free)})" if kept_bytes else ""
+    keeps = f", and {human_bytes(kept_bytes)} must stay free ({_shown(min_free)})" if kept_bytes else ""
     free = f"`{shlex.join(['tsck', 'usage', '-s', place.url])}` says what gc can free now, and what later"
     advice = f"free space there ({free}), or use another place" + (", or lower min_free" if kept_bytes else "")
     raise NoSpaceError(
@@ -102,12 +102,12 @@ def writing_to(path: str, what: str) -> Iterator[None]:
         yield
     except OSError as exc:
         text = f"{what} {path} cannot be written to: {os.strerror(exc.errno or errno.EIO)}"
-        if exc.errno in _NO_ROOM:
+        if exc.errno in _NO_SPACE:
             raise NoSpaceError(f"{text}; free space there, or name another folder", object_id=path) from exc
         if exc.errno in _DENIED:
             raise PermissionDeniedError(f"{text}; check its owner and mode, or name another folder", object_id=path) from exc
         raise InvalidOptionError(f"{text}; name a folder, or a path where one can be made", object_id=path) from exc
 
 
-def _said(min_free: MinFree) -> str:
+def _shown(min_free: MinFree) -> str:
     return f"min_free={min_free.fraction * 100:g}%" if min_free.fraction else f"min_free={human_bytes(min_free.size_bytes)}"

@@ -9,10 +9,10 @@ from typing import Final
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import NoSpaceError
 
-SHARE: Final = 0.75
+DEFAULT_FRACTION: Final = 0.75
 """Of what is free: the rest is left to what the training still allocates."""
 
-UNASKED_BYTES: Final = 256 << 20
+UNCHECKED_BYTES: Final = 256 << 20
 """Less than this is allocated without a look at what is free."""
 MARGIN: Final = 1.1
 """What is needed must be this much more than what is free to be refused: what is free is an estimate."""
@@ -24,7 +24,7 @@ _MEMBERSHIP: Final = Path("/proc/self/cgroup")
 
 def default_limit_bytes(local_ranks: int, *, cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:
     """The budget of one of `local_ranks` processes of this host, in bytes."""
-    return int(free_bytes(cgroup=cgroup, meminfo=meminfo) * SHARE) // max(local_ranks, 1)
+    return int(free_bytes(cgroup=cgroup, meminfo=meminfo) * DEFAULT_FRACTION) // max(local_ranks, 1)
 
 
 def require_memory(needed_bytes: int, what: str, advice: str) -> None:
@@ -33,7 +33,7 @@ def require_memory(needed_bytes: int, what: str, advice: str) -> None:
     Raises:
         NoSpaceError: with both sizes.
     """
-    if needed_bytes >= UNASKED_BYTES and needed_bytes > MARGIN * (free := free_bytes()):
+    if needed_bytes >= UNCHECKED_BYTES and needed_bytes > MARGIN * (free := free_bytes()):
         raise NoSpaceError(
             f"{what} needs {human_bytes(needed_bytes)} ({needed_bytes:,} bytes) of memory, and this host has {human_bytes(free)} "
             f"({free:,} bytes) free: {advice}",

@@ -163,6 +163,6 @@ _APPLY: Final[Mapping[str, Callable[[Batch, RefTable, Entry, Fields], list[Ulid]
     "rescue": fold_gc.rescue,
     "sweep": fold_gc.sweep,
     "relocate": fold_gc.relocate,
-    "place": fold_gc.place,
-    "settle": fold_gc.settle,
+    "place": fold_gc.set_location,
+    "settle": fold_gc.truncate_tombstones,
 }

@@ -218,13 +218,13 @@ def _targets(joined: bytes) -> Iterable[ObjectKey]:
     return (ObjectKey("pack", ulid) for ulid in split_ulids(joined))
 
 
-def place(batch: Batch, _view: RefTable, _entry: Entry, op: Fields) -> None:
+def set_location(batch: Batch, _view: RefTable, _entry: Entry, op: Fields) -> None:
     """Packs lie elsewhere: that stays so until their tombstones are forgotten."""
     for pack in split_ulids(op["packs"]):
-        batch.put(table_keys.place_key(pack), table_rows.encode_row(table_rows.LocationRow(op["url"])))
+        batch.put(table_keys.location_key(pack), table_rows.encode_row(table_rows.LocationRow(op["url"])))
 
 
-def settle(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
+def truncate_tombstones(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     """Forgets old tombstones, but those of packs that a relocation still leads away from."""
     horizon = min(op["n"], entry.n - 1)
     if horizon <= view.horizon():
@@ -233,5 +233,5 @@ def settle(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
         if state.swept and state.n <= horizon and not (key.kind == "pack" and view.relocations(key.ulid)):
             batch.delete(table_keys.object_key(*key))
             if key.kind == "pack":
-                batch.delete(table_keys.place_key(key.ulid))
+                batch.delete(table_keys.location_key(key.ulid))
     batch.put(table_keys.HORIZON_KEY, table_rows.encode_row(table_rows.HorizonRow(horizon)))

@@ -61,10 +61,10 @@ class Follower:
             LogChangedError: the log went back or was forked, and that is an error.
             EmptiedError, TableError: try again.
         """
-        known, head = self._watermark.look(), RefTable(table).head()
+        known, head = self._watermark.last_seen(), RefTable(table).head()
         seen = [] if known is None else [known]
         while head is None or (behind := self._behind(head)) is None:
-            if head is not None and self._watermark.missed(head, self._chain.name(head.n)):
+            if head is not None and self._watermark.is_news(head, self._chain.name(head.n)):
                 seen.append(head)
             if _forget(table, head):
                 head = self._start_from_checkpoint(table)

@@ -70,13 +70,13 @@ class Log:
         on_swept: Callable[[Batch, Sequence[Ulid]], None] = lambda batch, packs: None,
         shared: bool = True,
         read_only: bool = False,
-        is_made_anew: bool = False,
+        may_begin: bool = False,
         sleep: Callable[[float], object] = time.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
         """`shared` is false where `create` may overwrite, and one process alone writes. `read_only`: no checkpoints are written.
 
-        `is_made_anew`: it may begin where there is another log, as salvage's does.
+        `may_begin`: it may begin where there is another log, as salvage's does.
 
         `watermark` is what is known of this log; without it, this object knows what it saw itself.
 
@@ -85,7 +85,7 @@ class Log:
         """
         self.chain = EntryReader(backend, uuid=uuid, prefix=prefix)
         self._watermark = watermark or Watermark(url=backend.url)
-        self._follower = Follower(backend, self.chain, self._watermark, prefix=prefix, on_swept=on_swept, may_begin=is_made_anew)
+        self._follower = Follower(backend, self.chain, self._watermark, prefix=prefix, on_swept=on_swept, may_begin=may_begin)
         self.table = FailoverTable(table, self._fill)
         """The host's cache, or the table in memory that takes its place."""
         self._backend = backend
@@ -137,7 +137,7 @@ class Log:
 
     def seen(self) -> Head | None:
         """The highest entry that this user is known to have seen; the log may not hold it any more."""
-        return self._watermark.look()
+        return self._watermark.last_seen()
 
     def verify(self) -> None:
         """As `sync`; what is known is then the fold of the log itself, and of no checkpoint: for whoever frees what it does not name.

@@ -199,12 +199,12 @@ class Op:
         return _op("relocate", pack=pack, moved=moved, hash=moved_hash, targets=join_ulids(targets))
 
     @classmethod
-    def place(cls, packs: Collection[Ulid], url: str) -> "Op":
+    def set_location(cls, packs: Collection[Ulid], url: str) -> "Op":
         """Says that packs lie at another place than the store's own; said once of each, by the entry that first needs it."""
         return _op("place", packs=join_ulids(packs), url=url)
 
     @classmethod
-    def settle(cls, n: int) -> "Op":
+    def truncate_tombstones(cls, n: int) -> "Op":
         """Forgets what was swept at entry `n` or before; nothing anchored before `n` commits any more."""
         return _op("settle", n=n)
 

@@ -285,14 +285,14 @@ class RefTable:
         for key, _ in self._reader.scan(prefix):
             yield Ulid(key[len(prefix) :][:ULID_BYTES]), Ulid(key[len(prefix) + ULID_BYTES :])
 
-    def place_of(self, pack: bytes) -> str | None:
+    def location_of(self, pack: bytes) -> str | None:
         """The URL of the place where a pack lies; None: the store's own."""
-        row = self._row(table_rows.LocationRow, table_keys.place_key(pack))
+        row = self._row(table_rows.LocationRow, table_keys.location_key(pack))
         return row.url if row is not None else None
 
-    def places(self) -> dict[Ulid, str]:
+    def locations(self) -> dict[Ulid, str]:
         """Where packs lie that are not in the store's own place."""
-        prefix = table_keys.place_key(b"")
+        prefix = table_keys.location_key(b"")
         return {
             Ulid(key[len(prefix) :]): table_rows.decode_row(table_rows.LocationRow, value).url for key, value in self._reader.scan(prefix)
         }

@@ -145,7 +145,7 @@ def relocation_key(pack: bytes, moved: bytes = b"") -> bytes:
     return PREFIX + b"m" + pack + moved
 
 
-def place_key(pack: bytes) -> bytes:
+def location_key(pack: bytes) -> bytes:
     """The key of where a pack lies."""
     return PREFIX + b"c" + pack
 

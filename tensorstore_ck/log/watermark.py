@@ -29,7 +29,7 @@ class LogChangedWarning(UserWarning):
 
 
 class Watermark:
-    """What is known of a store's log. Whoever follows it calls `look` before and `check` after, and `appended` for own entries."""
+    """What is known of a store's log. Whoever follows it calls `last_seen` before and `check` after, and `appended` for own entries."""
 
     def __init__(
         self,
@@ -62,14 +62,14 @@ class Watermark:
         """An entry that was seen, and that the log does not hold any more; nobody has accepted that yet."""
         self._other_log: SeenHead | None = None
         """What was seen of another log of this store, in the place of which store.json names this one; nobody has accepted that yet."""
-        self._told: Head | None = None
+        self._reported: Head | None = None
 
     @property
     def is_changed(self) -> bool:
         """Whether the log, or which one it is, has changed, and nobody has accepted that yet."""
         return self._lost is not None or self._other_log is not None
 
-    def look(self) -> Head | None:
+    def last_seen(self) -> Head | None:
         """What was seen. To be called before the log is read: else it may be an entry that came later."""
         if self._file is None or (self._has_looked and not self.is_changed):
             return self._head
@@ -88,7 +88,7 @@ class Watermark:
                 self._other_log = found
         return self._head
 
-    def missed(self, head: Head, name: str) -> bool:
+    def is_news(self, head: Head, name: str) -> bool:
         """The host's cache was folded up to `head`, which is not in the log: whether that is still to be told, by `check`.
 
         Raises:
@@ -97,7 +97,7 @@ class Watermark:
         known = self._known
         is_dismissed = known is not None and head.n <= known.dismissed_n
         if not is_dismissed and self._rollback == "error":
-            self._lose(head, name, "is gone, or another one now")
+            self._report_lost(head, name, "is gone, or another one now")
         return not is_dismissed
 
     def check(self, seen: Sequence[Head], head: Head, hash_of: Callable[[int], Digest | None], name_of: Callable[[int], str]) -> None:
@@ -108,13 +108,13 @@ class Watermark:
         """
         lost = max((each for each in seen if each.n and hash_of(each.n) != each.hash), default=None)
         if lost is not None:
-            self._lose(lost, name_of(lost.n), f"is gone: the log ends at {head.n}" if lost.n > head.n else "is another one now")
+            self._report_lost(lost, name_of(lost.n), f"is gone: the log ends at {head.n}" if lost.n > head.n else "is another one now")
             if self._file is None:  # where nobody can accept it
                 self._lost, self._head = None, head
             return
         self._lost, self._head = None, head
         if self._other_log is not None:
-            self._tell_other_log(self._other_log)
+            self._report_other_log(self._other_log)
         elif not self._has_saved or (self._has_appended and self._monotonic() >= self._next_save):
             self._save()
 
@@ -172,7 +172,7 @@ class Watermark:
                 self._head = found.head
             self._on_file = found
 
-    def _lose(self, head: Head, name: str, what: str) -> None:
+    def _report_lost(self, head: Head, name: str, what: str) -> None:
         """The entry `head`, which was seen, is not in the log."""
         self._lost = head
         if self._head is None or head.n > self._head.n:
@@ -189,22 +189,22 @@ class Watermark:
             f"of another one's files, look at what is there (`tsck log -s {where}`), and accept it with `tsck accept-log -s {where}`. "
             "If not, entries were destroyed or forged: restore them from a copy"
         )
-        self._tell(head, message, name)
+        self._report(head, message, name)
 
-    def _tell_other_log(self, other: SeenHead) -> None:
+    def _report_other_log(self, other: SeenHead) -> None:
         where = shlex.quote(self._url)
         message = (
             f"{self._url}: store.json names the log {self._log}, and this user has seen the log {other.log} of this store, up to entry "
             f"{other.head.n}. If somebody ran `tsck salvage`, look at what is there (`tsck log -s {where}`), and accept it with "
             f"`tsck accept-log -s {where}`. If not, store.json was replaced: restore it from a copy"
         )
-        self._tell(other.head, message, "store.json")
+        self._report(other.head, message, "store.json")
 
-    def _tell(self, head: Head, message: str, object_id: str) -> None:
+    def _report(self, head: Head, message: str, object_id: str) -> None:
         if self._rollback == "error":
             raise LogChangedError(message, object_id=object_id)
-        if self._told != head:
-            self._told = head
+        if self._reported != head:
+            self._reported = head
             warnings.warn(LogChangedWarning(message), stacklevel=2)
 
     @property

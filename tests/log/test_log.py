@@ -385,7 +385,7 @@ def test_a_checkpoint_does_not_outlive_its_entry() -> None:
 def test_logs_of_another_prefix_have_checkpoints_of_their_own() -> None:
     backend = MemoryBackend()
     append_puts(open_log(backend), 64, "old")
-    log = open_log(backend, prefix="log-2", is_made_anew=True)
+    log = open_log(backend, prefix="log-2", may_begin=True)
     append_puts(log, 65, "new")
     assert checkpoint_names(backend, "log-2-checkpoint/") == [64]
     again = open_log(backend, prefix="log-2")

@@ -30,7 +30,7 @@ Steps = tuple[str, ...]
 """Service, bucket or host, and the parts of the path."""
 
 
-def as_places(places: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
+def parse_allowed(places: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
     """What a host allows, checked.
 
     Raises:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final, Protocol
 
-from tensorstore_ck.backend.cold.locations import OwnerMarker, read_mark, require_apart, write_mark
+from tensorstore_ck.backend.cold.locations import OwnerMarker, read_marker, require_outside_store, write_marker
 from tensorstore_ck.backend.protocol import Backend, ObjectInfo
 from tensorstore_ck.common.fork_lock import ProcessLock
 from tensorstore_ck.common.ids import Ulid, parse_ulid
@@ -20,10 +20,10 @@ PACKS: Final = "packs/"
 class LocationView(Protocol):
     """What the log says."""
 
-    def place_of(self, pack: bytes) -> str | None:
+    def location_of(self, pack: bytes) -> str | None:
         """Where a pack lies, if not at the store's own place."""
 
-    def places(self) -> Mapping[Ulid, str]:
+    def locations(self) -> Mapping[Ulid, str]:
         """The same of all such packs."""
 
 
@@ -31,17 +31,17 @@ class ColdTierBackend:
     """See above. What is not here is the own backend's."""
 
     def __init__(
-        self, own: Backend, open_place: Callable[[str], Backend], look: Callable[[bool], LocationView] | None = None, *, store: str = ""
+        self, own: Backend, open_location: Callable[[str], Backend], view: Callable[[bool], LocationView] | None = None, *, store: str = ""
     ) -> None:
-        """`look` gives the log's newest fold, read anew if its argument says so; without it only what is learned is known.
+        """`look` gives the log's newest fold, read refresh if its argument says so; without it only what is learned is logged.
 
         `store`: the store's uuid.
         """
         self._own = own
-        self._open_place = open_place
-        self._look = look
+        self._open_location = open_location
+        self._view = view
         self._store = store
-        self._found: dict[Ulid, str] = {}
+        self._known: dict[Ulid, str] = {}
         self._opened: dict[str, Backend] = {}
         self._uploads: dict[str, Backend] = {}
         self._lock = ProcessLock()
@@ -50,22 +50,22 @@ class ColdTierBackend:
         return getattr(self._own, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """With what is known now: for workers in other processes."""
+        """With what is logged now: for workers in other processes."""
         by_url: dict[str, list[bytes]] = {}
-        for pack, url in self.places().items():
+        for pack, url in self.locations().items():
             by_url.setdefault(url, []).append(pack)
-        return _reopened, (self._own, self._open_place, self._store, {url: b"".join(packs) for url, packs in by_url.items()})
+        return _from_pickle, (self._own, self._open_location, self._store, {url: b"".join(packs) for url, packs in by_url.items()})
 
     # --- which places there are ---------------------------------------------------------------------------------------
 
-    def learn(self, places: Mapping[Ulid, str]) -> None:
+    def add_locations(self, places: Mapping[Ulid, str]) -> None:
         """Told where packs lie by whoever reads the log without this host's cache. It stays so."""
-        self._found.update(places)
+        self._known.update(places)
 
-    def places(self) -> dict[Ulid, str]:
-        """Where packs lie, as far as known."""
-        known = self._look(False).places() if self._look is not None else {}
-        return {**self._found, **known}
+    def locations(self) -> dict[Ulid, str]:
+        """Where packs lie, as far as logged."""
+        logged = self._view(False).locations() if self._view is not None else {}
+        return {**self._known, **logged}
 
     def at(self, url: str | None) -> Backend:
         """The backend of a place that has the store's mark; None: the own one.
@@ -88,27 +88,27 @@ class ColdTierBackend:
             InvalidUrlError, MissingExtraError: it cannot be opened.
             PlaceUnavailableError: this host does not allow it.
         """
-        require_apart(url, self._own.url)
-        self._open_place(url).close()
+        require_outside_store(url, self._own.url)
+        self._open_location(url).close()
 
-    def begin(self, url: str) -> None:
+    def claim_new(self, url: str) -> None:
         """Marks a place that has no packs of this store yet, and is not marked."""
-        if url in self._opened or url in self.places().values():
+        if url in self._opened or url in self.locations().values():
             return
-        backend = self._open_place(url)
-        if read_mark(backend) is None:
-            write_mark(backend, OwnerMarker(self._store, self._own.url))
+        backend = self._open_location(url)
+        if read_marker(backend) is None:
+            write_marker(backend, OwnerMarker(self._store, self._own.url))
         backend.close()
 
-    def require_own(self) -> None:
+    def require_owner(self) -> None:
         """Refuses where another store with this one's uuid, of which this is a copy or which is one of this, moved packs to a place.
 
         Raises:
             GcRefusedError: so it is.
             PlaceUnavailableError: a place cannot be read.
         """
-        for url, backend in self._others().items():
-            mark = read_mark(backend)
+        for url, backend in self._cold_backends().items():
+            mark = read_marker(backend)
             if mark is not None and mark.url != self._own.url:
                 raise GcRefusedError(
                     f"the packs at {url} were moved there by the store at {mark.url}, and this one is at {self._own.url}. If one is a copy "
@@ -116,7 +116,7 @@ class ColdTierBackend:
                     object_id=url,
                 )
 
-    def take(self, store: str | None = None) -> None:
+    def claim_all(self, store: str | None = None) -> None:
         """Says that the packs at all places belong to the store here; also where the mark is damaged, or gone from beside the packs.
 
         `store`: its uuid, if it has another one now.
@@ -124,16 +124,16 @@ class ColdTierBackend:
         Raises:
             PlaceUnavailableError: a place cannot be used, or nothing of the store is there.
         """
-        places = self.places()
+        places = self.locations()
         for url in sorted(set(places.values())):
-            backend = self._open_place(url)
+            backend = self._open_location(url)
             try:
-                is_there = read_mark(backend) is not None
+                is_there = read_marker(backend) is not None
             except CorruptObjectError:
                 is_there = True
             if not is_there and not any(parse_ulid(info.name[-26:]) in places for info in backend.list(PACKS)):
-                raise self._not_there(url)
-            write_mark(backend, OwnerMarker(store or self._store, self._own.url))
+                raise self._wrong_location(url)
+            write_marker(backend, OwnerMarker(store or self._store, self._own.url))
             backend.close()
 
     # --- the backend --------------------------------------------------------------------------------------------------
@@ -155,24 +155,24 @@ class ColdTierBackend:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Of all places; the marks are none of the store's objects."""
         yield from self._own.list(prefix)
-        for url, backend in (self._others() if not prefix or prefix.startswith(PACKS) else {}).items():
+        for url, backend in (self._cold_backends() if not prefix or prefix.startswith(PACKS) else {}).items():
             for info in backend.list(prefix or PACKS):
                 pack = parse_ulid(info.name[-26:])
                 if pack is not None:
-                    self._found[pack] = url
+                    self._known[pack] = url
                 yield info
 
     def delete(self, names: Iterable[str]) -> None:
         """Where they lie."""
         by_place: dict[str | None, list[str]] = {}
         for name in names:
-            by_place.setdefault(self._url_of(name), []).append(name)
+            by_place.setdefault(self._location_of(name), []).append(name)
         for url, here in by_place.items():
             self.at(url).delete(here)
 
     def list_uploads(self) -> Iterator[ObjectInfo]:
         """Of all places."""
-        for backend in (self._own, *self._others().values()):
+        for backend in (self._own, *self._cold_backends().values()):
             for info in backend.list_uploads():
                 self._uploads[info.name] = backend
                 yield info
@@ -189,12 +189,12 @@ class ColdTierBackend:
     # --- inner --------------------------------------------------------------------------------------------------------
 
     def _read(self, name: str, read: Callable[[Backend], Any]) -> Any:
-        url = self._url_of(name)
+        url = self._location_of(name)
         if url is None:
             try:
                 return read(self._own)
             except MissingObjectError:
-                url = self._url_of(name, anew=True)  # a cache that lags behind, or was emptied, must not make it missing
+                url = self._location_of(name, refresh=True)  # a cache that lags behind, or was emptied, must not make it missing
                 if url is None:
                     raise
         try:
@@ -209,43 +209,43 @@ class ColdTierBackend:
         except (MissingObjectError, CorruptObjectError):
             raise
         except StoreError as exc:
-            self._require(url, backend)
+            self._require_marker(url, backend)
             raise exc from None
 
-    def _url_of(self, name: str, *, anew: bool = False) -> str | None:
+    def _location_of(self, name: str, *, refresh: bool = False) -> str | None:
         pack = parse_ulid(name[-26:]) if name.startswith(PACKS) else None
         if pack is None:
             return None
-        url = self._found.get(pack)
-        if url is None and self._look is not None:
-            with suppress(*((StoreError,) if anew else ())):
-                url = self._look(anew).place_of(pack)
+        url = self._known.get(pack)
+        if url is None and self._view is not None:
+            with suppress(*((StoreError,) if refresh else ())):
+                url = self._view(refresh).location_of(pack)
             if url is not None:
-                self._found[pack] = url
+                self._known[pack] = url
         return url
 
-    def _others(self) -> dict[str, Backend]:
-        return {url: self.at(url) for url in sorted(set(self.places().values()))}
+    def _cold_backends(self) -> dict[str, Backend]:
+        return {url: self.at(url) for url in sorted(set(self.locations().values()))}
 
     def _open(self, url: str) -> Backend:
         try:
-            backend = self._open_place(url)
+            backend = self._open_location(url)
         except PlaceUnavailableError:
             raise
         except StoreError as exc:
             raise PlaceUnavailableError(f"packs of {self._own.url} lie at {url}, which cannot be opened: {exc}", object_id=url) from exc
-        self._require(url, backend)
+        self._require_marker(url, backend)
         return backend
 
-    def _require(self, url: str, backend: Backend) -> None:
+    def _require_marker(self, url: str, backend: Backend) -> None:
         try:
-            mark = read_mark(backend)
+            mark = read_marker(backend)
         except StoreError as exc:
             raise PlaceUnavailableError(f"packs of {self._own.url} lie at {url}, which cannot be read: {exc}", object_id=url) from exc
         if mark is None or (self._store and mark.store != self._store):
-            raise self._not_there(url)
+            raise self._wrong_location(url)
 
-    def _not_there(self, url: str) -> PlaceUnavailableError:
+    def _wrong_location(self, url: str) -> PlaceUnavailableError:
         return PlaceUnavailableError(
             f"packs of {self._own.url} were moved to {url}, and what is there now is without their mark: is that place mounted, and "
             "reached with the right credentials?",
@@ -253,8 +253,8 @@ class ColdTierBackend:
         )
 
 
-def _reopened(own: Backend, open_place: Callable[[str], Backend], store: str, by_url: Mapping[str, bytes]) -> ColdTierBackend:
-    backend = ColdTierBackend(own, open_place, store=store)
+def _from_pickle(own: Backend, open_location: Callable[[str], Backend], store: str, by_url: Mapping[str, bytes]) -> ColdTierBackend:
+    backend = ColdTierBackend(own, open_location, store=store)
     for url, joined in by_url.items():
-        backend.learn({Ulid(joined[at : at + 16]): url for at in range(0, len(joined), 16)})
+        backend.add_locations({Ulid(joined[at : at + 16]): url for at in range(0, len(joined), 16)})
     return backend

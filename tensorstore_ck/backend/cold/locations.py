@@ -21,8 +21,8 @@ from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, Missin
 from tensorstore_ck.events import Callback, log_event
 from tensorstore_ck.redaction import display_url
 
-MARK_NAME: Final = "place.json"
-MAX_MARK_BYTES: Final = 1 << 16
+MARKER_NAME: Final = "place.json"
+MAX_MARKER_BYTES: Final = 1 << 16
 MAX_URL_CHARS: Final = 256
 STORAGE_CLASSES: Final = ("STANDARD", "STANDARD_IA", "ONEZONE_IA", "INTELLIGENT_TIERING", "GLACIER_IR")
 """Of S3: those that can be read at once."""
@@ -80,29 +80,29 @@ class OwnerMarker(NamedTuple):
     """Where that store is."""
 
 
-def read_mark(backend: Backend) -> OwnerMarker | None:
+def read_marker(backend: Backend) -> OwnerMarker | None:
     """The mark of a place; None where there is none.
 
     Raises:
         CorruptObjectError: it is none.
     """
     try:
-        data = backend.get(MARK_NAME, max_bytes=MAX_MARK_BYTES)
+        data = backend.get(MARKER_NAME, max_bytes=MAX_MARKER_BYTES)
     except MissingObjectError:
         return None
     try:
         found = json.loads(data)
         return OwnerMarker(str(found["store"]), str(found["url"]))
     except (ValueError, KeyError, TypeError, RecursionError) as exc:
-        raise CorruptObjectError(f"{MARK_NAME} in {backend.url} is damaged: `tsck tier --take-places` writes it anew") from exc
+        raise CorruptObjectError(f"{MARKER_NAME} in {backend.url} is damaged: `tsck tier --take-places` writes it anew") from exc
 
 
-def write_mark(backend: Backend, mark: OwnerMarker) -> None:
+def write_marker(backend: Backend, mark: OwnerMarker) -> None:
     """Marks a place, whatever was there."""
-    backend.replace(MARK_NAME, json.dumps(mark._asdict(), indent=1).encode() + b"\n")
+    backend.replace(MARKER_NAME, json.dumps(mark._asdict(), indent=1).encode() + b"\n")
 
 
-def check_place(url: object) -> str:
+def check_location(url: object) -> str:
     """`url`, if packs can be moved there, as far as it tells by itself.
 
     Raises:
@@ -123,7 +123,7 @@ def check_place(url: object) -> str:
     return url
 
 
-def require_apart(url: str, store_url: str) -> None:
+def require_outside_store(url: str, store_url: str) -> None:
     """Checks that a place is not inside the store's own, and that it will be there for others.
 
     Raises:
@@ -136,7 +136,7 @@ def require_apart(url: str, store_url: str) -> None:
         raise InvalidOptionError(f"{url} is in the memory of one process: what was moved there would be lost with it", object_id=url)
 
 
-def place_url(url: str, store_uuid: str) -> str:
+def store_location(url: str, store_uuid: str) -> str:
     """The place of one store below a URL that several may use."""
     where, storage_class = _split(url)
     return f"{where.rstrip('/')}/{store_uuid}" + ("" if storage_class is None else f"?storage_class={storage_class}")

@@ -57,7 +57,7 @@ class StagingFolder:
         self.copies = SparseFileCache(self._private)
         self._root = LocalBackend(".", within=self._private)
         self.journal = UploadJournal(self._root)
-        self._lease: FolderLock | None = None
+        self._lock: FolderLock | None = None
 
     def check(self) -> None:
         """Makes the folder, and makes sure that it can serve.
@@ -88,17 +88,17 @@ class StagingFolder:
 
     def enter(self, sweep: Callable[[], object]) -> None:
         """From now on, until `leave`, others know that this folder is in use; who finds that it is not calls `sweep` before."""
-        if self._lease is None:
-            self._lease = FolderLock(self._private, USERS, sweep)
+        if self._lock is None:
+            self._lock = FolderLock(self._private, USERS, sweep)
 
     def leave(self) -> None:
         """It is no longer used here; idempotent."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.end()
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.end()
         self._private.close()
 
-    def unnamed(self, named: Collection[str]) -> list[str]:
+    def orphans(self, named: Collection[str]) -> list[str]:
         """The objects that are not published, and those whose upload was begun, other than `named`."""
         found = {info.name for info in self.unsent.list("")} | set(self.journal.names())
         return sorted(found - set(named))

@@ -34,7 +34,7 @@ class ReadThroughBackend(Backend):
         self.is_local = store.is_local
         self.folder = folder
         self.store = store
-        self._room = _SpaceQuota(folder)
+        self._quota = _SpaceQuota(folder)
         self._buffers = threading.local()
         self._distrusted: set[str] = set()
 
@@ -56,7 +56,7 @@ class ReadThroughBackend(Backend):
                 return copy
         with _instead_of(fault):
             data = self.store.get(name, max_bytes=max_bytes)
-        if self._room.take(len(data)):
+        if self._quota.take(len(data)):
             with contextlib.suppress(OSError, StoreError):
                 self.folder.copies.keep(name, data)
         return data
@@ -172,7 +172,7 @@ class ReadThroughBackend(Backend):
         """The object's size, which its sparse copy needs; 0 if a range of so many bytes is not to be kept."""
         with contextlib.suppress(OSError):
             copies = self.folder.copies
-            if copies.keeps_ranges and self._room.take(range_bytes + 2 * GRAIN_BYTES):
+            if copies.keeps_ranges and self._quota.take(range_bytes + 2 * GRAIN_BYTES):
                 return copies.size(name) or self.store.size(name)
         return 0
 

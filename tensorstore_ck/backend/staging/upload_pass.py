@@ -33,7 +33,7 @@ class _Transfer:
     file: UnsentFile
     upload: Upload
     pieces_left: int
-    told_bytes: int
+    reported_bytes: int
     is_gone: bool = False
 
 
@@ -72,7 +72,7 @@ class UploadPass:
             entry = self._folder.journal.read(name)
             if entry is not None and entry.is_complete:
                 if self._stored_bytes(name) == file.size_bytes:
-                    self._tell(file.size_bytes)
+                    self._report(file.size_bytes)
                     file.close()
                     continue
                 entry = JournalEntry(name)
@@ -93,7 +93,7 @@ class UploadPass:
                     f"the staged {name} is neither on the staging disk nor in the store: it was deleted, or the disk was exchanged",
                     object_id=name,
                 ) from exc
-            self._tell(size)  # it was published meanwhile
+            self._report(size)  # it was published meanwhile
             return None
         self._open.append(file)
         if file.lock():
@@ -118,8 +118,8 @@ class UploadPass:
 
     def _send_in_pieces(self, file: UnsentFile, upload: Upload) -> Iterator[Task]:
         missing = upload.missing
-        transfer = _Transfer(file, upload, len(missing), told_bytes=0)
-        self._tell(file.size_bytes - sum(piece.size_bytes for piece in missing), transfer)
+        transfer = _Transfer(file, upload, len(missing), reported_bytes=0)
+        self._report(file.size_bytes - sum(piece.size_bytes for piece in missing), transfer)
         if not missing:
             yield partial(self._finish, transfer)
         for piece in missing:
@@ -133,7 +133,7 @@ class UploadPass:
         if not transfer.is_gone:
             try:
                 self._patience.until_answered(send)
-                self._tell(piece.size_bytes, transfer)
+                self._report(piece.size_bytes, transfer)
             except UploadGoneError:
                 transfer.is_gone = True
         with self._lock:
@@ -149,7 +149,7 @@ class UploadPass:
                 raise UploadGoneError
             self._patience.until_answered(transfer.upload.complete)
         except UploadGoneError:
-            self._tell(-transfer.told_bytes)
+            self._report(-transfer.reported_bytes)
             self._folder.journal.delete([name])
             self._left.append(name)
         else:
@@ -191,19 +191,19 @@ class UploadPass:
     def _write(self, file: UnsentFile) -> None:
         buffer = memoryview(bytearray(min(WRITE_BYTES, file.size_bytes)))
         writer = self._store.open_writer(file.name)
-        told = 0
+        reported = 0
         try:
             for offset in range(0, file.size_bytes, WRITE_BYTES):
                 view = buffer[: file.size_bytes - offset]
                 self._take_turn(len(view))
                 file.read_into(offset, view)
                 writer.append([view])
-                self._tell(len(view))
-                told += len(view)
+                self._report(len(view))
+                reported += len(view)
             writer.close()
         except BaseException:
             writer.abort()
-            self._tell(-told)
+            self._report(-reported)
             raise
 
     # --- both ---
@@ -217,9 +217,9 @@ class UploadPass:
         except MissingObjectError:
             return None
 
-    def _tell(self, count: int, transfer: _Transfer | None = None) -> None:
+    def _report(self, count: int, transfer: _Transfer | None = None) -> None:
         with self._lock:
             if transfer is not None:
-                transfer.told_bytes += count
+                transfer.reported_bytes += count
             if count:
                 self._on_bytes(count)

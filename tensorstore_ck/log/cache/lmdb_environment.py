@@ -38,8 +38,8 @@ with suppress(ImportError):  # of some versions, which else import it at the fir
 
 INITIAL_MAP_BYTES: Final = 64 << 20
 _CRC_BYTES = 4
-_LOOKS: Final = 3
-_LOOK_AGAIN_SECONDS: Final = 0.002
+_CHECK_TRIES: Final = 3
+_CHECK_AGAIN_SECONDS: Final = 0.002
 _META: Final = struct.Struct("<16xII112xQ")
 """Of LMDB's meta page: magic, version, number of the last page in use."""
 _META_MAGIC: Final = 0xBEEFC0DE
@@ -211,17 +211,17 @@ class Environment:
 
         Looks at both meta pages (struct MDB_meta in LMDB's mdb.c), whenever the file was written since the last look.
         """
-        for tries_left in reversed(range(_LOOKS)):
+        for tries_left in reversed(range(_CHECK_TRIES)):
             try:
-                self._look()
+                self._check_metas()
             except lmdb.CorruptedError:
                 if not tries_left:
                     raise
-                time.sleep(_LOOK_AGAIN_SECONDS)  # another process may be between its commit and `cover_last_page`
+                time.sleep(_CHECK_AGAIN_SECONDS)  # another process may be between its commit and `cover_last_page`
             else:
                 return
 
-    def _look(self) -> None:
+    def _check_metas(self) -> None:
         found = os.fstat(self._data_file)
         if (found.st_mtime_ns, found.st_size) == self._intact:
             return

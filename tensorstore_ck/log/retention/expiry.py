@@ -9,7 +9,7 @@ from tensorstore_ck.common.ids import ZERO_DIGEST, Ulid
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
-from tensorstore_ck.log.retention.keep_rules import KeepCandidate, Verdict, choose, held_anyhow
+from tensorstore_ck.log.retention.keep_rules import KeepCandidate, Verdict, choose, reasons_despite_policy
 from tensorstore_ck.log.retention.policy import Policy
 
 LONG: Final = 256
@@ -65,7 +65,7 @@ def expire(view: RefTable, ref: str, going: Collection[Ulid]) -> list[Op]:
     """The operation that lets go what was planned to go, if any of it is still there, and nothing has come to hold it."""
     if not going or view.branch(ref) is None:
         return []
-    left = [ulid for ulid, why in held_anyhow(candidates(view, ref)).items() if ulid in going and not why]
+    left = [ulid for ulid, why in reasons_despite_policy(candidates(view, ref)).items() if ulid in going and not why]
     return [Op.expire(ref, left)] if left else []
 
 

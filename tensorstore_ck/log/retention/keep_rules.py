@@ -45,7 +45,7 @@ def choose(
     policies = [policy for policy in policies if policy.keeps]
     if not history or not policies:
         return [Verdict(each.info, stays=True, why=("no policy",)) for each in history]
-    reasons = held_anyhow(history)
+    reasons = reasons_despite_policy(history)
     certain = {ulid for ulid, why in reasons.items() if why}
     gone: dict[Ulid, str] = {}
     for policy in policies:
@@ -65,7 +65,7 @@ def choose(
     ]
 
 
-def held_anyhow(history: Sequence[KeepCandidate]) -> dict[Ulid, list[str]]:
+def reasons_despite_policy(history: Sequence[KeepCandidate]) -> dict[Ulid, list[str]]:
     """What keeps each snapshot of a branch whatever a policy says."""
     reasons = {each.info.ulid: list(each.held_by) for each in history}
     sound = [each.info for each in history[:-1] if not each.info.mark]

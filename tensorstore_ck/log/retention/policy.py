@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple, Self
 
-from tensorstore_ck.backend.cold.locations import check_place
+from tensorstore_ck.backend.cold.locations import check_location
 from tensorstore_ck.common.units import human_bytes, parse_bytes, parse_seconds
 from tensorstore_ck.errors import InvalidOptionError
 
@@ -159,7 +159,7 @@ def _stages(value: object, name: str) -> tuple[AgeStage, ...]:
     for each in several:
         if not (isinstance(each, list | tuple) and len(each) == 2):
             raise InvalidOptionError(f'{name} must be like ("30d", "s3://bucket/prefix"), not {each!r}', object_id=name)
-        found.append(AgeStage(_seconds(each[0], name), check_place(each[1])))
+        found.append(AgeStage(_seconds(each[0], name), check_location(each[1])))
     if len(found) > MAX_STAGES or len({stage.after_seconds for stage in found}) < len(found):
         raise InvalidOptionError(f"{name} must have at most {MAX_STAGES} stages, at different ages", object_id=name)
     return tuple(sorted(found))
