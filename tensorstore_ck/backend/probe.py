@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
-from tensorstore_ck.backend.protocol import Backend, Created
+from tensorstore_ck.backend.protocol import Backend, Created, writing
 from tensorstore_ck.common.ids import new_ulid, ulid_text
 from tensorstore_ck.errors import BackendUnavailableError, MissingObjectError, PermissionDeniedError, StoreError, UnsafeBackendError
 
@@ -190,14 +190,9 @@ def _refuses_second_upload(backend: Backend, name: str) -> bool:
 
 
 def _write_zeros(backend: Backend, name: str) -> None:
-    writer = backend.open_writer(name)
-    try:
+    with writing(backend, name) as writer:
         for _ in range(SECOND_UPLOAD_BYTES // PIECE_BYTES):
             writer.append([bytes(PIECE_BYTES)])
-        writer.close()
-    except BaseException:
-        writer.abort()
-        raise
 
 
 def _time_creates(backend: Backend, folder: str) -> float:
@@ -213,14 +208,9 @@ def _measure_speed(backend: Backend, name: str) -> tuple[float, float]:
     """Bytes per second of one large write and of parallel range reads."""
     piece = os.urandom(PIECE_BYTES)
     began = time.perf_counter()
-    writer = backend.open_writer(name)
-    try:
+    with writing(backend, name) as writer:
         for _ in range(SPEED_BYTES // PIECE_BYTES):
             writer.append([piece])
-        writer.close()
-    except BaseException:
-        writer.abort()
-        raise
     written = time.perf_counter()
 
     def read(offset: int) -> None:

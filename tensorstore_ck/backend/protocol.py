@@ -6,6 +6,7 @@ from several threads. Errors are this package's: `MissingObjectError` where a na
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -46,6 +47,18 @@ class ObjectWriter(Protocol):
 
     def abort(self) -> None:
         """Gives the object up, removing what can be removed; never raises."""
+
+
+@contextmanager
+def writing(backend: "Backend", name: str) -> Iterator[ObjectWriter]:
+    """A writer that is closed at the end of the ``with`` block, or aborted where that raises."""
+    writer = backend.open_writer(name)
+    try:
+        yield writer
+        writer.close()
+    except BaseException:
+        writer.abort()
+        raise
 
 
 class Backend(Protocol):

@@ -7,40 +7,21 @@ the multipart upload, empty where there is none. Earlier versions gave no marks 
 # ruff: noqa: D102 - resumable.py documents the methods
 
 from collections.abc import Sequence
-from typing import Any, BinaryIO, Final, NamedTuple, Protocol
+from typing import Any, BinaryIO, Final, NamedTuple
 
 from tensorstore_ck.backend import s3_multipart_writer
 from tensorstore_ck.backend.remote_errors import error_code
 from tensorstore_ck.backend.resumable_upload import Upload, UploadGoneError, UploadPiece
-from tensorstore_ck.backend.s3_create import NewObject, UploadedPieces, is_taken, new_object
+from tensorstore_ck.backend.s3_create import NewObject, S3Creator, UploadedPieces, is_taken, new_object
 from tensorstore_ck.errors import CorruptObjectError, MissingObjectError, StoreError
 
 _NOT_THE_PIECES: Final = {"InvalidPart", "InvalidPartOrder", "EntityTooSmall", "NoSuchUpload"}
 
 
-class Creator(Protocol):
-    """What an upload needs of a backend: see `S3Creator`."""
-
-    def call(self, action: str, name: str, method: str, **arguments: Any) -> dict[str, Any]:
-        """One request."""
-
-    def put(self, new: NewObject, body: BinaryIO) -> None:
-        """Creates an object with one request."""
-
-    def begin(self, new: NewObject) -> str:
-        """Begins a multipart upload."""
-
-    def complete(self, new: NewObject, upload: UploadedPieces) -> None:
-        """Makes an object of its pieces."""
-
-    def has(self, new: NewObject, size_bytes: int) -> bool:
-        """Whether the object is there."""
-
-
 class Destination(NamedTuple):
     """The object to be."""
 
-    creator: Creator
+    creator: S3Creator
     new: NewObject
     size_bytes: int
 
@@ -57,7 +38,7 @@ class Destination(NamedTuple):
         return f"{piece_bytes}-{self.new.mark}/{upload_id}"
 
 
-def begin(creator: Creator, name: str, key: str, size_bytes: int) -> Upload:
+def begin(creator: S3Creator, name: str, key: str, size_bytes: int) -> Upload:
     """See `ResumableBackend.begin_upload`."""
     destination = Destination(creator, new_object(name, key), size_bytes)
     pieces = pieces_of(size_bytes, s3_multipart_writer.PIECE_BYTES)
@@ -67,7 +48,7 @@ def begin(creator: Creator, name: str, key: str, size_bytes: int) -> Upload:
     return MultipartUpload(destination, destination.token(s3_multipart_writer.PIECE_BYTES, upload_id), pieces, {})
 
 
-def resume(creator: Creator, name: str, key: str, size_bytes: int, token: str) -> Upload:
+def resume(creator: S3Creator, name: str, key: str, size_bytes: int, token: str) -> Upload:
     """See `ResumableBackend.resume_upload`."""
     piece_bytes, _, mark = token.partition("/")[0].partition("-")
     destination = Destination(creator, NewObject(name, key, mark), size_bytes)

@@ -36,19 +36,7 @@ def _put(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     if view.outcome(op["txn"]) is not None:
         return  # aborted before, or this very put again: the first of them is the outcome
     batch.put(table_keys.txn_key(op["txn"]), table_rows.encode_row(table_rows.TxnOutcome(put=True, n=entry.n)))
-    row = table_rows.SnapshotRow(
-        op["root"],
-        op["record"],
-        op["parent"],
-        op["ref"],
-        op["step"],
-        entry.n,
-        entry.time_ns,
-        op["metrics"],
-        op["logical_bytes"],
-        op["new_bytes"],
-    )
-    batch.put(table_keys.snapshot_key(op["snapshot"]), table_rows.encode_row(row))
+    batch.put(table_keys.snapshot_key(op["snapshot"]), table_rows.encode_row(_snapshot_row(entry, op)))
     batch.put(table_keys.root_key(op["root"], op["snapshot"]), table_rows.encode_row(table_rows.RootRow(entry.n)))
     _move(batch, view, entry, op["ref"], table_rows.BranchMove(op["snapshot"], op["root"], op["step"], entry.n, entry.time_ns, "put"))
     if is_ulid(op.get("staged")):
@@ -57,20 +45,13 @@ def _put(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
 
 def _staged(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     if view.outcome(op["txn"]) is None:
-        row = table_rows.StagedRow(
-            op["snapshot"],
-            op["root"],
-            op["record"],
-            op["parent"],
-            op["ref"],
-            op["step"],
-            entry.n,
-            entry.time_ns,
-            op["metrics"],
-            op["logical_bytes"],
-            op["new_bytes"],
-        )
+        row = table_rows.StagedRow(op["snapshot"], *_snapshot_row(entry, op))
         batch.put(table_keys.staged_key(op["txn"]), table_rows.encode_row(row))
+
+
+def _snapshot_row(entry: Entry, op: Fields) -> table_rows.SnapshotRow:
+    fields: Fields = {**op, "n": entry.n, "time_ns": entry.time_ns}
+    return table_rows.SnapshotRow(**{name: fields[name] for name in table_rows.SnapshotRow._fields})
 
 
 def _branch(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:

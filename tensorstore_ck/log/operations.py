@@ -31,7 +31,7 @@ from tensorstore_ck.log.field_checks import (
     is_url,
     or_nil,
 )
-from tensorstore_ck.log.object_set import Objects, is_ulids, join_ulids
+from tensorstore_ck.log.object_set import FOLDERS, Objects, is_ulids, join_ulids
 from tensorstore_ck.log.ref_names import is_ref_glob, is_ref_name
 
 if TYPE_CHECKING:
@@ -66,36 +66,16 @@ class Op:
         return _op(
             "put",
             **origin,
-            ref=ref,
-            snapshot=snapshot,
-            root=record.root(),
-            record=object_hash(sealed_record),
-            parent=record.parent,
-            step=record.step,
+            **_content(ref, snapshot, record, sealed_record),
             txn=txn,
             anchor=anchor,
-            metrics=record.metrics,
-            logical_bytes=record.logical_bytes,
-            new_bytes=record.new_bytes,
+            **_sizes(record),
         )
 
     @classmethod
     def staged(cls, ref: str, snapshot: Ulid, record: Record, sealed_record: bytes, *, txn: bytes) -> "Op":
         """Says that a snapshot is durable on its hosts; it is published by a later put, or given up by ``abort(txn)``."""
-        return _op(
-            "staged",
-            critical=False,
-            txn=txn,
-            ref=ref,
-            snapshot=snapshot,
-            root=record.root(),
-            record=object_hash(sealed_record),
-            parent=record.parent,
-            step=record.step,
-            metrics=record.metrics,
-            logical_bytes=record.logical_bytes,
-            new_bytes=record.new_bytes,
-        )
+        return _op("staged", critical=False, txn=txn, **_content(ref, snapshot, record, sealed_record), **_sizes(record))
 
     @classmethod
     def branch(cls, name: str, root: Digest) -> "Op":
@@ -236,6 +216,15 @@ def _op(kind: str, /, *, critical: bool = True, **fields: Any) -> Op:
     return Op({"op": kind, "critical": critical, **fields})
 
 
+def _content(ref: str, snapshot: Ulid, record: Record, sealed_record: bytes) -> dict[str, Any]:
+    at = {"ref": ref, "snapshot": snapshot, "root": record.root(), "record": object_hash(sealed_record)}
+    return {**at, "parent": record.parent, "step": record.step}
+
+
+def _sizes(record: Record) -> dict[str, Any]:
+    return {"metrics": record.metrics, "logical_bytes": record.logical_bytes, "new_bytes": record.new_bytes}
+
+
 def op_problem(fields: object) -> str | None:
     """What is wrong with a decoded operation; None when nothing is."""
     if type(fields) is not dict:
@@ -249,34 +238,23 @@ def op_problem(fields: object) -> str | None:
     return None
 
 
-_OBJECTS: Final[Mapping[str, Check]] = dict.fromkeys(("packs", "parts", "snapshots", "moved"), is_ulids)
+_OBJECTS: Final[Mapping[str, Check]] = dict.fromkeys(FOLDERS.values(), is_ulids)
+_SNAPSHOT: Final[Mapping[str, Check]] = {
+    "ref": is_ref_name,
+    "snapshot": is_ulid,
+    "root": is_digest,
+    "record": is_digest,
+    "parent": is_parent,
+    "step": is_step,
+    "txn": is_ulid,
+    "metrics": is_metrics,
+    "logical_bytes": is_count,
+    "new_bytes": is_count,
+}
 
 SCHEMA: Final[Mapping[str, Mapping[str, Check]]] = {
-    "put": {
-        "ref": is_ref_name,
-        "snapshot": is_ulid,
-        "root": is_digest,
-        "record": is_digest,
-        "parent": is_parent,
-        "step": is_step,
-        "txn": is_ulid,
-        "anchor": is_count,
-        "metrics": is_metrics,
-        "logical_bytes": is_count,
-        "new_bytes": is_count,
-    },
-    "staged": {
-        "txn": is_ulid,
-        "ref": is_ref_name,
-        "snapshot": is_ulid,
-        "root": is_digest,
-        "record": is_digest,
-        "parent": is_parent,
-        "step": is_step,
-        "metrics": is_metrics,
-        "logical_bytes": is_count,
-        "new_bytes": is_count,
-    },
+    "put": {**_SNAPSHOT, "anchor": is_count},
+    "staged": _SNAPSHOT,
     "branch": {"name": is_ref_name, "root": is_digest},
     "reset": {"name": is_ref_name, "root": is_digest},
     "tag": {"name": is_ref_name, "root": is_digest},

@@ -320,23 +320,8 @@ class RefTable:
     def _info(self, ulid: Ulid, value: bytes) -> SnapshotInfo:
         row = table_rows.decode_row(table_rows.SnapshotRow, value)
         note = self._row(table_rows.NoteRow, table_keys.note_key(row.root)) or table_rows.NoteRow({}, "", "")
-        return SnapshotInfo(
-            ulid,
-            row.root,
-            row.record,
-            row.parent,
-            row.ref,
-            row.step,
-            row.n,
-            row.time_ns,
-            {**row.metrics, **note.metrics},
-            note.mark,
-            note.reason,
-            row.logical_bytes,
-            row.new_bytes,
-        )
+        return SnapshotInfo(ulid, *row[:7], {**row.metrics, **note.metrics}, note.mark, note.reason, row.logical_bytes, row.new_bytes)
 
 
 def _staged_info(row: table_rows.StagedRow) -> SnapshotInfo:
-    at = (row.ulid, row.root, row.record, row.parent, row.ref, row.step, row.n, row.time_ns)
-    return SnapshotInfo(*at, row.metrics, "", "", row.logical_bytes, row.new_bytes)
+    return SnapshotInfo(*row[:8], row.metrics, "", "", row.logical_bytes, row.new_bytes)

@@ -10,13 +10,12 @@ what they rely on.
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Final
+from typing import Any, Final
 
-from tensorstore_ck.backend.protocol import Backend, Created, ObjectInfo, ObjectWriter
+from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.staging.folder import StagingFolder
 from tensorstore_ck.backend.staging.sparse_files import GRAIN_BYTES
 from tensorstore_ck.common.buffers import Buffer
-from tensorstore_ck.common.free_space import Space
 from tensorstore_ck.errors import MissingObjectError, StoreError
 
 KEPT_FOLDERS: Final = ("packs/", "parts/", "snapshots/", "moved/")
@@ -26,8 +25,8 @@ FETCH_BYTES: Final = 16 << 20
 """What is fetched and kept at a time."""
 
 
-class ReadThroughBackend(Backend):
-    """The backend `store`, read through `folder`."""
+class ReadThroughBackend:
+    """The backend `store`, read through `folder`. What is not here is the store's own."""
 
     def __init__(self, folder: StagingFolder, store: Backend) -> None:
         self.url = store.url
@@ -37,6 +36,9 @@ class ReadThroughBackend(Backend):
         self._quota = _SpaceQuota(folder)
         self._buffers = threading.local()
         self._distrusted: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
 
     # --- read ---
 
@@ -114,38 +116,12 @@ class ReadThroughBackend(Backend):
 
     # --- write ---
 
-    def put(self, name: str, data: Buffer) -> None:
-        self.store.put(name, data)
-
     def replace(self, name: str, data: Buffer) -> None:
         self.store.replace(name, data)
         self._forget(name)
 
-    def create(self, name: str, data: Buffer) -> Created:
-        return self.store.create(name, data)
-
-    def sync_folders(self, name: str) -> None:
-        self.store.sync_folders(name)
-
-    def open_writer(self, name: str) -> ObjectWriter:
-        return self.store.open_writer(name)
-
     def delete(self, names: Iterable[str]) -> None:
         self.store.delete(map(self._forget, names))
-
-    # --- the store's own ---
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return self.store.list(prefix)
-
-    def space(self) -> Space | None:
-        return self.store.space()
-
-    def list_uploads(self) -> Iterator[ObjectInfo]:
-        return self.store.list_uploads()
-
-    def abort_upload(self, name: str) -> None:
-        self.store.abort_upload(name)
 
     def close(self) -> None:
         self.folder.leave()

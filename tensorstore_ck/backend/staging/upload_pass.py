@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.protocol import Backend, writing
 from tensorstore_ck.backend.resumable_upload import ResumableBackend, Upload, UploadGoneError, UploadPiece, resumable
 from tensorstore_ck.backend.staging.folder import StagingFolder, UnsentFile
 from tensorstore_ck.backend.staging.upload_journal import JournalEntry
@@ -190,19 +190,17 @@ class UploadPass:
 
     def _write(self, file: UnsentFile) -> None:
         buffer = memoryview(bytearray(min(WRITE_BYTES, file.size_bytes)))
-        writer = self._store.open_writer(file.name)
         reported = 0
         try:
-            for offset in range(0, file.size_bytes, WRITE_BYTES):
-                view = buffer[: file.size_bytes - offset]
-                self._take_turn(len(view))
-                file.read_into(offset, view)
-                writer.append([view])
-                self._report(len(view))
-                reported += len(view)
-            writer.close()
+            with writing(self._store, file.name) as writer:
+                for offset in range(0, file.size_bytes, WRITE_BYTES):
+                    view = buffer[: file.size_bytes - offset]
+                    self._take_turn(len(view))
+                    file.read_into(offset, view)
+                    writer.append([view])
+                    self._report(len(view))
+                    reported += len(view)
         except BaseException:
-            writer.abort()
             self._report(-reported)
             raise
 
