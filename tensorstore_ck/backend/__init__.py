@@ -1,6 +1,28 @@
 """Backends: bytes by name in a folder, in an object store or in memory, and `open_backend`, which makes one from a URL.
 
-This is the only place that understands URLs. It loads fsspec only for what is not a local path, so that local commands start fast.
+This is the only module that understands URLs. It loads fsspec only for what is not a local path, so that local commands start fast.
+
+protocol.py               what the store needs of a backend
+object_names.py           which names a backend takes
+local.py                  a folder of a local or network filesystem
+local_io.py               system calls on one file
+local_writer.py           one large local file, written by several threads
+local_direct_writer.py    the same past the page cache
+os_errors.py              from an `OSError` to this package's errors
+s3.py                     an S3 bucket's prefix
+s3_requests.py            sends S3 requests, with retries
+s3_create.py              creates S3 objects, never overwriting one
+s3_multipart_writer.py    one large S3 object, uploaded in pieces while it grows
+s3_resumable_upload.py    one S3 object, uploaded in pieces by one process after another
+resumable_upload.py       the protocol of such uploads
+fsspec_backend.py         any other fsspec filesystem
+remote_errors.py          from an error of a remote filesystem to this package's errors
+memory.py                 a backend in a dict
+throttled.py              limits the rate of reads and writes, and keeps space free
+read_only.py              refuses all writes
+picklable.py              a backend for other processes
+probe.py                  finds out what a backend guarantees, and how fast it is
+save_estimate.py          how long a save will take, measured with a part of it
 """
 
 import os

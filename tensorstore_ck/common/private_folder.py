@@ -25,6 +25,8 @@ class PrivateFolder:
         self._lock = threading.Lock()
         self._fd = -1
         self._close: Callable[[], object] = lambda: None
+        self.on_remade: Callable[[int], object] = lambda fd: None
+        """Called with the handle of the folder that `make` made because the one in use was deleted."""
 
     def fd(self) -> int:
         """The handle, to reach what lies below.
@@ -41,12 +43,15 @@ class PrivateFolder:
     def make(self) -> int:
         """As `fd`, but the folder is made if it is not there, or was deleted since."""
         with self._lock:
-            if self._fd < 0 or not os.fstat(self._fd).st_nlink:
+            is_deleted = self._fd >= 0 and not os.fstat(self._fd).st_nlink
+            if self._fd < 0 or is_deleted:
                 parent = os.path.dirname(self.path)
                 os.makedirs(parent, FOLDER_MODE, exist_ok=True)
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(self.path, FOLDER_MODE)
                 self._open()
+                if is_deleted:
+                    self.on_remade(self._fd)
                 with contextlib.suppress(PermissionError):  # the folder above is somebody else's, and need not be readable
                     _fsync(parent)
             return self._fd

@@ -10,8 +10,11 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
+
+import platformdirs
 
 from tensorstore_ck.errors import InvalidOptionError
 
@@ -44,6 +47,11 @@ def parse_allowed(places: str | os.PathLike[str] | Sequence[str | os.PathLike[st
                 object_id="places",
             )
     return found
+
+
+def places_file() -> Path:
+    """The user's file of allowed locations, which commands read: by default ``~/.config/tensorstore_ck/places``."""
+    return platformdirs.user_config_path("tensorstore_ck", appauthor=False) / "places"
 
 
 def can_allow(place: str) -> bool:

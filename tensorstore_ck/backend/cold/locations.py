@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, cast
 from urllib.parse import parse_qsl
 
 from tensorstore_ck.backend import open_backend
-from tensorstore_ck.backend.cold.allowed_locations import is_allowed, is_at_store_endpoint
+from tensorstore_ck.backend.cold.allowed_locations import is_allowed, is_at_store_endpoint, places_file
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.errors import CorruptObjectError, InvalidOptionError, MissingObjectError, PlaceUnavailableError
@@ -66,7 +66,7 @@ def _not_allowed(url: str, store_url: str) -> PlaceUnavailableError:
     return PlaceUnavailableError(
         f"the store at {store_url} names {url} as a place of packs, which this host does not allow: whoever can write to a store can name "
         f"any place, and nothing was sent there. If you know it, allow it: open(..., places=[{where!r}]), `--allow-place "
-        f"{shlex.quote(where)}`, or, for all commands of this user, {where} as a line of ~/.config/tensorstore_ck/places",
+        f"{shlex.quote(where)}`, or, for all commands of this user, {where} as a line of {places_file()}",
         object_id=url,
     )
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorstore_ck.backend.cold import locations
-from tensorstore_ck.backend.cold.allowed_locations import is_allowed, is_inside, parse_allowed
+from tensorstore_ck.backend.cold.allowed_locations import is_allowed, is_inside, parse_allowed, places_file
 from tensorstore_ck.backend.cold.locations import LocationOpener
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.errors import InvalidOptionError, PlaceUnavailableError
@@ -83,9 +83,7 @@ def test_credentials_go_to_other_buckets_of_the_same_endpoint(opened: list[Any],
 def test_nothing_else_is_opened_unless_allowed_and_then_without_the_credentials(opened: list[Any], store: str, place: str) -> None:
     with pytest.raises(PlaceUnavailableError) as refused:
         pickle.loads(pickle.dumps(LocationOpener(store, SECRET)))(place)
-    assert all(
-        word in str(refused.value) for word in (store, display_url(place), "places=", "--allow-place", ".config/tensorstore_ck/places")
-    )
+    assert all(word in str(refused.value) for word in (store, display_url(place), "places=", "--allow-place", str(places_file())))
     assert opened == []
     try:
         allowed = parse_allowed([place])
