@@ -5,7 +5,7 @@ import threading
 
 
 class ProcessLock:
-    """A reentrant lock. A forked child has a new one: the old one may be held by a thread that is not there."""
+    """A reentrant lock. A forked child gets a new one: a thread that the child does not have may hold the old one."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()

@@ -65,15 +65,15 @@ def test_the_message_has_all_sizes_and_what_to_do() -> None:
     with pytest.raises(NoSpaceError) as refused:
         require_free_space(Disk(12 * GIB), MinFree.parse("5%"), 10 * GIB, "step 1000 of runs/gpt")
     assert str(refused.value) == (
-        "step 1000 of runs/gpt needs 10.0 GiB and has no room at /ckpt: 12.0 GiB of 100.0 GiB are free, and 5.0 GiB must stay free "
-        "(min_free=5%); free space there (`tsck usage -s /ckpt` says what gc can free now, and what later), or use another place, "
+        "step 1000 of runs/gpt needs 10.0 GiB, and there is too little free space at /ckpt: 12.0 GiB of 100.0 GiB are free, and 5.0 GiB must stay free "
+        "(min_free=5%); free space there (`tsck usage -s /ckpt` shows what gc can free now, and what later), or use another location, "
         "or lower min_free"
     )
     assert refused.value.object_id == "/ckpt"
     with pytest.raises(NoSpaceError) as refused:
         require_free_space(Disk(GIB), MinFree.parse("2GiB"), 0, "the store")
     assert str(refused.value).startswith(
-        "the store has no room at /ckpt: 1.0 GiB of 100.0 GiB are free, and 2.0 GiB must stay free (min_free=2.0 GiB); "
+        "the store has too little free space at /ckpt: 1.0 GiB of 100.0 GiB are free, and 2.0 GiB must stay free (min_free=2.0 GiB); "
     )
     with pytest.raises(NoSpaceError) as refused:
         require_free_space(Disk(GIB), MinFree(), 2 * GIB, "a put")
@@ -87,7 +87,7 @@ def test_a_place_that_cannot_tell_passes() -> None:
 def test_a_folder_is_a_place(tmp_path: Path) -> None:
     place = LocalBackend(str(tmp_path / "not" / "there"))
     require_free_space(place, MinFree(), 0, "a put")
-    with pytest.raises(NoSpaceError, match=r"1\.0 EiB and has no room"):
+    with pytest.raises(NoSpaceError, match=r"1\.0 EiB, and there is too little free space"):
         require_free_space(place, MinFree(), 1 << 60, "a put")
 
 

@@ -455,7 +455,7 @@ def test_a_real_folder_and_another_process_cache(tmp_path: Path) -> None:
         ({"move_after": ("30d", "sftp://me:secret@host/x")}, "leave user, password, keys and signatures out"),
         ({"move_after": ("30d", "memory:/cold")}, "absolute path"),
         ({"move_after": ("30d", "s3://cold/" + "x" * 300)}, "256"),
-        ({"recode_after": "soon"}, "length of time"),
+        ({"recode_after": "soon"}, "duration"),
         ({"recode_after": "7d", "expire_after": "30d"}, "keeps something"),
     ],
 )
