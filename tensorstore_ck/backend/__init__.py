@@ -51,12 +51,12 @@ def open_backend(
 ) -> Backend:
     """The backend for a path, ``file://``, ``s3://bucket/prefix``, ``memory://name`` or another fsspec URL.
 
-    Nothing is asked of the place yet: it need not exist. `no_sync` gives up local durability against power failures. `on_wait` is called
-    with an event of the kind ``waiting`` when a request to S3 has waited long; by default it goes to the log.
+    Sends no request: the location need not exist. `no_sync` gives up local durability against power failures. `on_wait` is called with an
+    event of the kind ``waiting`` when a request to S3 has waited long; by default it goes to the log.
 
     Raises:
-        InvalidUrlError: not a URL that a store can be at, or one with a secret in it.
-        InvalidOptionError: `storage_options` that the filesystem does not take.
+        InvalidUrlError: not the URL of a store, or one with a secret in it.
+        InvalidOptionError: `storage_options` that the filesystem does not accept.
         MissingExtraError: the filesystem's library is not installed.
     """
     text = os.fspath(url)
@@ -71,7 +71,7 @@ def open_backend(
     protocol = match["protocol"].lower()
     if shown != text:
         raise InvalidUrlError(
-            f"{shown}: a store's URL has no password, key, token or signature in it, since it is shown, logged and kept: give secrets in "
+            f"{shown}: a store's URL must not contain a password, key, token or signature, since it is shown and stored: give secrets in "
             "storage_options (--storage-option), or in the environment or the configuration files that the service's library reads",
             object_id=shown,
         )
@@ -90,9 +90,9 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Call
 
     if protocol in ("http", "https"):
         raise InvalidUrlError(
-            f"a store cannot be at {url}: a web server neither lists objects nor creates them exclusively. An S3 service is "
-            f"s3://bucket/prefix with the storage option endpoint_url={protocol}://...; a store's files that are served as they are can be "
-            "copied to a folder (`rclone copy`) and opened there",
+            f"a store cannot be at {url}: a web server neither lists objects nor creates them exclusively. For an S3 service write "
+            f"s3://bucket/prefix with the storage option endpoint_url={protocol}://...; copy a store's files that a web server serves "
+            "to a folder (`rclone copy`) and open that",
             object_id=url,
         )
     if protocol not in available_protocols():
@@ -108,9 +108,9 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Call
     root = filesystem_class._strip_protocol(url)
     options = {**filesystem_class._get_kwargs_from_urls(url), **options, "use_listings_cache": False, "skip_instance_cache": True}
     if not isinstance(root, str) or not root.strip("/") or (protocol in _EXTRAS and url.startswith(f"{protocol}:///")):
-        raise InvalidUrlError(f"{url} names no place: give {protocol}://bucket/prefix", object_id=url)
+        raise InvalidUrlError(f"{url} has no bucket and prefix: give {protocol}://bucket/prefix", object_id=url)
     if ".." in root.split("/"):
-        raise InvalidUrlError(f"{url} has a `..` in it; write the prefix that you mean", object_id=url)
+        raise InvalidUrlError(f"{url} contains `..`; write the prefix itself", object_id=url)
 
     def connect(options: Mapping[str, Any] = options) -> Any:
         try:
@@ -119,7 +119,7 @@ def _open_remote(protocol: str, url: str, options: dict[str, Any], on_wait: Call
             clean_error(exc, secrets)
             if not isinstance(exc, TypeError | ValueError | KeyError):
                 raise
-            raise InvalidOptionError(f"{protocol}:// does not take these storage_options: {exc}", object_id=url) from exc
+            raise InvalidOptionError(f"{protocol}:// does not accept these storage_options: {exc}", object_id=url) from exc
 
     if _EXTRAS.get(protocol) == "s3":
         from tensorstore_ck.backend.s3 import S3Backend  # noqa: PLC0415 - loads fsspec

@@ -1,7 +1,7 @@
 """The fold: how one log entry changes the ref table. A pure function of the entry and the table, and total.
 
-Entries were checked by whoever appended them; what makes no sense here all the same (a reset of a branch that does not
-exist, a root that nobody put) has no effect, on every host alike. No clock, no backend, no randomness.
+Writers check entries before they append them; an operation that is still invalid here (a reset of a branch that does not
+exist, an unknown root) has no effect, on every host. No clock, no backend, no randomness.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ Fields = Mapping[str, Any]
 
 def _put(batch: Batch, view: RefTable, entry: Entry, op: Fields) -> None:
     if view.outcome(op["txn"]) is not None:
-        return  # aborted before, or this very put again: the first of them is the outcome
+        return  # aborted before, or this put again: the first is the outcome
     batch.put(table_keys.txn_key(op["txn"]), table_rows.encode_row(table_rows.TxnOutcome(put=True, n=entry.n)))
     batch.put(table_keys.snapshot_key(op["snapshot"]), table_rows.encode_row(_snapshot_row(entry, op)))
     batch.put(table_keys.root_key(op["root"], op["snapshot"]), table_rows.encode_row(table_rows.RootRow(entry.n)))

@@ -81,7 +81,7 @@ class ExistsThenWrite(MemoryBackend):
 def test_a_check_before_the_write_is_found_out() -> None:
     backend = ExistsThenWrite()
     assert not probe_create(backend)
-    assert "were each told that they won" in probe(backend).problems[0]
+    assert "each got a success" in probe(backend).problems[0]
 
 
 class RefusesButWrites(MemoryBackend):

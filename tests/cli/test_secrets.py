@@ -147,7 +147,7 @@ def test_what_is_no_url_by_mistake_is_not_repeated_either(url: str, tmp_path: Pa
 def test_it_is_said_where_the_secret_belongs() -> None:
     with pytest.raises(InvalidUrlError, match=r"^s3://\*\*\*@bucket/x: .*storage_options \(--storage-option\)"):
         open_backend(SECRET_URLS[0])
-    with pytest.raises(InvalidOptionError, match="is kept in the store") as caught:
+    with pytest.raises(InvalidOptionError, match="is stored for all to see") as caught:
         check_location(SECRET_URLS[2])
     assert MARK not in str(caught.value)
 

@@ -65,9 +65,9 @@ def test_the_message_has_all_sizes_and_what_to_do() -> None:
     with pytest.raises(NoSpaceError) as refused:
         require_free_space(Disk(12 * GIB), MinFree.parse("5%"), 10 * GIB, "step 1000 of runs/gpt")
     assert str(refused.value) == (
-        "step 1000 of runs/gpt needs 10.0 GiB, and there is too little free space at /ckpt: 12.0 GiB of 100.0 GiB are free, and 5.0 GiB must stay free "
-        "(min_free=5%); free space there (`tsck usage -s /ckpt` shows what gc can free now, and what later), or use another location, "
-        "or lower min_free"
+        "step 1000 of runs/gpt needs 10.0 GiB, and there is too little free space at /ckpt: 12.0 GiB of 100.0 GiB are free, "
+        "and 5.0 GiB must stay free (min_free=5%); free space there (`tsck usage -s /ckpt` shows what gc can free now, and what later), "
+        "or use another location, or lower min_free"
     )
     assert refused.value.object_id == "/ckpt"
     with pytest.raises(NoSpaceError) as refused:

@@ -1,7 +1,7 @@
-"""A store's backend some of whose packs lie at other places: colder and cheaper ones, where they were moved for their age.
+"""A store's backend some of whose packs lie at cold locations, where they were moved for their age.
 
-The log says which (`place`, FORMAT.md), once of each pack and for good. All other objects, and all that a put writes, lie at the store's
-own place. A pack is read, listed and deleted where it lies. A place that cannot be used is told at once, and never taken for empty.
+The log says which (`place`, FORMAT.md), once per pack and permanently. All other objects, and all that a save writes, lie at the store's
+own location. A pack is read, listed and deleted where it lies. A location that cannot be used is an error, and never taken for empty.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,19 +21,19 @@ class LocationView(Protocol):
     """What the log says."""
 
     def location_of(self, pack: bytes) -> str | None:
-        """Where a pack lies, if not at the store's own place."""
+        """The URL of a pack's cold location; None: the store's own."""
 
     def locations(self) -> Mapping[Ulid, str]:
-        """The same of all such packs."""
+        """The URL of each pack at a cold location."""
 
 
 class ColdTierBackend:
-    """See above. What is not here is the own backend's."""
+    """See above. All other attributes are those of the store's own backend."""
 
     def __init__(
         self, own: Backend, open_location: Callable[[str], Backend], view: Callable[[bool], LocationView] | None = None, *, store: str = ""
     ) -> None:
-        """`look` gives the log's newest fold, read refresh if its argument says so; without it only what is learned is logged.
+        """`view` returns the fold of the log, read again if its argument is true; without it only `add_locations` adds any.
 
         `store`: the store's uuid.
         """
@@ -50,28 +50,28 @@ class ColdTierBackend:
         return getattr(self._own, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """With what is logged now: for workers in other processes."""
+        """With the locations known now: for workers in other processes."""
         by_url: dict[str, list[bytes]] = {}
         for pack, url in self.locations().items():
             by_url.setdefault(url, []).append(pack)
         return _from_pickle, (self._own, self._open_location, self._store, {url: b"".join(packs) for url, packs in by_url.items()})
 
-    # --- which places there are ---------------------------------------------------------------------------------------
+    # --- locations ----------------------------------------------------------------------------------------------------
 
-    def add_locations(self, places: Mapping[Ulid, str]) -> None:
-        """Told where packs lie by whoever reads the log without this host's cache. It stays so."""
-        self._known.update(places)
+    def add_locations(self, found: Mapping[Ulid, str]) -> None:
+        """Adds packs and their locations, found by reading the log without this host's cache."""
+        self._known.update(found)
 
     def locations(self) -> dict[Ulid, str]:
-        """Where packs lie, as far as logged."""
+        """Where packs lie, as far as known."""
         logged = self._view(False).locations() if self._view is not None else {}
         return {**self._known, **logged}
 
     def at(self, url: str | None) -> Backend:
-        """The backend of a place that has the store's mark; None: the own one.
+        """The backend of a location with the store's marker; None: the store's own.
 
         Raises:
-            PlaceUnavailableError: it is not allowed, cannot be opened or read, or is not that place.
+            PlaceUnavailableError: it is not allowed, cannot be opened or read, or does not have the marker.
         """
         if url is None:
             return self._own
@@ -81,7 +81,7 @@ class ColdTierBackend:
             return self._opened[url]
 
     def check(self, url: str) -> None:
-        """Whether packs can be moved there, as far as it tells without a request.
+        """Checks, without a request, that packs can be moved there.
 
         Raises:
             InvalidOptionError: it is inside the store, or in this process's memory.
@@ -92,7 +92,7 @@ class ColdTierBackend:
         self._open_location(url).close()
 
     def claim_new(self, url: str) -> None:
-        """Marks a place that has no packs of this store yet, and is not marked."""
+        """Marks a location that has no packs of this store yet, unless it is marked."""
         if url in self._opened or url in self.locations().values():
             return
         backend = self._open_location(url)
@@ -101,37 +101,37 @@ class ColdTierBackend:
         backend.close()
 
     def require_owner(self) -> None:
-        """Refuses where another store with this one's uuid, of which this is a copy or which is one of this, moved packs to a place.
+        """Checks that no other store with this UUID (a copy of this store, or the original) has moved packs to a location.
 
         Raises:
-            GcRefusedError: so it is.
-            PlaceUnavailableError: a place cannot be read.
+            GcRefusedError: one has.
+            PlaceUnavailableError: a location cannot be read.
         """
         for url, backend in self._cold_backends().items():
             mark = read_marker(backend)
             if mark is not None and mark.url != self._own.url:
                 raise GcRefusedError(
-                    f"the packs at {url} were moved there by the store at {mark.url}, and this one is at {self._own.url}. If one is a copy "
-                    "of the other's files, both need them. If this is the only one, and was moved itself: `tsck tier --take-places`",
+                    f"the store at {mark.url} moved the packs to {url}, and this store is at {self._own.url}. If one is a copy of the "
+                    "other's files, both need them. If this is the only one, and was itself moved: `tsck tier --take-places`",
                     object_id=url,
                 )
 
     def claim_all(self, store: str | None = None) -> None:
-        """Says that the packs at all places belong to the store here; also where the mark is damaged, or gone from beside the packs.
+        """Marks all locations as belonging to this store, even if the marker there is damaged or gone.
 
-        `store`: its uuid, if it has another one now.
+        `store`: its new uuid, if it got one.
 
         Raises:
-            PlaceUnavailableError: a place cannot be used, or nothing of the store is there.
+            PlaceUnavailableError: a location cannot be used, or has nothing of the store.
         """
-        places = self.locations()
-        for url in sorted(set(places.values())):
+        located = self.locations()
+        for url in sorted(set(located.values())):
             backend = self._open_location(url)
             try:
                 is_there = read_marker(backend) is not None
             except CorruptObjectError:
                 is_there = True
-            if not is_there and not any(parse_ulid(info.name[-26:]) in places for info in backend.list(PACKS)):
+            if not is_there and not any(parse_ulid(info.name[-26:]) in located for info in backend.list(PACKS)):
                 raise self._wrong_location(url)
             write_marker(backend, OwnerMarker(store or self._store, self._own.url))
             backend.close()
@@ -153,7 +153,7 @@ class ColdTierBackend:
         return size
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Of all places; the marks are none of the store's objects."""
+        """At all locations; the markers are not objects of the store."""
         yield from self._own.list(prefix)
         for url, backend in (self._cold_backends() if not prefix or prefix.startswith(PACKS) else {}).items():
             for info in backend.list(prefix or PACKS):
@@ -164,14 +164,14 @@ class ColdTierBackend:
 
     def delete(self, names: Iterable[str]) -> None:
         """Where they lie."""
-        by_place: dict[str | None, list[str]] = {}
+        by_url: dict[str | None, list[str]] = {}
         for name in names:
-            by_place.setdefault(self._location_of(name), []).append(name)
-        for url, here in by_place.items():
+            by_url.setdefault(self._location_of(name), []).append(name)
+        for url, here in by_url.items():
             self.at(url).delete(here)
 
     def list_uploads(self) -> Iterator[ObjectInfo]:
-        """Of all places."""
+        """At all locations."""
         for backend in (self._own, *self._cold_backends().values()):
             for info in backend.list_uploads():
                 self._uploads[info.name] = backend
@@ -182,7 +182,7 @@ class ColdTierBackend:
         self._uploads.get(name, self._own).abort_upload(name)
 
     def close(self) -> None:
-        """Of all places."""
+        """Closes all backends."""
         for backend in (self._own, *self._opened.values()):
             backend.close()
 
@@ -194,14 +194,14 @@ class ColdTierBackend:
             try:
                 return read(self._own)
             except MissingObjectError:
-                url = self._location_of(name, refresh=True)  # a cache that lags behind, or was emptied, must not make it missing
+                url = self._location_of(name, refresh=True)  # a cache that is behind, or was emptied, must not make it missing
                 if url is None:
                     raise
         try:
             backend = self.at(url)
         except PlaceUnavailableError as exc:
             try:
-                return read(self._own)  # an entry that names a place of what lies here must not make it unreadable
+                return read(self._own)  # a wrong location in the log must not make a pack in the store unreadable
             except MissingObjectError:
                 raise exc from None
         try:
@@ -247,7 +247,7 @@ class ColdTierBackend:
 
     def _wrong_location(self, url: str) -> PlaceUnavailableError:
         return PlaceUnavailableError(
-            f"packs of {self._own.url} were moved to {url}, and what is there now is without their mark: is that place mounted, and "
+            f"packs of {self._own.url} were moved to {url}, which does not have their marker now: is that location mounted, and "
             "reached with the right credentials?",
             object_id=url,
         )

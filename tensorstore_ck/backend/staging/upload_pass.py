@@ -1,7 +1,7 @@
-"""One pass over unsent objects: pieces of several go out side by side, and what cannot be finished now is left for the next pass.
+"""One pass over unsent objects: sends pieces of several in parallel, and leaves what cannot be finished now for the next pass.
 
-Left are objects that another process uploads, and those whose upload the store has let go of. Memory: one buffer of a piece
-per thread, which the pieces are read into, straight from the file.
+Left are objects that another process uploads, and those whose upload the store has dropped. Memory: a buffer of one piece per thread.
+The rate of uploads is limited here; that of plain reads and writes in `backend.throttled`.
 """
 
 import io
@@ -21,14 +21,14 @@ from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.errors import MissingObjectError
 
 WRITE_BYTES: Final = 4 << 20
-"""What is handed at a time to a store that takes no pieces."""
+"""Written at once to a store without resumable uploads."""
 
 Task = Callable[[], None]
 
 
 @dataclass
 class _Transfer:
-    """An object on its way in pieces."""
+    """A resumable upload in progress."""
 
     file: UnsentFile
     upload: Upload
@@ -54,7 +54,7 @@ class UploadPass:
         self._left: list[str] = []
 
     def run(self, names: Sequence[str], threads: int) -> list[str]:
-        """Uploads what can be; returns what is left."""
+        """Uploads what it can; returns what is left."""
         try:
             for_each(self._tasks(names), lambda task: task(), threads, failed=self._patience.failed)
         finally:
@@ -63,7 +63,7 @@ class UploadPass:
         return self._left
 
     def _tasks(self, names: Sequence[str]) -> Iterator[Task]:
-        """What is to be done, drawn by one thread at a time: objects are begun in order, each when the one before has all pieces drawn."""
+        """The tasks, drawn by one thread at a time: an object begins when all pieces of the one before are drawn."""
         pieces = resumable(self._store)
         for name in names:
             file = self._locked(name)
@@ -82,7 +82,7 @@ class UploadPass:
                 yield from self._send_in_pieces(file, self._begin(pieces, file, entry))
 
     def _locked(self, name: str) -> UnsentFile | None:
-        """The object, if there is something to do and this process is to do it."""
+        """The object, if it has to be uploaded and this process has the right to."""
         self._patience.check()
         try:
             file = self._folder.open_unsent(name)
@@ -90,7 +90,7 @@ class UploadPass:
             size = self._stored_bytes(name)
             if size is None:
                 raise MissingObjectError(
-                    f"the staged {name} is neither on the staging disk nor in the store: it was deleted, or the disk was exchanged",
+                    f"the staged {name} is neither on the staging disk nor in the store: it was deleted, or the disk was replaced",
                     object_id=name,
                 ) from exc
             self._report(size)  # it was published meanwhile

@@ -114,7 +114,7 @@ def test_a_folder_that_can_serve(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
-    with pytest.raises(NoSpaceError, match=r"may take 1\.0 EiB, .* GiB are free: free space there, or lower its capacity"):
+    with pytest.raises(NoSpaceError, match=r"may use 1\.0 EiB, .* GiB are free: free space there, or lower its capacity"):
         StagingFolder(tmp_path, UUID, 1 << 60).check()
 
 
