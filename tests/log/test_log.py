@@ -518,7 +518,7 @@ def test_a_replaced_entry_breaks_the_chain_at_the_next() -> None:
 def test_an_entry_knows_its_number() -> None:
     sealed, _ = sealed_by_hand(5, genesis_hash(UUID), mark_op("five"))
     assert decode_entry(sealed, "entry", 5).n == 5
-    with pytest.raises(CorruptObjectError, match="number 5"):
+    with pytest.raises(CorruptObjectError, match="number is 5"):
         decode_entry(sealed, "entry", 6)
 
 
