@@ -33,17 +33,17 @@ Steps = tuple[str, ...]
 """Service, bucket or host, and the parts of the path."""
 
 
-def parse_allowed(places: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
+def parse_allowed(locations: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
     """The locations that a host allows, checked.
 
     Raises:
         InvalidOptionError: one is neither an absolute path nor a URL with a bucket or host.
     """
-    found = tuple(os.fspath(each) for each in ((places,) if isinstance(places, str | os.PathLike) else places))
-    for place in found:
-        if not can_allow(place):
+    found = tuple(os.fspath(each) for each in ((locations,) if isinstance(locations, str | os.PathLike) else locations))
+    for location in found:
+        if not can_allow(location):
             raise InvalidOptionError(
-                f"an allowed location is an absolute path or a URL such as s3://bucket/prefix, without `..` and `::`, not {place!r}",
+                f"an allowed location is an absolute path or a URL such as s3://bucket/prefix, without `..` and `::`, not {location!r}",
                 object_id="places",
             )
     return found
@@ -54,27 +54,27 @@ def places_file() -> Path:
     return platformdirs.user_config_path("tensorstore_ck", appauthor=False) / "places"
 
 
-def can_allow(place: str) -> bool:
+def can_allow(location: str) -> bool:
     """Whether a location can be allowed, with everything inside of it."""
-    return _steps(place) is not None
+    return _steps(location) is not None
 
 
 def is_at_store_endpoint(url: str, store_url: str) -> bool:
     """Whether a location is a bucket of the store's own service and endpoint, so that the store's credentials are for it."""
-    place, store = _steps(url), _steps(store_url)
-    if place is None or store is None or place[0] != store[0] or place[0] not in _BUCKETS:
+    location, store = _steps(url), _steps(store_url)
+    if location is None or store is None or location[0] != store[0] or location[0] not in _BUCKETS:
         return False
-    return place[1] == store[1] or _BUCKETS[place[0]].fullmatch(place[1]) is not None
+    return location[1] == store[1] or _BUCKETS[location[0]].fullmatch(location[1]) is not None
 
 
-def is_allowed(url: str, store_url: str, places: Iterable[str]) -> bool:
-    """Whether a host that allows `places` uses the location at `url`. Accesses no path whose name is not inside one of them."""
-    return is_at_store_endpoint(url, store_url) or any(is_inside(url, place) for place in (*places, *_around(store_url)))
+def is_allowed(url: str, store_url: str, allowed: Iterable[str]) -> bool:
+    """Whether a host that allows `allowed` uses the location at `url`. Accesses no path whose name is not inside one of them."""
+    return is_at_store_endpoint(url, store_url) or any(is_inside(url, location) for location in (*allowed, *_around(store_url)))
 
 
-def is_inside(url: str, place: str) -> bool:
-    """Whether `url` is `place` or below it: ``s3://cold-evil`` is not below ``s3://cold``. Symlinks must not lead out of it."""
-    inner, outer = _steps(url), _steps(place)
+def is_inside(url: str, location: str) -> bool:
+    """Whether `url` is `location` or below it: ``s3://cold-evil`` is not below ``s3://cold``. Symlinks must not lead out of it."""
+    inner, outer = _steps(url), _steps(location)
     if inner is None or outer is None or inner[: len(outer)] != outer:
         return False
     if inner[0] != FILE:
