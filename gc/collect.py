@@ -60,7 +60,7 @@ class _Gc:
             return self._report(plan, plan.doomed, plan.sparse, written_bytes(plan.sparse), refusal)
         if refusal is not None:
             raise refusal
-        self._engine.placed.require_own()
+        self._engine.placed.require_owner()
         self._end(plan.ending)
         copied = ProgressSum(self._progress, "rewriting packs", sum(map(live_bytes, plan.sparse)))
         compacted = self._compact(plan.sparse, copied)
@@ -143,7 +143,7 @@ class _Gc:
 
     def _compact(self, packs: Sequence[SparsePack], copied: ProgressSum) -> Compacted:
         """Copies what is live of packs, to where each lies."""
-        places = self._engine.placed.places()
+        places = self._engine.placed.locations()
         done = Compacted([], 0, self._notes)
         for place in sorted({places.get(pack.pack) for pack in packs}, key=str):
             here = [pack for pack in packs if places.get(pack.pack) == place]
@@ -193,7 +193,7 @@ class _Gc:
         entries = sorted({state.n for key, state in view.objects() if state.swept and key not in left})
         old = [n for n in entries if self._is_older_entry(n, self._options.settle_seconds)]
         if old and old[-1] > view.horizon():
-            self._engine.log.append(lambda view: [Op.settle(old[-1])] if old[-1] > view.horizon() else [])
+            self._engine.log.append(lambda view: [Op.truncate_tombstones(old[-1])] if old[-1] > view.horizon() else [])
 
     def _is_older_entry(self, n: int, seconds: float) -> bool:
         entry = self._engine.log.chain.read(n)

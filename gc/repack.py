@@ -115,7 +115,7 @@ def rewrite(
     """
     done = RepackResult([], 0, [])
     if place is not None:
-        engine.placed.begin(place)
+        engine.placed.claim_new(place)
     for batch in _batches(packs):
         anchor, left = at_newest(engine, partial(_still_needed, reach, batch))
         compacted = compact(engine, left, progress, None if mode is None else partial(_read, engine, mode), place)

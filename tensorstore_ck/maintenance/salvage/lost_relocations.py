@@ -53,13 +53,13 @@ def read_unknown(backend: Backend, view: RefTable) -> list[LostRelocation]:
 
 def find_places(view: RefTable, unknown: Iterable[LostRelocation], placed: ColdTierBackend) -> None:
     """Lets `placed` learn where packs lie: by the log, by moved objects, and by what is there."""
-    placed.learn(view.places())
+    placed.add_locations(view.locations())
     for each in unknown:
         if each.moved.place is not None:
-            placed.learn(dict.fromkeys(each.moved.targets, each.moved.place))
-    for url in sorted(set(placed.places().values())):
+            placed.add_locations(dict.fromkeys(each.moved.targets, each.moved.place))
+    for url in sorted(set(placed.locations().values())):
         found = (parse_ulid(info.name[-26:]) for info in placed.at(url).list("packs/"))
-        placed.learn({pack: url for pack in found if pack is not None})
+        placed.add_locations({pack: url for pack in found if pack is not None})
 
 
 def find_relocations(packs: Packs, view: RefTable, unknown: Iterable[LostRelocation]) -> Iterator[Relocation]:

@@ -127,7 +127,7 @@ class _Salvage:
             )
             self._backend.replace(CONFIG_NAME, config.encode())
             if genesis_uuid is None:  # store.json was lost, and with it the uuid that places are marked with
-                self._placed.take(config.uuid)
+                self._placed.claim_all(config.uuid)
         note = "nothing that is left holds it: `tsck undo` brings it back, until gc frees it"
         return self._report(config.log, filled.view, held, [*recovered, *(told(info, note) for info in doubtful)])
 
@@ -175,7 +175,7 @@ class _Salvage:
 
     def _places_of(self, packs: Packs) -> dict[Ulid, str]:
         """Where those packs lie that are there, and not at the store's own place."""
-        return {pack: url for pack, url in self._placed.places().items() if pack in packs.listed}
+        return {pack: url for pack, url in self._placed.locations().items() if pack in packs.listed}
 
     def _read_strays(self, view: RefTable) -> Iterator[_Stray]:
         """Records that the log never published; those that expired and those that gc freed are none."""
@@ -255,7 +255,7 @@ class _Salvage:
             actor=current_actor(),
             new_id=self._new_id,
             shared=False,
-            is_made_anew=True,
+            may_begin=True,
         )
         for now[0], ops in new.entries:
             log.append(lambda _, ops=ops: ops)  # type: ignore[misc]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from tensorstore_ck.backend.staging import StagingTier
-from tensorstore_ck.common.free_space import require_room
+from tensorstore_ck.common.free_space import require_free_space
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.common.retry import next_delay
 from tensorstore_ck.common.threads import cpu_threads
@@ -85,7 +85,7 @@ class SaveContext:
         """
         engine, tier = self.engine, self.engine.tier
         if tier is None:
-            require_room(engine.backend, engine.min_free, 0 if self.seen.knows(ref) else needed_bytes, f"the put to {ref!r}")
+            require_free_space(engine.backend, engine.min_free, 0 if self.seen.knows(ref) else needed_bytes, f"the put to {ref!r}")
             return
         while True:
             try:
