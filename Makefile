@@ -9,7 +9,7 @@ TESTS ?= tests
 NEWEST := .venv-newest-torch
 EXTRAS := s3,safetensors,dask,otel,plot,postgres
 
-.PHONY: demo test soak test-newest-torch lint clean
+.PHONY: demo test soak test-newest-torch lint package clean
 
 demo: $(INSTALLED)
 	rm -rf .demo
@@ -38,8 +38,12 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# A wheel and an sdist in dist, each installed and tried out in a fresh environment.
+package: $(INSTALLED)
+	$(BIN)/python .ci/smoke_package.py
+
 clean:
-	rm -rf .venv $(NEWEST) .demo
+	rm -rf .venv $(NEWEST) .demo dist
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard tensorstore_ck/format/codec/*.c)
 	$(PYTHON) -m venv .venv

@@ -13,7 +13,8 @@ from tensorstore_ck.common.ids import Digest, Ulid, new_ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import init_store, make_engine
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
-from tensorstore_ck.engine.write.put import PutRequest
+from tensorstore_ck.engine.write.rank_parts import RankParts
+from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings
 from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.pack import pack_name
@@ -24,7 +25,6 @@ from tensorstore_ck.gc import GcOptions, run_gc
 from tensorstore_ck.log import Objects, SnapshotInfo
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.forget import forget
-from tensorstore_ck.session.group.publish import RankParts
 from tensorstore_ck.session.group.rank_put import PreparedPut, RankDone, RankPut, RankStates
 
 T = TypeVar("T")

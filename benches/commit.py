@@ -19,7 +19,8 @@ from tensorstore_ck.common.ids import Digest, new_ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.opening import init_store, make_engine
-from tensorstore_ck.engine.write.put import PutRequest
+from tensorstore_ck.engine.write.rank_parts import RankParts
+from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings
 from tensorstore_ck.format.layout import Layout, Sharding, TensorSpec
 from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values, part_name
@@ -30,7 +31,6 @@ from tensorstore_ck.log import ObjectKey, Objects, Op
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.session.group import Channel, Group, KeyValue
 from tensorstore_ck.session.group.planning_round import Planning
-from tensorstore_ck.session.group.publish import RankParts
 from tensorstore_ck.session.group.put_plan import Memory, PlanMemory, PutPlan, plan_of, remember
 from tensorstore_ck.session.group.rank_kinds import RankKind, encode_kind
 from tensorstore_ck.session.group.rank_put import PreparedPut, RankDone, RankPut, RankStates, put_ranks

@@ -49,8 +49,8 @@ class CompactedPack(NamedTuple):
     def operations(self, view: RefTable, needed: Entries) -> list[Op]:
         """What puts it in force at a head where `needed` entries of the pack are live; nothing where it must not be.
 
-        DESIGN section 6: the pack is not listed, every live entry was copied, and neither the moved object nor a target was
-        swept. The caller answers for the anchor.
+        See docs/decisions/004-gc-without-leases-and-clocks.md: the pack is not listed, every live entry was copied, and neither the
+        moved object nor a target was swept. The caller answers for the anchor.
         """
         own = [ObjectKey("moved", self.ulid), *(ObjectKey("pack", target) for target in self.targets)]
         states = {key: view.object_state(key) for key in own}

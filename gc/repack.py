@@ -2,7 +2,7 @@
 killed loses one. What was replaced is condemned, and goes with the next `gc`.
 
 Roots never change, as ids are of raw bytes. A block that is encoded against others is copied as it is, and none becomes one: a relocation
-has no place for a base (DESIGN section 4).
+never adds a base (docs/decisions/009-bounded-delta-chains.md).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast, o
 from tensorstore_ck.backend.staging import Staging
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import open_engine
-from tensorstore_ck.engine.write.put import ANY, AnyHead
+from tensorstore_ck.engine.write.publish import ANY, AnyHead
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged
 from tensorstore_ck.events import Callback

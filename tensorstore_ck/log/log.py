@@ -1,5 +1,6 @@
-"""The commit protocol: `Log.sync` follows the log, `Log.append` adds the next entry. DESIGN section 5; FORMAT.md, "Commits".
+"""The commit protocol: `Log.sync` follows the log, `Log.append` adds the next entry.
 
+FORMAT.md, "Commits", and docs/decisions/001-one-log-and-create-if-absent.md say what they rest on.
 The log is a total order, and its only primitive is create-if-absent of entry n + 1. The ref table is a cache of its fold;
 whatever happens to the cache costs time only. Knows nothing of packs, parts or tensors.
 """

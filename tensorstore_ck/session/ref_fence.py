@@ -6,7 +6,8 @@ from typing import Any, Final, NamedTuple
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.branch_conflict import branch_command
-from tensorstore_ck.engine.write.put import AnyHead, Expected, PutRequest
+from tensorstore_ck.engine.write.publish import AnyHead, Expected
+from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, Sampling, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SaveChecks, require_checks
 from tensorstore_ck.errors import InvalidOptionError

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from tensorstore_ck.session.save.group_put import GroupPut
-    from tensorstore_ck.session.save.single_put import SinglePut
+    from tensorstore_ck.session.save.put import SinglePut
     from tensorstore_ck.state import StateCheck
     from tensorstore_ck.state.capture_copy import Arena
 
@@ -78,11 +77,10 @@ class Session:
     ) -> PendingSnapshot:
         """See `Store.put_snapshot_async`, for the options too."""
         from tensorstore_ck.session.save.group_put import UnpreparedState  # noqa: PLC0415 - loads torch
-        from tensorstore_ck.session.save.single_put import SinglePut  # noqa: PLC0415 - loads torch
 
         ranks = process_group(group)
 
-        def make() -> "SinglePut | GroupPut":
+        def make() -> "SinglePut":
             captured = state
             if ranks is not None:  # also where host_memory_bytes is given: other ranks may not have it, and all must ask
                 try:
@@ -90,8 +88,9 @@ class Session:
                 except StoreError as exc:  # the others may know, and begin the put
                     captured = UnpreparedState(exc)
             job = self._job(captured, ref, ranks, timeout_seconds=timeout_seconds, **options)
-            job.prepare()
-            if isinstance(job, SinglePut) and self.queue.is_quiet():
+            if ranks is not None:
+                job.prepare()
+            elif self.queue.is_quiet():
                 job.check_known()
             return job
 
@@ -153,29 +152,33 @@ class Session:
         frozen: Sequence[str],
         timeout_seconds: float,
         **options: Any,
-    ) -> "SinglePut | GroupPut":
-        from tensorstore_ck.session.save.group_put import GroupPut  # noqa: PLC0415 - loads torch
-        from tensorstore_ck.session.save.single_put import SinglePut  # noqa: PLC0415 - loads torch
+    ) -> "SinglePut":
+        from tensorstore_ck.session.group.rank_put import RankStates  # noqa: PLC0415 - loads torch
+        from tensorstore_ck.session.save.group_put import GroupPut, UnpreparedState  # noqa: PLC0415 - likewise
+        from tensorstore_ck.session.save.put import SinglePut  # noqa: PLC0415 - likewise
+        from tensorstore_ck.state.capture import capture  # noqa: PLC0415 - likewise
+        from tensorstore_ck.state.rank_shares import describer_of  # noqa: PLC0415 - likewise
 
         if group is None:
             _require_no_rank_state(rank_state)
         elif self.engine.limit is not None:
             self.engine.limit.share(group.size())
         self._resume(group, timeout_seconds)
-        ask = partial(put_options, self.engine, ref, **options)
+        ask, step, context = partial(put_options, self.engine, ref, **options), options["step"], self.context
         if group is None:
-            return SinglePut(self.context, next(self._numbers), ask(), state, frozen)
-        return GroupPut(
-            self.context,
-            group,
-            ask,
-            state,
-            rank_state,
-            ref=ref,
-            step=options["step"],
-            frozen=frozen,
-            timeout_seconds=timeout_seconds,
-        )
+            number = next(self._numbers)
+            job = SinglePut(context, number, ask, lambda: RankStates(context.frozen.mark(capture(state), frozen), None), ref=ref, step=step)
+            job.prepare()
+            return job
+
+        def take_apart() -> RankStates:
+            if isinstance(state, UnpreparedState):
+                raise state.error
+            nonce = self.groups.of(group)[0].nonce
+            shared = context.frozen.mark(capture(state, describer_of(group)), frozen, nonce)
+            return RankStates(shared, None if rank_state is None else capture(rank_state))
+
+        return GroupPut(context, group, ask, take_apart, ref=ref, step=step, timeout_seconds=timeout_seconds)
 
     def _open_arena(self) -> "Arena":
         import torch  # noqa: PLC0415 - takes a second

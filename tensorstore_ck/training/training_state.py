@@ -36,7 +36,7 @@ from tensorstore_ck.training.stateful_parts import StatefulPart, is_stateful, lo
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from tensorstore_ck.engine.write.put import AnyHead
+    from tensorstore_ck.engine.write.publish import AnyHead
     from tensorstore_ck.session.ref_fence import LastSeen
     from tensorstore_ck.store import ReadOnlyStore
 

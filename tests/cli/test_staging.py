@@ -15,7 +15,7 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.staging import take_over
 from tensorstore_ck.backend.staging.upload_journal import JournalEntry, UploadJournal
 from tensorstore_ck.common.ids import new_ulid
-from tensorstore_ck.engine.write.put import ANY
+from tensorstore_ck.engine.write.publish import ANY
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.session.staging.manifest import Manifest, decode_manifest

@@ -60,7 +60,12 @@ class PartSlot(NamedTuple):
     """See `Part.layout_of`."""
 
 
-ALONE: Final = PartSlot(0, 1, (0,), None)
+SINGLE: Final = PartSlot(0, 1, (0,), None)
+
+
+def slot_of_one(captured: CapturedState) -> PartSlot:
+    """The slot of the only part of a snapshot: its part id covers explicit regions only together with `Part.layout_of`."""
+    return SINGLE._replace(layout_of=b"") if captured.explicit else SINGLE
 
 
 class WrittenPart(NamedTuple):
@@ -106,7 +111,7 @@ def write_part(
     known: BlockLookup,
     *,
     anchor: int,
-    seat: PartSlot = ALONE,
+    slot: PartSlot = SINGLE,
     coding: Coding,
     meter: PutMeter | None = None,
     apart: bool = False,
@@ -119,7 +124,7 @@ def write_part(
         captured: The state.
         known: Which blocks need not be written.
         anchor: The log entry that `known` goes by.
-        seat: Which part it is.
+        slot: Which part it is.
         coding: How blocks are encoded.
         meter: Is told how it goes; what it raises gives the work up.
         apart: Whether the layout and large values get packs of their own, which are small.
@@ -130,12 +135,12 @@ def write_part(
         CaptureChangedError: a tensor has other bytes than when it was read first.
     """
     tensors_id = layout_id(captured.layout.encode())
-    likeness = PartKey(tensors_id, seat.rank, seat.world_size, seat.layout_of, encode_regions(captured.explicit))
+    likeness = PartKey(tensors_id, slot.rank, slot.world_size, slot.layout_of, encode_regions(captured.explicit))
     earlier = earlier_part(engine, known.parts, likeness, coding.anchor_every)
     block_bytes = engine.config.block_bytes
-    write = partial(write_tensors, captured, seat=seat, block_bytes=block_bytes, coding=coding, earlier=earlier, sampling=sampling)
+    write = partial(write_tensors, captured, slot=slot, block_bytes=block_bytes, coding=coding, earlier=earlier, sampling=sampling)
     with open_packs(engine, known, meter) as first:
-        blobs = write_blobs(captured, first, seat, coding)
+        blobs = write_blobs(captured, first, slot, coding)
         if not apart:
             tensors = write(first)
     packs = [first]
@@ -144,7 +149,7 @@ def write_part(
             tensors = write(second)
         packs.append(second)
     tensors.sample.verify(tensors.inlined, tensors.inline)
-    return store_part(engine, captured, blobs, tensors, packs, anchor=anchor, seat=seat)
+    return store_part(engine, captured, blobs, tensors, packs, anchor=anchor, slot=slot)
 
 
 @contextmanager
@@ -160,11 +165,11 @@ def open_packs(engine: Engine, known: BlockLookup, meter: PutMeter | None = None
         raise
 
 
-def write_blobs(captured: CapturedState, packs: PackWriter, seat: PartSlot, coding: Coding) -> BlobBlocks:
+def write_blobs(captured: CapturedState, packs: PackWriter, slot: PartSlot, coding: Coding) -> BlobBlocks:
     """Stores the layout and the large values, if this rank is the one that does."""
     encoder = Encoder(coding.mode)
     encoded_layout = captured.layout.encode()
-    is_first = seat.rank == seat.alike[0]
+    is_first = slot.rank == slot.alike[0]
     ids: list[Digest] = []
     blobs = np.zeros(1 + len(captured.blobs) if is_first else 1, BLOB_DTYPE)
     blobs["size"][0] = len(encoded_layout)
@@ -182,7 +187,7 @@ def write_tensors(
     captured: CapturedState,
     packs: PackWriter,
     *,
-    seat: PartSlot,
+    slot: PartSlot,
     block_bytes: int,
     coding: Coding,
     earlier: ParentBlocks | None = None,
@@ -198,7 +203,7 @@ def write_tensors(
     inlined: list[Inline] = []
     inline_size = 0
     blocks: list[TensorBlock] = []
-    for tensor, start, share in places_of(captured, seat, block_bytes):
+    for tensor, start, share in places_of(captured, slot, block_bytes):
         if share.is_inline:
             size = share.lengths[0]
             inline.append(captured.sources[tensor].read(start, start + size))
@@ -211,7 +216,7 @@ def write_tensors(
     small = b"".join(inline)
     ids = [ZERO_DIGEST] * len(blocks)
     frozen = _rows_of_frozen(captured, blocks)
-    cuts = _cuts_of_frozen(captured, seat, block_bytes)
+    cuts = _cuts_of_frozen(captured, slot, block_bytes)
     for tensor in [*frozen]:
         said = captured.frozen[tensor]
         if not said.is_due and said.cut == cuts[tensor] and len(said.ids) == len(frozen[tensor]) and packs.rely_on(said.ids):
@@ -253,22 +258,22 @@ def write_tensors(
     return TensorBlocks(ids, small, blocks, inlined, sample)
 
 
-def inline_of(captured: CapturedState, seat: PartSlot, block_bytes: int) -> tuple[list[Inline], bytes]:
+def inline_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> tuple[list[Inline], bytes]:
     """What of the tensors lies inside the part."""
     inlined: list[Inline] = []
     data = bytearray()
-    for tensor, start, share in places_of(captured, seat, block_bytes):
+    for tensor, start, share in places_of(captured, slot, block_bytes):
         if share.is_inline:
             inlined.append(Inline(tensor, start, len(data), share.lengths[0]))
             data += captured.sources[tensor].read(start, start + share.lengths[0])
     return inlined, bytes(data)
 
 
-def places_of(captured: CapturedState, seat: PartSlot, block_bytes: int) -> Iterator[tuple[int, int, BlockShare]]:
+def places_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> Iterator[tuple[int, int, BlockShare]]:
     """What this rank stores: the tensor, where in its source it begins, and how it is cut."""
-    held = regions(captured.layout, seat.rank, seat.alike, captured.explicit)
+    held = regions(captured.layout, slot.rank, slot.alike, captured.explicit)
     bases = source_offsets(captured, held)
-    for share in shares(captured.layout, held, seat.rank, block_bytes):
+    for share in shares(captured.layout, held, slot.rank, block_bytes):
         yield held[share.region].tensor, bases[share.region] + share.start, share
 
 
@@ -280,7 +285,7 @@ def store_part(
     packs: Sequence[PackWriter],
     *,
     anchor: int,
-    seat: PartSlot,
+    slot: PartSlot,
 ) -> WrittenPart:
     """Writes the part that names these blocks, which lie where the closed `packs` say.
 
@@ -293,28 +298,28 @@ def store_part(
     layout = captured.layout.encode()
     part = Part(
         layout_id(layout),
-        seat.rank,
-        seat.world_size,
+        slot.rank,
+        slot.world_size,
         blobs.rows,
         b"".join(ids),
-        encode_values(captured.values if seat.rank == seat.alike[0] else ()),
+        encode_values(captured.values if slot.rank == slot.alike[0] else ()),
         tensors.inline,
         extents.packs,
         extents.rows,
         extents.base_ids,
         anchor,
-        seat.layout_of,
+        slot.layout_of,
         encode_regions(captured.explicit),
     )
-    if seat.rank == seat.alike[0]:
-        _require_readable(captured, layout, part, seat)
+    if slot.rank == slot.alike[0]:
+        _require_readable(captured, layout, part, slot)
     ulid, encoded = engine.put_id(), part.encode()
     engine.backend.put(part_name(ulid), encoded)
     added = {block: with_bases(place, places) for writer in packs for block, place in writer.added.items()}
     return WrittenPart(ulid, part, added, sum(writer.new_bytes for writer in packs) + len(encoded), tensors)
 
 
-def _require_readable(captured: CapturedState, layout: bytes, part: Part, seat: PartSlot) -> None:
+def _require_readable(captured: CapturedState, layout: bytes, part: Part, slot: PartSlot) -> None:
     """Refuses what a reader would take for a bomb; the ranks' parts together stay below what it accepts.
 
     Raises:
@@ -322,10 +327,10 @@ def _require_readable(captured: CapturedState, layout: bytes, part: Part, seat: 
     """
     parsed = (value[2] for value in captured.values if type(value) is list and value[0] == "b" and value[1] == "m")
     bodies = [layout[HEADER_BYTES:-DIGEST_BYTES], *(captured.blobs[number] for number in parsed)]
-    budget = ParseBudget(FREE_BYTES // (2 * seat.world_size))
+    budget = ParseBudget(FREE_BYTES // (2 * slot.world_size))
     encoded_bytes = int(part.extents["stored"][: int(part.blobs["blocks"].sum())].sum(dtype=np.int64))
     # gc may encode the layout anew, in fewer bytes: a quarter of today's is what the reader will find at least.
-    budget.add_stored(encoded_bytes // 4 + part.stored_bytes + (ULID_BYTES + DIGEST_BYTES) * len(seat.alike))
+    budget.add_stored(encoded_bytes // 4 + part.stored_bytes + (ULID_BYTES + DIGEST_BYTES) * len(slot.alike))
     size_bytes = sum(map(len, bodies))
     if size_bytes <= budget.most_items(size_bytes):
         return  # even if each byte was an item
@@ -358,12 +363,12 @@ def _rows_of_frozen(captured: CapturedState, blocks: Sequence[TensorBlock]) -> d
     return rows
 
 
-def _cuts_of_frozen(captured: CapturedState, seat: PartSlot, block_bytes: int) -> dict[int, bytes]:
+def _cuts_of_frozen(captured: CapturedState, slot: PartSlot, block_bytes: int) -> dict[int, bytes]:
     """Which blocks of each frozen tensor this rank stores: another rank may store them at the next put."""
     cuts: dict[int, list[tuple[object, ...]]] = {}
     if captured.frozen:
-        held = regions(captured.layout, seat.rank, seat.alike, captured.explicit)
-        for share in shares(captured.layout, held, seat.rank, block_bytes):
+        held = regions(captured.layout, slot.rank, slot.alike, captured.explicit)
+        for share in shares(captured.layout, held, slot.rank, block_bytes):
             region = held[share.region]
             if region.tensor in captured.frozen:
                 cuts.setdefault(region.tensor, []).append((region.is_flat, region.offsets, region.sizes, share.start, share.lengths))

@@ -24,7 +24,7 @@ CodecOption = CodecName | Mapping[str, CodecName]
 DeltaOption = bool | int | None
 
 ANCHOR_EVERY: Final = 8
-"""Differences over 50 steps cost about 3 % more than over 10, as measured in DESIGN.md."""
+"""Differences over 50 steps cost about 3 % more than over 10: docs/decisions/009-bounded-delta-chains.md."""
 MAX_ANCHOR_EVERY: Final = 1000
 SLOW_PACE: Final = 60.0
 """A store is slow whose writes take this many times as long as hashing the same number of bytes."""

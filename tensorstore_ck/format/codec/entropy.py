@@ -1,6 +1,6 @@
 """Groups of bytes, entropy-coded with zstd: as a pure Huffman coder where values do not repeat in runs, with matches where they do.
 
-Parameters of the pure coder as measured in DESIGN.md, section 4: a search that finds next to nothing costs next to nothing.
+Parameters of the pure coder: docs/decisions/008-zstd-as-entropy-coder.md. A search that finds next to nothing costs next to nothing.
 """
 
 from enum import IntEnum

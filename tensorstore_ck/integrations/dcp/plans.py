@@ -36,7 +36,7 @@ class Role(NamedTuple):
     """The tensor of each of the plan's items; -1 for a byte item."""
 
     @property
-    def seat(self) -> PartSlot:
+    def slot(self) -> PartSlot:
         """For the part writer."""
         return seat_of(self.part, self.parts)
 

@@ -194,7 +194,7 @@ def _differing(
     captured, layout = begun.captured, begun.captured.layout
     ids, inline = iter(begun.tensors.ids), io.BytesIO(begun.tensors.inline)
     read, source = -1, chain_of(())
-    for tensor, start, share in places_of(captured, begun.role.seat, begun.block_bytes):
+    for tensor, start, share in places_of(captured, begun.role.slot, begun.block_bytes):
         if tensor != read:
             read, source = tensor, chain_of([files.read_tensor(item) for item in boxes[tensor]])
         for length in share.lengths:

@@ -25,10 +25,12 @@ from tensorstore_ck.engine.write.compare_parent import ParentComparison
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.pack_writer import PackWriter
 from tensorstore_ck.engine.write.part_writer import TensorBlocks, WrittenPart, inline_of, open_packs, store_part, write_blobs, write_tensors
-from tensorstore_ck.engine.write.put import MAX_TRIES, PutRequest, check_expected
+from tensorstore_ck.engine.write.publish import check_expected, retry_expired
+from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts, publish_parts, record_of
+from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, Sampling, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SaveClaim, SaveFindings, SuspiciousSaveWarning, Unchanged, merged, require_checks
-from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError, SnapshotExpiredError
+from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError
 from tensorstore_ck.format.codec import Coding
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.integrations.dcp.duplicate_items import DuplicateItems, differences, explain, local_items, look_at
@@ -37,7 +39,6 @@ from tensorstore_ck.integrations.dcp.plans import Role, Tiny, assign_roles, held
 from tensorstore_ck.integrations.dcp.target import CheckpointId, DcpTarget
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.session.group.publish import RankParts, checked_parts, publish, record_of
 from tensorstore_ck.state.opaque_item import OpaqueItem
 from tensorstore_ck.store import Store
 
@@ -310,55 +311,51 @@ class Writer(StorageWriter):
         anchor, block_bytes = self._engine.log.sync().n, self._engine.config.block_bytes
         sampling = Sampling(turn_of(None, self._saving.step), self._checks.verify_capture)
         with open_packs(self._engine, self._known(role)) as packs:
-            tensors = write_tensors(captured, packs, seat=role.seat, block_bytes=block_bytes, coding=self._coding(), sampling=sampling)
+            tensors = write_tensors(captured, packs, slot=role.slot, block_bytes=block_bytes, coding=self._coding(), sampling=sampling)
         tensors.sample.verify(tensors.inlined, tensors.inline)
         return Begun(role, captured, packs, tensors, block_bytes, anchor)
 
     def _complete(self, begun: Begun, captured: CapturedState) -> tuple[WrittenPart, RankParts, SaveFindings]:
         """Writes the part, with the values of `captured` if it is the one that has them."""
         with open_packs(self._engine, self._known(begun.role)) as packs:
-            blobs = write_blobs(captured, packs, begun.role.seat, self._coding())
-        packs_of_part, seat = [begun.packs, packs], begun.role.seat
-        inlined, inline = inline_of(captured, seat, begun.block_bytes)
+            blobs = write_blobs(captured, packs, begun.role.slot, self._coding())
+        packs_of_part, slot = [begun.packs, packs], begun.role.slot
+        inlined, inline = inline_of(captured, slot, begun.block_bytes)
         tensors = begun.tensors._replace(inline=inline, inlined=inlined)
-        written = store_part(self._engine, captured, blobs, tensors, packs_of_part, anchor=begun.anchor, seat=seat)
+        written = store_part(self._engine, captured, blobs, tensors, packs_of_part, anchor=begun.anchor, slot=slot)
         parts = checked_parts(self._engine, [written], begun.anchor)
         self._engine.keep_part(written.ulid, written.part)
         return written, parts, ParentComparison(self._engine, written, captured, self._claim()).examine()
 
     def _write(self, role: Role, captured: CapturedState) -> tuple[Begun, _WriterReport]:
         self._engine.require_writable()
-        for attempt in range(1, MAX_TRIES + 1):
+
+        def attempt() -> tuple[Begun, WrittenPart, RankParts, SaveFindings]:
             begun = self._begin(role, captured)
-            try:
-                written, parts, findings = self._complete(begun, captured)
-            except SnapshotExpiredError:
-                if attempt == MAX_TRIES:
-                    raise
-                continue  # gc freed something that this relies on: the bytes are still in memory
-            self._engine.index.add(written.added.items(), published_at=parts.checked)  # this rank does not learn what is published
-            return begun, _WriterReport(role.part, layout_id(role.layout), parts.record(), findings.record())
-        raise AssertionError
+            return begun, *self._complete(begun, captured)
+
+        begun, written, parts, findings = retry_expired(attempt)
+        self._engine.index.add(written.added.items(), published_at=parts.checked)  # this rank does not learn what is published
+        return begun, _WriterReport(role.part, layout_id(role.layout), parts.record(), findings.record())
 
     def _publish(self, request: PutRequest, begun: Begun, captured: CapturedState, others: list[_WriterReport]) -> SnapshotInfo:
         engine = self._engine
-        for attempt in range(1, MAX_TRIES + 1):
-            txn = engine.new_id()
-            try:
-                written, own, findings = self._complete(begun, captured)
-                parts = [own, *(RankParts.of_record(told.parts) for told in others)]
-                judged = request.judged(engine, merged([findings, *(SaveFindings.of_record(told.findings) for told in others)]))
-                record = record_of(engine, judged, parts, logical_bytes=captured.logical_bytes)
-                info = publish(engine, request, record, parts, txn=txn)
-            except SnapshotExpiredError:
-                if attempt == MAX_TRIES:
-                    raise
-                begun = self._begin(begun.role, captured)  # gc freed something that this relies on: the bytes are still in memory
-            else:
-                engine.note_published()
-                engine.index.add(written.added.items(), published_at=info.n)
-                return info
-        raise AssertionError
+
+        def attempt() -> tuple[WrittenPart, SnapshotInfo]:
+            written, own, findings = self._complete(begun, captured)
+            parts = [own, *(RankParts.of_record(told.parts) for told in others)]
+            judged = request.judged(engine, merged([findings, *(SaveFindings.of_record(told.findings) for told in others)]))
+            record = record_of(engine, judged, parts, logical_bytes=captured.logical_bytes)
+            return written, publish_parts(engine, request, record, parts, txn=engine.new_id())
+
+        def begin_again() -> None:
+            nonlocal begun
+            begun = self._begin(begun.role, captured)
+
+        written, info = retry_expired(attempt, begin_again)
+        engine.note_published()
+        engine.index.add(written.added.items(), published_at=info.n)
+        return info
 
 
 def _filled(begun: Begun, metadata: Metadata, values: Mapping[str, OpaqueItem]) -> CapturedState:

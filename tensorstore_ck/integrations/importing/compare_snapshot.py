@@ -11,7 +11,7 @@ from tensorstore_ck.common.ids import ZERO_DIGEST, Digest, block_id
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.part_writer import ALONE, places_of
+from tensorstore_ck.engine.write.part_writer import places_of, slot_of_one
 from tensorstore_ck.format.block_assignment import encode_regions
 from tensorstore_ck.format.layout import layout_id
 from tensorstore_ck.format.part import BLOB_DTYPE, EXTENT_DTYPE, Part, encode_values
@@ -31,7 +31,7 @@ def is_in_snapshot(engine: Engine, captured: CapturedState, info: SnapshotInfo) 
 
 def _part_id(captured: CapturedState, block_bytes: int) -> Digest:
     """The id of the part that a put by one process would write (FORMAT.md, "Parts")."""
-    seat = ALONE._replace(layout_of=b"") if captured.explicit else ALONE
+    slot = slot_of_one(captured)
     layout = captured.layout.encode()
     blobs = np.zeros(1 + len(captured.blobs), BLOB_DTYPE)
     ids: list[Digest] = []
@@ -43,7 +43,7 @@ def _part_id(captured: CapturedState, block_bytes: int) -> Digest:
         blobs[number] = (len(lengths), 0, len(blob))
     inline: list[bytes] = []
     blocks: list[tuple[int, int, int]] = []
-    for tensor, start, share in places_of(captured, seat, block_bytes):
+    for tensor, start, share in places_of(captured, slot, block_bytes):
         if share.is_inline:
             inline.append(bytes(captured.sources[tensor].read(start, start + share.lengths[0])))
             continue
@@ -60,8 +60,8 @@ def _part_id(captured: CapturedState, block_bytes: int) -> Digest:
     for_each(_runs(len(blocks)), hash_run, cpu_threads())
     part = Part(
         layout_id(layout),
-        seat.rank,
-        seat.world_size,
+        slot.rank,
+        slot.world_size,
         blobs,
         b"".join([*ids, *hashes]),
         encode_values(captured.values),
@@ -70,7 +70,7 @@ def _part_id(captured: CapturedState, block_bytes: int) -> Digest:
         np.zeros(0, EXTENT_DTYPE),
         b"",
         0,
-        seat.layout_of,
+        slot.layout_of,
         encode_regions(captured.explicit),
     )
     return part.part_id()

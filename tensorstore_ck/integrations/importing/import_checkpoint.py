@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.put import AnyHead, check_expected, put
+from tensorstore_ck.engine.write.publish import AnyHead, check_expected
+from tensorstore_ck.engine.write.put import put
 from tensorstore_ck.format.record import NOTE
 from tensorstore_ck.integrations.importing.crc_check import watched
 from tensorstore_ck.integrations.importing.detect_format import find_state

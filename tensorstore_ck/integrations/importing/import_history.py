@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from tensorstore_ck.engine.write.put import check_expected
+from tensorstore_ck.engine.write.publish import check_expected
 from tensorstore_ck.errors import AmbiguousAddressError, InvalidOptionError, MismatchError, NotFoundError, SnapshotAbortedError
 from tensorstore_ck.format.record import check_metrics, encode_metadata
 from tensorstore_ck.integrations.importing.compare_snapshot import is_in_snapshot

@@ -17,11 +17,11 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.part_extents import extents_of
 from tensorstore_ck.engine.reachability import BlockLocations, require_live, resolve
 from tensorstore_ck.engine.write.dedup import DedupIndex
-from tensorstore_ck.engine.write.put import MAX_TRIES, commit_rescue
-from tensorstore_ck.errors import DamageError, SnapshotAbortedError, SnapshotExpiredError
+from tensorstore_ck.engine.write.publish import condemned_of, publish, retry_expired, store_record
+from tensorstore_ck.errors import DamageError, SnapshotExpiredError
 from tensorstore_ck.format.codec import BASED
 from tensorstore_ck.format.part import Part, part_name
-from tensorstore_ck.format.record import Record, record_name
+from tensorstore_ck.format.record import Record
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.block_index import Location
 from tensorstore_ck.maintenance.copy_store.blocks import BLOCK_DTYPE, Blocks, Copied, CopyPiece, Pace, copy_piece, cut_pieces
@@ -79,7 +79,8 @@ class SnapshotCopier:
             ConflictError: from `arrange`; nothing is visible.
             DamageError: the source's snapshot cannot be read; nothing is visible.
         """
-        for last_try in (*[False] * (MAX_TRIES - 1), True):
+
+        def attempt() -> SnapshotInfo | None:
             anchor = self._anchor()
             written_before = self._meter.written_bytes
             self._meter.begin(info.logical_bytes)
@@ -89,16 +90,12 @@ class SnapshotCopier:
                 self._meter.end()
                 return None
             new_bytes = self._meter.written_bytes - written_before
-            try:
-                published = self._publish(record._replace(ref=ref, parts=[ulid for ulid, _ in parts], new_bytes=new_bytes), parts, arrange)
-            except SnapshotExpiredError:
-                if last_try:
-                    raise
-                self._target.log.sync()
-            else:
-                self._meter.end()
-                return published
-        raise AssertionError("unreachable")
+            record = record._replace(ref=ref, parts=[ulid for ulid, _ in parts], new_bytes=new_bytes)
+            published = self._publish(record, parts, arrange)
+            self._meter.end()
+            return published
+
+        return retry_expired(attempt, self._target.log.sync)
 
     def _anchor(self) -> int:
         """The entry of the target that everything is chosen under.
@@ -188,17 +185,19 @@ class SnapshotCopier:
         self._target.index.add(copied.locations.items(), published_at=anchor)
 
     def _publish(self, record: Record, parts: Sequence[tuple[Ulid, Part]], arrange: Arrange) -> SnapshotInfo:
-        """Record and log entry: as `writer` does it."""
-        ulid, encoded = self._target.new_id(), record.encode()
-        self._put(record_name(ulid), encoded)
-        put = Op.put(record.ref, ulid, record, encoded, anchor=min(part.anchor for _, part in parts), txn=ulid)
-
-        def build(view: RefTable) -> list[Op]:
-            return [*arrange(view, put), *commit_rescue(self._target, view, ulid, parts)]
-
-        info = self._target.log.published(self._target.log.append(build), ulid)
-        if info is None:
-            raise SnapshotAbortedError(f"the copy to {record.ref!r} was given up by another process: run it again", object_id=record.ref)
+        """Record and log entry."""
+        ulid = self._target.new_id()
+        encoded = store_record(self._target, ulid, record)
+        self._meter.written_bytes += len(encoded)
+        info = publish(
+            self._target,
+            record,
+            encoded,
+            txn=ulid,
+            anchor=min(part.anchor for _, part in parts),
+            arrange=arrange,
+            condemned=lambda view: condemned_of(self._target, view, [ulid], parts),
+        )
         for part_ulid, part in parts:
             self._target.keep_part(part_ulid, part)
         self._meter.snapshots += 1

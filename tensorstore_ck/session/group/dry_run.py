@@ -20,8 +20,8 @@ class RankDryRun(RankPut):
         if go["explain"]:
             return super().work(go)
         self._states = self._states._replace(shared=self._planning.follow(go, self._states.shared))
-        seat = self.take_seat()
-        return {"replicas": self._digests(seat).record(), "told_bytes": self._told_bytes(seat)}
+        slot = self.take_slot()
+        return {"replicas": self._digests(slot).record(), "told_bytes": self._told_bytes(slot)}
 
     def commit(self, records: list[Body]) -> Body:
         """Compares that: the size of the snapshot in bytes."""

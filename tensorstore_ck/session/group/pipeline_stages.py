@@ -11,9 +11,10 @@ from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import resolve
 from tensorstore_ck.engine.read.block_reader import BufferTarget, OpenPart, read_unpublished, wanted_blocks
+from tensorstore_ck.engine.write.rank_parts import read_part
 from tensorstore_ck.format.layout import Layout, decode_layout
 from tensorstore_ck.format.layout_merge import LayoutConflictError, MergedLayout
-from tensorstore_ck.format.part import Part, decode_part, decode_values, part_name
+from tensorstore_ck.format.part import Part, decode_values, part_name
 from tensorstore_ck.format.part_index import PartIndex
 from tensorstore_ck.session.group.rank_messages import named_ranks
 
@@ -26,12 +27,6 @@ ADVICE: Final = (
 
 Cut = dict[tuple[Any, ...], list[tuple[int, bytes]]]
 """Region -> (where it begins, id or bytes) of each of its blocks."""
-
-
-def read_part(engine: Engine, ulid: Ulid) -> Part:
-    """A part, whether or not a snapshot names it."""
-    name = part_name(ulid)
-    return decode_part(engine.backend.get(name, max_bytes=1 << 28), name)
 
 
 class PipelineStage:

@@ -12,17 +12,19 @@ from tensorstore_ck.common.ids import Ulid, derived_hash
 from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.dedup import DedupIndex
-from tensorstore_ck.engine.write.part_writer import BlockLookup, PartSlot, WrittenPart, write_part
-from tensorstore_ck.engine.write.put import MAX_TRIES, PutRequest
+from tensorstore_ck.engine.write.part_writer import PartSlot, WrittenPart, write_part
+from tensorstore_ck.engine.write.publish import retry_expired
+from tensorstore_ck.engine.write.put import Destination, StoreDestination
+from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts, record_of
+from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings, merged
-from tensorstore_ck.errors import MismatchError, SnapshotExpiredError
+from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.block_assignment import alike, first_ranks
 from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.random_streams import RULE
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, take_digest, unpack_body
-from tensorstore_ck.log import Op, SnapshotInfo
+from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.session.group import replica_drift
 from tensorstore_ck.session.group.attempt import Round
 from tensorstore_ck.session.group.group import Group
@@ -30,7 +32,6 @@ from tensorstore_ck.session.group.matching_arguments import Differing, require_a
 from tensorstore_ck.session.group.participant import Participant
 from tensorstore_ck.session.group.pipeline_stages import PipelineStage, contradiction
 from tensorstore_ck.session.group.planning_round import Planning
-from tensorstore_ck.session.group.publish import RankParts, checked_parts, publish, record_of
 from tensorstore_ck.session.group.put_plan import Memory
 from tensorstore_ck.session.group.rank_messages import Verbatim, disagreements, in_the_job
 from tensorstore_ck.session.group.replica_check import ReplicaDigests, differences, digests_of
@@ -113,8 +114,9 @@ def run_put(
     *,
     memory: Memory,
     meter: PutMeter | None = None,
+    destination: Destination | None = None,
 ) -> SnapshotInfo:
-    """Puts in an attempt that was begun.
+    """Puts in an attempt that was begun; to the store, or another `destination`.
 
     All that can fail on one rank alone belongs into `prepare`: a rank that has not begun an attempt when the others have is never
     with them again.
@@ -128,7 +130,7 @@ def run_put(
         SnapshotAbortedError: a rank failed in another way, or is gone; likewise.
         UndecidedError: on this rank alone: the log could not be asked for the outcome.
     """
-    put = RankPut(engine, group, prepare, attempt=attempt, memory=memory, meter=meter)
+    put = RankPut(engine, group, prepare, attempt=attempt, memory=memory, meter=meter, destination=destination)
     outcome = attempt.run(put.duties())
     info = put.published(outcome)
     put.keep(info, outcome)
@@ -137,11 +139,6 @@ def run_put(
 
 class RankPut:
     """One rank's side."""
-
-    operation = "put"
-    """That decides the outcome in the log."""
-    apart = False
-    """See `write_part`."""
 
     def __init__(
         self,
@@ -152,8 +149,10 @@ class RankPut:
         attempt: Round,
         memory: Memory,
         meter: PutMeter | None = None,
+        destination: Destination | None = None,
     ) -> None:
         self._engine = engine
+        self._destination = destination or StoreDestination(engine)
         self._meter = meter or PutMeter()
         self._group = group
         self._prepare = prepare
@@ -163,7 +162,7 @@ class RankPut:
         self._planning = Planning(attempt, memory, group.rank, group.ranks, group.in_job)
         self._differing_copies = ""
         """On rank 0: which ranks no longer hold the same, though `drift` does not see it."""
-        self._seat: PartSlot
+        self._slot: PartSlot
         self._written: list[WrittenPart] = []
 
     def duties(self) -> Participant:
@@ -177,11 +176,13 @@ class RankPut:
         self._engine.require_writable()
         self._request, self._states = self._prepare()  # here, so that all learn at once when it cannot be stored
         request, shared = self._request, self._states.shared
+        self._destination.admit(request)
+        expect = None if self._destination.is_staging else request.expect  # where the ref may be then is rank 0's to say
         return {
             "ref": request.ref,
             "step": request.step,
             "parent": request.parent,
-            "expect": request.expect if request.expect is None or isinstance(request.expect, bytes) else repr(request.expect),
+            "expect": expect if expect is None or isinstance(expect, bytes) else repr(expect),
             "metadata": derived_hash("metadata of a put", request.metadata),
             "metrics": derived_hash("metrics of a put", pack_body(sorted(request.metrics.items()))),
             "rank_state": self._states.own is not None,
@@ -192,13 +193,11 @@ class RankPut:
         if go["explain"]:
             return telling(self._told_options()) if self._group.rank in go["explain"] else {}
         self.follow(go)
+        self._destination.begin(self._request)
         self._states = self._states._replace(shared=self._planning.follow(go, self._states.shared))
-        for _ in range(MAX_TRIES - 1):
-            try:
-                return self._write().record()
-            except SnapshotExpiredError:
-                continue  # gc freed something that this relies on: the bytes are still in memory
-        return self._write().record()
+        done = retry_expired(self._write).record()
+        self._destination.wrote(self._request)
+        return done
 
     def _told_options(self) -> Body:
         request = self._request
@@ -210,11 +209,16 @@ class RankPut:
 
     def settle(self, reason: str) -> Body | None:
         """The outcome is what the log says first."""
-        self._engine.log.append(lambda view: [] if view.outcome(self._txn) else [Op.abort(self._txn)])
-        found = self._engine.log.view().outcome(self._txn)
-        if found is None or not found.put:
-            return None
-        return self._outcome(found.n)
+
+        def abort(view: RefTable) -> list[Op]:
+            return [] if view.outcome(self._txn) or view.staged(self._txn) else [Op.abort(self._txn)]
+
+        self._engine.log.append(abort)
+        view = self._engine.log.view()
+        found, staged = view.outcome(self._txn), view.staged(self._txn)
+        if staged is not None:
+            return self._outcome(staged.n)
+        return self._outcome(found.n) if found is not None and found.put else None
 
     def published(self, outcome: Body) -> SnapshotInfo:
         """The snapshot, without asking the log: once it is published, nothing may fail on this rank any more."""
@@ -237,10 +241,7 @@ class RankPut:
 
     def keep(self, info: SnapshotInfo, outcome: Body) -> None:
         """Remembers what the next put is likely to need, and keeps what drifted."""
-        self._engine.note_published()
-        for written in self._written:
-            self._engine.keep_part(written.ulid, written.part)
-            self._engine.index.add(written.added.items(), published_at=info.n)
+        self._destination.keep(info, self._written)
         self.keep_drifted(self._engine, info, outcome)
 
     def keep_drifted(self, engine: Engine, info: SnapshotInfo, outcome: Body) -> None:
@@ -248,48 +249,45 @@ class RankPut:
         pairs = [(int(rank), int(owner)) for rank, owner in outcome.get("drift", ())]
         for rank, owner in pairs:
             if rank == self._group.rank:
-                replica_drift.keep_copy(engine, self._states.shared, self._seat, info, owner)
+                replica_drift.keep_copy(engine, self._states.shared, self._slot, info, owner)
         if self._group.rank == 0 and any(rank for rank, _ in pairs):
             replica_drift.tell_all(pairs, info)
         if self._differing_copies:
             warnings.warn(f"the snapshot of step {info.step} is marked as drift: {self._differing_copies}", stacklevel=2)
 
     def _write(self) -> "RankDone":
-        engine, rank, ranks, own = self._engine, self._group.rank, self._group.ranks, self._states.own
-        turn, seat = self._planning.turn, self.take_seat()
+        engine, rank, ranks, own = self._destination.engine, self._group.rank, self._group.ranks, self._states.own
+        turn, slot = self._planning.turn, self.take_slot()
         anchor = engine.log.sync().n
-        known = self._known(rank)
+        known = self._destination.known(self._request, rank, ranks)
         write = partial(write_part, engine, anchor=anchor, coding=self._request.coding, meter=self._meter, sampling=self._request.sampling)
-        self._written = [write(self._states.shared, known, seat=seat, apart=self.apart)]
+        self._written = [write(self._states.shared, known, slot=slot, apart=self._destination.is_staging)]
         if own is not None:
             alone = PartSlot(ranks + rank, ranks, (ranks + rank,), None)
-            known = self._known(ranks + rank)
-            self._written.append(write(own, known, seat=alone))
+            known = self._destination.known(self._request, ranks + rank, ranks)
+            self._written.append(write(own, known, slot=alone))
         block_bytes = engine.config.block_bytes
-        replicas = self._digests(seat, only_copies=bool(turn))
-        sightings = replica_drift.sightings_of(self._states.shared, seat, self._written[0].part, block_bytes, turn) if turn else None
+        replicas = self._digests(slot, only_copies=bool(turn))
+        sightings = replica_drift.sightings_of(self._states.shared, slot, self._written[0].part, block_bytes, turn) if turn else None
         findings = self._request.examine(engine, self._written[0], self._states.shared)
-        return RankDone(checked_parts(engine, self._written, anchor), self._told_bytes(seat), replicas, sightings, findings)
+        return RankDone(checked_parts(engine, self._written, anchor), self._told_bytes(slot), replicas, sightings, findings)
 
-    def take_seat(self) -> PartSlot:
+    def take_slot(self) -> PartSlot:
         """This rank's place among all, by their layouts."""
         rank, ranks, layout_of = self._group.rank, self._group.ranks, self._planning.layout_of
-        self._seat = PartSlot(rank, ranks, alike(layout_of, rank, ranks), layout_of)
-        return self._seat
+        self._slot = PartSlot(rank, ranks, alike(layout_of, rank, ranks), layout_of)
+        return self._slot
 
-    def _digests(self, seat: PartSlot, *, only_copies: bool = False) -> ReplicaDigests:
+    def _digests(self, slot: PartSlot, *, only_copies: bool = False) -> ReplicaDigests:
         """Of all that this rank holds with others; or `only_copies`, of which `drift` knows nothing: a share of them at each put."""
         told, sums = self._planning.told_digests(), self._planning.sums()
         block_bytes = self._engine.config.block_bytes
-        return digests_of(self._states.shared, seat, block_bytes, told, only_told=only_copies)._replace(sums=sums)
+        return digests_of(self._states.shared, slot, block_bytes, told, only_told=only_copies)._replace(sums=sums)
 
-    def _known(self, number: int) -> BlockLookup:
-        return DedupIndex(self._engine, self._request.nearest, number, self._group.ranks)
-
-    def _told_bytes(self, seat: PartSlot) -> int:
+    def _told_bytes(self, slot: PartSlot) -> int:
         """Logical bytes that rank 0 does not know: of this rank's own state, and of a layout that begins with this rank."""
         own, shared = self._states.own, self._states.shared
-        return (own.logical_bytes if own is not None else 0) + (shared.logical_bytes if seat.rank == seat.alike[0] > 0 else 0)
+        return (own.logical_bytes if own is not None else 0) + (shared.logical_bytes if slot.rank == slot.alike[0] > 0 else 0)
 
     # --- duties of rank 0 ---------------------------------------------------------------------------------------------
 
@@ -336,7 +334,7 @@ class RankPut:
         """Says so in the log: the number of the entry."""
         record = self._record(dones)
         parts = [done.parts for done in dones]
-        return publish(self._engine, self._request, record, parts, txn=self._txn, mark=self._mark(drifted)).n
+        return self._destination.commit(self._request, record, parts, self._txn, self._mark(drifted)).n
 
     def _record(self, dones: Sequence[RankDone]) -> Record:
         parts, logical = [done.parts for done in dones], self._states.shared.logical_bytes + sum(done.told_bytes for done in dones)
@@ -350,7 +348,7 @@ class RankPut:
     def _outcome(self, n: int) -> Body:
         """What all ranks are told of the snapshot that entry `n` is about."""
         entry = next(self._engine.log.entries(n))
-        op = next(op for op in entry.ops if op.name == self.operation and op.fields["txn"] == self._txn)
+        op = next(op for op in entry.ops if op.name in ("put", "staged") and op.fields["txn"] == self._txn)
         return {key: op.fields[key] for key in TOLD} | {"n": n, "time_ns": entry.time_ns}
 
     def _difference(self, dones: Sequence[RankDone]) -> str:

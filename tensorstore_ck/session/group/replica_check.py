@@ -56,11 +56,11 @@ class ReplicaDigests(NamedTuple):
 
 
 def digests_of(
-    captured: CapturedState, seat: PartSlot, block_bytes: int, told: Sequence[ReportedRegions] = (), *, only_told: bool = False
+    captured: CapturedState, slot: PartSlot, block_bytes: int, told: Sequence[ReportedRegions] = (), *, only_told: bool = False
 ) -> ReplicaDigests:
     """Hashes all that this rank holds with others, in the blocks that it is stored in; `told` was hashed already."""
     tensors = captured.layout.tensors
-    held = [] if only_told else regions(captured.layout, seat.rank, seat.alike, captured.explicit)
+    held = [] if only_told else regions(captured.layout, slot.rank, slot.alike, captured.explicit)
     found: dict[int, bytes] = {}
     ends: dict[int, int] = {}
     tasks: list[tuple[int, int, list[int]]] = []
@@ -82,14 +82,14 @@ def digests_of(
     for_each(tasks, digest, cpu_threads())
     of_sets: dict[bytes, list[bytes]] = {}
     key_of = cache(set_key)
-    buckets = [0] * bucket_count(captured.layout, seat.world_size)
+    buckets = [0] * bucket_count(captured.layout, slot.world_size)
     for number in sorted(found):
         region = held[number]
         of_sets.setdefault(key_of(region.replicas), []).append(found[number])
-        buckets[bucket_of(region.tensor, captured.layout, seat.world_size)] ^= int.from_bytes(found[number][:CHECKSUM_BYTES], "little")
+        buckets[bucket_of(region.tensor, captured.layout, slot.world_size)] ^= int.from_bytes(found[number][:CHECKSUM_BYTES], "little")
     for key, tensor, hashed in told:
         of_sets.setdefault(key, []).append(hashed)
-        buckets[bucket_of(tensor, captured.layout, seat.world_size)] ^= int.from_bytes(hashed[:CHECKSUM_BYTES], "little")
+        buckets[bucket_of(tensor, captured.layout, slot.world_size)] ^= int.from_bytes(hashed[:CHECKSUM_BYTES], "little")
     sets = {key: bytes(derived_hash("set of replicas", *several)[:DIGEST_BYTES]) for key, several in of_sets.items()}
     if not sets:
         return ReplicaDigests({}, b"")

@@ -13,7 +13,9 @@ from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import ByteSource, CapturedState
 from tensorstore_ck.engine.write.part_writer import PartSlot, source_offsets
-from tensorstore_ck.engine.write.put import ANY, PutRequest, put
+from tensorstore_ck.engine.write.publish import ANY
+from tensorstore_ck.engine.write.put import put
+from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.block_assignment import Region, regions, shares
 from tensorstore_ck.format.layout import Layout, TensorSpec
@@ -69,10 +71,10 @@ def watched(replicas: Sequence[int], rank: int, turn: int) -> int:
     return replicas[(replicas.index(rank) - 1 - turn % (len(replicas) - 1)) % len(replicas)]
 
 
-def sightings_of(captured: CapturedState, seat: PartSlot, part: Part, block_bytes: int, turn: int) -> ReplicaHashes:
+def sightings_of(captured: CapturedState, slot: PartSlot, part: Part, block_bytes: int, turn: int) -> ReplicaHashes:
     """Tells what this rank wrote, by the ids of its part; and hashes what it holds of what another one writes."""
-    sets = _sets(captured, seat)
-    plan = PartIndex(captured.layout, part, seat.alike, block_bytes, "the part of this rank")
+    sets = _sets(captured, slot)
+    plan = PartIndex(captured.layout, part, slot.alike, block_bytes, "the part of this rank")
     written = {}
     for replicas, several in sets.items():
         ids = [each for held in several for each in _stored_ids(part, plan, held.region)[1]]
@@ -80,7 +82,7 @@ def sightings_of(captured: CapturedState, seat: PartSlot, part: Part, block_byte
             written[set_key(replicas)] = _digest(ids)
     seen = []
     for replicas, several in sets.items():
-        owner = watched(replicas, seat.rank, turn)
+        owner = watched(replicas, slot.rank, turn)
         runs = _runs(captured.layout, several, owner, block_bytes)
         if runs:
             seen.append((owner, set_key(replicas), _digest([each for ids in _hash(captured, runs) for each in ids])))
@@ -103,11 +105,11 @@ def copy_ref(ref: str, rank: int) -> str:
     return f"drift/{ref}/rank-{rank}"
 
 
-def keep_copy(engine: Engine, captured: CapturedState, seat: PartSlot, info: SnapshotInfo, owner: int) -> None:
+def keep_copy(engine: Engine, captured: CapturedState, slot: PartSlot, info: SnapshotInfo, owner: int) -> None:
     """Puts what this rank has in another way than `owner`, who wrote it; warns of it, and of what prevents it."""
     try:
-        found = _differing(engine, captured, seat, info, owner)
-        request = _request(engine, info, seat.rank, owner)
+        found = _differing(engine, captured, slot, info, owner)
+        request = _request(engine, info, slot.rank, owner)
         put(engine, _cut_out(captured, found), request)
         kept = f"its own are kept at {request.ref!r}"
     except StoreError as exc:
@@ -115,14 +117,14 @@ def keep_copy(engine: Engine, captured: CapturedState, seat: PartSlot, info: Sna
     names = list(dict.fromkeys(captured.layout.tensors[held.region.tensor].name for held in found))
     shown = ", ".join(map(repr, names[:MAX_NAMED])) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
     warnings.warn(
-        f"rank {seat.rank} no longer has the values of rank {owner}{' in ' + shown if names else ''}, which both should hold alike: the "
+        f"rank {slot.rank} no longer has the values of rank {owner}{' in ' + shown if names else ''}, which both should hold alike: the "
         f"snapshot has those of rank {owner}, and {kept}. Look for operations that are not deterministic, and for failing hardware",
         stacklevel=2,
     )
 
 
-def _sets(captured: CapturedState, seat: PartSlot) -> dict[tuple[int, ...], list[_Held]]:
-    held = regions(captured.layout, seat.rank, seat.alike, captured.explicit)
+def _sets(captured: CapturedState, slot: PartSlot) -> dict[tuple[int, ...], list[_Held]]:
+    held = regions(captured.layout, slot.rank, slot.alike, captured.explicit)
     sets: dict[tuple[int, ...], list[_Held]] = {}
     for region, start in zip(held, source_offsets(captured, held), strict=True):
         if len(region.replicas) > 1:
@@ -165,13 +167,13 @@ def _stored_ids(part: Part, plan: PartIndex, region: Region) -> tuple[int, list[
     return held.start, [part.block_id(row) for row in held.rows]
 
 
-def _differing(engine: Engine, captured: CapturedState, seat: PartSlot, info: SnapshotInfo, owner: int) -> list[_Held]:
+def _differing(engine: Engine, captured: CapturedState, slot: PartSlot, info: SnapshotInfo, owner: int) -> list[_Held]:
     """The regions of which the owner wrote something else."""
     part = engine.read_part(engine.read_record(info), owner)
     block_bytes = engine.config.block_bytes
-    plan = PartIndex(captured.layout, part, seat.alike, block_bytes, f"the part of rank {owner}")
+    plan = PartIndex(captured.layout, part, slot.alike, block_bytes, f"the part of rank {owner}")
     found = []
-    for replicas, several in _sets(captured, seat).items():
+    for replicas, several in _sets(captured, slot).items():
         runs = _runs(captured.layout, several, owner, block_bytes) if owner in replicas else []
         for run, ids in zip(runs, _hash(captured, runs), strict=True):
             if _stored_ids(part, plan, run.held.region) != (run.first, ids):

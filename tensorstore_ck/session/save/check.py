@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.put import ANY, PutRequest
+from tensorstore_ck.engine.write.publish import ANY
+from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, UnsupportedValueError
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.format.sealed import take_count

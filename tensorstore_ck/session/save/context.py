@@ -14,7 +14,6 @@ from tensorstore_ck.common.free_space import require_room
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError, UndecidedError
 from tensorstore_ck.events import Event
 from tensorstore_ck.session.group.process_groups import ProcessGroups
@@ -136,8 +135,3 @@ class SaveContext:
         """Tells of a passing fault."""
         fields: dict[str, float | str] = {"what": what, "error": str(error), "delay_seconds": delay_seconds}
         self.engine.observers.emit(Event("retried", course.id, course.ref, course.step, course.rank, time.time_ns(), fields))
-
-
-def frozen_bytes(captured: CapturedState) -> int:
-    """Bytes on this rank of tensors that are not copied."""
-    return sum(captured.sources[tensor].size_bytes for tensor in captured.frozen)

@@ -1,32 +1,30 @@
-"""One rank's side of a put of many. Knows torch, loaded by whoever has tensors to put.
+"""One rank's side of a save of many. Knows torch; loaded when there are tensors to save.
 
-A put beside the training takes its state apart and copies it where it is called; one that is waited for does so when its attempt runs.
-What can fail on one rank alone is told to all: else they would wait for a rank that is never with them again.
+A save that is waited for takes its state apart when its round runs. What can fail on one rank alone is reported to all: else they would
+wait for a rank that is never with them again.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from tensorstore_ck.backend.staging import StagingTier
-from tensorstore_ck.common.threads import cpu_threads
-from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.errors import StoreError, UndecidedError
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.session.group.rank_put import PreparedPut, RankStates, begin_put, run_put
 from tensorstore_ck.session.ref_fence import PutOptions
-from tensorstore_ck.session.save.context import SaveContext, frozen_bytes
+from tensorstore_ck.session.save.context import SaveContext
+from tensorstore_ck.session.save.publish_order import PublishedInOrder
 from tensorstore_ck.session.save.publish_staged_group import PublishStagedGroup
+from tensorstore_ck.session.save.put import SinglePut
 from tensorstore_ck.session.save.put_protocol import Admission
 from tensorstore_ck.session.save.put_status import PutStatus
 from tensorstore_ck.session.staging.manifest import Manifest
-from tensorstore_ck.session.staging.stage import StagedRankPut, StagedResult
-from tensorstore_ck.state.capture import capture
-from tensorstore_ck.state.capture_copy import Slot, copied_bytes, copy_captured
-from tensorstore_ck.state.rank_shares import describer_of
+from tensorstore_ck.session.staging.stage import StagingDestination
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,48 +34,36 @@ _logger: Final = logging.getLogger("tensorstore_ck")
 
 @dataclass(frozen=True)
 class UnpreparedState:
-    """In the place of a state that could not be made on this rank: its put is refused on all."""
+    """In the place of a state that could not be made on this rank: its save is refused on all."""
 
     error: Exception
 
 
-class GroupPut:
-    """See `Job`."""
+class GroupPut(SinglePut):
+    """See `Put`. What a rank does as a process alone is `SinglePut`'s."""
 
     def __init__(
         self,
         handle: SaveContext,
         group: "ProcessGroup",
         ask: Callable[[], PutOptions],
-        state: object,
-        rank_state: object,
+        take_apart: Callable[[], RankStates],
         *,
         ref: str,
         step: int | None,
-        frozen: Sequence[str],
         timeout_seconds: float,
     ) -> None:
-        """Begins the attempt, as the other ranks do.
+        """Begins the round, as the other ranks do.
 
         Raises:
             SnapshotAbortedError: rank 0 did not begin it.
         """
-        self.ref, self.step = ref, step
-        self._handle = handle
-        self._group = group
-        self._ask = ask
-        self._state = state
-        self._rank_state = rank_state
-        self._globs = frozen
-        self._timeout_seconds = self.patience_seconds = timeout_seconds
         self._own, self._memory = handle.groups.of(group)
-        self.rank = self._own.rank
         self._attempt = begin_put(self._own, ref, timeout_seconds)
-        self.number = self._attempt.n
-        self.needed_bytes = self.frozen_bytes = 0
-        self._asked: PutOptions | None = None
-        self._states: RankStates | None = None
-        self._staged: PublishStagedGroup | None = None
+        super().__init__(handle, self._attempt.n, ask, take_apart, ref=ref, step=step)
+        self._group = group
+        self.rank = self._own.rank
+        self._timeout_seconds = self.patience_seconds = timeout_seconds
         self._manifest: Manifest | None = None
         self._replicator = handle.replicators.get(group)
 
@@ -85,12 +71,10 @@ class GroupPut:
         """Takes the state apart, before the other ranks are asked for anything.
 
         Raises:
-            StoreError: it cannot be put, as they are told.
+            StoreError: it cannot be saved, as they are told.
         """
         try:
-            self._take_apart()
-            self.needed_bytes = sum(copied_bytes(each, each.frozen) for each in self._captured())
-            self.frozen_bytes = sum(map(frozen_bytes, self._captured()))
+            super().prepare()
         except BaseException as exc:
             self.refuse(exc)
             raise
@@ -125,48 +109,6 @@ class GroupPut:
 
         run_put(self._handle.engine, self._own, self._attempt, fail, memory=self._memory)
 
-    def hold(self, slot: Slot) -> None:
-        """Copies this rank's side."""
-        assert self._asked is not None
-        copies, start = [], 0
-        sampling, self._asked = self._asked.sampling_of_copies(self.number)
-        for each in self._captured():
-            copies.append(copy_captured(each, slot, skip=each.frozen, threads=cpu_threads(), start_bytes=start, sampling=sampling))
-            start += copied_bytes(each, each.frozen)
-        self._states = RankStates(copies[0], copies[1] if len(copies) > 1 else None)
-
-    def run(self, course: PutStatus) -> SnapshotInfo | None:
-        """Stores this rank's side, on the staging disk where there is one."""
-        engine, seen = self._handle.engine, self._handle.seen
-
-        def prepare() -> PreparedPut:
-            course.check()
-            asked, states = self._take_apart()
-            course.meter.expect("hash", self._local_bytes())
-            self._handle.make_room(self.ref, self._local_bytes())
-            return PreparedPut(seen.as_of_now(engine, asked), states)
-
-        if engine.tier is None:
-            info = run_put(engine, self._own, self._attempt, prepare, memory=self._memory, meter=course.meter)
-            self._handle.note_speed(course)
-            seen.note(self.ref, info.root, info.root)
-            return info
-        staged = self._stage(engine.tier, prepare, course)
-        seen.note_staged(self.ref, staged.info.root)
-        group, manifest = self._handle.groups.publishing(self._group), staged.manifest
-        self._manifest = manifest
-        self._staged = PublishStagedGroup(
-            self._handle,
-            group,
-            manifest.txn,
-            manifest.ref,
-            [manifest],
-            step=manifest.step,
-            timeout_seconds=self._timeout_seconds,
-            on_end=self._forget_copies,
-        )
-        return None
-
     def replicate(self, course: PutStatus) -> None:
         """Has what was staged kept on other hosts as well, where that is wanted; never fails."""
         if self._replicator is None or self._manifest is None:
@@ -181,51 +123,45 @@ class GroupPut:
         except StoreError as exc:
             warn(str(exc))
 
-    def publish(self, course: PutStatus) -> SnapshotInfo:
-        """Uploads what was staged, and publishes it with the others."""
-        assert self._staged is not None
-        return self._staged.publish(course)
+    def _store(self, course: PutStatus) -> SnapshotInfo:
+        engine, prepare = self._handle.engine, self._prepared(course)
+        return run_put(engine, self._own, self._attempt, prepare, memory=self._memory, meter=course.meter)
 
-    def _stage(self, tier: StagingTier, prepare: Callable[[], PreparedPut], course: PutStatus) -> StagedResult:
-        put = StagedRankPut(
-            self._handle.engine,
-            self._own,
-            prepare,
-            attempt=self._attempt,
-            memory=self._memory,
-            meter=course.meter,
-            tier=tier,
-            chain=self._handle.chain(self.ref),
-            stop=course.check,
-        )
+    def _stage(self, tier: StagingTier, course: PutStatus) -> tuple[Digest, PublishedInOrder]:
+        handle, own, attempt, chain = self._handle, self._own, self._attempt, self._handle.chain(self.ref)
+        links, prepare = chain.borrow(), self._prepared(course)
+        there = StagingDestination(handle.engine, tier, chain, links, attempt.txn, rank=own.rank, ranks=own.ranks, stop=course.check)
         try:
-            return put.finish(self._attempt.run(put.duties()))
+            info = run_put(handle.engine, own, attempt, prepare, memory=self._memory, meter=course.meter, destination=there)
         except UndecidedError:
-            raise  # the log may say "staged": the files stay for whoever opens the store with this disk next
+            raise  # the log may say "staged": the files stay for the next process that opens the store with this disk
         except BaseException:
-            put.give_up()
+            there.give_up()
             raise
+        finally:
+            chain.give_back(links)
+        manifest = self._manifest = there.manifest
+        assert manifest is not None
+        group, timeout, forget = handle.groups.publishing(self._group), self._timeout_seconds, self._forget_copies
+        return info.root, PublishStagedGroup(
+            handle, group, manifest.txn, manifest.ref, [manifest], step=manifest.step, timeout_seconds=timeout, on_end=forget
+        )
 
-    def _take_apart(self) -> tuple[PutOptions, RankStates]:
-        if self._asked is None or self._states is None:
-            self._asked = self._ask()
-            if isinstance(self._state, UnpreparedState):
-                raise self._state.error
-            shared = self._handle.frozen.mark(capture(self._state, describer_of(self._group)), self._globs, self._own.nonce)
-            self._states = RankStates(shared, None if self._rank_state is None else capture(self._rank_state))
-            self._state = self._rank_state = None
-        return self._asked, self._states
+    def _prepared(self, course: PutStatus) -> Callable[[], PreparedPut]:
+        """What this rank saves; called in the round, so that all learn at once where it cannot."""
 
-    def _captured(self) -> list[CapturedState]:
-        assert self._states is not None
-        return [each for each in self._states if each is not None]
+        def prepare() -> PreparedPut:
+            course.check()
+            asked, states = self._take_apart()
+            size = sum(source.size_bytes for captured in self._captured() for source in captured.sources)
+            course.meter.expect("hash", size)
+            self._handle.make_room(self.ref, size)
+            return PreparedPut(self._handle.seen.as_of_now(self._handle.engine, asked), states)
+
+        return prepare
 
     def _forget_copies(self) -> None:
         """What this rank keeps for others of this put is not needed any more."""
         if self._replicator is not None and self._manifest is not None:
             with suppress(StoreError):  # found, and let go, by whoever opens the store with this disk next
                 self._replicator.forget(self._manifest.txn)
-
-    def _local_bytes(self) -> int:
-        """Of the tensors that this rank has."""
-        return sum(source.size_bytes for captured in self._captured() for source in captured.sources)

@@ -23,7 +23,7 @@ from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.publish_order import PublishedInOrder
 from tensorstore_ck.session.save.put_status import PutStatus
 from tensorstore_ck.session.staging.manifest import Manifest
-from tensorstore_ck.session.staging.publish import give_up, publish
+from tensorstore_ck.session.staging.publish import give_up, publish_staged
 from tensorstore_ck.session.staging.stage import announce
 
 _FINAL: Final = (ConflictError, SnapshotAbortedError, SnapshotExpiredError, CorruptObjectError, MissingObjectError)
@@ -61,7 +61,7 @@ class PublishStaged(PublishedInOrder):
                 self._handle.upload(course, self._tier, manifest, course.check)
             attempt = engine.new_id()
             with course.meter.timed("commit"):
-                info = patiently(course, "publishing", lambda: publish(engine, self._lead, txn, attempt, self._ref))
+                info = patiently(course, "publishing", lambda: publish_staged(engine, self._lead, txn, attempt, self._ref))
         except SnapshotDroppedError:
             if course.dropped != "abandoned":
                 self._give_up(course)

@@ -25,7 +25,7 @@ from tensorstore_ck.session.save.context import SaveContext
 from tensorstore_ck.session.save.publish_order import PublishedInOrder
 from tensorstore_ck.session.save.put_status import PutStatus
 from tensorstore_ck.session.staging.manifest import Manifest, PublishingLead, decode_lead, encode_lead
-from tensorstore_ck.session.staging.publish import give_up, publish
+from tensorstore_ck.session.staging.publish import give_up, publish_staged
 
 TRIES: Final = 5
 
@@ -131,7 +131,7 @@ class PublishStagedGroup(PublishedInOrder):
                 return self._lost(f"it was {cancelled}")
             try:
                 with course.meter.timed("commit"):
-                    publish(self._handle.engine, self._lead, self._txn, txn, self._ref)
+                    publish_staged(self._handle.engine, self._lead, self._txn, txn, self._ref)
             except (ConflictError, SnapshotExpiredError) as exc:
                 return self._lost(str(exc))
             return {}

@@ -9,16 +9,16 @@ from collections.abc import Iterable
 from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.ids import Ulid, ulid_text
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.errors import MissingObjectError, SnapshotAbortedError
+from tensorstore_ck.engine.write.publish import moving, publish
+from tensorstore_ck.engine.write.rank_parts import condemned_of_ranks
+from tensorstore_ck.errors import MissingObjectError
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
-from tensorstore_ck.log.retention import expire_at_put
-from tensorstore_ck.session.group.publish import condemned_of_ranks
 from tensorstore_ck.session.staging.manifest import Manifest, PublishingLead, read_manifests
 from tensorstore_ck.session.staging.stage import check_accepted, owner_of, pin_for
 
 
-def publish(engine: Engine, lead: PublishingLead, txn: Ulid, attempt: Ulid, ref: str) -> SnapshotInfo:
+def publish_staged(engine: Engine, lead: PublishingLead, txn: Ulid, attempt: Ulid, ref: str) -> SnapshotInfo:
     """Publishes a staged snapshot whose objects are in the store; if another process did, returns that.
 
     Args:
@@ -34,24 +34,26 @@ def publish(engine: Engine, lead: PublishingLead, txn: Ulid, attempt: Ulid, ref:
         SnapshotExpiredError: gc freed something that it relies on.
     """
     record = decode_record(lead.record, record_name(txn))
-    put = Op.put(ref, txn, record, lead.record, anchor=min(rank.anchor for rank in lead.parts), txn=attempt, staged=txn)
 
-    def build(view: RefTable) -> list[Op]:
+    def arrange(view: RefTable, put: Op) -> list[Op]:
         staged = view.staged(txn)
-        if view.outcome(attempt) is not None or staged is None:
+        if staged is None:
             return []
         check_accepted(engine, view, ref, lead.accepts)
-        condemned = condemned_of_ranks(engine, view, txn, lead.parts)
-        marks = [Op.mark(record.root(), *lead.mark)] if lead.mark is not None else []
         later = [other for other, info in view.all_staged() if info.ref == ref and info.n > staged.n]
         pins = [pin_for(ref, other, record.root()) for other in later]  # they may share its blocks
-        going = expire_at_put(view, ref, txn, record, engine.clock())
-        return [put, *marks, *going, *_unpin(view, txn), *pins, *([Op.rescue(condemned)] if condemned else [])]
+        return [*moving(engine, view, put, record, lead.mark), *_unpin(view, txn), *pins]
 
-    info = engine.log.published(engine.log.append(build), txn)
-    if info is None:
-        raise SnapshotAbortedError(f"the staged put to {ref!r} was given up before it was published", object_id=ref)
-    return info
+    return publish(
+        engine,
+        record,
+        lead.record,
+        txn=attempt,
+        staged=txn,
+        anchor=min(rank.anchor for rank in lead.parts),
+        arrange=arrange,
+        condemned=lambda view: condemned_of_ranks(engine, view, txn, lead.parts),
+    )
 
 
 def give_up(engine: Engine, txn: Ulid) -> SnapshotInfo | None:

@@ -1,5 +1,5 @@
-"""A put of many ranks, from the writer's own pieces, by DESIGN section 5: each rank writes its part and checks it at its own head, and
-rank 0 commits for all, with the lowest anchor. Whoever gives up says so in the log first.
+"""A put of many ranks, from the writer's own pieces, by docs/decisions/005-rank-0-commits-by-one-create.md: each rank writes its part
+and checks it at its own head, and rank 0 commits for all, with the lowest anchor. Whoever gives up says so in the log first.
 
 What ranks tell each other goes through objects under ``channel/``, so that it is explored as well.
 """
@@ -10,9 +10,9 @@ import numpy as np
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.write import put as writer
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.part_writer import PartSlot, write_part
+from tensorstore_ck.engine.write.publish import condemned_of
 from tensorstore_ck.errors import MissingObjectError, SnapshotExpiredError
 from tensorstore_ck.format.codec import Coding
 from tensorstore_ck.format.part import Part, decode_part, part_name
@@ -35,7 +35,7 @@ def rank(name: str, number: int, labels: str, *, ranks: int = 2, table: MemoryTa
         engine.log.sync()
         ulid, part = _write_part(engine, number, ranks, labels)
         engine.log.sync()
-        writer.commit_rescue(engine, engine.log.view(), ulid, [(ulid, part)])  # checked at this rank's own head
+        rescue(engine, engine.log.view(), ulid, [(ulid, part)])  # checked at this rank's own head
         engine.backend.put(f"channel/{number}", ulid)
         if number == 0:
             _lead(engine, ranks)
@@ -44,11 +44,17 @@ def rank(name: str, number: int, labels: str, *, ranks: int = 2, table: MemoryTa
     return Actor(name, run, table, (*FAILED, MissingObjectError, SnapshotExpiredError))
 
 
+def rescue(engine: Engine, view: RefTable, snapshot: Ulid, parts: list[tuple[Ulid, Part]]) -> list[Op]:
+    """What keeps gc from freeing what was condemned of these parts."""
+    condemned = condemned_of(engine, view, [snapshot], parts)
+    return [Op.rescue(condemned)] if condemned else []
+
+
 def _write_part(engine: Engine, number: int, ranks: int, labels: str) -> tuple[Ulid, Part]:
     head = engine.log.view().head()
-    seat = PartSlot(number, ranks, (number,), np.arange(ranks, dtype="<u2").tobytes())
+    slot = PartSlot(number, ranks, (number,), np.arange(ranks, dtype="<u2").tobytes())
     written = write_part(
-        engine, captured(labels.split()), DedupIndex(engine, None), anchor=head.n if head else 0, seat=seat, coding=Coding("raw")
+        engine, captured(labels.split()), DedupIndex(engine, None), anchor=head.n if head else 0, slot=slot, coding=Coding("raw")
     )
     return written.ulid, written.part
 
@@ -71,7 +77,7 @@ def _lead(engine: Engine, ranks: int) -> None:
             return []
         anchor = min(part.anchor for _, part in parts)
         put = Op.put("ranks", snapshot, record, encoded, anchor=anchor, txn=TXN)
-        return [put, *writer.commit_rescue(engine, view, snapshot, parts)]
+        return [put, *rescue(engine, view, snapshot, parts)]
 
     engine.log.append(build)
 

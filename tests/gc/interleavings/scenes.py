@@ -7,7 +7,9 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.put import ANY, Expected, PutRequest, check_expected, put
+from tensorstore_ck.engine.write.publish import ANY, Expected, check_expected
+from tensorstore_ck.engine.write.put import put
+from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.errors import BackendUnavailableError, ConflictError, NotFoundError, UndecidedError
 from tensorstore_ck.format.layout import Layout, TensorSpec
 from tensorstore_ck.format.record import encode_metadata

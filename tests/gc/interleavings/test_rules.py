@@ -12,12 +12,13 @@ import pytest
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine import opening, reachability
-from tensorstore_ck.engine.write import put
+from tensorstore_ck.engine.write import publish
 from tensorstore_ck.gc.compact import CompactedPack
 from tensorstore_ck.gc.live_set import LiveSet
 from tensorstore_ck.gc.plan import Planner
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable, table_keys, table_rows
 from tensorstore_ck.store import Store
+from tests.gc.interleavings import ranks as many
 from tests.gc.interleavings.actor import Actor, Process
 from tests.gc.interleavings.ranks import rank
 from tests.gc.interleavings.scenes import Scene, collector, put_labels, user
@@ -129,7 +130,7 @@ def no_rescue(patch: Patch) -> None:
 
     checked = reachability.condemned_among
     patch.setattr(reachability, "condemned_among", condemned_among)
-    patch.setattr(put, "condemned_among", condemned_among)
+    patch.setattr(publish, "condemned_among", condemned_among)
 
 
 def no_own_part(patch: Patch) -> None:
@@ -137,7 +138,7 @@ def no_own_part(patch: Patch) -> None:
         return checked(view, [key for key in needed if key.kind not in ("part", "snapshot")], *rest)
 
     checked = reachability.condemned_among
-    patch.setattr(put, "condemned_among", condemned_among)
+    patch.setattr(publish, "condemned_among", condemned_among)
 
 
 def no_swept_check(patch: Patch) -> None:
@@ -146,7 +147,7 @@ def no_swept_check(patch: Patch) -> None:
         return checked(view, [key for key, state in states.items() if state is None or not state.swept], *rest)
 
     checked = reachability.condemned_among
-    patch.setattr(put, "condemned_among", condemned_among)
+    patch.setattr(publish, "condemned_among", condemned_among)
 
 
 def condemn_by_the_mark(patch: Patch) -> None:
@@ -163,7 +164,7 @@ def no_horizon(patch: Patch) -> None:
         return checked(view, needed, view.horizon(), what)
 
     checked = reachability.condemned_among
-    patch.setattr(put, "condemned_among", condemned_among)
+    patch.setattr(publish, "condemned_among", condemned_among)
 
 
 def no_index_removal(patch: Patch) -> None:
@@ -197,11 +198,11 @@ def no_anchor_of_relocations(patch: Patch) -> None:
 
 
 def no_check_at_the_leaders_head(patch: Patch) -> None:
-    def commit_rescue(*args: Any) -> list[Op]:
+    def rescue(*args: Any) -> list[Op]:
         return checked(*args) if len(args[3]) == 1 else []
 
-    checked = put.commit_rescue
-    patch.setattr(put, "commit_rescue", commit_rescue)
+    checked = many.rescue
+    patch.setattr(many, "rescue", rescue)
 
 
 def giving_up_without_an_abort(_patch: Patch) -> None:

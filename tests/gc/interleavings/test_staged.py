@@ -11,14 +11,16 @@ from typing import Any, Final
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.write.put import ANY, PutRequest
+from tensorstore_ck.engine.write.publish import ANY
+from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.errors import ConflictError, NotFoundError, SnapshotAbortedError, SnapshotExpiredError
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.session.staging.manifest import Manifest
-from tensorstore_ck.session.staging.publish import publish
-from tensorstore_ck.session.staging.stage import announce, stage_alone
+from tensorstore_ck.session.staging.publish import publish_staged
+from tensorstore_ck.session.staging.stage import announce
+from tensorstore_ck.session.staging.stage import stage as stage_alone
 from tensorstore_ck.session.staging.staged_chain import StagedChain
 from tests.gc.interleavings.actor import Actor, Process
 from tests.gc.interleavings.scenes import FAILED, Scene, captured, collector, user
@@ -50,7 +52,7 @@ def stage(engine: Engine, disk: Disk, ref: str, labels: str) -> Manifest:
         branch = engine.log.view().branch(ref)
         return PutRequest(ref, None, branch.root if branch else None, ANY, encode_metadata({"labels": words}), {}), False
 
-    tier: Any = SimpleNamespace(folder=disk)
+    tier: Any = SimpleNamespace(folder=disk, uploader=SimpleNamespace(drop=disk.unsent.delete))
     return stage_alone(engine, tier, captured(words), ask, chain=StagedChain(), meter=PutMeter()).manifest
 
 
@@ -59,7 +61,7 @@ def finish(engine: Engine, disk: Disk, manifest: Manifest) -> SnapshotInfo:
     assert manifest.lead is not None
     announce(engine, manifest.lead, manifest.txn, manifest.ref)
     upload(engine, disk, manifest.names)
-    publish(engine, manifest.lead, manifest.txn, engine.new_id(), manifest.ref)
+    publish_staged(engine, manifest.lead, manifest.txn, engine.new_id(), manifest.ref)
     info = engine.log.view().snapshot(manifest.txn)
     assert info is not None
     return info

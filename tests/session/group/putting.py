@@ -14,7 +14,8 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import init_store, make_engine, read_config
-from tensorstore_ck.engine.write.put import Expected, PutRequest
+from tensorstore_ck.engine.write.publish import Expected
+from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     ConflictError,

@@ -10,7 +10,8 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
-from tensorstore_ck.engine.write.put import ANY, PutRequest
+from tensorstore_ck.engine.write.publish import ANY
+from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.cache import MemoryTable

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.put import ANY, PutRequest
+from tensorstore_ck.engine.write.publish import ANY
+from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.errors import NoSpaceError
 from tensorstore_ck.format import block_assignment
 from tensorstore_ck.format.record import encode_metadata

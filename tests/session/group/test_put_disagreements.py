@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tensorstore_ck.common.ids import Digest
-from tensorstore_ck.engine.write.put import ANY
+from tensorstore_ck.engine.write.publish import ANY
 from tensorstore_ck.errors import (
     InvalidOptionError,
     MismatchError,

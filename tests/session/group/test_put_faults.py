@@ -13,7 +13,7 @@ from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
-from tensorstore_ck.engine.write.put import ANY
+from tensorstore_ck.engine.write.publish import ANY
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     NoSpaceError,

@@ -12,8 +12,8 @@ import torch
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError, SnapshotDroppedError
 from tensorstore_ck.session.save.capture_budget import CaptureMemory
+from tensorstore_ck.session.save.put import SinglePut
 from tensorstore_ck.session.save.put_protocol import Admission
-from tensorstore_ck.session.save.single_put import SinglePut
 from tests.session.save.places import MIB, SECONDS, Scene, Stop, check, put_beside, scene
 
 COPY = 2 * MIB
@@ -301,7 +301,7 @@ def test_a_capture_that_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyPa
                 def fail(*_: object, error: BaseException = error, **__: object) -> None:
                     raise error
 
-                patch.setattr("tensorstore_ck.session.save.single_put.copy_captured", fail)
+                patch.setattr("tensorstore_ck.session.save.put.copy_captured", fail)
                 with pytest.raises(type(error)):
                     put_beside(place.store, 1, size_bytes=COPY)
             assert place.in_use_bytes == 0

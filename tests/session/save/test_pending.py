@@ -10,7 +10,7 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import BackendUnavailableError, SnapshotDroppedError, WaitTimeoutError
-from tensorstore_ck.session.save.single_put import SinglePut
+from tensorstore_ck.session.save.put import SinglePut
 from tests.session.save.places import MIB, SECONDS, Scene, check, put_beside, scene
 
 IN_WORK = ["get log/", "open packs/", "append", "close", "put parts/"]

@@ -1,6 +1,6 @@
-"""The last step of a put of many ranks: one process commits for all what each has written, and has checked at its own head.
+"""What each rank has written and checked at its own head, as a small record of which one process publishes all.
 
-What it handles is a small record of each rank. Knows neither how the ranks talk to each other nor what they hold.
+A process that saves alone is the only rank. Knows neither how ranks talk to each other nor what they hold.
 """
 
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.ids import DIGEST_BYTES, ULID_BYTES, Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.write.part_writer import WrittenPart
-from tensorstore_ck.engine.write.put import PutRequest, check_expected, condemned_of
-from tensorstore_ck.errors import MissingObjectError, SnapshotAbortedError, SnapshotExpiredError
-from tensorstore_ck.format.record import Record, record_name
+from tensorstore_ck.engine.write.publish import at_branch, condemned_of, publish, store_record
+from tensorstore_ck.engine.write.request import PutRequest
+from tensorstore_ck.errors import MissingObjectError, SnapshotExpiredError
+from tensorstore_ck.format.part import Part, decode_part, part_name
+from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.sealed import Body, take, take_count
-from tensorstore_ck.log import Objects, Op, RefTable, SnapshotInfo
-from tensorstore_ck.log.retention import expire_at_put
-from tensorstore_ck.session.group.pipeline_stages import read_part
+from tensorstore_ck.log import Objects, RefTable, SnapshotInfo
 
 MOVES_OBJECTS: Final = frozenset({"condemn", "sweep", "relocate", "settle"})
 
@@ -103,7 +103,7 @@ def ulids_of(ranks: Sequence[RankParts]) -> list[Ulid]:
     return [rank.ulids[at] for at in range(len(ranks[0].ulids)) for rank in ranks]
 
 
-def publish(
+def publish_parts(
     engine: Engine,
     request: PutRequest,
     record: Record,
@@ -112,38 +112,20 @@ def publish(
     txn: Ulid,
     mark: tuple[str, str] | None = None,
 ) -> SnapshotInfo:
-    """Publishes what all `ranks` have written as one snapshot, whose ULID is `txn`.
+    """Publishes what all `ranks`, in their order, have written as one snapshot, whose ULID is `txn`: see `publish`.
 
-    Args:
-        engine: The store.
-        request: What the put says.
-        record: The snapshot's.
-        ranks: In rank order.
-        txn: If the log has an outcome for it already, that one holds.
-        mark: A mark for the snapshot, and the reason.
-
-    Raises:
-        ConflictError: the ref is elsewhere.
-        SnapshotAbortedError: another process gave up the put first.
-        SnapshotExpiredError: gc freed something that it relies on.
+    `mark`: a mark for the snapshot, and the reason.
     """
-    snapshot, encoded = txn, record.encode()  # of one id, so that salvage knows the record of an aborted put
-    engine.backend.put(record_name(snapshot), encoded)
-    put = Op.put(request.ref, snapshot, record, encoded, anchor=min(rank.anchor for rank in ranks), txn=txn)
-
-    def build(view: RefTable) -> list[Op]:
-        if view.outcome(txn) is not None:
-            return []
-        check_expected(engine, view, request.ref, request.expect)
-        condemned = condemned_of_ranks(engine, view, snapshot, ranks)
-        marks = [Op.mark(put.fields["root"], *mark)] if mark is not None else []
-        going = expire_at_put(view, request.ref, snapshot, record, engine.clock())
-        return [put, *marks, *going, *([Op.rescue(condemned)] if condemned else [])]
-
-    info = engine.log.published(engine.log.append(build), txn)
-    if info is None:
-        raise SnapshotAbortedError(f"the put to {request.ref!r} was aborted by another rank before it was published", object_id=request.ref)
-    return info
+    encoded = store_record(engine, txn, record)  # of one id, so that salvage knows the record of an aborted save
+    return publish(
+        engine,
+        record,
+        encoded,
+        txn=txn,
+        anchor=min(rank.anchor for rank in ranks),
+        arrange=at_branch(engine, record, request.expect, mark),
+        condemned=lambda view: condemned_of_ranks(engine, view, txn, ranks),
+    )
 
 
 def condemned_of_ranks(engine: Engine, view: RefTable, snapshot: Ulid, ranks: Sequence[RankParts]) -> Objects:
@@ -156,3 +138,9 @@ def condemned_of_ranks(engine: Engine, view: RefTable, snapshot: Ulid, ranks: Se
     except MissingObjectError as exc:
         raise SnapshotExpiredError(f"this snapshot needs {exc.object_id}, which gc freed", object_id=exc.object_id) from exc
     return condemned_of(engine, view, [snapshot], parts)
+
+
+def read_part(engine: Engine, ulid: Ulid) -> Part:
+    """A part, whether or not a snapshot names it."""
+    name = part_name(ulid)
+    return decode_part(engine.backend.get(name, max_bytes=1 << 28), name)

@@ -1,0 +1,104 @@
+"""Builds the wheel and the sdist from the files that git knows, compares the wheel with the package, and tries each in a fresh environment.
+
+The fresh environments take the dependencies from the environment that runs this script (torch is large), and the package itself from what
+was built: the commands run outside of the repository. Leaves the two files in `dist`.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).resolve().parent.parent
+LINKS = {"gc": "tensorstore_ck/gc", "chunker": "tensorstore_ck/chunker"}
+KERNEL = "tensorstore_ck/format/codec/_kernel.abi3.so"
+DOCUMENTS = {
+    "tensorstore_ck/FORMAT.md",
+    "tensorstore_ck/gc/PROTOCOL.md",
+    "tensorstore_ck/chunker/README.md",
+    "tensorstore_ck/standalone/README.md",
+}
+USE = """
+import sys
+from pathlib import Path
+import numpy as np, torch
+import tensorstore_ck as tsck
+from tensorstore_ck.format.codec import _kernel
+assert Path(tsck.__file__).is_relative_to(sys.prefix), tsck.__file__
+for name in tsck.__all__:
+    getattr(tsck, name)
+state = {"w": torch.arange(1 << 18, dtype=torch.float32), "rng": np.arange(7), "step": 3}
+with tsck.open("store", create=True) as store:
+    store.put_snapshot(state, ref="runs/a", step=3)
+    got = store.checkout("runs/a")
+assert torch.equal(got["w"], state["w"]) and np.array_equal(got["rng"], state["rng"]) and got["step"] == 3
+"""
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """What a command prints, in an environment that knows nothing of this repository or of the user's caches."""
+    outer = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "TSCK_STORE")}
+    environment = outer | {"XDG_STATE_HOME": f"{cwd}/state", "XDG_CACHE_HOME": f"{cwd}/cache"}
+    done = subprocess.run(command, check=False, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}")
+    return done.stdout
+
+
+def package_files(source: Path) -> set[str]:
+    """The Python files and documents of the package, under the names that they have when it is installed."""
+    names = {path.relative_to(source).as_posix() for path in (source / "tensorstore_ck").rglob("*") if path.is_file()}
+    for folder, name in LINKS.items():
+        names |= {f"{name}/{path.relative_to(source / folder).as_posix()}" for path in (source / folder).rglob("*") if path.is_file()}
+    return {name for name in names if PurePosixPath(name).suffix in (".py", ".pyi", ".typed") or name in DOCUMENTS}
+
+
+def try_out(built: Path, folder: Path, version: str) -> None:
+    """Installs what was built into a new environment, and uses it there as a program and as a user of the command line would."""
+    folder.mkdir()
+    environment = folder / "env"
+    run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
+    packages = next(environment.glob("lib/python*/site-packages"))
+    # Only appended to sys.path: an editable install that is there has no effect.
+    (packages / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    run(sys.executable, "-m", "pip", "--python", environment / "bin/python", "install", "--quiet", "--no-deps", built, cwd=folder)
+    run(environment / "bin/python", "-c", USE, cwd=folder)
+    tsck = environment / "bin/tsck"
+    printed = run(tsck, "--version", cwd=folder), run(tsck, "log", "runs/a", "-s", "store", cwd=folder)
+    run(tsck, "fsck", "--read-data", "-s", "store", cwd=folder)
+    if printed[0] != f"tsck {version}\n" or " 3 " not in printed[1]:
+        sys.exit(f"{built.name}: tsck said {printed}")
+    print(f"{built.name}: installed and used")
+
+
+def main() -> None:
+    """Builds, compares, tries out."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        source, dist = folder / "source", folder / "dist"
+        listed = subprocess.run(["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True).stdout
+        for name in filter(None, os.fsdecode(listed).split("\0")):
+            if (ROOT / name).is_symlink() or (ROOT / name).exists():
+                (source / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
+        run(sys.executable, "-m", "build", "--outdir", dist, source, cwd=folder)
+        (wheel,), (sdist,) = dist.glob("*-cp311-abi3-*.whl"), dist.glob("*.tar.gz")
+        version = wheel.name.split("-")[1]
+        wanted = package_files(source) | {KERNEL}
+        with zipfile.ZipFile(wheel) as archive:
+            found = {name for name in archive.namelist() if ".dist-info/" not in name}
+        if found != wanted:
+            sys.exit(f"{wheel.name} lacks {sorted(wanted - found)} and has {sorted(found - wanted)}, which is not in the package")
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda built: try_out(built, folder / built.suffix[1:], version), (wheel, sdist)))
+        (ROOT / "dist").mkdir(exist_ok=True)
+        for built in (wheel, sdist):
+            shutil.copy2(built, ROOT / "dist")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""The last step of every save: one log entry publishes what is durable already.
+
+    packs -> parts -> record -> log entry
+
+A crash or an error before the entry leaves orphans only. Saves of one process and of many ranks, staged saves, copies and DCP's writer all
+end here; what they need besides is in the operations that they arrange. Knows neither ranks nor torch.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+from tensorstore_ck.common.ids import Digest, Ulid
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.reachability import condemned_among, resolve
+from tensorstore_ck.engine.write.branch_conflict import moved_away
+from tensorstore_ck.errors import ConflictError, InvalidOptionError, MissingObjectError, SnapshotAbortedError, SnapshotExpiredError
+from tensorstore_ck.format.part import Part
+from tensorstore_ck.format.record import Record, record_name
+from tensorstore_ck.log import BranchHead, ObjectKey, Objects, Op, RefTable, SnapshotInfo
+from tensorstore_ck.log.retention import expire_at_put
+
+T = TypeVar("T")
+
+MAX_TRIES: Final = 4
+
+
+class AnyHead:
+    """The type of `ANY`."""
+
+    def __repr__(self) -> str:
+        return "tsck.ANY"
+
+
+ANY: Final = AnyHead()
+"""As ``expect=``: move the ref from wherever it is."""
+
+Expected = Digest | AnyHead | None
+"""Root that the ref must have, `ANY`, or None for a ref that must not exist."""
+
+
+def retry_expired(attempt: Callable[[], T], before_retry: Callable[[], object] = lambda: None) -> T:
+    """What `attempt` returns. Calls it again, a few times, when gc freed something that it relied on before it could commit, as after a
+    long sleep of this process: the bytes are still in memory.
+    """
+    for _ in range(MAX_TRIES - 1):
+        try:
+            return attempt()
+        except SnapshotExpiredError:
+            before_retry()
+    return attempt()
+
+
+def store_record(engine: Engine, snapshot: Ulid, record: Record) -> bytes:
+    """Makes the record of a snapshot durable; its bytes."""
+    encoded = record.encode()
+    engine.backend.put(record_name(snapshot), encoded)
+    return encoded
+
+
+def publish(
+    engine: Engine,
+    record: Record,
+    encoded: bytes,
+    *,
+    txn: Ulid,
+    anchor: int,
+    arrange: Callable[[RefTable, Op], list[Op]],
+    condemned: Callable[[RefTable], Objects],
+    staged: Ulid | None = None,
+) -> SnapshotInfo:
+    """Appends the entry that publishes a snapshot whose packs, parts and record are durable.
+
+    Args:
+        engine: The store.
+        record: The snapshot's.
+        encoded: Its bytes in the store, under the ULID `txn`, or `staged`.
+        txn: The transaction. If the log has an outcome for it already, that one holds.
+        anchor: The entry under which everything was chosen: gc frees nothing that was live there while the log is shorter than its window.
+        arrange: The operations at one head of the log, the given one that publishes among them, after it has checked that the ref is where
+            it must be; none: nothing is published.
+        condemned: What of the snapshot is condemned at that head, and must be rescued; raises `SnapshotExpiredError` where gc freed some.
+        staged: The transaction under which the snapshot was staged; it is the snapshot's ULID.
+
+    Raises:
+        ConflictError: the ref is elsewhere; nothing is visible.
+        SnapshotAbortedError: another process gave the save up first.
+        SnapshotExpiredError: gc freed something that it relies on.
+        UndecidedError: the backend went away in the middle of the commit.
+    """
+    snapshot = txn if staged is None else staged
+    put = Op.put(record.ref, snapshot, record, encoded, anchor=anchor, txn=txn, staged=staged)
+
+    def build(view: RefTable) -> list[Op]:
+        ops = [] if view.outcome(txn) is not None else arrange(view, put)
+        needed = condemned(view) if ops else None
+        return [*ops, Op.rescue(needed)] if needed else ops
+
+    info = engine.log.published(engine.log.append(build), snapshot)
+    if info is None:
+        raise SnapshotAbortedError(
+            f"the save to {record.ref!r} was aborted by another process before it was published", object_id=record.ref
+        )
+    return info
+
+
+def at_branch(engine: Engine, record: Record, expect: Expected, mark: tuple[str, str] | None = None) -> Callable[[RefTable, Op], list[Op]]:
+    """For `publish`: moves the record's branch from where it is expected; what its policies let go goes with it.
+
+    `mark`: a mark for the snapshot, and the reason.
+    """
+
+    def arrange(view: RefTable, put: Op) -> list[Op]:
+        check_expected(engine, view, record.ref, expect)
+        return moving(engine, view, put, record, mark)
+
+    return arrange
+
+
+def moving(engine: Engine, view: RefTable, put: Op, record: Record, mark: tuple[str, str] | None = None) -> list[Op]:
+    """What an entry does that moves a branch to a new snapshot."""
+    marks = [Op.mark(put.fields["root"], *mark)] if mark is not None else []
+    return [put, *marks, *expire_at_put(view, record.ref, Ulid(put.fields["snapshot"]), record, engine.clock())]
+
+
+def check_expected(engine: Engine, view: RefTable, ref: str, expect: Expected) -> None:
+    """The precondition of a put: fencing, so that a job that was given up for dead cannot move its successor's ref.
+
+    Raises:
+        ConflictError: the ref is elsewhere; the message says who moved it, and how to go on.
+    """
+    if view.tag(ref) is not None:
+        raise InvalidOptionError(f"{ref!r} is a tag, and tags never move: put to a branch", object_id=ref)
+    branch = view.branch(ref)
+    if is_expected(branch, expect):
+        return
+    if branch is None:
+        raise ConflictError(f"ref {ref!r} does not exist, but was expected to", object_id=ref)
+    raise moved_away(engine, view, branch, expect if isinstance(expect, bytes) else None)
+
+
+def is_expected(branch: BranchHead | None, expect: Expected) -> bool:
+    """Whether a branch is where a put expects it."""
+    return expect is ANY or (branch.root if branch else None) == expect
+
+
+def condemned_of(engine: Engine, view: RefTable, snapshots: Sequence[Ulid], parts: Sequence[tuple[Ulid, Part]]) -> Objects:
+    """What of these parts and records is condemned in `view`.
+
+    Raises:
+        SnapshotExpiredError: gc freed something of them already: their blocks must be written anew.
+    """
+    needed = [ObjectKey("snapshot", snapshot) for snapshot in snapshots]
+    try:
+        for ulid, part in parts:
+            needed += [ObjectKey("part", ulid), *resolve(engine, view, part).objects()]
+    except MissingObjectError as exc:
+        raise SnapshotExpiredError(f"this snapshot needs {exc.object_id}, which gc freed", object_id=exc.object_id) from exc
+    return condemned_among(view, needed, min(part.anchor for _, part in parts), "this snapshot")

@@ -1,0 +1,62 @@
+"""What a save says besides the state, as of one moment: which ref moves from where, and how blocks are encoded and checked."""
+
+from typing import NamedTuple
+
+from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.write.compare_parent import ParentComparison
+from tensorstore_ck.engine.write.part_writer import WrittenPart
+from tensorstore_ck.engine.write.publish import Expected
+from tensorstore_ck.engine.write.sampled_checks import Finiteness, Sampling, turn_of
+from tensorstore_ck.engine.write.suspicious_save import SaveChecks, SaveClaim, SaveFindings, judge
+from tensorstore_ck.format.codec import Coding
+from tensorstore_ck.format.record import with_note
+
+
+class PutRequest(NamedTuple):
+    """What a put says besides the state."""
+
+    ref: str
+    step: int | None
+    parent: Digest | None
+    """What the new snapshot continues: part of its root."""
+    expect: Expected
+    metadata: bytes
+    metrics: dict[str, float]
+    coding: Coding = Coding("raw")
+    base: Digest | None = None
+    """Another snapshot than the parent that more likely has the same blocks."""
+    checks: SaveChecks = SaveChecks()
+
+    @property
+    def nearest(self) -> Digest | None:
+        """The snapshot in which blocks are looked for first: a hint, of which the new snapshot's root knows nothing."""
+        return self.base or self.parent
+
+    @property
+    def sampling(self) -> Sampling:
+        """What of the state is looked at twice."""
+        return Sampling(turn_of(self.parent, self.step), self.checks.verify_capture)
+
+    @property
+    def claim(self) -> SaveClaim:
+        """What it says of the state's place in the training."""
+        return SaveClaim(self.ref, self.step, self.parent)
+
+    def examine(self, engine: Engine, written: WrittenPart, captured: CapturedState) -> SaveFindings:
+        """What a rank finds in the part that it has written."""
+        return ParentComparison(engine, written, captured, self.claim).examine()
+
+    def judged(self, engine: Engine, found: SaveFindings) -> "PutRequest":
+        """As `noted`, after what all ranks found was judged.
+
+        Raises:
+            SuspiciousSaveError: it is not to be published like that.
+        """
+        judge(engine, found, self.checks, self.claim)
+        return self.noted(found.finiteness)
+
+    def noted(self, finiteness: Finiteness) -> "PutRequest":
+        """The same, with the share of numbers that are not finite in its metadata."""
+        return self._replace(metadata=with_note(self.metadata, {"non_finite": finiteness.share})) if finiteness.non_finite else self

@@ -1,0 +1,185 @@
+"""One save of this process: taken apart, captured, stored, published. Knows torch; loaded when there are tensors to save.
+
+A save in the background takes its state apart and copies it where it is called; one that is waited for reads the caller's memory.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from tensorstore_ck.backend.staging import StagingTier
+from tensorstore_ck.common.ids import Digest
+from tensorstore_ck.common.threads import cpu_threads
+from tensorstore_ck.engine.interfaces import CapturedState
+from tensorstore_ck.engine.write.publish import check_expected
+from tensorstore_ck.engine.write.put import put
+from tensorstore_ck.engine.write.request import PutRequest
+from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError
+from tensorstore_ck.log import SnapshotInfo
+from tensorstore_ck.session.group.rank_put import RankStates
+from tensorstore_ck.session.ref_fence import PutOptions
+from tensorstore_ck.session.save.context import SaveContext
+from tensorstore_ck.session.save.out_of_space import freeable_said
+from tensorstore_ck.session.save.publish_order import PublishedInOrder
+from tensorstore_ck.session.save.publish_staged import PublishStaged
+from tensorstore_ck.session.save.put_protocol import Admission
+from tensorstore_ck.session.save.put_status import PutStatus
+from tensorstore_ck.session.staging.stage import stage
+from tensorstore_ck.state.capture_copy import Slot, copied_bytes, copy_captured
+
+
+class SinglePut:
+    """See `Put`. A process that is no rank of a group; `GroupPut` is what a rank does in another way."""
+
+    rank = 0
+    patience_seconds: float | None = None
+    needed_bytes = frozen_bytes = 0
+
+    def __init__(
+        self,
+        handle: SaveContext,
+        number: int,
+        ask: Callable[[], PutOptions],
+        take_apart: Callable[[], RankStates],
+        *,
+        ref: str,
+        step: int | None,
+    ) -> None:
+        """`ask` checks what is said of the save, and `take_apart` makes bytes of its state; each is called once."""
+        self.number = number
+        self.ref, self.step = ref, step
+        self._handle = handle
+        self._ask = ask
+        self._capture: Callable[[], RankStates] | None = take_apart
+        self._asked: PutOptions | None = None
+        self._states: RankStates | None = None
+        self._staged: PublishedInOrder | None = None
+
+    def prepare(self) -> None:
+        """Takes the state apart, before anybody is asked for anything.
+
+        Raises:
+            StoreError: it cannot be saved.
+        """
+        self._take_apart()
+        self.needed_bytes = sum(copied_bytes(each, each.frozen) for each in self._captured())
+        self.frozen_bytes = sum(each.sources[tensor].size_bytes for each in self._captured() for tensor in each.frozen)
+
+    def check_known(self) -> None:
+        """Refuses what cannot be published by what this host knows of the log, if nothing is under way on this handle.
+
+        Raises:
+            ConflictError: the ref is not where it must be.
+            InvalidOptionError: see `RefFence.check_step`.
+        """
+        assert self._asked is not None
+        engine, seen, view = self._handle.engine, self._handle.seen, self._handle.engine.log.view()
+        seen.check_step(engine, view, self._asked)
+        check_expected(engine, view, self.ref, seen.expected(view, self.ref, self._asked.expect))
+
+    def agree(self, decide: Callable[[], Admission]) -> Admission:
+        """No other process is asked."""
+        return decide()
+
+    def leave(self) -> None:
+        """No other process waits."""
+
+    def refuse(self, error: BaseException) -> None:
+        """No other process waits."""
+
+    def hold(self, slot: Slot) -> None:
+        """Copies what was taken apart."""
+        assert self._asked is not None
+        copies, start = [], 0
+        sampling, self._asked = self._asked.sampling_of_copies(self.number)
+        for each in self._captured():
+            copies.append(copy_captured(each, slot, skip=each.frozen, threads=cpu_threads(), start_bytes=start, sampling=sampling))
+            start += copied_bytes(each, each.frozen)
+        self._states = RankStates(copies[0], copies[1] if len(copies) > 1 else None)
+
+    def run(self, course: PutStatus) -> SnapshotInfo | None:
+        """Stores it, on the staging disk where there is one."""
+        tier, seen = self._handle.engine.tier, self._handle.seen
+        if tier is not None:
+            root, self._staged = self._stage(tier, course)
+            seen.note_staged(self.ref, root)
+            return None
+        info = self._store(course)
+        self._handle.note_speed(course)
+        seen.note(self.ref, info.root, info.root)
+        return info
+
+    def replicate(self, course: PutStatus) -> None:
+        """There are no other hosts."""
+
+    def publish(self, course: PutStatus) -> SnapshotInfo:
+        """Uploads what was staged, and publishes it."""
+        assert self._staged is not None
+        return self._staged.publish(course)
+
+    # --- what ranks do in another way ---------------------------------------------------------------------------------
+
+    def _store(self, course: PutStatus) -> SnapshotInfo:
+        engine = self._handle.engine
+        with freeable_said(engine):
+            asked, captured = self._begin(course)
+            request = self._handle.seen.as_of_now(engine, asked)
+            check_expected(engine, engine.log.view(), request.ref, request.expect)
+            return put(engine, captured, request, course.meter)
+
+    def _stage(self, tier: StagingTier, course: PutStatus) -> tuple[Digest, PublishedInOrder]:
+        """Stages it: the root, and what is left to do."""
+        engine, seen = self._handle.engine, self._handle.seen
+
+        def request() -> tuple[PutRequest, bool]:
+            """What is saved, and whether the store does not answer: then it is staged all the same, by what is known of the log."""
+            try:
+                return seen.as_of_now(engine, asked), False
+            except BackendUnavailableError:
+                return seen.as_of_now(engine, asked, sync=False), True
+
+        with freeable_said(engine):
+            asked, captured = self._begin(course)
+            staged = stage(engine, tier, captured, request, chain=self._handle.chain(self.ref), meter=course.meter)
+        publisher = PublishStaged(self._handle, tier, [staged.manifest])
+        publisher.announce_soon()
+        return staged.info.root, publisher
+
+    def _begin(self, course: PutStatus) -> tuple[PutOptions, CapturedState]:
+        course.check()
+        asked, states = self._take_apart()
+        course.meter.expect("hash", states.shared.logical_bytes)
+        self._require_space(states.shared.logical_bytes, course)
+        return asked, states.shared
+
+    def _require_space(self, needed_bytes: int, course: PutStatus) -> None:
+        """See `SaveContext.make_room`. What could not be published before uses space until it is."""
+        while True:
+            try:
+                self._handle.make_room(self.ref, needed_bytes)
+            except NoSpaceError:
+                if not self._publish_left(course):
+                    raise
+            else:
+                return
+
+    def _publish_left(self, course: PutStatus) -> bool:
+        """Publishes a save whose publication failed before; whether one is published or given up now."""
+        for staged in [puts[0] for puts in self._handle.unpublished.values() if puts and isinstance(puts[0], PublishStaged)]:
+            with suppress(StoreError):  # it stays; its error was raised before
+                staged.publish_before(course)
+                return True
+        return False
+
+    # --- what both have in common -------------------------------------------------------------------------------------
+
+    def _take_apart(self) -> tuple[PutOptions, RankStates]:
+        if self._asked is None:
+            self._asked = self._ask()
+        if self._states is None:
+            assert self._capture is not None
+            self._states, self._capture = self._capture(), None  # which holds the caller's state
+        return self._asked, self._states
+
+    def _captured(self) -> list[CapturedState]:
+        assert self._states is not None
+        return [each for each in self._states if each is not None]

@@ -1,0 +1,131 @@
+"""ARCHITECTURE.md, the decisions and the code say the same."""
+
+import ast
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import tensorstore_ck
+
+PACKAGE = Path(tensorstore_ck.__file__).parent
+ROOT = PACKAGE.parent
+TEXT = (ROOT / "ARCHITECTURE.md").read_text()
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the table under a heading, without its first two lines."""
+    section = TEXT.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in section.splitlines() if line.startswith("| ")][2:]
+
+
+def quoted(text: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", text.replace("```", ""))
+
+
+def python_files() -> Iterator[Path]:
+    for top in (PACKAGE, ROOT / "gc", ROOT / "chunker"):
+        yield from (path for path in top.rglob("*.py") if "standalone" not in path.parts)
+
+
+@cache
+def defined() -> tuple[set[str], set[str]]:
+    """Names of files and classes, and of functions too, in snake case."""
+    nouns, names = {path.stem for path in python_files()} | {path.parent.name for path in python_files()}, set()
+    for path in python_files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                nouns.add(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", node.name).lower())
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                names.add(node.name)
+    return nouns, names | nouns
+
+
+def tracked(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1):
+        pytest.skip("not in a git work tree")
+    return done.stdout
+
+
+def test_every_path_exists() -> None:
+    named = {path for path in [*quoted(TEXT), *re.findall(r"\]\(([^)#]+)\)", TEXT)] if re.fullmatch(r"[\w.-]+(/[\w.-]*)*", path)}
+    paths = {path for path in named if "/" in path or path.endswith((".py", ".md", ".toml"))}
+    assert len(paths) > 100
+    known = {path.name for path in PACKAGE.rglob("*.md")}
+    assert sorted(path for path in paths if not (PACKAGE / path).exists() and not (ROOT / path).exists() and path not in known) == []
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        "tensorstore_ck/FORMAT.md",
+        "gc/PROTOCOL.md",
+        "chunker/README.md",
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "SECURITY.md",
+        "docs/security.md",
+    ],
+)
+def test_every_path_in_other_documents_exists(document: str) -> None:
+    text = (ROOT / document).read_text()
+    paths = {path for path in quoted(text) if re.fullmatch(r"[\w.-]+(/[\w.-]+)+\.(py|md|sh)", path)}
+    paths |= {path for path in re.findall(r"\]\(([\w./-]+)\)", text) if not path.startswith("..")}
+    places = (PACKAGE, ROOT, (ROOT / document).parent)
+    assert sorted(path for path in paths if not any((place / path).exists() for place in places)) == []
+
+
+def test_the_areas_are_those_of_the_import_contract() -> None:
+    contract = [
+        layer.split(" | ") for layer in next(found for found in CONTRACTS if found.get("containers") == ["tensorstore_ck"])["layers"]
+    ]
+    table = rows("Areas")
+    assert [quoted(area) for area, *_ in table] == contract
+    for (_, _, below), (area, *_) in pairwise(table):
+        assert quoted(below) == quoted(area)
+    without_torch = next(found for found in CONTRACTS if found.get("forbidden_modules") == ["torch"])["source_modules"]
+    stated = next(line for line in TEXT.splitlines() if line.startswith("Areas that must not import torch: "))
+    assert [f"tensorstore_ck.{area}" for area in quoted(stated)] == without_torch
+
+
+def test_where_to_look_and_the_glossary_have_their_size() -> None:
+    assert len(rows("Where to look for what")) >= 25
+    assert len(rows("Glossary")) <= 40
+    assert len(TEXT.splitlines()) <= 250
+
+
+def test_every_word_of_the_glossary_is_a_name_in_the_code() -> None:
+    _, names = defined()
+    words = [word for word, _ in rows("Glossary")]
+    assert words == sorted(words)
+    parts = {"_" + name.strip("_") + "_" for name in names}
+    unused = [word for word in words if not any(re.search(f"_{word.replace(' ', '_')}(e?s|e?d|ped|ing)?_", name) for name in parts)]
+    assert unused == []
+
+
+def test_files_and_classes_use_no_word_that_the_glossary_rules_out() -> None:
+    nouns, _ = defined()
+    line = next(line for line in TEXT.splitlines() if line.startswith("Names of files and classes do not use: "))
+    ruled_out = set(line.split(": ")[1].split(".")[0].split(", "))
+    assert len(ruled_out) >= 5
+    assert sorted(noun for noun in nouns if ruled_out & set(noun.split("_"))) == []
+
+
+def test_decisions_are_cited_by_files_that_exist_and_nothing_cites_what_is_not_here() -> None:
+    folder = ROOT / "docs" / "decisions"
+    listed = set(re.findall(r"\((\d{3}-[\w-]+\.md)\)", (folder / "README.md").read_text()))
+    assert listed == {path.name for path in folder.glob("[0-9]*.md")}
+    cited = set(tracked("grep", "-hoE", r"[0-9]{3}-[a-z0-9-]+\.md", "--", ":!docs/decisions/README.md").split())
+    assert cited <= listed
+    for page in sorted(folder.glob("[0-9]*.md")):
+        paths = {path for path in quoted(page.read_text()) if re.fullmatch(r"[\w.-]+(/[\w.-]*)+", path)}
+        assert [path for path in paths if not (ROOT / path.lstrip("/")).exists()] == [], page.name
+    assert tracked("grep", "-nE", "DESIGN" + r"(\.md|,? section)") == ""
