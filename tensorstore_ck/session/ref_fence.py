@@ -102,7 +102,7 @@ class RefFence:
             InvalidOptionError: the step is lower than that of the head, which this handle restored, and it has not saved there yet.
         """
         seen, branch = self._refs.get(asked.ref), view.branch(asked.ref)
-        if seen is None or seen.least_step is None or asked.step is None or asked.step >= seen.least_step:
+        if asked.any_step or seen is None or seen.least_step is None or asked.step is None or asked.step >= seen.least_step:
             return
         if branch is None or branch.root != seen.head or not isinstance(asked.expect, LastSeen):
             return  # `check_expected` reports that
@@ -128,23 +128,20 @@ class RefFence:
             return Digest(bytes.fromhex(expect.root))
         return resolve(view, str(expect)).info.root
 
-    def request(self, engine: Engine, ref: str, *, any_step: bool = False, **options: Any) -> PutRequest:
+    def request(self, engine: Engine, ref: str, **options: Any) -> PutRequest:
         """A save to `ref` as of now, checked as far as possible before its state is known; `options`: see `put_options`.
-
-        `any_step`: see `check_step`.
 
         Raises:
             InvalidOptionError, InvalidNameError: an argument is invalid.
         """
-        return self.as_of_now(engine, put_options(engine, ref, **options), any_step=any_step)
+        return self.as_of_now(engine, put_options(engine, ref, **options))
 
-    def as_of_now(self, engine: Engine, asked: "PutOptions", *, sync: bool = True, any_step: bool = False) -> PutRequest:
+    def as_of_now(self, engine: Engine, asked: "PutOptions", *, sync: bool = True) -> PutRequest:
         """A save as of now; with `sync` by the newest entry of the log, else by what this host knows."""
         if sync:
             engine.log.sync()
         view = engine.log.view()
-        if not any_step:
-            self.check_step(engine, view, asked)
+        self.check_step(engine, view, asked)
         parent, expected = self.parent(view, asked.ref, asked.parent), self.expected(view, asked.ref, asked.expect)
         coding = engine.codecs.coding(asked.ref, asked.codec, asked.delta)
         nearest = self.current(asked.ref) or parent or self._head(view, asked.ref) or self._restored
@@ -178,6 +175,8 @@ class PutOptions(NamedTuple):
     delta: DeltaOption
     parent: object
     checks: SaveChecks
+    any_step: bool = False
+    """Whether the step may be lower than that of a head that was only restored: see `RefFence.check_step`."""
 
     def sampling_of_copies(self, number: int) -> "tuple[Sampling, PutOptions]":
         """Which samples of save `number` to compare with its copies; and its options, with nothing to be read a second time."""
@@ -198,6 +197,7 @@ def put_options(
     delta: object = None,
     unchanged: object = "warn",
     verify_capture: object = SAMPLE_SHARE,
+    any_step: bool = False,
 ) -> PutOptions:
     """Checks the arguments of a save.
 
@@ -218,4 +218,4 @@ def put_options(
         raise InvalidOptionError(f"parent must be an address, a Snapshot or None, not {type(parent).__name__}", object_id="parent")
     engine.require_writable()
     chosen = None if codec is None else require_name(codec)
-    return PutOptions(ref, number, expect, packed_metadata, checked_metrics, chosen, require_delta(delta), parent, checks)
+    return PutOptions(ref, number, expect, packed_metadata, checked_metrics, chosen, require_delta(delta), parent, checks, any_step)

@@ -5,18 +5,19 @@ torch is imported only by the methods that take tensors.
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tensorstore_ck.common.host_memory import default_limit_bytes
 from tensorstore_ck.engine.engine import Engine
+from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import InvalidOptionError, StoreError
 from tensorstore_ck.log.address import Resolved, is_staged_address, resolve
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
 from tensorstore_ck.session.group.process_groups import ProcessGroups, process_group
-from tensorstore_ck.session.ref_fence import RefFence, put_options
+from tensorstore_ck.session.ref_fence import PutOptions, RefFence, put_options
 from tensorstore_ck.session.save import OnFull, PendingSnapshot, SaveQueue
 from tensorstore_ck.session.save.at_exit import finish_at_exit
 from tensorstore_ck.session.save.connect_peers import connect_peers
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from tensorstore_ck.session.group.rank_put import RankStates
     from tensorstore_ck.session.save.put import SinglePut
     from tensorstore_ck.state import StateCheck
     from tensorstore_ck.state.capture_copy import Arena
@@ -64,6 +66,13 @@ class Session:
         if ranks is not None:
             self.queue.require_no_lane()
         return self.queue.run(lambda: self._job(state, ref, ranks, **options))
+
+    def put_captured(self, captured: CapturedState, ref: str, *, step: int | None, **options: Any) -> Snapshot:
+        """Saves a state that was taken apart already; `options` as of `Store.put_snapshot`."""
+        from tensorstore_ck.session.group.rank_put import RankStates  # noqa: PLC0415 - loads torch
+
+        ask = partial(put_options, self.engine, ref, step=step, **options)
+        return self.queue.run(lambda: self._single(ask, lambda: RankStates(captured, None), ref, step))
 
     def put_async(
         self,
@@ -155,7 +164,6 @@ class Session:
     ) -> "SinglePut":
         from tensorstore_ck.session.group.rank_put import RankStates  # noqa: PLC0415 - loads torch
         from tensorstore_ck.session.save.group_put import GroupPut, UnpreparedState  # noqa: PLC0415 - likewise
-        from tensorstore_ck.session.save.put import SinglePut  # noqa: PLC0415 - likewise
         from tensorstore_ck.state.capture import capture  # noqa: PLC0415 - likewise
         from tensorstore_ck.state.rank_shares import describer_of  # noqa: PLC0415 - likewise
 
@@ -164,21 +172,25 @@ class Session:
         elif self.engine.limit is not None:
             self.engine.limit.share(group.size())
         self._resume(group, timeout_seconds)
-        ask, step, context = partial(put_options, self.engine, ref, **options), options["step"], self.context
+        ask = partial(put_options, self.engine, ref, **options)
+        mark = self.context.frozen.mark
         if group is None:
-            number = next(self._numbers)
-            job = SinglePut(context, number, ask, lambda: RankStates(context.frozen.mark(capture(state), frozen), None), ref=ref, step=step)
-            job.prepare()
-            return job
+            return self._single(ask, lambda: RankStates(mark(capture(state), frozen), None), ref, options["step"])
 
         def take_apart() -> RankStates:
             if isinstance(state, UnpreparedState):
                 raise state.error
-            nonce = self.groups.of(group)[0].nonce
-            shared = context.frozen.mark(capture(state, describer_of(group)), frozen, nonce)
+            shared = mark(capture(state, describer_of(group)), frozen, self.groups.of(group)[0].nonce)
             return RankStates(shared, None if rank_state is None else capture(rank_state))
 
-        return GroupPut(context, group, ask, take_apart, ref=ref, step=step, timeout_seconds=timeout_seconds)
+        return GroupPut(self.context, group, ask, take_apart, ref=ref, step=options["step"], timeout_seconds=timeout_seconds)
+
+    def _single(self, ask: Callable[[], PutOptions], take_apart: "Callable[[], RankStates]", ref: str, step: int | None) -> "SinglePut":
+        from tensorstore_ck.session.save.put import SinglePut  # noqa: PLC0415 - loads torch
+
+        put = SinglePut(self.context, next(self._numbers), ask, take_apart, ref=ref, step=step)
+        put.prepare()
+        return put
 
     def _open_arena(self) -> "Arena":
         import torch  # noqa: PLC0415 - takes a second

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.engine.write.publish import AnyHead, check_expected
-from tensorstore_ck.engine.write.put import put
+from tensorstore_ck.engine.write.publish import AnyHead
 from tensorstore_ck.format.record import NOTE
 from tensorstore_ck.integrations.importing.crc_check import watched
 from tensorstore_ck.integrations.importing.detect_format import find_state
@@ -143,31 +142,6 @@ def opened(path: str | os.PathLike[str], leave_out: Sequence[str] = (), *, as_on
         yield Opened(contents, captured, files, settled.state)
 
 
-def put_captured(
-    store: Store,
-    captured: CapturedState,
-    *,
-    ref: str,
-    step: int | None,
-    metrics: Mapping[str, float] | None,
-    metadata: Mapping[str, object],
-    expect: str | Snapshot | AnyHead | LastSeen | None,
-    parent: str | Snapshot | LastSeen | None,
-) -> Snapshot:
-    """`Store.put_snapshot` of what was taken apart already."""
-    request = store.session.fence.request(
-        store.engine,
-        ref,
-        step=step,
-        metrics=metrics,
-        metadata=metadata,
-        expect=expect,
-        parent=parent,
-        any_step=True,
-        unchanged="ok",
-        verify_capture=0.0,
-    )
-    check_expected(store.engine, store.engine.log.view(), ref, request.expect)
-    info = put(store.engine, captured, request)
-    store.session.fence.note(ref, info.root, info.root)
-    return Snapshot.from_info(info)
+def put_captured(store: Store, captured: CapturedState, *, ref: str, step: int | None, **options: Any) -> Snapshot:
+    """`Store.put_snapshot` of what was taken apart already; its content and step are the checkpoint's, and are not doubted."""
+    return store.session.put_captured(captured, ref, step=step, any_step=True, unchanged="ok", verify_capture=0.0, **options)
