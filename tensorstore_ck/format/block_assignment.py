@@ -14,7 +14,7 @@ import numpy as np
 
 from tensorstore_ck.chunker import cut_box, cut_interval
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, Explicit, Layout, Sharding, TensorSpec
+from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, ExplicitRegions, Layout, Sharding, TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds, Shard, boxes, holders_of, replicas
 
 MIN_RUN_BYTES: Final = 64 << 20
@@ -52,18 +52,18 @@ class Region(NamedTuple):
         """Whether any of its elements [start, stop) lies in a box."""
         return any(overlap(piece, box) is not None for piece, _ in self.pieces(spec, start, stop))
 
-    def ahead_of(self, box: BoxBounds) -> int | None:
+    def elements_before(self, box: BoxBounds) -> int | None:
         """How many of its elements come before the first one of a box, where both have the same columns; else None."""
         if self.is_flat or self.offsets[1:] != box.offsets[1:] or self.sizes[1:] != box.sizes[1:] or not box.sizes:
             return None
         return (box.offsets[0] - self.offsets[0]) * prod(self.sizes[1:])
 
-    def common(self, spec: TensorSpec, box: BoxBounds) -> int:
+    def common_elements(self, spec: TensorSpec, box: BoxBounds) -> int:
         """How many of its elements lie in a box."""
         both = (overlap(piece, box) for piece, _ in self.pieces(spec, 0, prod(self.sizes)))
         return sum(prod(each.sizes) for each in both if each is not None)
 
-    def lengths(self, spec: TensorSpec, target_bytes: int) -> list[int]:
+    def block_lengths(self, spec: TensorSpec, target_bytes: int) -> list[int]:
         """Bytes of each of its blocks, in order. Up to half the target it is one block, whatever the shape."""
         size_bytes = self.size_bytes(spec)
         if size_bytes <= target_bytes // 2:
@@ -87,7 +87,7 @@ class BlockShare(NamedTuple):
     is_inline: bool
 
 
-def alike(layout_of: bytes, rank: int, ranks: int) -> tuple[int, ...]:
+def ranks_with_layout(layout_of: bytes, rank: int, ranks: int) -> tuple[int, ...]:
     """The ranks that have the same layout as `rank`, in order."""
     if not layout_of:
         return tuple(range(ranks))
@@ -95,7 +95,7 @@ def alike(layout_of: bytes, rank: int, ranks: int) -> tuple[int, ...]:
     return tuple(np.flatnonzero(numbers == numbers[rank]).tolist())
 
 
-def first_of(layout_of: bytes, rank: int) -> int:
+def first_rank_with_layout(layout_of: bytes, rank: int) -> int:
     """The first rank with the layout of `rank`."""
     numbers = np.frombuffer(layout_of, "<u2")
     return int(np.argmax(numbers == numbers[rank])) if layout_of else 0
@@ -106,13 +106,13 @@ def first_ranks(layout_of: bytes) -> list[int]:
     return np.unique(np.frombuffer(layout_of, "<u2"), return_index=True)[1].tolist() if layout_of else [0]
 
 
-def regions(layout: Layout, rank: int, alike: tuple[int, ...], explicit: Sequence[Explicit] = ()) -> list[Region]:
+def regions_of_rank(layout: Layout, rank: int, layout_ranks: tuple[int, ...], explicit: Sequence[ExplicitRegions] = ()) -> list[Region]:
     """Every region that a rank holds, in the order of the layout.
 
     Args:
         layout: The layout.
         rank: The rank.
-        alike: The ranks with this layout, in order: the replicas of whole tensors.
+        layout_ranks: The ranks with this layout, in order: the replicas of whole tensors.
         explicit: What the part of that rank says of tensors whose regions do not follow from the layout.
     """
     found: list[Region] = []
@@ -123,7 +123,7 @@ def regions(layout: Layout, rank: int, alike: tuple[int, ...], explicit: Sequenc
         spread = layout.spreads[number] if layout.spreads else None
         if spread is None:
             if 0 not in spec.shape:
-                found.append(Region(number, (0,) * len(spec.shape), spec.shape, False, alike))
+                found.append(Region(number, (0,) * len(spec.shape), spec.shape, False, layout_ranks))
         elif isinstance(spread, str):
             if number not in told:
                 raise CorruptObjectError(f"nothing says which regions of tensor {spec.name!r} rank {rank} holds", object_id=spec.name)
@@ -139,10 +139,10 @@ def regions(layout: Layout, rank: int, alike: tuple[int, ...], explicit: Sequenc
     return found
 
 
-def every_region(
+def regions_of_tensor(
     layout: Layout,
     tensor: int,
-    alike: tuple[int, ...],
+    layout_ranks: tuple[int, ...],
     told: Callable[[int, int], Sequence[BoxBounds]] = lambda rank, tensor: (),
     *,
     near: BoxBounds | None = None,
@@ -155,9 +155,9 @@ def every_region(
     spec, spread = layout.tensors[tensor], layout.spreads[tensor] if layout.spreads else None
     if spread is None:
         if 0 not in spec.shape:
-            yield Region(tensor, (0,) * len(spec.shape), spec.shape, False, alike)
+            yield Region(tensor, (0,) * len(spec.shape), spec.shape, False, layout_ranks)
     elif isinstance(spread, str):
-        for rank in alike if order is None else order:
+        for rank in layout_ranks if order is None else order:
             yield from (Region(tensor, *box, spread == "flat", (rank,)) for box in told(rank, tensor))
     else:
         mesh = layout.meshes[spread.mesh]
@@ -186,7 +186,7 @@ def _positions(
             yield holders_of(shape[shard.dim], shard.split_factor, extent, start, start + size)
 
 
-def shares(layout: Layout, held: Sequence[Region], rank: int, target_bytes: int) -> list[BlockShare]:
+def assign_blocks(layout: Layout, held: Sequence[Region], rank: int, target_bytes: int) -> list[BlockShare]:
     """What the part of `rank` has of each region, in order.
 
     All regions of one set of n replicas, T bytes in all, are cut into k = max(1, min(n, T // `MIN_RUN_BYTES`)) runs: a block that
@@ -207,7 +207,7 @@ def shares(layout: Layout, held: Sequence[Region], rank: int, target_bytes: int)
         spec = layout.tensors[region.tensor]
         size_bytes = region.size_bytes(spec)
         is_inline = size_bytes <= INLINE_TENSOR_BYTES
-        lengths = [size_bytes] if is_inline else region.lengths(spec, target_bytes)
+        lengths = [size_bytes] if is_inline else region.block_lengths(spec, target_bytes)
         first, last, start = 0, len(lengths), 0
         if len(region.replicas) > 1:
             total, at = totals[region.replicas], begun[region.replicas]
@@ -222,7 +222,7 @@ def shares(layout: Layout, held: Sequence[Region], rank: int, target_bytes: int)
     return found
 
 
-def encode_regions(explicit: Sequence[Explicit]) -> bytes:
+def encode_regions(explicit: Sequence[ExplicitRegions]) -> bytes:
     """The regions of a part: for each such tensor its number, how many dims, how many boxes, and offsets and sizes of each (``<i8``)."""
     numbers: list[int] = []
     for tensor, told in explicit:
@@ -232,13 +232,13 @@ def encode_regions(explicit: Sequence[Explicit]) -> bytes:
     return np.array(numbers, "<i8").tobytes()
 
 
-def decode_regions(layout: Layout, data: bytes, name: str) -> list[Explicit]:
+def decode_regions(layout: Layout, data: bytes, name: str) -> list[ExplicitRegions]:
     """The regions of a part, checked against its layout.
 
     Raises:
         CorruptObjectError: not what `encode_regions` made for such a layout.
     """
-    found: list[Explicit] = []
+    found: list[ExplicitRegions] = []
     try:
         numbers = np.frombuffer(data, "<i8").tolist()
         at = 0
@@ -260,7 +260,7 @@ def decode_regions(layout: Layout, data: bytes, name: str) -> list[Explicit]:
                 bounds = zip(box.offsets, box.sizes, shape, strict=True)
                 if not all(offset >= 0 and size > 0 and offset + size <= extent for offset, size, extent in bounds):
                     raise ValueError("a region lies outside of its tensor, or is empty")
-            found.append(Explicit(tensor, tuple(told)))
+            found.append(ExplicitRegions(tensor, tuple(told)))
     except (ValueError, IndexError) as exc:
         raise CorruptObjectError(f"{name} has malformed regions: {exc}", object_id=name) from exc
     return found

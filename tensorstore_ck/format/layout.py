@@ -94,7 +94,7 @@ Spread = Sharding | Literal["boxes", "flat"] | None
 which boxes of the tensor, or intervals of the flattened tensor, its rank holds."""
 
 
-class Explicit(NamedTuple):
+class ExplicitRegions(NamedTuple):
     """The regions of one tensor that one rank holds, where the layout does not say: boxes, or intervals of the flattened tensor."""
 
     tensor: int

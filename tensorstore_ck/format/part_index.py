@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.format.block_assignment import MIN_RUN_BYTES, Region, decode_regions, regions, shares
+from tensorstore_ck.format.block_assignment import MIN_RUN_BYTES, Region, assign_blocks, decode_regions, regions_of_rank
 from tensorstore_ck.format.layout import MAX_ITEM_BYTES, Layout
 from tensorstore_ck.format.pack import MAX_BLOCK_BYTES
 from tensorstore_ck.format.part import Part
@@ -33,25 +33,25 @@ class RegionBytes(NamedTuple):
 class PartIndex:
     """The tensors' blocks of one part."""
 
-    def __init__(self, layout: Layout, part: Part, alike: tuple[int, ...], block_bytes: int, name: str) -> None:
-        """`alike`: the ranks with the same layout.
+    def __init__(self, layout: Layout, part: Part, layout_ranks: tuple[int, ...], block_bytes: int, name: str) -> None:
+        """`layout_ranks`: the ranks with the same layout.
 
         Raises:
             CorruptObjectError: the part does not fit its layout.
         """
         self._held: dict[int, list[RegionBytes]] = {}
         explicit = decode_regions(layout, part.regions, name)
-        known = set(alike)
+        known = set(layout_ranks)
         if not all(known.issuperset(mesh.ranks) for mesh in layout.meshes):
             raise CorruptObjectError(f"{name}: a mesh of its layout has ranks that are not in its group", object_id=name)
-        all_regions = regions(layout, part.rank, alike, explicit)
+        all_regions = regions_of_rank(layout, part.rank, layout_ranks, explicit)
         most_bytes = np.minimum(part.extents["raw"], max(block_bytes, MAX_ITEM_BYTES)).sum(dtype=np.int64)  # no block of a tensor is larger
         if _least_bytes(layout, all_regions) > int(most_bytes) + len(part.inline):
             raise CorruptObjectError(f"{name}: it has fewer bytes than its layout says", object_id=name)
         row = first_row = int(part.blobs["blocks"].sum(dtype=np.int64))
         inline = 0
         lengths: list[int] = []
-        for share in shares(layout, all_regions, part.rank, block_bytes):
+        for share in assign_blocks(layout, all_regions, part.rank, block_bytes):
             region = all_regions[share.region]
             at = inline if share.is_inline else row
             held = RegionBytes(region, share.start, share.start + sum(share.lengths), at, share.lengths, share.is_inline)

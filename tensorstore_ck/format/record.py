@@ -14,7 +14,7 @@ from tensorstore_ck.format.sealed import pack_body, seal, take, take_count, take
 
 MAX_METADATA_BYTES: Final = 1 << 20
 MAX_STEP: Final = (1 << 63) - 1
-NOTE: Final = "tsck"
+STORE_KEY: Final = "tsck"
 """The key of metadata that is the store's own: ``non_finite`` is the share of sampled floating numbers that are NaN or infinite, if any."""
 
 
@@ -123,10 +123,12 @@ def encode_metadata(metadata: Mapping[str, object] | None) -> bytes:
         InvalidOptionError: anything else, more than 1 MiB, or something else under the store's own key.
     """
     given = dict(metadata or {})
-    if NOTE in given:
-        note = given.pop(NOTE)
+    if STORE_KEY in given:
+        note = given.pop(STORE_KEY)
         if not isinstance(note, Mapping) or set(note) - {"non_finite"}:
-            raise InvalidOptionError(f"metadata[{NOTE!r}] is for what the store itself says: use another key", object_id=f"metadata.{NOTE}")
+            raise InvalidOptionError(
+                f"metadata[{STORE_KEY!r}] is for what the store itself says: use another key", object_id=f"metadata.{STORE_KEY}"
+            )
     packed = pack_body(_plain(given, "metadata", 0))
     if len(packed) > MAX_METADATA_BYTES:
         raise InvalidOptionError(f"metadata has {len(packed)} bytes, the limit is {MAX_METADATA_BYTES}: put large values into the state")
@@ -141,10 +143,10 @@ def decode_metadata(record: Record, name: str) -> dict[str, Any]:
     return value
 
 
-def with_note(metadata: bytes, note: Mapping[str, object]) -> bytes:
-    """Encoded metadata with what the store itself says, under `NOTE`; as it was where that would be more than 1 MiB."""
+def with_store_metadata(metadata: bytes, note: Mapping[str, object]) -> bytes:
+    """Encoded metadata with what the store itself says, under `STORE_KEY`; as it was where that would be more than 1 MiB."""
     value = unpack_body(memoryview(metadata), "metadata")
-    packed = pack_body({**value, NOTE: dict(note)})
+    packed = pack_body({**value, STORE_KEY: dict(note)})
     return packed if len(packed) <= MAX_METADATA_BYTES else metadata
 
 

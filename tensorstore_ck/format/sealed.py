@@ -76,7 +76,7 @@ class ParseBudget:
             )
         self._spent_bytes = spent_bytes
 
-    def most_items(self, size_bytes: int) -> int:
+    def max_items(self, size_bytes: int) -> int:
         """How many items so many bytes may hold."""
         left_bytes = self._free_bytes + BYTES_PER_STORED * self._stored_bytes - self._spent_bytes - size_bytes
         return max(0, left_bytes // BYTES_PER_ITEM)
@@ -211,7 +211,7 @@ def check_msgpack(data: memoryview, name: str, budget: ParseBudget | None = None
     https://github.com/msgpack/msgpack/blob/master/spec.md
     """
     size = len(data)
-    most_items = MAX_ITEMS if budget is None else min(MAX_ITEMS, budget.most_items(size))
+    max_items = MAX_ITEMS if budget is None else min(MAX_ITEMS, budget.max_items(size))
     position = items = 0
     remaining, outer = 1, [0]
     while outer:
@@ -240,9 +240,9 @@ def check_msgpack(data: memoryview, name: str, budget: ParseBudget | None = None
         else:
             raise CorruptObjectError(f"{name} has the msgpack type {byte:#x}, which is not in the format", object_id=name)
         items += count
-        if budget is not None and items > most_items:
+        if budget is not None and items > max_items:
             budget.spend(size, items, name)
-        if count > size - position or items > most_items:
+        if count > size - position or items > max_items:
             raise CorruptObjectError(f"{name} claims {count} items in {size - position} bytes, {items} in all", object_id=name)
         outer.append(remaining)
         remaining = count

@@ -1,4 +1,4 @@
-"""A layout's tree, parsed and checked: containers (`Branch`) and what hangs in them (`Leaf`), each with its path.
+"""A layout's tree, parsed and checked: containers (`Container`) and what hangs in them (`Leaf`), each with its path.
 
 Pure and free of torch, so that `tsck show` and fsck can walk a state without it. The grammar is that of `layout`; anything else is a
 `CorruptObjectError`. Paths join keys and positions by ``.``. Two leaves never share a path: capture and parse hand out names in the same
@@ -17,7 +17,7 @@ REQUIRES_GRAD: Final = 1
 PARAMETER: Final = 2
 ROOT: Final = "."
 """The path of a state that is a single leaf."""
-SUBTREE: Final = "tree"
+SUBTREE_TAG: Final = "tree"
 """The tag of a subtree among the values."""
 MAX_PATH: Final = MAX_NAME_BYTES
 """Of a container: what lies behind it is in no name, and a long key over many nodes must not be copied to each."""
@@ -41,7 +41,7 @@ class Leaf:
         return self.node[-1] if type(self.node) is list else 0
 
 
-class Branch:
+class Container:
     """A container: ``node[0]`` tells which."""
 
     __slots__ = ("attributes", "children", "keys", "node", "path")
@@ -57,7 +57,7 @@ class Branch:
         """The ``_metadata`` of an OrderedDict."""
 
 
-Tree = Branch | Leaf
+Tree = Container | Leaf
 
 
 class LeafNames:
@@ -122,7 +122,7 @@ def expand(node: Node, values: Sequence[Any], object_id: str = "the layout") -> 
     Raises:
         CorruptObjectError: there are fewer values than holes, or a subtree has tensors.
     """
-    if not any(type(value) is list and value and value[0] == SUBTREE for value in values):
+    if not any(type(value) is list and value and value[0] == SUBTREE_TAG for value in values):
         return Expanded(node, values, frozenset())
     found: list[Any] = []
     subtrees: set[int] = set()
@@ -130,7 +130,7 @@ def expand(node: Node, values: Sequence[Any], object_id: str = "the layout") -> 
     def fill(node: Node, holes: Iterator[Any], *, is_inner: bool) -> Node:
         if node is None:
             value = next(holes)
-            if not is_inner and type(value) is list and value and value[0] == SUBTREE:
+            if not is_inner and type(value) is list and value and value[0] == SUBTREE_TAG:
                 _, inner, inner_values = value
                 rest = iter(inner_values)
                 filled = fill(inner, rest, is_inner=True)
@@ -200,7 +200,7 @@ class _Parser:
             return self._tensor(node, path)
         if depth >= MAX_NESTING:
             self.fail(f"nested deeper than {MAX_NESTING}")
-        return self._branch(node, path, depth + 1)
+        return self._container_node(node, path, depth + 1)
 
     def _tensor(self, node: list[Any], path: str) -> Leaf:
         is_view = node[0] == "w"
@@ -214,7 +214,7 @@ class _Parser:
                 self.fail(f"view node {str(node)[:80]}")
         return Leaf(self._name(path), "view" if is_view else "tensor", node[1], node)
 
-    def _branch(self, node: list[Any], path: str, depth: int) -> Branch:
+    def _container_node(self, node: list[Any], path: str, depth: int) -> Container:
         tag, *rest = node
         match tag, rest:
             case (("d" | "c"), [list(keys), list(nodes)]):
@@ -229,7 +229,7 @@ class _Parser:
                 if not all(type(key) is str for key in keys):
                     self.fail("a field is not a name")
             case "r", [str(), inner]:
-                return Branch(node, path[:-1], (), [self.tree(inner, path, depth)], None)
+                return Container(node, path[:-1], (), [self.tree(inner, path, depth)], None)
             case _:
                 self.fail(f"container node {str(node)[:80]}")
         if len(keys) != len(nodes):
@@ -241,7 +241,7 @@ class _Parser:
         attributes = None
         if tag == "o" and rest[2] is not False:
             attributes = self.tree(rest[2], f"{path}{ATTRIBUTES}.", depth)
-        return Branch(node, path[:-1], keys, children, attributes)
+        return Container(node, path[:-1], keys, children, attributes)
 
     def _name(self, path: str) -> str:
         return self._names.name(path[:-1] if path else ROOT)

@@ -34,7 +34,7 @@ from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, pack_body, unpack_bod
 MAX_NESTING: Final = 60
 """Levels of containers in a state. Each takes two levels of msgpack (`envelope.MAX_DEPTH`)."""
 
-MAX_ALIKE: Final = 256
+MAX_EQUAL_HASHES: Final = 256
 """Keys of one dict, or elements of one set, that have one hash: those of numbers and tuples can be chosen, and take quadratic time."""
 
 Encode = Callable[[object], list[Any] | None]
@@ -76,7 +76,7 @@ def _encode(value: Any, path: str, other: Encode | None, depth: int) -> Any:
     if depth >= MAX_NESTING:
         raise UnsupportedValueError(f"{path or 'the state'} is nested deeper than {MAX_NESTING} levels: flatten it", object_id=path)
     if kind is tuple:
-        return packed(value) or ["u", [_encode(item, path, other, depth + 1) for item in value]]
+        return pack_numbers(value) or ["u", [_encode(item, path, other, depth + 1) for item in value]]
     if kind is set or kind is frozenset:
         items = [_encode(item, path, other, depth + 1) for item in value]
         return ["e" if kind is set else "z", sorted(items, key=pack_body)]
@@ -94,24 +94,24 @@ def _encode(value: Any, path: str, other: Encode | None, depth: int) -> Any:
             return ["v", dtype, value.tobytes()]
     encoded = other(value) if other is not None else None
     if encoded is None:
-        raise UnsupportedValueError(unsupported(value, path), object_id=path)
+        raise UnsupportedValueError(unsupported_message(value, path), object_id=path)
     return encoded
 
 
-def require_unlike(keys: Sequence[object]) -> None:
+def reject_hash_collisions(keys: Sequence[object]) -> None:
     """Refuses keys that were chosen to have one hash, before they are put into a dict or set.
 
     Raises:
         ValueError: there are many.
         TypeError: one is not hashable.
     """
-    if len(keys) > MAX_ALIKE:
+    if len(keys) > MAX_EQUAL_HASHES:
         alike = Counter(hash(key) for key in keys if type(key) not in RANDOM_HASHES)
-        if max(alike.values(), default=0) > MAX_ALIKE:
-            raise ValueError(f"more than {MAX_ALIKE} keys of one dict or set have the same hash")
+        if max(alike.values(), default=0) > MAX_EQUAL_HASHES:
+            raise ValueError(f"more than {MAX_EQUAL_HASHES} keys of one dict or set have the same hash")
 
 
-def unsupported(value: object, path: str) -> str:
+def unsupported_message(value: object, path: str) -> str:
     """The message for a value that has no encoding."""
     kind = type(value)
     for base in (bool, int, float, str, bytes, dict, list, tuple, set):
@@ -123,7 +123,7 @@ def unsupported(value: object, path: str) -> str:
     return f"cannot store {path or 'the state'}: it is a {kind.__module__}.{kind.__qualname__}; {advice}"
 
 
-def packed(value: Sequence[object]) -> list[Any] | None:
+def pack_numbers(value: Sequence[object]) -> list[Any] | None:
     """A list or tuple of only ints, or only floats, as one array; None when `value` is anything else.
 
     One value, not one leaf per element: a permutation of a million samples is short, and a growing list of losses leaves the layout alone.
@@ -139,7 +139,7 @@ def packed(value: Sequence[object]) -> list[Any] | None:
         return None
 
 
-def split_large(encoded: Any, path: str, blobs: list[bytes]) -> Any:
+def move_to_blobs(encoded: Any, path: str, blobs: list[bytes]) -> Any:
     """`encoded`, or where it is large a ``["b", ...]`` whose bytes are appended to `blobs`."""
     blob: tuple[str, bytes] | None = None
     if type(encoded) is str:
@@ -160,7 +160,7 @@ def split_large(encoded: Any, path: str, blobs: list[bytes]) -> Any:
     return ["b", blob[0], len(blobs) - 1]
 
 
-def parsed_blobs(values: Sequence[Any], name: str) -> frozenset[int]:
+def msgpack_blobs(values: Sequence[Any], name: str) -> frozenset[int]:
     """Which large values hold msgpack, of a part's values.
 
     Raises:
@@ -213,7 +213,7 @@ def _decode(encoded: Any, other: Decode | None) -> Any:
         return tuple([_decode(item, other) for item in _only(rest, list)])
     if tag in ("e", "z"):
         elements = [_decode(item, other) for item in _only(rest, list)]
-        require_unlike(elements)
+        reject_hash_collisions(elements)
         items = set(elements)
         if len(items) != len(rest[0]):
             raise ValueError("a set has an element twice")

@@ -13,7 +13,7 @@ from tensorstore_ck.common.units import parse_seconds
 from tensorstore_ck.engine.engine import Engine, current_user
 from tensorstore_ck.engine.reachability import revive
 from tensorstore_ck.errors import InvalidOptionError
-from tensorstore_ck.format.codec import require_strong
+from tensorstore_ck.format.codec import check_recode_mode
 from tensorstore_ck.format.record import check_metrics
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo, validate_ref_name
 from tensorstore_ck.log.address import Resolved, resolve
@@ -296,7 +296,7 @@ class KeepingStore:
         """
         from tensorstore_ck.gc.recode import run_recode  # noqa: PLC0415
 
-        mode = require_strong(codec)
+        mode = check_recode_mode(codec)
         before_ns = self._engine.clock() - int(parse_seconds(older_than, "older_than") * 1e9) if older_than is not None else None
 
         def choose(view: RefTable) -> list[SnapshotInfo]:

@@ -43,7 +43,7 @@ class Extent(NamedTuple):
 
 
 Area = tuple[object, int, int, bool] | None
-"""What `find_suspects` needs of a leaf: device, start and stop of its allocation, and `Extent.repeats`; None without bytes."""
+"""What `find_alias_candidates` needs of a leaf: device, start and stop of its allocation, and `Extent.repeats`; None without bytes."""
 
 
 class MemoryAreas:
@@ -108,7 +108,7 @@ class _Cluster(NamedTuple):
     size_bytes: int
 
 
-def find_suspects(areas: MemoryAreas) -> list[int]:
+def find_alias_candidates(areas: MemoryAreas) -> list[int]:
     """The leaves whose allocation overlaps another's, or whose elements repeat: few or none, in most states."""
     starts, stops = np.array(areas.starts, np.uint64), np.array(areas.stops, np.uint64)
     leaves_on: defaultdict[object, list[int]] = defaultdict(list)
@@ -130,19 +130,19 @@ def _touching(leaves: Numbers, starts: Addresses, stops: Addresses) -> list[int]
     return [*leaves[before].tolist(), *leaves[before + 1].tolist()]
 
 
-def find_sharing(extents: dict[int, Extent]) -> AliasPlan:
+def plan_aliases(extents: dict[int, Extent]) -> AliasPlan:
     """Plans for the suspects."""
     plan = AliasPlan({}, [], [])
     by_device: defaultdict[object, list[tuple[int, int, int]]] = defaultdict(list)
     for leaf, extent in extents.items():
         by_device[extent.device].append((extent.area_start, extent.area_stop, leaf))
     for intervals in by_device.values():
-        for area in overlapping(intervals):
+        for area in group_overlapping(intervals):
             _plan_area(area, extents, plan)
     return plan
 
 
-def overlapping(intervals: list[tuple[int, int, int]]) -> Iterator[list[int]]:
+def group_overlapping(intervals: list[tuple[int, int, int]]) -> Iterator[list[int]]:
     """Groups leaves whose intervals (start, stop, leaf) overlap, one with the next."""
     run: list[int] = []
     reach = -1
@@ -157,7 +157,7 @@ def overlapping(intervals: list[tuple[int, int, int]]) -> Iterator[list[int]]:
 
 
 def _plan_area(area: list[int], extents: dict[int, Extent], plan: AliasPlan) -> None:
-    runs = overlapping([(extents[leaf].start, extents[leaf].stop, leaf) for leaf in area])
+    runs = group_overlapping([(extents[leaf].start, extents[leaf].stop, leaf) for leaf in area])
     clusters = [_plan_cluster(sorted(run), extents, plan) for run in runs]
     if len(clusters) == 1 and (clusters[0].start % ALIGNMENT_BYTES == 0 or len(area) == 1):
         return

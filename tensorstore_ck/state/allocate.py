@@ -36,7 +36,7 @@ CONVERTIBLE: Final = frozenset(
 """What ``dtype=`` converts from and to: numbers of their own. float8_e8m0fnu is the scale of others, float4 packs two."""
 _CPU: Final = torch.device("cpu")
 
-Found = torch.Tensor | Array
+TensorOrArray = torch.Tensor | Array
 AnyDtype = torch.dtype | np.dtype[Any]
 
 
@@ -96,7 +96,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def view_of(base: Found, form: LeafForm) -> Found:
+def view_of(base: TensorOrArray, form: LeafForm) -> TensorOrArray:
     """A tensor or array of `form` over the memory of `base`, which is contiguous."""
     if isinstance(form.dtype, torch.dtype):
         if isinstance(base, np.ndarray):
@@ -107,11 +107,11 @@ def view_of(base: Found, form: LeafForm) -> Found:
     return np.ndarray(form.shape, form.dtype, raw.data, form.offset_bytes, steps)
 
 
-Wanted = tuple[Leaf, torch.dtype | None]
+WantedLeaf = tuple[Leaf, torch.dtype | None]
 """A leaf that is to be made, and what it is converted to if it holds floating-point numbers."""
 
 
-def require_memory_for(layout: Layout, wanted: Sequence[Wanted], device: torch.device) -> None:
+def require_memory_for(layout: Layout, wanted: Sequence[WantedLeaf], device: torch.device) -> None:
     """Refuses to make tensors for which this host has clearly no memory.
 
     Raises:
@@ -130,7 +130,7 @@ def require_memory_for(layout: Layout, wanted: Sequence[Wanted], device: torch.d
 class TensorAllocator:
     """Allocates what is wanted; `targets` then take the bytes, and `get` gives the tensors."""
 
-    def __init__(self, layout: Layout, wanted: Iterable[Wanted], device: torch.device) -> None:
+    def __init__(self, layout: Layout, wanted: Iterable[WantedLeaf], device: torch.device) -> None:
         """`device` is that of torch tensors; arrays, and what shares memory with them when it is read, are on the CPU."""
         self._layout = layout
         self._device = device
@@ -138,12 +138,12 @@ class TensorAllocator:
         """Path -> form, of what is not simply a stored tensor."""
         self._converted: dict[str, torch.dtype] = {}
         """Path -> the dtype that `get` converts to, where the base is read as it is stored."""
-        self._bases: dict[int, Found] = {}
-        self._made: dict[tuple[int, int, torch.dtype | None], Found] = {}
+        self._bases: dict[int, TensorOrArray] = {}
+        self._made: dict[tuple[int, int, torch.dtype | None], TensorOrArray] = {}
         self.targets: dict[int, ByteSink] = {}
         placed = {number for storage in layout.storages for number in storage.tensors}
-        shared: defaultdict[int, list[Wanted]] = defaultdict(list)
-        alone: dict[int, Wanted] = {}
+        shared: defaultdict[int, list[WantedLeaf]] = defaultdict(list)
+        alone: dict[int, WantedLeaf] = {}
         for want in wanted:
             leaf = want[0]
             if leaf.kind == "view" or want[1] is not None or leaf.index in placed:
@@ -162,7 +162,7 @@ class TensorAllocator:
         for number, wants in plain.items():
             self._add_plain(number, wants)
 
-    def _add_converted(self, number: int, wants: list[Wanted]) -> bool:
+    def _add_converted(self, number: int, wants: list[WantedLeaf]) -> bool:
         """Makes a base in the wanted dtype, if all its leaves agree; bytes are then converted as they arrive."""
         spec = self._layout.tensors[number]
         stored = dtype_of(spec.dtype, spec.item_bytes)
@@ -181,7 +181,7 @@ class TensorAllocator:
             del self._converted[leaf.path]
         return True
 
-    def _add_storage(self, storage: SharedStorage, plain: dict[int, list[Wanted]]) -> None:
+    def _add_storage(self, storage: SharedStorage, plain: dict[int, list[WantedLeaf]]) -> None:
         """Makes those bases that lie in one storage, in as much of it as they need, and takes them out of `plain`."""
         places = {number: offset for number, offset in zip(storage.tensors, storage.offsets_bytes, strict=True) if number in plain}
         if len(places) <= 1 and not any(offset % ALIGNMENT_BYTES for offset in places.values()):
@@ -198,7 +198,7 @@ class TensorAllocator:
             self._add(number, _whole(specs[number], memory, offset - start))
             del plain[number]
 
-    def _add_plain(self, number: int, wants: Sequence[Wanted]) -> None:
+    def _add_plain(self, number: int, wants: Sequence[WantedLeaf]) -> None:
         spec = self._layout.tensors[number]
         dtype = dtype_of(spec.dtype, spec.item_bytes)
         forms = [self._forms[leaf.path].dtype for leaf, _ in wants]
@@ -210,16 +210,16 @@ class TensorAllocator:
         else:
             self._add(number, new_array(spec.shape, dtype))
 
-    def _has_array(self, number: int, wants: Sequence[Wanted]) -> bool:
+    def _has_array(self, number: int, wants: Sequence[WantedLeaf]) -> bool:
         dtypes = [self._forms[leaf.path].dtype for leaf, _ in wants]
         return is_array(self._layout.tensors[number].dtype) or not all(isinstance(dtype, torch.dtype) for dtype in dtypes)
 
-    def _add(self, number: int, base: Found, stored: torch.dtype | None = None) -> None:
+    def _add(self, number: int, base: TensorOrArray, stored: torch.dtype | None = None) -> None:
         self._bases[number] = base
         if base.nbytes:
             self.targets[number] = target_of(base, stored)
 
-    def get(self, leaf: Leaf) -> Found:
+    def get(self, leaf: Leaf) -> TensorOrArray:
         """The tensor or array of a wanted leaf; valid when the bytes have arrived. One stored tensor is one object."""
         found = self._bases[leaf.index]
         if type(leaf.node) is int and not self._converted and isinstance(found, torch.Tensor) and found.device == self._device:
@@ -251,7 +251,7 @@ def with_flags(tensor: torch.Tensor, leaf: Leaf) -> torch.Tensor:
     return tensor.requires_grad_() if flags else tensor
 
 
-def _whole(spec: TensorSpec, memory: torch.Tensor, offset: int) -> Found:
+def _whole(spec: TensorSpec, memory: torch.Tensor, offset: int) -> TensorOrArray:
     dtype = dtype_of(spec.dtype, spec.item_bytes)
     if isinstance(dtype, torch.dtype) and offset % dtype.itemsize:
         raise CorruptObjectError(f"tensor {spec.name!r} lies at an impossible place; run `tsck fsck`", object_id=spec.name)

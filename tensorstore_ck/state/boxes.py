@@ -149,7 +149,7 @@ def _pieces(held: Iterable[tuple[torch.Tensor, tuple[int, ...]]]) -> tuple[Local
     return tuple(LocalPiece(sharding.BoxBounds(offsets, tuple(local.shape)), local) for local, offsets in held if 0 not in local.shape)
 
 
-def fault_of(shape: tuple[int, ...], boxes: Sequence[sharding.BoxBounds]) -> str:
+def coverage_error(shape: tuple[int, ...], boxes: Sequence[sharding.BoxBounds]) -> str:
     """Why boxes, none of them empty, are not all of a tensor, each element once; empty when they are."""
     if not all(len(box.offsets) == len(box.sizes) == len(shape) and _lies_within(*box, shape) for box in boxes):
         return "a piece lies outside"

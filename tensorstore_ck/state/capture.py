@@ -14,20 +14,20 @@ import torch
 from tensorstore_ck.engine.interfaces import ByteSource, CapturedState
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format import sharding
-from tensorstore_ck.format.layout import MAX_ITEM_BYTES, Explicit, Layout, Node, Sharding, SharedStorage, Spread, TensorSpec
+from tensorstore_ck.format.layout import MAX_ITEM_BYTES, ExplicitRegions, Layout, Node, Sharding, SharedStorage, Spread, TensorSpec
 from tensorstore_ck.format.sharding import Mesh
 from tensorstore_ck.format.tree import ATTRIBUTES, PARAMETER, REQUIRES_GRAD, ROOT, LeafNames
-from tensorstore_ck.format.values import MAX_NESTING, encode, key_text, numpy_dtype_name, packed, split_large
-from tensorstore_ck.state.aliasing import AreaOffset, CoveringArea, find_sharing, find_suspects
-from tensorstore_ck.state.boxes import Box, Boxes, fault_of, is_checkpointable
+from tensorstore_ck.format.values import MAX_NESTING, encode, key_text, move_to_blobs, numpy_dtype_name, pack_numbers
+from tensorstore_ck.state.aliasing import AreaOffset, CoveringArea, find_alias_candidates, plan_aliases
+from tensorstore_ck.state.boxes import Box, Boxes, coverage_error, is_checkpointable
 from tensorstore_ck.state.byte_sources import Array, CopySource, MemorySource, address_of
 from tensorstore_ck.state.memory_extents import area_of, extent_of
 from tensorstore_ck.state.plain_memory import PLAIN, is_plain, require_plain
 from tensorstore_ck.state.rank_shares import RankShare, share_of, source_of
 from tensorstore_ck.state.registered_types import DTYPE_NAMES, FACTORIES, encode_torch, namedtuple_name, registered_class
 from tensorstore_ck.state.sharded_tensors import FlatShard, SpreadDescriber
-from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, spread_of
-from tensorstore_ck.state.tensor_table import Specs, TensorKind, TensorTable, flags_of
+from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, unwrap_shards
+from tensorstore_ck.state.tensor_table import TensorKind, TensorSpecs, TensorTable, flags_of
 from tensorstore_ck.state.unsupported_types import advice_for
 
 _SHARES: Final = frozenset({Box, Boxes, RankShare})
@@ -79,8 +79,8 @@ class CaptureWalk:
     def finish(self) -> CapturedState:
         """Settles which tensors share memory."""
         columns = self._columns
-        suspects = find_suspects(columns.areas)
-        sharing = find_sharing({leaf: extent_of(columns.objects[leaf]) for leaf in suspects})
+        suspects = find_alias_candidates(columns.areas)
+        sharing = plan_aliases({leaf: extent_of(columns.objects[leaf]) for leaf in suspects})
         names, forms, sources = columns.names, columns.forms, columns.sources()
         own: Sequence[int] = range(len(names))
         number_of: Sequence[int] | dict[int, int] = own
@@ -104,8 +104,8 @@ class CaptureWalk:
                 place = sharing.views.get(leaf)
                 nodes[position] = self._view_node(leaf, place, number_of) if place else self._node(leaf, number_of[leaf])
         spreads = [self._spreads.get(leaf) for leaf in own] if self._spreads else ()
-        explicit = [Explicit(number_of[leaf], boxes) for leaf, boxes in self._explicit.items()]
-        layout = Layout(Specs(names, forms), self._root[0], storages, list(self._meshes), spreads)
+        explicit = [ExplicitRegions(number_of[leaf], boxes) for leaf, boxes in self._explicit.items()]
+        layout = Layout(TensorSpecs(names, forms), self._root[0], storages, list(self._meshes), spreads)
         return CapturedState(layout, self._values, self._blobs, sources, explicit)
 
     def _node(self, leaf: int, number: int) -> Node:
@@ -149,9 +149,9 @@ class CaptureWalk:
         elif kind is np.ndarray or kind is np.memmap:
             self._visit_array(value, path, nodes, position)
         elif kind in _CONTAINERS:
-            if kind in (list, tuple) and (array := packed(value)) is not None:
+            if kind in (list, tuple) and (array := pack_numbers(value)) is not None:
                 self._names.name(path[:-1] if path else ROOT)
-                self._values.append(split_large(array, path[:-1], self._blobs))
+                self._values.append(move_to_blobs(array, path[:-1], self._blobs))
             else:
                 self._visit_container(value, path, nodes, position, depth)
         elif (registered := registered_class(kind)) is not None:
@@ -174,7 +174,7 @@ class CaptureWalk:
         else:
             try:
                 if id(value) not in self._apart:  # the inner tensors of one object are one object each
-                    self._apart[id(value)] = value, spread_of(self._describer, value, path[:-1])
+                    self._apart[id(value)] = value, unwrap_shards(self._describer, value, path[:-1])
             except UnsupportedValueError as exc:
                 self._refused(exc)
             else:
@@ -192,7 +192,7 @@ class CaptureWalk:
     def _visit_value(self, value: object, path: str) -> None:
         name = self._names.name(path[:-1] if path else ROOT)
         try:
-            self._values.append(split_large(encode(value, name, encode_torch), name, self._blobs))
+            self._values.append(move_to_blobs(encode(value, name, encode_torch), name, self._blobs))
         except UnsupportedValueError as exc:
             self._refused(exc)
 
@@ -308,7 +308,7 @@ class CaptureWalk:
                 for piece in share.pieces:
                     require_dense(piece.tensor, name)
                 boxes = tuple(piece.box for piece in share.pieces)
-                if self._describer is None and (fault := fault_of(share.shape, boxes)):
+                if self._describer is None and (fault := coverage_error(share.shape, boxes)):
                     what = f"its boxes are not all of a tensor of shape {list(share.shape)} ({fault}), and there are no other ranks"
                     raise UnsupportedValueError(f"cannot store {name}: {what}; pass group=, so that all ranks put theirs", object_id=name)
             except UnsupportedValueError as exc:

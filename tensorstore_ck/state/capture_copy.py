@@ -23,7 +23,7 @@ from tensorstore_ck.state.cuda_copy import DeviceArrival, DeviceCopy, is_on_devi
 from tensorstore_ck.state.rank_shares import ChainedSource
 from tensorstore_ck.state.tensor_table import ByteSources, LazySources
 
-__all__ = ["Arena", "Slot", "copied_bytes", "copy_captured"]
+__all__ = ["Arena", "Slot", "copy_captured", "slot_bytes"]
 
 ALIGN_BYTES: Final = 64
 PIECE_BYTES: Final = 4 << 20
@@ -45,10 +45,10 @@ for _function in (_memcmp, _memcmp_with_gil):
     _function.argtypes, _function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_int
 
 
-def place_of(source: ByteSource) -> tuple[object, ...]:
+def memory_key(source: ByteSource) -> tuple[object, ...]:
     """Names the memory that a source reads, as long as the source lives."""
     if isinstance(source, ChainedSource):
-        return tuple(place for part in source.sources for place in place_of(part))
+        return tuple(place for part in source.sources for place in memory_key(part))
     if isinstance(source, MemorySource):
         return source.address, source.size_bytes
     if isinstance(source, CopySource):
@@ -59,7 +59,7 @@ def place_of(source: ByteSource) -> tuple[object, ...]:
     return (id(source),)
 
 
-def copied_bytes(captured: CapturedState, skip: Collection[int] = ()) -> int:
+def slot_bytes(captured: CapturedState, skip: Collection[int] = ()) -> int:
     """What `copy_captured` takes of a slot."""
     return int(_places(_sizes(captured, skip))[-1])
 
@@ -79,7 +79,7 @@ def copy_captured(
 
     Args:
         captured: The state.
-        slot: Of `copied_bytes` or more. What is returned is valid until it is released.
+        slot: Of `slot_bytes` or more. What is returned is valid until it is released.
         skip: The numbers of tensors that are left where they are.
         threads: How many copy.
         start_bytes: Where in the slot to begin.
@@ -97,7 +97,7 @@ def copy_captured(
         what = "was released" if memory is None else f"has {slot.size_bytes}"
         raise InvalidOptionError(f"a capture needs {places[-1]} bytes of a slot, and this one {what}: take one of copied_bytes()")
     addresses = ByteSources.of(captured.sources).addresses
-    rest = _Rest(memory)
+    rest = _OtherSources(memory)
     arriving = [
         number
         for number in np.flatnonzero((addresses == 0) & (sizes > 0)).tolist()
@@ -199,7 +199,7 @@ class _ArrivingSource:
         return self._source.read(start, stop)
 
 
-class _Rest:
+class _OtherSources:
     """What goes into a slot, but for tensors that are one piece of CPU memory."""
 
     def __init__(self, memory: Array) -> None:

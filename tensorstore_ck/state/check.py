@@ -50,16 +50,18 @@ class StateCheck:
 
 def problems(state: object) -> list[StateProblem]:
     """All things in `state` that cannot be stored, in its order."""
-    return look_at(state)[0]
+    return inspect_state(state)[0]
 
 
 def check_state(state: object, backend: Backend) -> StateCheck:
     """Checks `state`, and writes and deletes a sample of it to see how long a put would take."""
-    found, captured = look_at(state)
-    return checked(found, captured, backend, sum(spec.size_bytes for spec in captured.layout.tensors))
+    found, captured = inspect_state(state)
+    return build_check(found, captured, backend, sum(spec.size_bytes for spec in captured.layout.tensors))
 
 
-def checked(found: Sequence[StateProblem], captured: CapturedState, backend: Backend, tensor_bytes: int, *, writers: int = 1) -> StateCheck:
+def build_check(
+    found: Sequence[StateProblem], captured: CapturedState, backend: Backend, tensor_bytes: int, *, writers: int = 1
+) -> StateCheck:
     """What is told of a state that was looked at: `tensor_bytes` in all, written by so many `writers` together."""
     space = backend.space()
     value_bytes = len(pack_body(captured.values)) + sum(map(len, captured.blobs)) + len(captured.layout.encode())
@@ -73,7 +75,7 @@ def checked(found: Sequence[StateProblem], captured: CapturedState, backend: Bac
     )
 
 
-def look_at(state: object, describer: SpreadDescriber | None = None) -> tuple[list[StateProblem], CapturedState]:
+def inspect_state(state: object, describer: SpreadDescriber | None = None) -> tuple[list[StateProblem], CapturedState]:
     """All things in `state` that cannot be stored, in its order; and the rest of it, taken apart."""
     errors: list[UnsupportedValueError] = []
     walk = CaptureWalk(errors.append, describer)

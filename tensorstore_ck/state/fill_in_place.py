@@ -13,7 +13,7 @@ import torch
 
 from tensorstore_ck.engine.interfaces import ByteTarget, SnapshotContent
 from tensorstore_ck.format.tree import Leaf
-from tensorstore_ck.state.aliasing import Extent, MemoryAreas, find_suspects, overlapping
+from tensorstore_ck.state.aliasing import Extent, MemoryAreas, find_alias_candidates, group_overlapping
 from tensorstore_ck.state.allocate import LeafForm, TensorAllocator, view_of
 from tensorstore_ck.state.byte_sources import MemoryTarget, bits_of, target_of
 from tensorstore_ck.state.memory_extents import area_of, extent_of
@@ -36,11 +36,11 @@ def find_conflicts(fills: list[FillTask]) -> dict[str, str]:
     conflicts: dict[str, str] = {}
     by_device: defaultdict[object, list[tuple[int, int, int]]] = defaultdict(list)
     extents: dict[int, Extent] = {}
-    for number in find_suspects(MemoryAreas(area_of(fill.target) for fill in fills)):
+    for number in find_alias_candidates(MemoryAreas(area_of(fill.target) for fill in fills)):
         extent = extents[number] = extent_of(fills[number].target)
         by_device[extent.device].append((extent.start, extent.stop, number))
     for intervals in by_device.values():
-        for run in overlapping(intervals):
+        for run in group_overlapping(intervals):
             solid = sorted(number for number in run if _is_solid(extents[number]))
             for number in solid[1:]:
                 if _origin(fills[number], extents[number]) != _origin(fills[solid[0]], extents[solid[0]]):
@@ -48,7 +48,7 @@ def find_conflicts(fills: list[FillTask]) -> dict[str, str]:
     return conflicts
 
 
-def is_one(content: SnapshotContent, fill: FillTask, other: FillTask) -> bool:
+def is_same_tensor(content: SnapshotContent, fill: FillTask, other: FillTask) -> bool:
     """Whether two targets are one memory, and what is stored for them is the same: tensors that are tied here and were not, as FSDP2
     unties them.
     """

@@ -10,7 +10,7 @@ import torch
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.format.layout import TensorSpec
-from tensorstore_ck.format.tree import Branch, Leaf, Tree
+from tensorstore_ck.format.tree import Container, Leaf, Tree
 from tensorstore_ck.format.values import MAX_NESTING
 from tensorstore_ck.state.allocate import CONVERTIBLE, LeafForm, contiguous_strides
 from tensorstore_ck.state.boxes import Box, Boxes
@@ -44,7 +44,7 @@ def roots_of(path: str, stored: Mapping[str, str]) -> set[str | None]:
     return roots
 
 
-def unknown_value(leaf: Leaf, content: SnapshotContent) -> str | None:
+def value_conflict(leaf: Leaf, content: SnapshotContent) -> str | None:
     """Why the snapshot cannot tell a value."""
     try:
         if leaf.kind == "value":
@@ -64,12 +64,12 @@ def own_leaves(tree: Tree) -> Iterable[Leaf]:
         yield from own_leaves(child)
 
 
-def branches(tree: Tree) -> Iterable[Branch]:
+def containers(tree: Tree) -> Iterable[Container]:
     """Every container, depth-first."""
-    if isinstance(tree, Branch):
+    if isinstance(tree, Container):
         yield tree
         for child in tree.children:
-            yield from branches(child)
+            yield from containers(child)
 
 
 def has_tensors(target: Any, depth: int) -> bool:
@@ -98,7 +98,7 @@ def is_whole(form: LeafForm, base: TensorSpec) -> bool:
     return (dtype_text(form.dtype), *form[1:]) == (base.dtype, base.shape, contiguous_strides(base.shape), 0)
 
 
-def misfit(shape: tuple[int, ...], dtype: Any, form: LeafForm, converted: torch.dtype | None) -> str | None:
+def describe_mismatch(shape: tuple[int, ...], dtype: Any, form: LeafForm, converted: torch.dtype | None) -> str | None:
     """Why a stored tensor of that form is another one than that of a target, or None. `converted`: the dtype to convert to."""
     if form.shape != shape:
         return f"shape {list(shape)} here, {list(form.shape)} in the snapshot"
@@ -106,9 +106,9 @@ def misfit(shape: tuple[int, ...], dtype: Any, form: LeafForm, converted: torch.
     return None if form.dtype == dtype or converts else f"{dtype_text(dtype)} here, {dtype_text(form.dtype)} in the snapshot"
 
 
-def misfit_of(target: Any, form: LeafForm, converted: torch.dtype | None) -> str | None:
+def describe_target_mismatch(target: Any, form: LeafForm, converted: torch.dtype | None) -> str | None:
     """Why a stored tensor of that form does not fit the tensor or array `target`, or None."""
-    problem = misfit(tuple(target.shape), target.dtype, form, converted)
+    problem = describe_mismatch(tuple(target.shape), target.dtype, form, converted)
     if problem is not None:
         return problem
     if isinstance(target, np.ndarray):

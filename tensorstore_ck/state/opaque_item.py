@@ -10,8 +10,8 @@ import torch
 
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.layout import Node
-from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD, ROOT, SUBTREE
-from tensorstore_ck.format.values import numpy_dtype_name, split_large
+from tensorstore_ck.format.tree import PARAMETER, REQUIRES_GRAD, ROOT, SUBTREE_TAG
+from tensorstore_ck.format.values import move_to_blobs, numpy_dtype_name
 from tensorstore_ck.state.byte_sources import Array
 from tensorstore_ck.state.capture import CaptureWalk, require_dense
 from tensorstore_ck.state.rank_shares import source_of
@@ -31,7 +31,7 @@ class OpaqueItem(NamedTuple):
         first = len(blobs)
         blobs += self.blobs
         values = [["b", value[1], first + value[2]] if type(value) is list and value[0] == "b" else value for value in self.values]
-        return values[0] if self.node is None else [SUBTREE, self.node, values]
+        return values[0] if self.node is None else [SUBTREE_TAG, self.node, values]
 
 
 def capture_value(value: object, name: str) -> OpaqueItem:
@@ -80,4 +80,4 @@ class _ValueWalk(CaptureWalk):
             flags = (REQUIRES_GRAD if found.requires_grad else 0) | (PARAMETER if isinstance(found, torch.nn.Parameter) else 0)
         data = bytes(source_of(found).read(0, found.nbytes)) if isinstance(found, torch.Tensor) else found.tobytes()
         name = self._names.name(path[:-1] if path else ROOT)
-        self._values.append(split_large(["tensor", dtype, list(found.shape), flags, data], name, self._blobs))
+        self._values.append(move_to_blobs(["tensor", dtype, list(found.shape), flags, data], name, self._blobs))

@@ -37,7 +37,7 @@ class RankShare(NamedTuple):
 
     def source(self) -> ByteSource:
         """The pieces, one after another."""
-        return chain_of([piece.tensor for piece in self.pieces])
+        return concatenate_sources([piece.tensor for piece in self.pieces])
 
     def wanted(self, tensor: int, stored: torch.dtype) -> list[WantedBox]:
         """What fills the pieces with the stored tensor of that number and dtype."""
@@ -104,7 +104,7 @@ def source_of(tensor: torch.Tensor) -> ByteSource:
     return CopySource(tensor)
 
 
-def chain_of(tensors: Sequence[torch.Tensor]) -> ByteSource:
+def concatenate_sources(tensors: Sequence[torch.Tensor]) -> ByteSource:
     """The bytes of several tensors, one after another."""
     sources = [source_of(tensor) for tensor in tensors]
     return sources[0] if len(sources) == 1 else ChainedSource(sources)

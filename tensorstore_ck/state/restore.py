@@ -13,8 +13,8 @@ from tensorstore_ck.format.tree import parse
 from tensorstore_ck.state.allocate import CONVERTIBLE, TensorAllocator, require_memory_for
 from tensorstore_ck.state.load_report import LoadReport, UnclaimedNames
 from tensorstore_ck.state.rank_shares import describer_of
-from tensorstore_ck.state.rebuild_tree import build, require_buildable, wanted_of
-from tensorstore_ck.state.restore_into import fill
+from tensorstore_ck.state.rebuild_tree import build, require_buildable, wanted_leaves
+from tensorstore_ck.state.restore_into import restore_into
 from tensorstore_ck.state.select import Rename, Selection, renamer
 
 
@@ -53,7 +53,7 @@ def restore(
         selection.require_used(stored)
         tree = selection.prune(stored) or stored
     if into is not None:
-        return fill(
+        return restore_into(
             into,
             content,
             tree,
@@ -67,7 +67,7 @@ def restore(
             unclaimed=unclaimed,
         )
     require_buildable(tree, content)
-    wanted = list(wanted_of(tree, dtype))
+    wanted = list(wanted_leaves(tree, dtype))
     require_memory_for(content.layout, wanted, place)
     fresh = TensorAllocator(content.layout, wanted, place)
     content.read(dict(fresh.targets))

@@ -14,38 +14,38 @@ import torch
 
 from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, StoreError, UnsupportedValueError
-from tensorstore_ck.format.tree import ROOT, Branch, Leaf, LeafNames, Tree, leaves, parse
+from tensorstore_ck.format.tree import ROOT, Container, Leaf, LeafNames, Tree, leaves, parse
 from tensorstore_ck.format.values import MAX_NESTING, encode, key_text
-from tensorstore_ck.state.allocate import LeafForm, TensorAllocator, Wanted, form_of, require_memory_for
-from tensorstore_ck.state.fill_in_place import FillTask, find_conflicts, is_one, read_in_place
+from tensorstore_ck.state.allocate import LeafForm, TensorAllocator, WantedLeaf, form_of, require_memory_for
+from tensorstore_ck.state.fill_in_place import FillTask, find_conflicts, is_same_tensor, read_in_place
 from tensorstore_ck.state.load_report import LoadReport, UnclaimedNames
 from tensorstore_ck.state.match_names import (
     NamesByPrefix,
-    branches,
+    containers,
+    describe_mismatch,
+    describe_target_mismatch,
     has_tensors,
     is_expanded,
     is_whole,
-    misfit,
-    misfit_of,
     own_leaves,
     roots_of,
-    unknown_value,
+    value_conflict,
 )
 from tensorstore_ck.state.plain_memory import require_plain
 from tensorstore_ck.state.rank_shares import RankShare, share_of
-from tensorstore_ck.state.rebuild_tree import build, require_buildable, wanted_of
+from tensorstore_ck.state.rebuild_tree import build, require_buildable, wanted_leaves
 from tensorstore_ck.state.registered_types import encode_torch, registered_class
 from tensorstore_ck.state.select import Selection
 from tensorstore_ck.state.sharded_tensors import SpreadDescriber
-from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, regrouped, spread_of
+from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, regrouped, unwrap_shards
 from tensorstore_ck.state.unsupported_types import advice_for
-from tensorstore_ck.state.wrapper_subclasses import ABOUT, FLAT, equal_about, flattened
+from tensorstore_ck.state.wrapper_subclasses import FLAT, OUTER_KEY, flattened, is_same_form
 
 Finish = Callable[[], Any]
 """Puts what was restored in its place, and gives the object that now stands there."""
 
 
-def fill(
+def restore_into(
     into: object,
     content: SnapshotContent,
     tree: Tree,
@@ -95,7 +95,7 @@ class _RestorePlan:
         self.fills: list[FillTask] = []
         self.boxes: list[WantedBox] = []
         """For tensors of which this rank has a share."""
-        self.wanted: list[Wanted] = []
+        self.wanted: list[WantedLeaf] = []
         self.adopted: list[Tree] = []
         self.tensor_of: Callable[[Leaf], Any]
         self._content = content
@@ -120,14 +120,14 @@ class _RestorePlan:
                 raise MismatchError(f"rename gives {other!r} and {leaf.path!r} the same name {name!r}", object_id=name)
             self._stored[name] = leaf
         self._below = NamesByPrefix(self._stored)
-        self._branches = {branch.path: branch for branch in reversed(list(branches(tree)))}
+        self._containers = {container.path: container for container in reversed(list(containers(tree)))}
 
     def settle(self, *, strict: bool, report: LoadReport | None, unclaimed: UnclaimedNames | None) -> None:
         """Checks that everything fits. `unclaimed`: takes what is not expected here, but perhaps on another rank."""
         conflicts = find_conflicts(self.fills)
         fill_of = {fill.name: fill for fill in self.fills}
         for name, other in conflicts.items():
-            if not is_one(self._content, fill_of[name], fill_of[other]):
+            if not is_same_tensor(self._content, fill_of[name], fill_of[other]):
                 self._report.mismatched.append(f"{name}: shares memory with {other} here; the snapshot has different values of the two")
         self.fills = [fill for fill in self.fills if fill.name not in conflicts]
         self._report.unexpected += [name for name in self._stored if name not in self._used]
@@ -147,7 +147,7 @@ class _RestorePlan:
         registered = registered_class(kind)
         if registered is not None and registered.wraps:
             return self._visit_wrapped(target, UnwrappedShards(registered, flattened(target)), path, depth)
-        if self._describer is not None and (apart := spread_of(self._describer, target, path[:-1])) is not None:
+        if self._describer is not None and (apart := unwrap_shards(self._describer, target, path[:-1])) is not None:
             return self._visit_wrapped(target, apart, path, depth)
         if registered is not None:
             inner = self.visit(registered.to_state(target), path, depth + 1)
@@ -169,7 +169,7 @@ class _RestorePlan:
         """A wrapper subclass: its inner tensors are filled, and all else must be as it is."""
         registered, state = apart
         stored = self._stored_at(path)
-        if not isinstance(stored, Branch) or stored.node[0] != "r":
+        if not isinstance(stored, Container) or stored.node[0] != "r":
             if stored is None:
                 self._miss(path[:-1] or ROOT)
             else:
@@ -178,13 +178,13 @@ class _RestorePlan:
         if stored.node[1] != registered.name:
             self._mismatch(path, f"a {registered.name} here, a {stored.node[1]} in the snapshot")
             return lambda: target
-        told = self._stored_at(f"{path}{ABOUT}.")
-        self._used.update(self._below.names(f"{path}{ABOUT}."))
-        if told is None or not equal_about(registered.cls, state[ABOUT], self._about(told)):
-            self._mismatch(path, f"a {registered.name} of the form {state[ABOUT]} here, {told and self._about(told)} in the snapshot")
+        told = self._stored_at(f"{path}{OUTER_KEY}.")
+        self._used.update(self._below.names(f"{path}{OUTER_KEY}."))
+        if told is None or not is_same_form(registered.cls, state[OUTER_KEY], self._about(told)):
+            self._mismatch(path, f"a {registered.name} of the form {state[OUTER_KEY]} here, {told and self._about(told)} in the snapshot")
             return lambda: target
         flat = FLAT.get(registered.cls.__name__, ())
-        inner = {name: tensor for name, tensor in state.items() if name != ABOUT}
+        inner = {name: tensor for name, tensor in state.items() if name != OUTER_KEY}
         children = {name: self._in_stored_shape(tensor, f"{path}{name}") if name in flat else tensor for name, tensor in inner.items()}
         finishes = {name: (child, self.visit(child, f"{path}{name}.", depth + 1)) for name, child in children.items()}
 
@@ -192,7 +192,9 @@ class _RestorePlan:
             restored = {name: (child, child_finish()) for name, (child, child_finish) in finishes.items()}
             if all(new is child for child, new in restored.values()):
                 return target
-            return registered.from_state({name: new for name, (_, new) in restored.items()} | {ABOUT: state[ABOUT]})  # it was on meta
+            return registered.from_state(
+                {name: new for name, (_, new) in restored.items()} | {OUTER_KEY: state[OUTER_KEY]}
+            )  # it was on meta
 
         return finish
 
@@ -228,7 +230,7 @@ class _RestorePlan:
             text = key if type(key) is str and key.isascii() else key_text(encode(key, f"{path}{key!r:.80} (a dict key)", encode_torch))
             children.append((key, child, self.visit(child, f"{path}{text}.", depth + 1)))
         stored = self._stored_at(path) if isinstance(target, OrderedDict) else None
-        attributes = stored.attributes if isinstance(stored, Branch) else None
+        attributes = stored.attributes if isinstance(stored, Container) else None
         if attributes is not None:
             self._want(attributes)
 
@@ -245,7 +247,7 @@ class _RestorePlan:
 
     def _visit_list(self, target: list[Any] | tuple[Any, ...], path: str, depth: int) -> Finish:
         stored = self._stored_at(path)
-        is_same_length = isinstance(stored, Branch) and len(stored.children) == len(target)
+        is_same_length = isinstance(stored, Container) and len(stored.children) == len(target)
         if stored is not None and not is_same_length and not has_tensors(target, depth):
             adopted = self._adopt(target, path)
             if adopted is not None:
@@ -267,7 +269,7 @@ class _RestorePlan:
     def _visit_value(self, target: object, path: str) -> Finish:
         name = self._name(path)
         leaf = self._stored.get(name)
-        if leaf is not None and (problem := unknown_value(leaf, self._content)) is not None:
+        if leaf is not None and (problem := value_conflict(leaf, self._content)) is not None:
             self._used.add(name)
             self._report.mismatched.append(f"{name}: {problem}")
             return lambda: target
@@ -290,7 +292,7 @@ class _RestorePlan:
             self._report.mismatched.append(f"{name}: a tensor here, a plain value in the snapshot")
             return lambda: target
         form = form_of(self._content.layout, leaf)
-        problem = misfit_of(target, form, self._dtype)
+        problem = describe_target_mismatch(target, form, self._dtype)
         if problem is not None:
             self._report.mismatched.append(f"{name}: {problem}")
             return lambda: target
@@ -324,7 +326,7 @@ class _RestorePlan:
             self._report.mismatched.append(f"{name}: spread over ranks here, a plain value in the snapshot")
             return lambda: target
         form = form_of(self._content.layout, leaf)
-        problem = misfit(share.shape, share.dtype, form, self._dtype)
+        problem = describe_mismatch(share.shape, share.dtype, form, self._dtype)
         if problem is None and any(is_expanded(piece.tensor) for piece in share.pieces):
             problem = "the tensor here is expanded: its elements share memory, but not in the snapshot"
         if problem is not None:
@@ -345,7 +347,7 @@ class _RestorePlan:
         found = found or self._stored_at(path)
         if found is None:
             return None
-        self._used.update(self._below.names(path) if isinstance(found, Branch) else [name or (path[:-1] if path else ROOT)])
+        self._used.update(self._below.names(path) if isinstance(found, Container) else [name or (path[:-1] if path else ROOT)])
         self._want(found)
 
         def finish() -> Any:
@@ -373,13 +375,13 @@ class _RestorePlan:
             return leaf
         roots = roots_of(path, {name: self._stored[name].path for name in self._below.names(path)})
         if not roots:
-            return self._branches.get(path[:-1])
+            return self._containers.get(path[:-1])
         root = roots.pop() if len(roots) == 1 else None
-        return self._tree if root == "" else self._branches.get(root) if root else None
+        return self._tree if root == "" else self._containers.get(root) if root else None
 
     def _want(self, tree: Tree) -> None:
         self.adopted.append(tree)
-        self.wanted += wanted_of(tree, self._dtype)
+        self.wanted += wanted_leaves(tree, self._dtype)
 
     def _build(self, tree: Tree) -> Any:
         return build(tree, self._content, self.tensor_of)
@@ -389,7 +391,7 @@ class _RestorePlan:
 
     def _miss(self, name: str) -> None:
         wrapped = self._stored_at(f"{name}.")
-        if isinstance(wrapped, Branch) and wrapped.node[0] == "r" and self._below.names(f"{name}.{ABOUT}."):
+        if isinstance(wrapped, Container) and wrapped.node[0] == "r" and self._below.names(f"{name}.{OUTER_KEY}."):
             self._mismatch(f"{name}.", f"something else here, a {wrapped.node[1]} in the snapshot")
             return
         if self._selection is None or self._selection.fits(name):

@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
-from tensorstore_ck.format.tree import Branch, Leaf, Tree, leaves
-from tensorstore_ck.state.rebuild_tree import NOTHING
+from tensorstore_ck.format.tree import Container, Leaf, Tree, leaves
+from tensorstore_ck.state.rebuild_tree import UNSELECTED
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
 
@@ -54,9 +54,9 @@ class Selection:
         if not any(kept):
             return None
         if tag in ("l", "u", "n"):
-            return Branch(tree.node, tree.path, tree.keys, [child or NOTHING for child in kept], None)
+            return Container(tree.node, tree.path, tree.keys, [child or UNSELECTED for child in kept], None)
         keys = [key for key, child in zip(tree.keys, kept, strict=True) if child]
-        return Branch(tree.node, tree.path, keys, [child for child in kept if child], tree.attributes)
+        return Container(tree.node, tree.path, keys, [child for child in kept if child], tree.attributes)
 
 
 def renamer(rename: Rename | None) -> Callable[[str], str | None]:

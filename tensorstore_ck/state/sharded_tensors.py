@@ -113,7 +113,7 @@ class SpreadDescriber:
 
     def _dtensor(self, tensor: "DTensor", path: str) -> TensorSpread:
         shape = tuple(tensor.shape)
-        mesh, placements, coordinate = self.place(tensor, path)
+        mesh, placements, coordinate = self.placement_of(tensor, path)
         local = local_of(tensor)
         require_plain(local, path, "the local tensor of a DTensor")
         if coordinate is None:
@@ -123,7 +123,7 @@ class SpreadDescriber:
         pieces = [LocalPiece(box, narrowed(local, offsets, box.sizes)) for box, offsets in held]
         return TensorSpread(shape, tensor.dtype, mesh, placements, tuple(pieces))
 
-    def place(self, tensor: "DTensor", path: str) -> tuple[Mesh, tuple[Placement, ...], tuple[int, ...] | None]:
+    def placement_of(self, tensor: "DTensor", path: str) -> tuple[Mesh, tuple[Placement, ...], tuple[int, ...] | None]:
         """On which mesh a DTensor lies, how, and where on it this rank stands."""
         mesh = self._mesh(tensor.device_mesh, path)
         # Not device_mesh.get_coordinate(): torch reuses equal meshes, also those of an earlier group where this process had another rank.
@@ -132,7 +132,7 @@ class SpreadDescriber:
     def require_local(self, tensor: "DTensor", local: torch.Tensor, path: str) -> None:
         """Checks that the local tensor is what the placements say."""
         shape = tuple(tensor.shape)
-        mesh, placements, coordinate = self.place(tensor, path)
+        mesh, placements, coordinate = self.placement_of(tensor, path)
         assert coordinate is not None
         expected = local_shape(intervals(shape, mesh.shape, placements, coordinate))
         if tuple(local.shape) != expected or local.dtype != tensor.dtype:

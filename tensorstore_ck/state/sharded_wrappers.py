@@ -18,7 +18,7 @@ from tensorstore_ck.state.rank_shares import RankShare
 from tensorstore_ck.state.registered_types import registered_class
 from tensorstore_ck.state.sharded_tensors import LocalPiece, SpreadDescriber, is_dtensor, local_of, narrowed, refuse
 from tensorstore_ck.state.torchao_types import RegisteredType
-from tensorstore_ck.state.wrapper_subclasses import ABOUT, FLAT, about, tensor_parts
+from tensorstore_ck.state.wrapper_subclasses import FLAT, OUTER_KEY, describe_outer, tensor_parts
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -33,7 +33,7 @@ _BOXED: Final = {
 """Class -> inner tensors that have an element for each box of ``block_size`` elements."""
 
 
-class _Outer(NamedTuple):
+class _OuterTensor(NamedTuple):
     """The whole tensor, and what this rank has of it."""
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class UnwrappedShards(NamedTuple):
     """As `wrapped.flattened` makes it of the whole tensor, with a `RankShare` for each inner tensor."""
 
 
-def spread_of(describer: SpreadDescriber, tensor: object, path: str) -> UnwrappedShards | None:
+def unwrap_shards(describer: SpreadDescriber, tensor: object, path: str) -> UnwrappedShards | None:
     """The state of a DTensor whose local tensor is a wrapper subclass that is known; None for anything else.
 
     Raises:
@@ -72,11 +72,11 @@ def spread_of(describer: SpreadDescriber, tensor: object, path: str) -> Unwrappe
     registered = registered_class(type(local))
     if registered is None or not registered.wraps:
         return None
-    mesh, placements, coordinate = describer.place(found, path)
+    mesh, placements, coordinate = describer.placement_of(found, path)
     if coordinate is None:
         refuse(path, "is a DTensor on a mesh that does not have this rank", "leave it out here")
     describer.require_local(found, local, path)
-    outer = _Outer(tuple(found.shape), tuple(local.shape), mesh, placements, coordinate, path)
+    outer = _OuterTensor(tuple(found.shape), tuple(local.shape), mesh, placements, coordinate, path)
     inner, context = tensor_parts(local)
     name = registered.cls.__name__
     state: dict[str, Any] = {}
@@ -103,13 +103,13 @@ def spread_of(describer: SpreadDescriber, tensor: object, path: str) -> Unwrappe
                 f" {tuple(part.shape)} is spread cannot be told",
                 "redistribute it to Replicate first",
             )
-    told = about(found, _global_context(name, context, outer))
+    told = describe_outer(found, _global_context(name, context, outer))
     if bound:
         told["bound"] = {"mesh": list(mesh.shape), "placements": [None if each is None else list(each) for each in placements]}
-    return UnwrappedShards(registered, state | {ABOUT: told})
+    return UnwrappedShards(registered, state | {OUTER_KEY: told})
 
 
-def _global_context(name: str, context: Any, outer: _Outer) -> Any:
+def _global_context(name: str, context: Any, outer: _OuterTensor) -> Any:
     """What the context of the whole tensor would be."""
     if name == "OptimState4bit":
         return [context[0], torch.Size(outer.shape), *context[2:]]
@@ -119,13 +119,13 @@ def _global_context(name: str, context: Any, outer: _Outer) -> Any:
     return context
 
 
-def _box_extent(outer: _Outer, dim: int, extent: int) -> int:
+def _box_extent(outer: _OuterTensor, dim: int, extent: int) -> int:
     """The extent of a box of the whole tensor: one that spans all that a rank has, of several, spans all there is."""
     spans = extent > 1 and extent == outer.local[dim]
     return outer.shape[dim] if spans else extent
 
 
-def _boxed(outer: _Outer, part: torch.Tensor, block_size: Any, key: str) -> RankShare:
+def _boxed(outer: _OuterTensor, part: torch.Tensor, block_size: Any, key: str) -> RankShare:
     """An element for each box; the same on all ranks along dims that one box spans."""
     if part.numel() == 1 and part.dim() != len(outer.local):
         return _share(outer, part, tuple(part.shape), (None,) * len(outer.placements))
@@ -146,7 +146,7 @@ def _boxed(outer: _Outer, part: torch.Tensor, block_size: Any, key: str) -> Rank
     return _share(outer, part, shape, placements)
 
 
-def _blocks(outer: _Outer, part: torch.Tensor, key: str) -> RankShare | None:
+def _blocks(outer: _OuterTensor, part: torch.Tensor, key: str) -> RankShare | None:
     """An element for so many of the flattened whole: in the whole's shape with its last dims merged, as far as must be."""
     if not part.numel() or prod(outer.local) % part.numel() or part.dim() != 1:
         refuse(outer.path, f"is a DTensor whose inner tensor {key!r} has no element for each block", "redistribute it to Replicate first")
@@ -163,7 +163,7 @@ def _blocks(outer: _Outer, part: torch.Tensor, key: str) -> RankShare | None:
     return None
 
 
-def _in_rank_order(outer: _Outer, part: torch.Tensor, key: str) -> RankShare:
+def _in_rank_order(outer: _OuterTensor, part: torch.Tensor, key: str) -> RankShare:
     """One rank's after another, for those with the same placements alone."""
     counts = {
         prod(local_shape(intervals(outer.shape, outer.mesh.shape, outer.placements, coordinate)))
@@ -202,7 +202,7 @@ def _follows(
 
 
 def _share(
-    outer: _Outer, part: torch.Tensor, shape: tuple[int, ...], placements: tuple[Placement, ...], *, by_blocks: bool = False
+    outer: _OuterTensor, part: torch.Tensor, shape: tuple[int, ...], placements: tuple[Placement, ...], *, by_blocks: bool = False
 ) -> RankShare:
     """An inner tensor of that global shape, of which this rank holds what the placements say."""
     expected = local_shape(intervals(shape, outer.mesh.shape, placements, outer.coordinate))

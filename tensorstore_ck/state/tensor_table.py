@@ -1,7 +1,7 @@
 """The tensors and arrays of a state, by number, as columns: torch is asked once for what a put needs to know of each.
 
 A state has tens of thousands of them, and its owner waits meanwhile. So most leave nothing behind but entries in lists: an object for each
-would cost more than the questions, in garbage collection. What must be described, `Specs`, and what is read, `ByteSources`, is made when
+would cost more than the questions, in garbage collection. `TensorSpecs` (descriptions) and `ByteSources` (bytes) are made when
 the put needs it. Knows no tree.
 """
 
@@ -37,7 +37,7 @@ class TensorKind(NamedTuple):
     is_complex: bool = False
 
 
-class Specs(Sequence[TensorSpec]):
+class TensorSpecs(Sequence[TensorSpec]):
     """Tensors, as a layout tells of them."""
 
     def __init__(self, names: Sequence[str], forms: Sequence[TensorKind]) -> None:

@@ -1,7 +1,7 @@
 """Traceable wrapper subclasses of tensors as states: inner tensors and plain values, by torch's own protocol.
 
 `__tensor_flatten__` names the inner tensors and tells a context, `__tensor_unflatten__` makes the tensor of them again. The state is a
-dict of the inner tensors by their attribute names, and `ABOUT`: what else there is to know. An inner tensor that has an element for so
+dict of the inner tensors by their attribute names, and `OUTER_KEY`: what else there is to know. An inner tensor that has an element for so
 many elements of the flattened whole may be stored in the shape of the whole, with its last dims merged (see `spreads`): `FLAT` names them.
 """
 
@@ -11,7 +11,7 @@ import torch
 
 from tensorstore_ck.errors import CorruptObjectError, MismatchError, UnsupportedValueError
 
-ABOUT: Final = "__tensor__"
+OUTER_KEY: Final = "__tensor__"
 FLAT: Final = {
     "OptimState8bit": ("scale",),
     "OptimState4bit": ("codes", "scale"),
@@ -28,22 +28,22 @@ def is_traceable(cls: type[Any]) -> bool:
 def flattened(tensor: Any) -> dict[str, Any]:
     """The state of a wrapper subclass. Its inner tensors are the tensor's own."""
     inner, context = tensor_parts(tensor)
-    return inner | {ABOUT: about(tensor, context)}
+    return inner | {OUTER_KEY: describe_outer(tensor, context)}
 
 
 def tensor_parts(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
     """Inner tensors and context of a wrapper subclass.
 
     Raises:
-        UnsupportedValueError: an inner tensor has the name that `ABOUT` needs.
+        UnsupportedValueError: an inner tensor has the name that `OUTER_KEY` needs.
     """
     names, context = tensor.__tensor_flatten__()
-    if ABOUT in names:
-        raise UnsupportedValueError(f"{type(tensor).__qualname__} has an inner tensor named {ABOUT}: rename it", object_id=ABOUT)
+    if OUTER_KEY in names:
+        raise UnsupportedValueError(f"{type(tensor).__qualname__} has an inner tensor named {OUTER_KEY}: rename it", object_id=OUTER_KEY)
     return {name: getattr(tensor, name) for name in names}, context
 
 
-def about(tensor: torch.Tensor, context: Any) -> dict[str, Any]:
+def describe_outer(tensor: torch.Tensor, context: Any) -> dict[str, Any]:
     """What there is to know besides the inner tensors."""
     return {
         "size": torch.Size(tensor.shape),
@@ -62,7 +62,7 @@ def unflattened(cls: Any, state: Any) -> torch.Tensor:
         MismatchError: its parts are those of one layout of ranks, of which no whole can be made.
     """
     try:
-        told = state[ABOUT]
+        told = state[OUTER_KEY]
         if told.get("bound") is not None:
             raise MismatchError(
                 f"a {cls.__qualname__} was quantised in blocks that do not follow from the whole tensor, on ranks {told['bound']}: restore "
@@ -70,7 +70,7 @@ def unflattened(cls: Any, state: Any) -> torch.Tensor:
                 object_id=cls.__qualname__,
             )
         flat = FLAT.get(cls.__name__, ())
-        inner = {name: tensor.reshape(-1) if name in flat else tensor for name, tensor in state.items() if name != ABOUT}
+        inner = {name: tensor.reshape(-1) if name in flat else tensor for name, tensor in state.items() if name != OUTER_KEY}
         made: torch.Tensor = cls.__tensor_unflatten__(inner, told["context"], told["size"], told["stride"])
         if told["parameter"]:
             return torch.nn.Parameter(made, requires_grad=told["requires_grad"])
@@ -83,7 +83,7 @@ def unflattened(cls: Any, state: Any) -> torch.Tensor:
         ) from exc
 
 
-def equal_about(cls: type[Any], own: Any, stored: Any) -> bool:
+def is_same_form(cls: type[Any], own: Any, stored: Any) -> bool:
     """Whether two tensors of a class have the same form. Flags do not count, nor the dtype that an optimizer's state only looks like."""
 
     def form(told: Any) -> Any:

@@ -17,7 +17,7 @@ from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import InvalidOptionError, NoSpaceError
 from tensorstore_ck.state import Box, Boxes, FlatShard, capture, capture_copy, restore
 from tensorstore_ck.state.byte_sources import BytesSource, address_of, memory_at
-from tensorstore_ck.state.capture_copy import Arena, Slot, copied_bytes, copy_captured
+from tensorstore_ck.state.capture_copy import Arena, Slot, copy_captured, slot_bytes
 from tensorstore_ck.state.cuda_copy import DeviceCopy, SideStreams
 from tensorstore_ck.state.sharded_tensors import SpreadDescriber
 from tests.state.fake import FakeContent, assert_same, bits
@@ -41,7 +41,7 @@ def take(arena: Arena, size_bytes: int) -> Slot:
 
 
 def take_for(arena: Arena, captured: CapturedState, skip: Collection[int] = ()) -> Slot:
-    return take(arena, copied_bytes(captured, skip))
+    return take(arena, slot_bytes(captured, skip))
 
 
 def overwrite(value: Any) -> None:
@@ -183,7 +183,7 @@ def test_what_is_skipped_stays_where_it_is(arena: Arena) -> None:
     state = [torch.zeros(1000), torch.zeros(1000), torch.zeros(10, 10).t()]
     captured = capture(state)
     slot = take_for(arena, captured, skip={0, 2})
-    assert slot.size_bytes < copied_bytes(captured) < 3 * 4096
+    assert slot.size_bytes < slot_bytes(captured) < 3 * 4096
     copied = copy_captured(captured, slot, skip={0, 2}, threads=2)
     overwrite(state)
     assert bytes(copied.sources[0].read(0, 4)) == b"\xa5" * 4

@@ -71,16 +71,16 @@ class MergedSnapshot:
         """
         self.readers = readers
         try:
-            union = MergedLayout(readers)
+            merged = MergedLayout(readers)
         except LayoutConflictError as exc:
-            names = " and ".join(readers[side].name for side in exc.sides)
+            names = " and ".join(readers[side].name for side in exc.parts)
             raise MismatchError(
                 f"the ranks that put this snapshot had different things as {exc.path!r}: see {names}", object_id=exc.path
             ) from exc
-        self.values: Sequence[Any] = union.values
-        self.layout = union.layout
-        self._places = union.places
-        self._blobs = union.blobs
+        self.values: Sequence[Any] = merged.values
+        self.layout = merged.layout
+        self._places = merged.locations
+        self._blobs = merged.blob_locations
 
     def blob(self, index: int) -> bytes:
         """The verified bytes of a large value."""

@@ -7,27 +7,27 @@ made of.
 from tensorstore_ck.format.codec.byte_planes import Elements, elements_of
 from tensorstore_ck.format.codec.cast import KINDS, cast_sample
 from tensorstore_ck.format.codec.codec_policy import (
-    CodecChoice,
     CodecName,
     CodecOption,
+    CodecPolicy,
     Coding,
     DeltaOption,
-    require_delta,
-    require_name,
-    require_strong,
+    check_codec_name,
+    check_delta,
+    check_recode_mode,
 )
 from tensorstore_ck.format.codec.delta import HEAD_BYTES
 from tensorstore_ck.format.codec.encoder import Encoded, Encoder, Mode
-from tensorstore_ck.format.codec.registry import BASED, Codec, StoredBlock, base_count, codec_name, decode, elements_in
+from tensorstore_ck.format.codec.registry import CODECS_WITH_BASES, Codec, StoredBlock, base_count, codec_name, decode, elements_in
 
 __all__ = [
-    "BASED",
+    "CODECS_WITH_BASES",
     "HEAD_BYTES",
     "KINDS",
     "Codec",
-    "CodecChoice",
     "CodecName",
     "CodecOption",
+    "CodecPolicy",
     "Coding",
     "DeltaOption",
     "Elements",
@@ -37,11 +37,11 @@ __all__ = [
     "StoredBlock",
     "base_count",
     "cast_sample",
+    "check_codec_name",
+    "check_delta",
+    "check_recode_mode",
     "codec_name",
     "decode",
     "elements_in",
     "elements_of",
-    "require_delta",
-    "require_name",
-    "require_strong",
 ]

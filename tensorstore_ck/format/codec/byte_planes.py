@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec.byte_split import Words, merge, split, words_of
-from tensorstore_ck.format.codec.entropy import NOISE_BITS, Coder, GroupCoding, bits_per_byte, decode_group, sample
+from tensorstore_ck.format.codec.entropy import NOISE_BITS, EntropyCoder, GroupCoding, bits_per_byte, decode_group, sample
 
 ROTATED: Final = 1
 _HEADER: Final = struct.Struct("<BBBx")
@@ -37,13 +37,13 @@ def elements_of(dtype: str, item_bytes: int) -> Elements:
     return Elements(size, is_float) if size in (1, 2, 4, 8) else BYTES
 
 
-def likely_elements(raw: memoryview) -> Elements:
+def guess_elements(raw: memoryview) -> Elements:
     """Those whose planes would be smallest."""
     fitting = [Elements(size, is_float) for size in (1, 2, 4, 8) if len(raw) % size == 0 for is_float in (False, True)[: min(size, 2)]]
-    return min(fitting, key=lambda each: planes_bytes(raw, each)) if len(raw) else BYTES
+    return min(fitting, key=lambda each: estimate_planes_bytes(raw, each)) if len(raw) else BYTES
 
 
-def planes_or_raw(raw: memoryview, elements: Elements, coder: Coder) -> list[bytes | memoryview]:
+def planes_or_raw(raw: memoryview, elements: Elements, coder: EntropyCoder) -> list[bytes | memoryview]:
     """The pieces of the stored bytes, also where nothing is worth coding."""
     coded = encode_planes(raw, elements, coder)
     if coded is not None:
@@ -51,13 +51,13 @@ def planes_or_raw(raw: memoryview, elements: Elements, coder: Coder) -> list[byt
     return [_HEADER.pack(elements.item_bytes, 0, 1), _GROUP.pack(elements.item_bytes, GroupCoding.RAW, len(raw)), raw]
 
 
-def planes_bytes(raw: memoryview, elements: Elements) -> float:
+def estimate_planes_bytes(raw: memoryview, elements: Elements) -> float:
     """What the planes of a block most likely take."""
     bits = _bits(sample(words_of(raw, elements.item_bytes)), rotated=elements.is_float)
     return sum(bits) / 8 * (len(raw) / elements.item_bytes)
 
 
-def encode_planes(raw: memoryview, elements: Elements, coder: Coder) -> list[bytes | memoryview] | None:
+def encode_planes(raw: memoryview, elements: Elements, coder: EntropyCoder) -> list[bytes | memoryview] | None:
     """The pieces of the stored bytes; None where nothing is worth coding."""
     words = words_of(raw, elements.item_bytes)
     bits = _bits(sample(words), rotated=elements.is_float)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 PIECE_BYTES: Final = 1 << 18
-APART_BYTES: Final = 1 << 11
+PAGE_OFFSET_BYTES: Final = 1 << 11
 
 Words = npt.NDArray[Any]
 """Unsigned integers, little-endian."""
@@ -76,7 +76,7 @@ def merge(groups: Sequence[Words], into: Words, *, rotated: bool) -> None:
         np.copyto(piece, found)
 
 
-def differences(words: Words, base: Words, *, is_float: bool) -> Words:
+def zigzag_differences(words: Words, base: Words, *, is_float: bool) -> Words:
     """Zigzag differences; wraps round."""
     bits = 8 * words.dtype.itemsize
     signed = np.dtype(f"<i{words.dtype.itemsize}")
@@ -89,7 +89,7 @@ def differences(words: Words, base: Words, *, is_float: bool) -> Words:
 
 
 def add_differences(base: Words, found: Words, into: Words, *, is_float: bool) -> None:
-    """What `differences` took away."""
+    """What `zigzag_differences` took away."""
     for other, zigzag, out in _pieces(base, found, into):
         difference = (zigzag >> 1) ^ (0 - (zigzag & 1))
         out[:] = _ordered(_ordered(other, is_float=is_float) + difference, is_float=is_float)
@@ -112,6 +112,6 @@ def _pieces(*arrays: Words) -> Any:
 
 def _spares(count: int, dtype: np.dtype[Any]) -> tuple[Words, Words]:
     """Two arrays that do not lie at the same place of a page: cores take a load for one that waits for a store if they do."""
-    gap = APART_BYTES // dtype.itemsize
+    gap = PAGE_OFFSET_BYTES // dtype.itemsize
     memory = np.empty(2 * count + 2 * gap, dtype)
     return memory[gap : gap + count], memory[2 * gap + count :]

@@ -42,18 +42,18 @@ class Coding(NamedTuple):
     """After how many snapshots a block that changes all over is stored in full again, and not as a difference; 0: always."""
 
 
-class CodecChoice:
+class CodecPolicy:
     """Of one store handle. Thread-safe."""
 
     def __init__(self, option: CodecOption = "auto", delta: DeltaOption = None) -> None:
-        """`option`: a name, or names by globs over refs, of which the first that fits counts. `delta`: see `require_delta`.
+        """`option`: a name, or names by globs over refs, of which the first that fits counts. `delta`: see `check_delta`.
 
         Raises:
             InvalidOptionError: there is no such codec.
         """
-        self._delta = require_delta(delta)
+        self._delta = check_delta(delta)
         rules = option if isinstance(option, Mapping) else {"*": option}
-        self._rules = {str(glob): require_name(name) for glob, name in rules.items()}
+        self._rules = {str(glob): check_codec_name(name) for glob, name in rules.items()}
         self._paces: deque[float] = deque(maxlen=JUDGED_PUTS)
 
     def coding(self, ref: str, own: CodecName | None = None, delta: DeltaOption = None) -> Coding:
@@ -80,7 +80,7 @@ class CodecChoice:
         return "auto"
 
 
-def require_delta(delta: object) -> DeltaOption:
+def check_delta(delta: object) -> DeltaOption:
     """What a user says of differences to earlier snapshots: on, off, after how many of them one in full comes; or nothing.
 
     Raises:
@@ -91,7 +91,7 @@ def require_delta(delta: object) -> DeltaOption:
     raise InvalidOptionError(f"delta must be True, False or a number from 1 to {MAX_ANCHOR_EVERY}, not {delta!r}", object_id="delta")
 
 
-def require_name(name: object) -> CodecName:
+def check_codec_name(name: object) -> CodecName:
     """The name of a codec, as users give it.
 
     Raises:
@@ -102,7 +102,7 @@ def require_name(name: object) -> CodecName:
     return cast(CodecName, name)
 
 
-def require_strong(name: object) -> Mode:
+def check_recode_mode(name: object) -> Mode:
     """The mode that blocks are encoded anew with.
 
     Raises:

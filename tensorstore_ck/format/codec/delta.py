@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.errors import CorruptObjectError
-from tensorstore_ck.format.codec.byte_planes import BYTES, Elements, decode_planes, planes_bytes, planes_or_raw
-from tensorstore_ck.format.codec.byte_split import add_differences, bytes_of, differences, words_of
-from tensorstore_ck.format.codec.entropy import Coder, sample
+from tensorstore_ck.format.codec.byte_planes import BYTES, Elements, decode_planes, estimate_planes_bytes, planes_or_raw
+from tensorstore_ck.format.codec.byte_split import add_differences, bytes_of, words_of, zigzag_differences
+from tensorstore_ck.format.codec.entropy import EntropyCoder, sample
 from tensorstore_ck.format.codec.exponent_sort import add_sorted, sorted_differences
 
 DENSE, SPARSE, SORTED = 1, 2, 3
@@ -30,17 +30,17 @@ _HEADER: Final = struct.Struct("<BBBxII")
 HEAD_BYTES: Final = _HEADER.size
 
 
-def delta_bytes(raw: memoryview, base: memoryview, elements: Elements) -> float:
+def estimate_delta_bytes(raw: memoryview, base: memoryview, elements: Elements) -> float:
     """What the difference of a block to another most likely takes."""
     some, other = (sample(words_of(each, elements.item_bytes)) for each in (raw, base))
-    found = differences(some, other, is_float=elements.is_float)
+    found = zigzag_differences(some, other, is_float=elements.is_float)
     changed = np.count_nonzero(found) / max(1, len(found))
     if changed <= SPARSE_TO:
         return len(raw) * changed * (1 + 1 / elements.item_bytes)
-    return planes_bytes(bytes_of(found), elements._replace(is_float=False)) * len(raw) / found.nbytes
+    return estimate_planes_bytes(bytes_of(found), elements._replace(is_float=False)) * len(raw) / found.nbytes
 
 
-def encode_delta(raw: memoryview, base: memoryview, elements: Elements, coder: Coder) -> list[bytes | memoryview]:
+def encode_delta(raw: memoryview, base: memoryview, elements: Elements, coder: EntropyCoder) -> list[bytes | memoryview]:
     """The pieces of the stored bytes."""
     order = FLOATS if elements.is_float else INTEGERS
     words, others = words_of(raw, elements.item_bytes), words_of(base, elements.item_bytes)
@@ -48,10 +48,10 @@ def encode_delta(raw: memoryview, base: memoryview, elements: Elements, coder: C
     changed = np.flatnonzero(words != others)
     if len(changed) > SPARSE_TO * len(words):
         form = SORTED if elements.is_float else DENSE
-        found = sorted_differences(words, others) if form == SORTED else differences(words, others, is_float=False)
+        found = sorted_differences(words, others) if form == SORTED else zigzag_differences(words, others, is_float=False)
         return [_HEADER.pack(form, order, elements.item_bytes, 0, 0), *planes_or_raw(bytes_of(found), plain, coder)]
     gaps = np.diff(changed, prepend=-1).astype("<u4")
-    values = differences(words[changed], others[changed], is_float=elements.is_float)
+    values = zigzag_differences(words[changed], others[changed], is_float=elements.is_float)
     first = planes_or_raw(bytes_of(gaps), Elements(4, False), coder)
     second = planes_or_raw(bytes_of(values), plain, coder)
     header = _HEADER.pack(SPARSE, order, elements.item_bytes, len(changed), sum(map(len, first)))

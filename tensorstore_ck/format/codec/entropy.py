@@ -45,7 +45,7 @@ def bits_per_byte(values: Words) -> float:
     return float(-(shares * np.log2(shares)).sum())
 
 
-class Coder:
+class EntropyCoder:
     """For one thread."""
 
     def __init__(self, level: int) -> None:

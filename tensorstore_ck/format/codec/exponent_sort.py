@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from tensorstore_ck.format.codec.byte_split import Words, add_differences, bytes_of, differences
+from tensorstore_ck.format.codec.byte_split import Words, add_differences, bytes_of, zigzag_differences
 
 try:
     if sys.byteorder != "little":
@@ -22,7 +22,7 @@ else:
 def sorted_differences(words: Words, base: Words) -> Words:
     """Zigzag differences of floats, those with the same exponent in the base side by side, else in order."""
     if not HAS_KERNEL:
-        found: Words = differences(words, base, is_float=True)[np.argsort(exponents(base), kind="stable")]
+        found: Words = zigzag_differences(words, base, is_float=True)[np.argsort(exponents(base), kind="stable")]
         return found
     into = np.empty_like(words)
     _kernel.take_differences(bytes_of(words), bytes_of(base), bytes_of(into), words.dtype.itemsize)

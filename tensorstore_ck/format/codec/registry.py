@@ -47,7 +47,7 @@ def encode_zstd(raw: Buffer, level: int) -> tuple[Codec, Buffer]:
     return (Codec.ZSTD, stored) if len(stored) < len(raw) else (Codec.RAW, raw)
 
 
-BASED: Final = frozenset({Codec.DELTA, Codec.CAST})
+CODECS_WITH_BASES: Final = frozenset({Codec.DELTA, Codec.CAST})
 """Codecs of blocks that cannot be decoded without others."""
 
 
@@ -88,7 +88,7 @@ def decode(
     elif codec == Codec.PLANES:
         raw = into if into is not None else memoryview(np.empty(raw_bytes, np.uint8))  # type: ignore[arg-type]
         decode_planes(stored, raw, name)
-    elif codec in BASED:
+    elif codec in CODECS_WITH_BASES:
         raw = into if into is not None else memoryview(np.empty(raw_bytes, np.uint8))  # type: ignore[arg-type]
         if codec == Codec.CAST:
             decode_cast(stored, raw, bases, name)
