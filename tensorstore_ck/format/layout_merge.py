@@ -1,6 +1,6 @@
-"""Unites the states of ranks that had several layouts, such as the stages of a pipeline: dicts of equal paths become one. Pure.
+"""Merges the layouts of ranks whose states differ, such as pipeline stages: dicts with equal paths become one dict. Pure.
 
-A tensor that several parts have under one name is one tensor, and so is a value. Whether the tensors' bytes are equal is not known here.
+Tensors that several layouts have under one name become one tensor, and so do values. Only values are compared here, not tensors' bytes.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ _TYPED: Final = ("r", "n", "f")
 
 
 class LayoutPart(Protocol):
-    """What the ranks with one layout put."""
+    """The state of the ranks that share one layout."""
 
     @property
     def name(self) -> str:
-        """Of one of its parts, for messages."""
+        """The name of one of these ranks' parts, for messages."""
 
     @property
     def layout(self) -> Layout:
-        """Its layout."""
+        """The layout."""
 
     @property
     def values(self) -> Sequence[Any]:
@@ -34,7 +34,7 @@ class LayoutPart(Protocol):
 
 
 class LayoutConflictError(Exception):
-    """Two parts have different things at one path. Never leaves this package."""
+    """Two parts differ at one path. Callers turn it into a public error."""
 
     def __init__(self, path: str, one: int, other: int) -> None:
         super().__init__(path, one, other)
@@ -43,7 +43,7 @@ class LayoutConflictError(Exception):
 
 
 class MergedLayout:
-    """The united state. Values and tensors are numbered in its own order."""
+    """The merged state, with its own numbers of values and tensors."""
 
     def __init__(self, parts: Sequence[LayoutPart]) -> None:
         """Raises:
@@ -52,18 +52,18 @@ class MergedLayout:
         self._parts = parts
         self._number_of: dict[str, int] = {}
         self._members: list[set[tuple[int, int]]] = []
-        """Of each tensor: where it is on all parts that have it."""
+        """Each tensor's (part, number) in all parts that have it."""
         self._values: list[Any] = []
         self.value_conflicts: list[LayoutConflictError] = []
-        """Values that are not equal on all parts."""
+        """Values that differ between parts."""
         self.blob_locations: list[tuple[int, int]] = []
-        """Where each large value is: (part, its number there)."""
+        """Each large value's (part, number)."""
         self.locations: list[tuple[int, int]] = []
-        """Where each tensor is, on the first part that has it."""
+        """Each tensor's (part, number) in the first part that has it."""
         self.shared_tensors: dict[int, list[tuple[int, int]]] = {}
-        """Where each tensor is that several parts have."""
+        """Every (part, number) of each tensor that several parts have."""
         self.numbered_tensors: list[LayoutConflictError] = []
-        """Tensors that several parts have under a number instead of a name: those of an optimizer's state, most likely."""
+        """Tensors that several parts have under a number (an optimizer's), which may mean another parameter in each part."""
         trees = [parse(part.layout, len(part.values), f"the layout of {part.name}") for part in parts]
         tree = self._node(list(enumerate(trees)), is_numbered=False)
         tensors = [parts[part].layout.tensors[number] for part, number in self.locations]
@@ -71,11 +71,11 @@ class MergedLayout:
 
     @property
     def values(self) -> Sequence[Any]:
-        """The value of each hole; to ask for one that is not equal on all parts is an error."""
+        """The value of each hole; reading one that differs between parts raises `MismatchError`."""
         return _Values(self._values) if self.value_conflicts else self._values
 
     def _node(self, trees: Sequence[tuple[int, Tree]], *, is_numbered: bool) -> Node:
-        """The node of what lies at one path on some of the parts."""
+        """The merged node of the trees that parts have at one path."""
         part, first = trees[0]
         if isinstance(first, Leaf):
             return self._leaf(trees, part, first, is_numbered=is_numbered)
@@ -130,7 +130,7 @@ class MergedLayout:
         if tensor == len(self.locations):
             self.locations.append((part, first.index))
             self._members.append(set())
-        elif self._members[tensor].isdisjoint(every):  # the keys "a.b", and "a" over "b", have one path
+        elif self._members[tensor].isdisjoint(every):  # the key "a.b" and the keys "a", "b" give one path
             raise LayoutConflictError(first.path, self.locations[tensor][0], part)
         self._members[tensor].update(every)
         if others:
@@ -162,7 +162,7 @@ class MergedLayout:
         return specs[0] == specs[1] and details[0] == details[1]
 
     def _storages(self) -> list[SharedStorage]:
-        """The allocations of which all tensors are there."""
+        """The allocations whose tensors are all in the merged layout."""
         number_of = {location: number for number, location in enumerate(self.locations)}
         return [
             storage._replace(tensors=tuple(number_of[part, tensor] for tensor in storage.tensors))
@@ -173,7 +173,7 @@ class MergedLayout:
 
 
 class _Values(Sequence[Any]):
-    """Values, some of which cannot be told."""
+    """Values, some of which have no single answer."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._values = values
@@ -185,8 +185,8 @@ class _Values(Sequence[Any]):
         value = self._values[index]
         if isinstance(value, LayoutConflictError):
             raise MismatchError(
-                f"the ranks that put this snapshot had different values of {value.path!r}; leave it out with select= or rename=, "
-                "and put what is a rank's alone into rank_state=",
+                f"the ranks that saved this snapshot had different values of {value.path!r}; leave it out with select= or rename=, "
+                "and save what differs between ranks in rank_state=",
                 object_id=value.path,
             )
         return value

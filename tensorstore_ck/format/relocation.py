@@ -1,7 +1,7 @@
-"""Moved objects: which entries of one pack are in other packs now. Pure: bytes in, bytes out. Format: FORMAT.md, "Moved objects".
+"""Relocation maps ("moved objects"): which entries of one pack are in other packs now. Only the format: bytes in, bytes out.
 
 Compaction and repair write one for each pack that they copy from; a `relocate` operation puts it in force. Parts never change:
-what they say of a pack is translated on the way.
+`engine.reachability` and `engine.read.block_reader` follow the relocations of their blocks. Format: FORMAT.md, "Moved objects".
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ RELOCATION_DTYPE: Final = np.dtype(
         ("pad", "<u4"),
     ]
 )
-"""Entry ``from`` is now entry ``entry`` of the pack that ``target`` counts in the table of packs. Flag 1: it lost its delta base."""
+"""Entry ``from`` is now entry ``entry`` of the pack at position ``target`` of `targets`. Flag 1: it lost its delta base."""
 
 Rows = npt.NDArray[np.void]
 
@@ -49,10 +49,10 @@ class RelocationMap(NamedTuple):
 
 
 def decode_relocation(data: bytes, name: str, expected: Digest) -> RelocationMap:
-    """Decodes and checks a moved object that a log entry names by its hash.
+    """Decodes and checks the moved object that a log entry names by the hash `expected`.
 
     Raises:
-        CorruptObjectError: not that object, or one that contradicts itself.
+        CorruptObjectError: another object, or its fields contradict each other.
     """
     body = unseal("moved", data, name)
     if object_hash(data) != expected:
@@ -61,7 +61,7 @@ def decode_relocation(data: bytes, name: str, expected: Digest) -> RelocationMap
     try:
         rows = np.frombuffer(take(body, "rows", bytes), RELOCATION_DTYPE)
     except ValueError as exc:
-        raise CorruptObjectError(f"{name}: its rows are cut short", object_id=name) from exc
+        raise CorruptObjectError(f"{name}: its rows are truncated", object_id=name) from exc
     targets = [Ulid(joined[at : at + ULID_BYTES]) for at in range(0, len(joined), ULID_BYTES)]
     if (
         len(pack) != ULID_BYTES

@@ -36,7 +36,7 @@ def test_a_part_says_with_whom_it_was_put() -> None:
     for part in (alone, alone._replace(layout_of=b""), of_many, of_many._replace(layout_of=b""), state):
         assert decode_part(part.encode(), "a part").layout_of == part.layout_of
     for part in (of_many._replace(layout_of=None, regions=b""), state._replace(layout_of=b""), alone._replace(world_size=2)):
-        refused(part, "does not say with whom")
+        refused(part, "lacks the layout numbers of its group")
     for wrong in (
         numbering(0, 0, 1, 0, 0),
         numbering(0, 0, 1, 0, 0, 1, 1),

@@ -59,6 +59,6 @@ class PutRequest(NamedTuple):
 
     def noted(self, finiteness: Finiteness) -> "PutRequest":
         """The same, with the share of numbers that are not finite in its metadata."""
-        return (
-            self._replace(metadata=with_store_metadata(self.metadata, {"non_finite": finiteness.share})) if finiteness.non_finite else self
-        )
+        if not finiteness.non_finite:
+            return self
+        return self._replace(metadata=with_store_metadata(self.metadata, {"non_finite": finiteness.share}))

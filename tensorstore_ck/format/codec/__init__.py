@@ -1,7 +1,14 @@
 """How a block's bytes are encoded in a pack. Pure: bytes in, bytes out; every codec is lossless.
 
-`general` knows what each codec number means, `encoder` which one to take; `planes` is for numbers, `words` and `entropy` are what it is
-made of.
+registry.py        codec numbers, decoding by number, the codecs `lz4` and `zstd`
+encoder.py         chooses the codec of a block by the mode
+codec_policy.py    chooses the mode of a save: the user's option, or measured for `auto`
+byte_planes.py     the codec `planes`, for numbers
+delta.py           the codec `delta`: differences to an earlier block
+cast.py            the codec `cast`: 16-bit weights as the rounding of fp32 masters
+byte_split.py      splits words into groups of bytes and merges them; zigzag differences
+entropy.py         entropy-codes a group of bytes with zstd
+exponent_sort.py   differences of floats, sorted by exponent
 """
 
 from tensorstore_ck.format.codec.byte_planes import Elements, elements_of

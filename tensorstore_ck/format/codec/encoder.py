@@ -1,7 +1,6 @@
-"""Encodes the blocks of a put, as cheaply or as small as its mode says.
+"""Encodes the blocks of a save by its mode.
 
-`fast` takes what a pure entropy coder gains at about a gigabyte a second and core; `small` whatever the codecs here can; `raw` nothing
-of tensors.
+`raw` leaves tensors unencoded; `fast` uses a pure entropy coder, at about 1 GB/s per core; `small` spends more time for smaller blocks.
 """
 
 from collections.abc import Sequence
@@ -16,9 +15,9 @@ from tensorstore_ck.format.codec.registry import Codec, encode_lz4, encode_zstd
 
 Mode = Literal["raw", "fast", "small"]
 WORTH: Final = 0.97
-"""A difference that is not smaller than this costs more to read than it saves."""
+"""A difference must be smaller than this share of the block encoded by itself, else reading its base costs more than it saves."""
 LEVELS: Final = {"fast": 1, "small": 9}
-"""zstd's."""
+"""zstd levels."""
 
 
 class Encoded(NamedTuple):
@@ -29,7 +28,7 @@ class Encoded(NamedTuple):
 
 
 class Encoder:
-    """For one thread."""
+    """Encodes blocks. Not thread-safe."""
 
     def __init__(self, mode: Mode) -> None:
         self._mode: Mode = mode
@@ -43,16 +42,16 @@ class Encoder:
         return Encoded(Codec.RAW, (raw,)) if pieces is None else Encoded(Codec.PLANES, tuple(pieces))
 
     def encode_unknown(self, raw: memoryview) -> Encoded:
-        """Encodes what may be a tensor's block, as the elements that a sample makes it most likely to be."""
+        """Encodes a block of unknown content, as the elements that fit a sample best."""
         return self.encode_tensor(raw, guess_elements(raw))
 
     def encode_cast(self, raw: Buffer, masters: Sequence[memoryview], dtype: str) -> Encoded | None:
-        """Encodes weights as the rounding of their masters, if they are that."""
+        """Encodes weights as the rounding of their masters; None if they differ from it."""
         stored = encode_cast(memoryview(raw), masters, KINDS[dtype])
         return None if stored is None else Encoded(Codec.CAST, (stored,))
 
     def encode_delta(self, raw: Buffer, base: memoryview, elements: Elements) -> Encoded | None:
-        """Encodes a tensor's block as a difference to `base`, if that is smaller than by itself."""
+        """Encodes a tensor's block as a difference to `base`; None if that is not clearly smaller than the block by itself."""
         coder = self._coder_of_mode()
         plain_bytes = estimate_planes_bytes(memoryview(raw), elements)
         if estimate_delta_bytes(memoryview(raw), base, elements) > WORTH * plain_bytes:
@@ -61,7 +60,7 @@ class Encoder:
         return Encoded(Codec.DELTA, tuple(pieces)) if sum(map(len, pieces)) <= WORTH * plain_bytes else None
 
     def encode_opaque(self, raw: Buffer) -> Encoded:
-        """Encodes bytes of which nothing is known; cheap ones in every mode, since they are few."""
+        """Encodes opaque bytes, with compression in every mode, since they are few."""
         codec, stored = encode_zstd(raw, LEVELS["small"]) if self._mode == "small" else encode_lz4(raw)
         return Encoded(codec, (stored,))
 

@@ -1,7 +1,7 @@
-"""What each codec number means. Every codec is lossless and decodes into exactly the raw size.
+"""The codec numbers, and decoding by number. Every codec is lossless and decodes to exactly the raw size.
 
-`raw` stores a block as it is. `lz4` and `zstd` are for general bytes (layouts, opaque values), `planes` is for numbers. The numbers are
-format; unknown ones are refused by name.
+`raw` stores a block unencoded. `lz4` and `zstd` are for general bytes (layouts, opaque values), `planes` for numbers; `delta` and `cast`
+need other blocks, their bases. The numbers are part of the format (FORMAT.md, "Packs").
 """
 
 from collections.abc import Sequence
@@ -31,28 +31,28 @@ class Codec(IntEnum):
 
 
 def codec_name(codec: int) -> str:
-    """For users; also of one that this build does not know."""
+    """The codec's name for users, even of a codec that this build does not know."""
     return Codec(codec).name.lower() if codec in set(Codec) else f"codec {codec}"
 
 
 def encode_lz4(raw: Buffer) -> tuple[Codec, Buffer]:
-    """`raw` through LZ4, or as it is when that is not smaller."""
+    """`raw` compressed by LZ4, or unencoded if that is not smaller."""
     stored: bytes = lz4.block.compress(raw, store_size=False)
     return (Codec.LZ4, stored) if len(stored) < len(raw) else (Codec.RAW, raw)
 
 
 def encode_zstd(raw: Buffer, level: int) -> tuple[Codec, Buffer]:
-    """`raw` through zstd, or as it is when that is not smaller."""
+    """`raw` compressed by zstd, or unencoded if that is not smaller."""
     stored = zstandard.ZstdCompressor(level=level, write_content_size=True).compress(raw)
     return (Codec.ZSTD, stored) if len(stored) < len(raw) else (Codec.RAW, raw)
 
 
 CODECS_WITH_BASES: Final = frozenset({Codec.DELTA, Codec.CAST})
-"""Codecs of blocks that cannot be decoded without others."""
+"""Codecs whose blocks cannot be decoded without other blocks."""
 
 
 def base_count(codec: int, flags: int) -> int:
-    """How many bases the extent of a block names; those of `cast` are counted in its flags."""
+    """How many bases the extent of a block has; `cast` counts them in its flags."""
     return flags if codec == Codec.CAST else int(codec == Codec.DELTA)
 
 
@@ -70,9 +70,15 @@ def decode(
     *,
     bases: Sequence[memoryview] = (),
 ) -> memoryview:
-    """The raw bytes of a block; its id is the caller's to check. They may be `into`, where it is given, or somewhere else.
+    """The raw bytes of a block, in `into` or elsewhere. The caller checks the block's id.
 
-    `bases`: the raw bytes of those that it is encoded against.
+    Args:
+        codec: The codec number.
+        stored: The stored bytes.
+        raw_bytes: The size of the raw bytes.
+        name: The block's object, for messages.
+        into: Memory of `raw_bytes` bytes that may be decoded into.
+        bases: The raw bytes of the blocks that this one is encoded against.
 
     Raises:
         CorruptObjectError: the stored bytes do not decode to `raw_bytes` bytes.
@@ -93,7 +99,7 @@ def decode(
         if codec == Codec.CAST:
             decode_cast(stored, raw, bases, name)
         elif len(bases) != 1:
-            raise CorruptObjectError(f"{name}: a block is a difference to another one, which is not at hand", object_id=name)
+            raise CorruptObjectError(f"{name}: the delta base of a block is missing", object_id=name)
         else:
             decode_delta(stored, raw, bases[0], name)
     elif codec == Codec.ZSTD:
@@ -106,7 +112,7 @@ def decode(
 
 
 class StoredBlock(NamedTuple):
-    """A block that was read, as it was stored."""
+    """The stored bytes of a block, as read."""
 
     codec: Codec
     stored: memoryview

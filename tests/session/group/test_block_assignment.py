@@ -297,7 +297,7 @@ def test_overlap(shape: tuple[int, ...], data: st.DataObject) -> None:
 
 def test_a_tensor_whose_regions_nobody_told_is_refused() -> None:
     layout = Layout([TensorSpec("t", "x", 1, (4,))], None, (), (), ["boxes"])
-    with pytest.raises(CorruptObjectError, match="which regions of tensor 't' rank 1 holds"):
+    with pytest.raises(CorruptObjectError, match="rank 1 does not list its regions of tensor 't'"):
         regions_of_rank(layout, 1, (0, 1), [])
 
 
