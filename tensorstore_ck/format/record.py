@@ -45,7 +45,8 @@ class Record(NamedTuple):
 
     def root(self) -> Digest:
         """The Merkle root."""
-        return snapshot_root(self.part_ids, self.step, self.parent, self.metadata)
+        sizes = len(self.part_ids), self.step is not None, self.step or 0, self.parent is not None, len(self.metadata)
+        return derived_hash("root", struct.pack("<QBqBQ", *sizes), self.part_ids, self.parent or ZERO_DIGEST, self.metadata)
 
     def encode(self) -> bytes:
         """The sealed record object."""
@@ -67,12 +68,6 @@ class Record(NamedTuple):
                 **({"streams": self.streams} if self.streams else {}),
             },
         )
-
-
-def snapshot_root(part_ids: bytes, step: int | None, parent: Digest | None, metadata: bytes) -> Digest:
-    """The root of a snapshot."""
-    head = struct.pack("<QBqBQ", len(part_ids), step is not None, step or 0, parent is not None, len(metadata))
-    return derived_hash("root", head, part_ids, parent or ZERO_DIGEST, metadata)
 
 
 def record_name(snapshot: Ulid) -> str:

@@ -1,7 +1,7 @@
-"""What all ranks of a group want whole is read from the store by one of them each, and goes to the others by the group's own broadcast.
+"""Reads each tensor that all ranks of a group want whole on one rank only, and distributes it by the group's broadcast.
 
-Which tensors these are is agreed first, and that they were read is, too, before the first broadcast: a rank that fails leaves nobody
-waiting in a collective.
+Before the first broadcast, the ranks agree on these tensors and on the success of the reads: a failing rank leaves no other rank waiting
+in a collective.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,14 +16,14 @@ from tensorstore_ck.engine.read.block_reader import BufferTarget, deliver
 from tensorstore_ck.format.sharding import whole_box
 
 PIECE_BYTES: Final = 256 << 20
-"""Broadcast at a time."""
+"""Bytes in one broadcast."""
 
 Agree = Callable[[bytes, Callable[[bytes], None]], None]
-"""Called by all ranks with a bit for each tensor and what to do then; that is called with the bits that all of them have."""
+"""All ranks call it with a bit per tensor and a function, which it calls with the bits that are set on all ranks."""
 
 
 class BroadcastContent:
-    """`SnapshotContent` of which tensors that all ranks read in full are read once."""
+    """`SnapshotContent` that reads each tensor that all ranks want whole only once."""
 
     def __init__(self, content: SnapshotContent, group: "dist.ProcessGroup", agree: Agree) -> None:
         self._content = content
@@ -81,7 +81,7 @@ class BroadcastContent:
 
 
 def _owners(sizes: Sequence[tuple[int, int]], ranks: int) -> dict[int, int]:
-    """Tensor -> the rank that reads it; the same on all ranks, each about as many bytes."""
+    """Tensor -> the rank that reads it; equal on all ranks, with about the same number of bytes for each."""
     load = [0] * ranks
     owners = {}
     for number, size_bytes in sorted(sizes, key=lambda item: (-item[1], item[0])):
@@ -92,5 +92,5 @@ def _owners(sizes: Sequence[tuple[int, int]], ranks: int) -> dict[int, int]:
 
 
 def _device(group: "dist.ProcessGroup") -> torch.device:
-    """Where the group's collectives work: memory of this process's GPU with nccl."""
+    """The device of the group's collectives: this process's GPU with nccl, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")

@@ -1,7 +1,7 @@
-"""Takes a state apart: containers become a tree, tensors become bytes where they lie, everything else becomes values.
+"""Takes a state apart: containers become a tree, tensors become sources of bytes, everything else becomes values.
 
-Nothing is copied or read here. What cannot be stored is refused with its path, never dropped and never pickled. Leaves are numbered and
-named depth-first, as `tree.parse` does it. Which of them share memory is settled at the end, by address.
+Nothing is copied or read here. A value that cannot be stored is refused with its path, never dropped and never pickled. Leaves are
+numbered and named depth-first, as in `tree.parse`. At the end, addresses decide which leaves share memory.
 """
 
 from collections import Counter, OrderedDict, defaultdict
@@ -42,11 +42,11 @@ def capture(state: object, describer: SpreadDescriber | None = None) -> Captured
     """Takes `state` apart. Its tensors must neither move nor change until the result has been stored.
 
     Args:
-        state: The state, or this rank's side of it.
-        describer: Tells how tensors are spread over the ranks that put together.
+        state: The state, or this rank's part of it.
+        describer: Describes how tensors are spread over the ranks of the group.
 
     Raises:
-        UnsupportedValueError: something in it cannot be stored; the message has its path and what to do.
+        UnsupportedValueError: a value cannot be stored; the message has its path and advice.
     """
     walk = CaptureWalk(describer=describer)
     walk.visit(state)
@@ -54,7 +54,7 @@ def capture(state: object, describer: SpreadDescriber | None = None) -> Captured
 
 
 class CaptureWalk:
-    """One walk over a state. With `refuse`, it goes on after what cannot be stored."""
+    """One walk over a state. With `refuse`, it continues after values that cannot be stored."""
 
     def __init__(self, refuse: Refuse | None = None, describer: SpreadDescriber | None = None) -> None:
         self._describer = describer
@@ -68,16 +68,16 @@ class CaptureWalk:
         self._refuse = refuse
         self._root: list[Node] = [None]
         self._columns = TensorTable()
-        # Where tensors hang, should it turn out that some are views.
-        self._hole_nodes: list[list[Any]] = []
-        self._hole_positions: list[int] = []
+        # The nodes of tensors, to be replaced if some turn out to be views.
+        self._tensor_nodes: list[list[Any]] = []
+        self._tensor_positions: list[int] = []
 
     def visit(self, state: object) -> None:
         """Walks the whole state."""
         self._visit(state, "", self._root, 0, 0)
 
     def finish(self) -> CapturedState:
-        """Settles which tensors share memory."""
+        """Decides which tensors share memory, and returns the result."""
         columns = self._columns
         suspects = find_alias_candidates(columns.areas)
         sharing = plan_aliases({leaf: extent_of(columns.objects[leaf]) for leaf in suspects})
@@ -98,7 +98,7 @@ class CaptureWalk:
             members = sorted((number_of[base], offset) for base, offset in storage.places)
             storages.append(SharedStorage(storage.size_bytes, tuple(m for m, _ in members), tuple(offset for _, offset in members)))
         if sharing.views:
-            for nodes, position in zip(self._hole_nodes, self._hole_positions, strict=True):
+            for nodes, position in zip(self._tensor_nodes, self._tensor_positions, strict=True):
                 node = nodes[position]
                 leaf = node if type(node) is int else node[1]
                 place = sharing.views.get(leaf)
@@ -120,7 +120,7 @@ class CaptureWalk:
         return ["w", number_of[place.base], form.dtype, list(form.shape), list(strides), place.offset_bytes, flags]
 
     def _check_addressable(self, leaf: int) -> None:
-        """What shares memory must be reachable by strides when it comes back."""
+        """Checks that strides can describe a leaf that shares memory."""
         if leaf < 0:
             return
         found = self._columns.objects[leaf]
@@ -129,7 +129,7 @@ class CaptureWalk:
         else:
             is_addressable = not any(step % found.itemsize for step in found.strides)
         if not is_addressable:
-            what = "it shares memory with another tensor in a way that strides cannot tell"
+            what = "it shares memory with another tensor in a way that strides cannot describe"
             self._fail(self._columns.names[leaf], what, "store a copy of it (.clone() or .copy())")
 
     # --- containers ---------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class CaptureWalk:
             self._visit_value(value, path)
 
     def _visit_subclass(self, value: torch.Tensor, path: str, nodes: list[Any], position: int, depth: int) -> None:
-        """Any tensor that is not plain."""
+        """Visits a tensor that is not plain."""
         registered = registered_class(type(value))
         if registered is not None:
             self._visit_registered(registered.name, registered.to_state(value), path, nodes, (position, depth))
@@ -264,14 +264,14 @@ class CaptureWalk:
     # --- tensors ------------------------------------------------------------------------------------------------------
 
     def _visit_run(self, items: Sequence[Any], paths: Sequence[str], nodes: list[Any], start: int) -> int:
-        """Ordinary tensors, many at once; tells where they end."""
+        """Adds consecutive ordinary tensors at once; returns where they end."""
         columns, first = self._columns, len(self._columns.objects)
         stop = columns.add_run(items, start)
         columns.names += self._names.names(paths[start:stop])
         numbers = range(first, len(columns.objects))
         nodes[start:stop] = map(self._node, numbers, numbers) if columns.flags else numbers
-        self._hole_nodes += [nodes] * len(numbers)
-        self._hole_positions += range(start, stop)
+        self._tensor_nodes += [nodes] * len(numbers)
+        self._tensor_positions += range(start, stop)
         return stop
 
     def _visit_tensor(self, tensor: torch.Tensor, path: str, nodes: list[Any], position: int) -> None:
@@ -291,11 +291,11 @@ class CaptureWalk:
 
     def _place(self, number: int, nodes: list[Any], position: int) -> None:
         nodes[position] = self._node(number, number)
-        self._hole_nodes.append(nodes)
-        self._hole_positions.append(position)
+        self._tensor_nodes.append(nodes)
+        self._tensor_positions.append(position)
 
     def _visit_spread(self, value: Any, path: str, nodes: list[Any], position: int) -> None:
-        """A tensor of which this rank holds a share."""
+        """Visits a tensor of which this rank holds a share."""
         name = self._names.name(path[:-1] if path else ROOT)
         number = self._columns.number_of.get(id(value))
         if number is None:
@@ -309,8 +309,8 @@ class CaptureWalk:
                     require_dense(piece.tensor, name)
                 boxes = tuple(piece.box for piece in share.pieces)
                 if self._describer is None and (fault := coverage_error(share.shape, boxes)):
-                    what = f"its boxes are not all of a tensor of shape {list(share.shape)} ({fault}), and there are no other ranks"
-                    raise UnsupportedValueError(f"cannot store {name}: {what}; pass group=, so that all ranks put theirs", object_id=name)
+                    what = f"its boxes do not cover a tensor of shape {list(share.shape)} ({fault}), and there are no other ranks"
+                    raise UnsupportedValueError(f"cannot store {name}: {what}; pass group=, so that all ranks save theirs", object_id=name)
             except UnsupportedValueError as exc:
                 self._refused(exc)
                 return
@@ -353,7 +353,7 @@ def require_dense(tensor: torch.Tensor, name: str) -> str:
     """The stored name of a tensor's dtype.
 
     Raises:
-        UnsupportedValueError: it is not a dense tensor that has its memory.
+        UnsupportedValueError: it is not a dense tensor with its memory.
     """
     dtype = DTYPE_NAMES.get(tensor.dtype)
     if dtype is None or not is_plain(tensor) or tensor.is_meta:

@@ -1,7 +1,7 @@
-"""Copies a captured state into reused host memory, at the speed of memory, so that its owner may change it at once.
+"""Copies a captured state into reused host memory, at memory speed, so that its owner may change it at once.
 
-Large tensors are cut so that every thread has work, small ones go many at a time. The memory then holds one tensor after another, in the
-order of the layout, each at a multiple of `ALIGN_BYTES`. When to copy, and who reads, others decide.
+Large tensors are cut so that every thread has work; small ones are copied many at a time. The slot then holds the tensors in the order
+of the layout, each at a multiple of `ALIGN_BYTES`.
 """
 
 import ctypes
@@ -27,11 +27,11 @@ __all__ = ["Arena", "Slot", "copy_captured", "slot_bytes"]
 
 ALIGN_BYTES: Final = 64
 PIECE_BYTES: Final = 4 << 20
-"""What a thread copies at a time, at the least."""
+"""The smallest unit of a thread's work."""
 MAX_PIECE_BYTES: Final = 256 << 20
-"""A memcpy of hundreds of MiB goes round the caches: it ran at 20 GB/s, and at 13 in pieces of 16 MiB."""
+"""A memcpy of hundreds of MiB bypasses the caches: it ran at 20 GB/s, and at 13 in pieces of 16 MiB."""
 SMALL_BYTES: Final = 16 << 10
-"""Smaller moves keep the GIL: two threads that handed it to and fro took three times as long for 20,000 of 256 bytes."""
+"""Smaller copies keep the GIL: two threads that exchanged it took three times as long for 20,000 copies of 256 bytes."""
 
 Numbers = npt.NDArray[np.int64]
 
@@ -46,7 +46,7 @@ for _function in (_memcmp, _memcmp_with_gil):
 
 
 def memory_key(source: ByteSource) -> tuple[object, ...]:
-    """Names the memory that a source reads, as long as the source lives."""
+    """Identifies the memory that a source reads, as long as the source lives."""
     if isinstance(source, ChainedSource):
         return tuple(place for part in source.sources for place in memory_key(part))
     if isinstance(source, MemorySource):
@@ -60,7 +60,7 @@ def memory_key(source: ByteSource) -> tuple[object, ...]:
 
 
 def slot_bytes(captured: CapturedState, skip: Collection[int] = ()) -> int:
-    """What `copy_captured` takes of a slot."""
+    """The slot size in bytes that `copy_captured` needs."""
     return int(_places(_sizes(captured, skip))[-1])
 
 
@@ -73,22 +73,21 @@ def copy_captured(
     start_bytes: int = 0,
     sampling: Sampling = NOT_VERIFIED,
 ) -> CapturedState:
-    """Copies a state into a slot: when this returns, its tensors may be changed at once, but for those in `skip`.
+    """Copies a state into a slot: its tensors, except those in `skip`, may be changed as soon as this returns.
 
-    A tensor on a CUDA device may be changed by what is queued on the current stream from then on; its copy is waited for when it is read.
+    A tensor on a CUDA device may be changed by work queued on the current stream afterwards; readers of its copy wait for it.
 
     Args:
         captured: The state.
-        slot: Of `slot_bytes` or more. What is returned is valid until it is released.
-        skip: The numbers of tensors that are left where they are.
-        threads: How many copy.
+        slot: A slot of at least `slot_bytes`. The result is valid until it is released.
+        skip: The numbers of tensors that are not copied.
+        threads: The number of copying threads.
         start_bytes: Where in the slot to begin.
-        sampling: What of it is compared with its copy in the end; of a tensor on a CUDA device nothing is, since the order of its stream
-            protects it.
+        sampling: Which bytes are compared with their copy at the end; none of a tensor on a CUDA device, which its stream's order protects.
 
     Raises:
         InvalidOptionError: the slot is too small, or was released.
-        CaptureChangedError: a tensor has other bytes than its copy.
+        CaptureChangedError: a tensor differs from its copy.
     """
     sizes = _sizes(captured, skip)
     places = _places(sizes) + start_bytes
@@ -136,7 +135,7 @@ def _changed(addresses: Numbers, targets: Numbers, sizes: Numbers, sampling: Sam
 
 
 def _changed_rest(captured: CapturedState, copies: "_CopiedSources", numbers: Sequence[int], sampling: Sampling) -> set[int]:
-    """Likewise, of tensors that are not one piece of CPU memory."""
+    """Like `_changed`, for tensors that are not contiguous CPU memory."""
     changed = set()
     for number in numbers:
         source, copy = captured.sources[number], copies.at(number)
@@ -148,14 +147,14 @@ def _changed_rest(captured: CapturedState, copies: "_CopiedSources", numbers: Se
 
 
 def _sizes(captured: CapturedState, skip: Collection[int]) -> Numbers:
-    """How much of each tensor is copied."""
+    """How many bytes of each tensor are copied."""
     sizes = ByteSources.of(captured.sources).sizes.copy()
     sizes[list(skip)] = 0
     return sizes
 
 
 def _places(sizes: Numbers) -> Numbers:
-    """Where in a slot each copy begins, and where the last one ends."""
+    """The offset of each copy in a slot, and the end of the last one."""
     return np.concatenate(([0], np.cumsum(-(-sizes // ALIGN_BYTES) * ALIGN_BYTES)))
 
 
@@ -167,9 +166,9 @@ class _CopiedSources(LazySources):
         self._places = places
         self._sizes = sizes
         self._others = others
-        """Those that are left where they are."""
+        """Tensors that were not copied."""
         self.arrivals: dict[int, DeviceArrival] = {}
-        """Of those that may still be under way from a device."""
+        """Copies from a device that may still be under way."""
 
     def at(self, number: int) -> ByteSource:
         """See `LazySources`."""
@@ -177,7 +176,7 @@ class _CopiedSources(LazySources):
             return self._others[number]
         memory = self._slot.memory
         if memory is None:
-            raise InvalidOptionError("a captured state was read after its slot had been released", object_id="slot")
+            raise InvalidOptionError("a captured state was read after its slot was released", object_id="slot")
         source = MemorySource(address_of(memory) + int(self._places[number]), memory, int(self._sizes[number]))
         return source if number not in self.arrivals else _ArrivingSource(source, self.arrivals[number])
 
@@ -186,7 +185,7 @@ class _CopiedSources(LazySources):
 
 
 class _ArrivingSource:
-    """`ByteSource` of what may still be under way from a device."""
+    """`ByteSource` of a copy from a device that may still be under way."""
 
     def __init__(self, source: ByteSource, arrival: DeviceArrival) -> None:
         self._source = source
@@ -194,25 +193,25 @@ class _ArrivingSource:
         self.size_bytes = source.size_bytes
 
     def read(self, start: int, stop: int) -> memoryview:
-        """The bytes, when they are there."""
+        """Waits for the copy, then returns its bytes."""
         self._arrival.wait()
         return self._source.read(start, stop)
 
 
 class _OtherSources:
-    """What goes into a slot, but for tensors that are one piece of CPU memory."""
+    """Collects the copies of tensors that are not contiguous CPU memory."""
 
     def __init__(self, memory: Array) -> None:
         self._memory = memory
         self._bytes = torch.from_numpy(memory)
         self._moves: list[tuple[int, int, int]] = []
         self._kept: list[object] = []
-        """Owners of what is moved."""
+        """Keeps the sources of `_moves` alive."""
         self._strided: list[tuple[torch.Tensor | Array, int]] = []
         self.device_copies: list[DeviceCopy] = []
 
     def add(self, source: ByteSource, place: int, size: int) -> bool:
-        """Adds what goes to a place in the slot; tells whether it comes from a device."""
+        """Adds a copy to the offset `place` of the slot; returns whether it comes from a device."""
         if isinstance(source, ChainedSource):
             arrives = False
             for part in source.sources:
@@ -232,11 +231,11 @@ class _OtherSources:
         return False
 
     def moves(self) -> Numbers:
-        """Contiguous memory that is to be copied."""
+        """The contiguous copies: rows of target, source, size."""
         return np.array(self._moves, np.int64).reshape(-1, 3)
 
     def copy_strided(self) -> None:
-        """Copies what is not contiguous: torch does so with threads of its own, and faster than in parts."""
+        """Copies what is not contiguous: torch uses threads of its own, and is faster than copying in parts."""
         for found, place in self._strided:
             if isinstance(found, torch.Tensor):
                 self._tensor(place, found).copy_(found)
@@ -248,7 +247,7 @@ class _OtherSources:
 
 
 def _jobs(moves: Numbers, threads: int) -> list[Numbers]:
-    """What one thread does at a time, the largest first, so that all end together: rows of where to, where from, how many bytes."""
+    """Units of work for threads, the largest first, so that all threads end together: rows of target, source, size."""
     sizes = moves[:, 2]
     piece_bytes = int(sizes.sum()) // (2 * threads)
     piece_bytes = min(max(piece_bytes, PIECE_BYTES), MAX_PIECE_BYTES)

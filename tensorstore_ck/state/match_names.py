@@ -1,4 +1,4 @@
-"""What a restore looks up: stored names by prefix, leaves and containers, what a target holds."""
+"""Compares stored leaves with the target of a restore: names by prefix, containers, shapes and dtypes."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -33,19 +33,19 @@ class NamesByPrefix:
 
 
 def roots_of(path: str, stored: Mapping[str, str]) -> set[str | None]:
-    """The containers below which all that a target has below `path` is stored; None among them: it is stored in another way.
+    """The stored containers that hold what the target has below `path`; with None if some of it has another relative path.
 
     `stored`: name in the target -> path in the snapshot.
     """
     roots: set[str | None] = set()
-    for name, place in stored.items():
+    for name, stored_path in stored.items():
         tail = name[len(path) - 1 :]
-        roots.add(place[: -len(tail)] if place.endswith(tail) else "" if place == tail[1:] else None)
+        roots.add(stored_path[: -len(tail)] if stored_path.endswith(tail) else "" if stored_path == tail[1:] else None)
     return roots
 
 
 def value_conflict(leaf: Leaf, content: SnapshotContent) -> str | None:
-    """Why the snapshot cannot tell a value."""
+    """The message if ranks saved different values of a leaf, else None."""
     try:
         if leaf.kind == "value":
             content.values[leaf.index]
@@ -55,7 +55,7 @@ def value_conflict(leaf: Leaf, content: SnapshotContent) -> str | None:
 
 
 def own_leaves(tree: Tree) -> Iterable[Leaf]:
-    """Leaves, without those of OrderedDicts' attributes, which follow their dict."""
+    """All leaves except those of OrderedDicts' attributes, which are restored with their dict."""
     if isinstance(tree, Leaf):
         if tree.index >= 0:
             yield tree
@@ -73,7 +73,7 @@ def containers(tree: Tree) -> Iterable[Container]:
 
 
 def has_tensors(target: Any, depth: int) -> bool:
-    """Whether a target has tensors or arrays."""
+    """Whether a target contains tensors or arrays."""
     if isinstance(target, torch.Tensor | np.ndarray | FlatShard | Box | Boxes):
         return True
     if depth > MAX_NESTING:
@@ -89,17 +89,17 @@ def dtype_text(dtype: Any) -> str:
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether elements of it share a place."""
+    """Whether some of its elements share memory by a stride of 0."""
     return any(extent > 1 and step == 0 for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def is_whole(form: LeafForm, base: TensorSpec) -> bool:
-    """Whether a view is all of its base as that is, as tied weights are."""
+    """Whether a view is identical to its base, as tied weights are."""
     return (dtype_text(form.dtype), *form[1:]) == (base.dtype, base.shape, contiguous_strides(base.shape), 0)
 
 
 def describe_mismatch(shape: tuple[int, ...], dtype: Any, form: LeafForm, converted: torch.dtype | None) -> str | None:
-    """Why a stored tensor of that form is another one than that of a target, or None. `converted`: the dtype to convert to."""
+    """Why a stored tensor's form does not fit a target's shape and dtype, or None. `converted`: the dtype to convert to."""
     if form.shape != shape:
         return f"shape {list(shape)} here, {list(form.shape)} in the snapshot"
     converts = converted is not None and dtype == converted and form.dtype in CONVERTIBLE
@@ -107,7 +107,7 @@ def describe_mismatch(shape: tuple[int, ...], dtype: Any, form: LeafForm, conver
 
 
 def describe_target_mismatch(target: Any, form: LeafForm, converted: torch.dtype | None) -> str | None:
-    """Why a stored tensor of that form does not fit the tensor or array `target`, or None."""
+    """Why a stored tensor's form does not fit the tensor or array `target`, or None."""
     problem = describe_mismatch(tuple(target.shape), target.dtype, form, converted)
     if problem is not None:
         return problem

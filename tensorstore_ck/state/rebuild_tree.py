@@ -1,4 +1,4 @@
-"""Makes containers and values of a parsed tree. Imports nothing and calls nothing that stored data names (see `types`)."""
+"""Rebuilds containers and values from a parsed tree. Imports and calls nothing that stored data names (see `registered_types`)."""
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from tensorstore_ck.format.values import decode, reject_hash_collisions
 from tensorstore_ck.state.registered_types import FACTORIES, decode_torch, namedtuple_class, registered_name
 
 UNSELECTED: Final = Leaf("", "value", -1, None)
-"""Stands for an element of a list or tuple that was not selected; is built as None."""
+"""An element of a list or tuple that was not selected; it is rebuilt as None."""
 _PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
 
 
@@ -30,11 +30,11 @@ def build(tree: Tree, content: SnapshotContent, tensor_of: Callable[[Leaf], Any]
 
 
 def require_buildable(tree: Tree, content: SnapshotContent) -> None:
-    """Checks that every type in the tree can be made and every value told, so that nothing is read in vain.
+    """Checks that every type and value in the tree can be rebuilt, before tensors are read.
 
     Raises:
         UnsupportedValueError: a type is not loaded or not registered in this process.
-        MismatchError: the ranks that put it did not agree on a value.
+        MismatchError: the ranks saved different values of a leaf.
     """
     if isinstance(tree, Leaf):
         if tree.kind == "value" and tree is not UNSELECTED:
@@ -49,7 +49,7 @@ def require_buildable(tree: Tree, content: SnapshotContent) -> None:
 
 
 def wanted_leaves(tree: Tree, dtype: torch.dtype | None) -> Iterator[tuple[Leaf, torch.dtype | None]]:
-    """The tensors of a tree, and what each is converted to: what is inside of a wrapper subclass keeps its dtype."""
+    """The tensors of a tree with the dtype to convert each to: inner tensors of a wrapper subclass keep their dtype."""
     if isinstance(tree, Leaf):
         if tree.kind != "value":
             yield tree, dtype

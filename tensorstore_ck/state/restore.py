@@ -1,6 +1,6 @@
-"""Restores a stored state: as a new one, or into one that is there.
+"""Restores a stored state: as a new one, or into an existing one. Checks everything possible before it reads any tensor.
 
-All that can be known beforehand is checked before any tensor's bytes are read.
+This file only validates and dispatches; `byte_sources` and `allocate` convert dtypes.
 """
 
 from typing import Any
@@ -31,15 +31,16 @@ def restore(
     group: Any = None,
     unclaimed: UnclaimedNames | None = None,
 ) -> Any:
-    """The state that `content` holds; see `Store.checkout` for the options. `unclaimed`: takes what may have its place on another rank.
+    """The state that `content` holds; see `Store.checkout` for the options. `unclaimed` collects names that another rank may claim.
 
-    With `into`, values of `into` are replaced by what is stored, lists and dicts in place. Tensors on the meta device and empty
-    dicts are filled with new tensors. When reading fails, the contents of its tensors are undefined, and the error says so.
+    With `into`, stored values replace those of `into`, in lists and dicts in place. Tensors on the meta device are replaced by new ones;
+    empty dicts are filled. If reading fails, the contents of its tensors are undefined, and the error says so.
 
     Raises:
-        MismatchError: a glob fits nothing, or the snapshot does not fit `into`.
-        UnsupportedValueError: a type or dtype in it cannot be made here.
-        DamageError: what is stored is damaged.
+        InvalidOptionError: an option is invalid, or does not fit the others.
+        MismatchError: a glob matches nothing, or the snapshot does not fit `into`.
+        UnsupportedValueError: this process cannot make a type or dtype in it.
+        DamageError: the stored data is damaged.
     """
     place = _device(device)
     if dtype is not None and dtype not in CONVERTIBLE:

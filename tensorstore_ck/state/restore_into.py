@@ -1,7 +1,7 @@
-"""Restores into a state that is there: matches names, checks everything, reads, and only then changes values.
+"""Restores into an existing state: matches names, checks everything, reads, and only then changes values.
 
-Three steps that never mix: `_RestorePlan` walks the target and decides, `read_in_place` brings tensors' bytes to where they belong, and the
-functions that the plan left behind (`Finish`) put values and new containers in place.
+Three separate steps: `_RestorePlan` walks the target and decides, `read_in_place` fills tensors, and the plan's `Finish` functions put
+values and new containers in place.
 """
 
 from collections import Counter, OrderedDict
@@ -42,7 +42,7 @@ from tensorstore_ck.state.unsupported_types import advice_for
 from tensorstore_ck.state.wrapper_subclasses import FLAT, OUTER_KEY, flattened, is_same_form
 
 Finish = Callable[[], Any]
-"""Puts what was restored in its place, and gives the object that now stands there."""
+"""Puts restored values in place, and returns the object at this position."""
 
 
 def restore_into(
@@ -59,10 +59,10 @@ def restore_into(
     describer: SpreadDescriber | None,
     unclaimed: UnclaimedNames | None,
 ) -> Any:
-    """Restores `tree` into `into`, and returns it (or what replaces it, where it cannot be changed in place)."""
+    """Restores `tree` into `into`, and returns it (or its replacement, if it cannot be changed in place). See `restore`."""
     plan = _RestorePlan(content, tree, selection, rename, dtype, describer=describer)
     finish = plan.visit(into, "", 0)
-    plan.settle(strict=strict, report=report, unclaimed=unclaimed)
+    plan.check(strict=strict, report=report, unclaimed=unclaimed)
     for adopted in plan.adopted:
         require_buildable(adopted, content)
     require_memory_for(content.layout, plan.wanted, device)
@@ -94,7 +94,7 @@ class _RestorePlan:
         self._describer = describer
         self.fills: list[FillTask] = []
         self.boxes: list[WantedBox] = []
-        """For tensors of which this rank has a share."""
+        """Boxes of tensors of which this rank has a share."""
         self.wanted: list[WantedLeaf] = []
         self.adopted: list[Tree] = []
         self.tensor_of: Callable[[Leaf], Any]
@@ -106,7 +106,7 @@ class _RestorePlan:
         self._names = LeafNames()
         self._used: set[str] = set()
         self._made: dict[tuple[int, int, LeafForm], torch.Tensor] = {}
-        """What replaces a meta tensor."""
+        """Replacements of meta tensors."""
         self._stored: dict[str, Leaf] = {}
         """Name in the target -> leaf."""
         for leaf in own_leaves(tree):
@@ -122,8 +122,8 @@ class _RestorePlan:
         self._below = NamesByPrefix(self._stored)
         self._containers = {container.path: container for container in reversed(list(containers(tree)))}
 
-    def settle(self, *, strict: bool, report: LoadReport | None, unclaimed: UnclaimedNames | None) -> None:
-        """Checks that everything fits. `unclaimed`: takes what is not expected here, but perhaps on another rank."""
+    def check(self, *, strict: bool, report: LoadReport | None, unclaimed: UnclaimedNames | None) -> None:
+        """Checks that everything fits. `unclaimed` collects names that this rank does not expect, but another one may."""
         conflicts = find_conflicts(self.fills)
         fill_of = {fill.name: fill for fill in self.fills}
         for name, other in conflicts.items():
@@ -131,9 +131,9 @@ class _RestorePlan:
                 self._report.mismatched.append(f"{name}: shares memory with {other} here; the snapshot has different values of the two")
         self.fills = [fill for fill in self.fills if fill.name not in conflicts]
         self._report.unexpected += [name for name in self._stored if name not in self._used]
-        self._report.settle(strict=strict, report=report, others=unclaimed is not None)
+        self._report.deliver(strict=strict, report=report, others=unclaimed is not None)
         if unclaimed is not None and strict:
-            every = parse(self._content.layout, len(self._content.values))  # also what is not selected here
+            every = parse(self._content.layout, len(self._content.values))  # with the names that are not selected here
             unclaimed.note((leaf.path for leaf in leaves(every)), [self._stored[name].path for name in self._report.unexpected])
 
     # --- the walk -----------------------------------------------------------------------------------------------------
@@ -166,23 +166,20 @@ class _RestorePlan:
         return self._visit_value(target, path)
 
     def _visit_wrapped(self, target: Any, apart: UnwrappedShards, path: str, depth: int) -> Finish:
-        """A wrapper subclass: its inner tensors are filled, and all else must be as it is."""
+        """Plans for a wrapper subclass: its inner tensors are filled, and all else must be equal."""
         registered, state = apart
         stored = self._stored_at(path)
+        if stored is None:
+            return self._miss(path[:-1] or ROOT, target)
         if not isinstance(stored, Container) or stored.node[0] != "r":
-            if stored is None:
-                self._miss(path[:-1] or ROOT)
-            else:
-                self._mismatch(path, f"a {registered.name} here, something else in the snapshot")
-            return lambda: target
+            return self._mismatch_below(path, f"a {registered.name} here, something else in the snapshot", target)
         if stored.node[1] != registered.name:
-            self._mismatch(path, f"a {registered.name} here, a {stored.node[1]} in the snapshot")
-            return lambda: target
-        told = self._stored_at(f"{path}{OUTER_KEY}.")
+            return self._mismatch_below(path, f"a {registered.name} here, a {stored.node[1]} in the snapshot", target)
+        outer = self._stored_at(f"{path}{OUTER_KEY}.")
         self._used.update(self._below.names(f"{path}{OUTER_KEY}."))
-        if told is None or not is_same_form(registered.cls, state[OUTER_KEY], self._about(told)):
-            self._mismatch(path, f"a {registered.name} of the form {state[OUTER_KEY]} here, {told and self._about(told)} in the snapshot")
-            return lambda: target
+        own, other = state[OUTER_KEY], outer and self._outer_form(outer)
+        if outer is None or not is_same_form(registered.cls, own, other):
+            return self._mismatch_below(path, f"a {registered.name} of the form {own} here, {other} in the snapshot", target)
         flat = FLAT.get(registered.cls.__name__, ())
         inner = {name: tensor for name, tensor in state.items() if name != OUTER_KEY}
         children = {name: self._in_stored_shape(tensor, f"{path}{name}") if name in flat else tensor for name, tensor in inner.items()}
@@ -198,13 +195,13 @@ class _RestorePlan:
 
         return finish
 
-    def _about(self, told: Tree) -> Any:
-        """What is stored of a wrapper subclass besides its inner tensors: no tensors."""
-        require_buildable(told, self._content)
-        return build(told, self._content, lambda leaf: leaf.path)
+    def _outer_form(self, tree: Tree) -> Any:
+        """The stored `OUTER_KEY` entry of a wrapper subclass, which has no tensors."""
+        require_buildable(tree, self._content)
+        return build(tree, self._content, lambda leaf: leaf.path)
 
     def _in_stored_shape(self, tensor: Any, name: str) -> Any:
-        """An inner tensor that may be stored with the dims of the whole."""
+        """An inner tensor in its stored shape, which may have the dims of the whole tensor."""
         leaf = self._stored.get(name)
         if leaf is None or leaf.kind != "tensor":
             return tensor
@@ -215,12 +212,16 @@ class _RestorePlan:
             return regrouped(tensor, shape) if tensor.by_blocks else tensor
         return tensor.view(shape)
 
-    def _mismatch(self, path: str, what: str) -> None:
-        """Notes what does not fit at `path`, of which nothing else is to be said then."""
-        name = path[:-1] or ROOT
-        self._used.update(self._below.names(path) if path else self._stored)
+    def _mismatch(self, name: str, what: str, target: Any) -> Finish:
+        """Notes that `name` does not fit; `target` stays."""
         self._used.add(name)
         self._report.mismatched.append(f"{name}: {what}")
+        return lambda: target
+
+    def _mismatch_below(self, path: str, what: str, target: Any) -> Finish:
+        """Notes that `path` does not fit, and nothing else about the names below it; `target` stays."""
+        self._used.update(self._below.names(path) if path else self._stored)
+        return self._mismatch(path[:-1] or ROOT, what, target)
 
     def _visit_dict(self, target: dict[Any, Any], path: str, depth: int) -> Finish:
         if not target:
@@ -270,14 +271,8 @@ class _RestorePlan:
         name = self._name(path)
         leaf = self._stored.get(name)
         if leaf is not None and (problem := value_conflict(leaf, self._content)) is not None:
-            self._used.add(name)
-            self._report.mismatched.append(f"{name}: {problem}")
-            return lambda: target
-        adopted = self._adopt(target, path, name)
-        if adopted is None:
-            self._miss(name)
-            return lambda: target
-        return adopted
+            return self._mismatch(name, problem, target)
+        return self._adopt(target, path, name) or self._miss(name, target)
 
     def _visit_tensor(self, target: Any, name: str) -> Finish:
         is_plain = type(target) is np.ndarray or type(target) is np.memmap or (isinstance(target, torch.Tensor) and target.is_meta)
@@ -285,17 +280,14 @@ class _RestorePlan:
             raise UnsupportedValueError(f"cannot restore into {name}: {advice[0]}; {advice[1]}", object_id=name)
         leaf = self._stored.get(name)
         if leaf is None:
-            self._miss(name)
-            return lambda: target
-        self._used.add(name)
+            return self._miss(name, target)
         if leaf.kind == "value":
-            self._report.mismatched.append(f"{name}: a tensor here, a plain value in the snapshot")
-            return lambda: target
+            return self._mismatch(name, "a tensor here, a plain value in the snapshot", target)
+        self._used.add(name)
         form = form_of(self._content.layout, leaf)
         problem = describe_target_mismatch(target, form, self._dtype)
         if problem is not None:
-            self._report.mismatched.append(f"{name}: {problem}")
-            return lambda: target
+            return self._mismatch(name, problem, target)
         if not isinstance(target, torch.Tensor) or not target.is_meta:
             if isinstance(target, torch.Tensor):
                 require_plain(target, name, "the tensor to restore into")
@@ -305,7 +297,7 @@ class _RestorePlan:
         made = self._made
 
         def finish() -> Any:
-            """One object in the target, one object again, if it is one stored tensor, too."""
+            """One meta tensor becomes one tensor, if it is also one stored tensor."""
             key = id(target), leaf.index, form
             if key not in made:
                 fresh = self.tensor_of(leaf).detach()
@@ -319,30 +311,27 @@ class _RestorePlan:
     def _visit_share(self, target: Any, share: RankShare, name: str) -> Finish:
         leaf = self._stored.get(name)
         if leaf is None:
-            self._miss(name)
-            return lambda: target
-        self._used.add(name)
+            return self._miss(name, target)
         if leaf.kind == "value":
-            self._report.mismatched.append(f"{name}: spread over ranks here, a plain value in the snapshot")
-            return lambda: target
+            return self._mismatch(name, "spread over ranks here, a plain value in the snapshot", target)
+        self._used.add(name)
         form = form_of(self._content.layout, leaf)
         problem = describe_mismatch(share.shape, share.dtype, form, self._dtype)
         if problem is None and any(is_expanded(piece.tensor) for piece in share.pieces):
             problem = "the tensor here is expanded: its elements share memory, but not in the snapshot"
         if problem is not None:
-            self._report.mismatched.append(f"{name}: {problem}")
-        elif leaf.kind == "view" and not is_whole(form, self._content.layout.tensors[leaf.index]):
+            return self._mismatch(name, problem, target)
+        if leaf.kind == "view" and not is_whole(form, self._content.layout.tensors[leaf.index]):
             self.wanted.append((leaf, None))
             return lambda: share.fill(self.tensor_of(leaf)) or target
-        else:
-            assert isinstance(form.dtype, torch.dtype)
-            self.boxes += share.wanted(leaf.index, form.dtype)
+        assert isinstance(form.dtype, torch.dtype)
+        self.boxes += share.wanted(leaf.index, form.dtype)
         return lambda: target
 
     # --- stored subtrees ----------------------------------------------------------------------------------------------
 
     def _adopt(self, target: object, path: str, name: str | None = None) -> Finish | None:
-        """Plans to put whatever is stored at `path` in the place of `target`, which has no tensors; None if nothing is."""
+        """Plans to replace `target`, which has no tensors, by the stored tree at `path`; None if there is none."""
         found: Tree | None = self._stored.get(name) if name is not None else None
         found = found or self._stored_at(path)
         if found is None:
@@ -367,7 +356,7 @@ class _RestorePlan:
         return finish
 
     def _stored_at(self, path: str) -> Tree | None:
-        """What is stored under the target's `path`: a leaf, or the container of all that is below."""
+        """The stored tree for the target's `path`: a leaf, or the container of all names below it."""
         if not path:
             return self._tree
         leaf = self._stored.get(path[:-1])
@@ -389,10 +378,11 @@ class _RestorePlan:
     def _name(self, path: str) -> str:
         return self._names.name(path[:-1] if path else ROOT)
 
-    def _miss(self, name: str) -> None:
+    def _miss(self, name: str, target: Any) -> Finish:
+        """Notes that the snapshot lacks `name`; `target` stays."""
         wrapped = self._stored_at(f"{name}.")
         if isinstance(wrapped, Container) and wrapped.node[0] == "r" and self._below.names(f"{name}.{OUTER_KEY}."):
-            self._mismatch(f"{name}.", f"something else here, a {wrapped.node[1]} in the snapshot")
-            return
+            return self._mismatch_below(f"{name}.", f"something else here, a {wrapped.node[1]} in the snapshot", target)
         if self._selection is None or self._selection.fits(name):
             self._report.missing.append(name)
+        return lambda: target

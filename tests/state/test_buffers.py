@@ -197,7 +197,7 @@ def test_nothing_to_copy(arena: Arena) -> None:
     slot = take_for(arena, captured)
     assert list(copy_captured(captured, slot, threads=2).sources) == []
     slot.release()
-    assert arena.in_use_bytes == 0
+    assert arena._in_use_bytes == 0
 
 
 def test_sources_are_a_sequence(arena: Arena) -> None:
@@ -242,9 +242,9 @@ def test_memory_is_reused(arena: Arena) -> None:
     for size in (5 * MIB, 6 * MIB, 3 * MIB):  # a little more or less is the same memory
         again = take(arena, size)
         assert address_of(held(again)) == memory
-        assert arena.allocated_bytes == arena.in_use_bytes == 6 * MIB
+        assert arena.allocated_bytes == arena._in_use_bytes == 6 * MIB
         again.release()
-    assert (arena.allocated_bytes, arena.in_use_bytes) == (6 * MIB, 0)
+    assert (arena.allocated_bytes, arena._in_use_bytes) == (6 * MIB, 0)
 
 
 def test_the_limit_is_hard() -> None:
@@ -253,7 +253,7 @@ def test_the_limit_is_hard() -> None:
     first = take(arena, 6 * MIB)
     assert arena.take(5 * MIB) is None
     second = take(arena, 4 * MIB + 5)
-    assert arena.allocated_bytes == arena.in_use_bytes == 10 * MIB + 5
+    assert arena.allocated_bytes == arena._in_use_bytes == 10 * MIB + 5
     assert arena.take(0) is None
     second.release()
     first.release()
@@ -268,7 +268,7 @@ def test_free_memory_that_is_too_small_makes_room() -> None:
         slot.release()
     assert len(held(take(arena, 3 * MIB))) == 4 * MIB  # of those that are large enough, the smallest
     assert len(held(take(arena, 8 * MIB))) == 8 * MIB
-    assert (arena.allocated_bytes, arena.in_use_bytes) == (12 * MIB, 12 * MIB)
+    assert (arena.allocated_bytes, arena._in_use_bytes) == (12 * MIB, 12 * MIB)
 
 
 def test_small_captures_leave_large_memory_to_large_ones() -> None:
@@ -288,7 +288,7 @@ def test_releasing_twice_gives_back_once(arena: Arena) -> None:
     slot.release()
     again = take(arena, MIB)
     slot.release()
-    assert arena.in_use_bytes == 2 * MIB
+    assert arena._in_use_bytes == 2 * MIB
     assert held(take(arena, MIB)) is not held(again)
 
 
@@ -325,7 +325,7 @@ def test_many_threads_stay_below_the_limit() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert arena.in_use_bytes == 0
+    assert arena._in_use_bytes == 0
 
 
 def test_a_system_without_memory_is_named() -> None:

@@ -84,11 +84,22 @@ def decode_group(how: int, stored: memoryview, count: int, width: int, name: str
     if how == GroupCoding.CONSTANT and len(stored) == width and count:
         return np.broadcast_to(np.frombuffer(stored, dtype), count)
     if how == GroupCoding.ZSTD:
-        try:
-            if zstandard.frame_content_size(stored) == size:
-                found = zstandard.ZstdDecompressor().decompress(stored, max_output_size=size, allow_extra_data=False)
-                if len(found) == size:
-                    return np.frombuffer(found, dtype)
-        except zstandard.ZstdError as exc:
-            raise CorruptObjectError(f"{name}: a block does not decompress: {exc}", object_id=name) from exc
+        return np.frombuffer(decompress(stored, size, name), dtype)
     raise CorruptObjectError(f"{name}: a group of bytes of a block has the wrong size", object_id=name)
+
+
+def decompress(stored: memoryview, size: int, name: str) -> bytes:
+    """Decodes one zstd frame of `size` raw bytes.
+
+    Raises:
+        CorruptObjectError: it is damaged, or has another size.
+    """
+    try:
+        declared = zstandard.frame_content_size(stored)
+        if declared == size:  # checked before memory is allocated for it
+            found = zstandard.ZstdDecompressor().decompress(stored, max_output_size=size, allow_extra_data=False)
+            if len(found) == size:
+                return found
+    except zstandard.ZstdError as exc:
+        raise CorruptObjectError(f"{name}: a block does not decompress: {exc}", object_id=name) from exc
+    raise CorruptObjectError(f"{name}: a block decompresses to {declared} bytes, not {size}", object_id=name)

@@ -17,6 +17,7 @@ from tensorstore_ck.errors import CorruptObjectError, FormatVersionError
 from tensorstore_ck.format.codec.byte_planes import Elements, decode_planes
 from tensorstore_ck.format.codec.cast import decode_cast
 from tensorstore_ck.format.codec.delta import decode_delta, elements_of_delta
+from tensorstore_ck.format.codec.entropy import decompress
 
 
 class Codec(IntEnum):
@@ -91,19 +92,18 @@ def decode(
             raw = memoryview(lz4.block.decompress(stored, uncompressed_size=raw_bytes))
         except (lz4.block.LZ4BlockError, ValueError, OverflowError) as exc:
             raise CorruptObjectError(f"{name}: a block does not decompress: {exc}", object_id=name) from exc
-    elif codec == Codec.PLANES:
+    elif codec == Codec.PLANES or codec in CODECS_WITH_BASES:
         raw = into if into is not None else memoryview(np.empty(raw_bytes, np.uint8))  # type: ignore[arg-type]
-        decode_planes(stored, raw, name)
-    elif codec in CODECS_WITH_BASES:
-        raw = into if into is not None else memoryview(np.empty(raw_bytes, np.uint8))  # type: ignore[arg-type]
-        if codec == Codec.CAST:
+        if codec == Codec.PLANES:
+            decode_planes(stored, raw, name)
+        elif codec == Codec.CAST:
             decode_cast(stored, raw, bases, name)
         elif len(bases) != 1:
             raise CorruptObjectError(f"{name}: the delta base of a block is missing", object_id=name)
         else:
             decode_delta(stored, raw, bases[0], name)
     elif codec == Codec.ZSTD:
-        raw = memoryview(_decode_zstd(stored, raw_bytes, name))
+        raw = memoryview(decompress(stored, raw_bytes, name))
     else:
         raise FormatVersionError(f"{name} uses codec {codec}, which this build does not know: upgrade tensorstore_ck", object_id=name)
     if len(raw) != raw_bytes:
@@ -117,13 +117,3 @@ class StoredBlock(NamedTuple):
     codec: Codec
     stored: memoryview
     raw_bytes: int
-
-
-def _decode_zstd(stored: memoryview, raw_bytes: int, name: str) -> bytes:
-    try:
-        declared = zstandard.frame_content_size(stored)
-        if declared != raw_bytes:  # before memory is allocated for it
-            raise CorruptObjectError(f"{name}: a block decompresses to {declared} bytes, not {raw_bytes}", object_id=name)
-        return zstandard.ZstdDecompressor().decompress(stored, max_output_size=raw_bytes, allow_extra_data=False)
-    except zstandard.ZstdError as exc:
-        raise CorruptObjectError(f"{name}: a block does not decompress: {exc}", object_id=name) from exc

@@ -269,7 +269,7 @@ def memory() -> tuple[int, int]:
     """In use, and the limit."""
     arena = SIDES[-1].store._saver._memory.arena
     assert arena is not None
-    return arena.in_use_bytes, arena.limit_bytes
+    return arena._in_use_bytes, arena.limit_bytes
 
 
 def ending(action: Callable[[], Any]) -> Ending:
