@@ -151,15 +151,9 @@ def regions_of_tensor(
     near: BoxBounds | None = None,
     order: Sequence[int] | None = None,
 ) -> Iterator[Region]:
-    """Every region of a tensor, each once.
+    """Every region of a tensor, each once; with `near`, those that overlap that box, and perhaps a few others.
 
-    Args:
-        layout: The layout.
-        tensor: The tensor's number.
-        layout_ranks: The ranks with this layout.
-        explicit_boxes: Gives the regions in a rank's part, for a rank and a tensor number.
-        near: Only regions that overlap this box, and perhaps a few others.
-        order: The order in which parts are consulted.
+    `explicit_boxes` returns the regions listed in a rank's part, by rank and tensor number; it is called for the ranks in `order`.
     """
     spec, spread = layout.tensors[tensor], layout.spreads[tensor] if layout.spreads else None
     if spread is None:

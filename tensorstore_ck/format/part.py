@@ -120,11 +120,7 @@ def part_name(part: Ulid) -> str:
 
 
 def encode_values(values: Sequence[object]) -> bytes:
-    """The bytes of a part's ``values``.
-
-    Raises:
-        UnsupportedValueError: they are too large.
-    """
+    """The bytes of a part's ``values``."""
     return pack_body(list(values))
 
 

@@ -36,7 +36,7 @@ broadcast_reads.py    one rank reads, the group's broadcast distributes
 
 from tensorstore_ck.state.boxes import Box, Boxes
 from tensorstore_ck.state.capture import capture
-from tensorstore_ck.state.check import StateCheck, StateProblem, check_state, problems
+from tensorstore_ck.state.check import StateCheck, StateProblem, check_state
 from tensorstore_ck.state.lazy import LazySnapshot, LazyTensor
 from tensorstore_ck.state.load_report import LoadReport, LoadWarning, UnclaimedNames
 from tensorstore_ck.state.registered_types import register_type
@@ -56,7 +56,6 @@ __all__ = [
     "UnclaimedNames",
     "capture",
     "check_state",
-    "problems",
     "register_type",
     "restore",
 ]

@@ -48,11 +48,6 @@ class StateCheck:
         return not self.problems and (self.free_bytes is None or self.tensor_bytes + self.value_bytes < self.free_bytes)
 
 
-def problems(state: object) -> list[StateProblem]:
-    """All values in `state` that cannot be stored, in order."""
-    return inspect_state(state)[0]
-
-
 def check_state(state: object, backend: Backend) -> StateCheck:
     """Checks `state`, and writes and deletes a sample of it to estimate the time of a save."""
     found, captured = inspect_state(state)

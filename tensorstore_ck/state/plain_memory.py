@@ -8,6 +8,7 @@ from typing import Final
 import torch
 
 from tensorstore_ck.errors import UnsupportedValueError
+from tensorstore_ck.state.unsupported_types import advice_for
 
 PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 """The types of plain tensors, exactly: a subclass may keep its elements anywhere."""
@@ -35,21 +36,13 @@ def require_plain(tensor: torch.Tensor, path: str, what: str) -> None:
     Raises:
         UnsupportedValueError: it does not.
     """
-    kind = type(tensor)
-    if is_plain(tensor) and not tensor.is_meta:
-        if has_memory(tensor):
-            return
-        found, advice = "a tensor whose memory was freed", "gather it first (a sharded module frees its parameters between uses)"
-    elif kind not in PLAIN:
-        found = f"a {kind.__module__}.{kind.__qualname__}"
-        advice = "convert it to a plain tensor, or store it where tsck knows its class (tsck.register_type)"
-    elif tensor.is_meta:
-        found, advice = "on the meta device and has no data", "materialize it first (.to_empty(), then load or initialize it)"
-    elif tensor.is_quantized:
-        found, advice = "a quantized tensor", "use .int_repr() with its scale and zero point, or .dequantize()"
-    else:
-        found, advice = f"of the layout {tensor.layout}", "convert it to a dense tensor (.to_dense())"
-    raise UnsupportedValueError(f"cannot store or fill {path or 'the state'}: {what} is {found}; {advice}", object_id=path)
+    if is_plain(tensor) and not tensor.is_meta and has_memory(tensor):
+        return
+    freed = "its memory was freed", "gather it first (a sharded module frees its parameters between uses)"
+    found, advice = advice_for(tensor) or freed
+    raise UnsupportedValueError(
+        f"cannot store or fill {path or 'the state'}: {what} has no plain memory: {found}; {advice}", object_id=path
+    )
 
 
 def require_reachable(tensor: torch.Tensor) -> None:
@@ -59,4 +52,4 @@ def require_reachable(tensor: torch.Tensor) -> None:
         UnsupportedValueError: it is not a plain strided tensor with its memory.
     """
     if not is_plain(tensor) or not has_memory(tensor):
-        require_plain(tensor, "a tensor", "what is to be read or written")
+        require_plain(tensor, "a tensor", "it")

@@ -14,8 +14,8 @@ from tensorstore_ck.state.allocate import CONVERTIBLE, TensorAllocator, require_
 from tensorstore_ck.state.load_report import LoadReport, UnclaimedNames
 from tensorstore_ck.state.rank_shares import describer_of
 from tensorstore_ck.state.rebuild_tree import build, require_buildable, wanted_leaves
-from tensorstore_ck.state.restore_into import restore_into
-from tensorstore_ck.state.select import Rename, Selection, renamer
+from tensorstore_ck.state.restore_into import RestorePlan, restore_into
+from tensorstore_ck.state.select import Rename, Selection
 
 
 def restore(
@@ -54,19 +54,8 @@ def restore(
         selection.require_used(stored)
         tree = selection.prune(stored) or stored
     if into is not None:
-        return restore_into(
-            into,
-            content,
-            tree,
-            selection=selection,
-            rename=renamer(rename),
-            dtype=dtype,
-            device=place,
-            strict=strict,
-            report=report,
-            describer=None if group is None else describer_of(group),
-            unclaimed=unclaimed,
-        )
+        plan = RestorePlan(content, tree, selection, rename, dtype, None if group is None else describer_of(group))
+        return restore_into(into, plan, place, strict=strict, report=report, unclaimed=unclaimed)
     require_buildable(tree, content)
     wanted = list(wanted_leaves(tree, dtype))
     require_memory_for(content.layout, wanted, place)

@@ -1,6 +1,6 @@
 """Restores into an existing state: matches names, checks everything, reads, and only then changes values.
 
-Three separate steps: `_RestorePlan` walks the target and decides, `read_in_place` fills tensors, and the plan's `Finish` functions put
+Three separate steps: `RestorePlan` walks the target and decides, `read_in_place` fills tensors, and the plan's `Finish` functions put
 values and new containers in place.
 """
 
@@ -35,7 +35,7 @@ from tensorstore_ck.state.plain_memory import require_plain
 from tensorstore_ck.state.rank_shares import RankShare, share_of
 from tensorstore_ck.state.rebuild_tree import build, require_buildable, wanted_leaves
 from tensorstore_ck.state.registered_types import encode_torch, registered_class
-from tensorstore_ck.state.select import Selection
+from tensorstore_ck.state.select import Rename, Selection, renamer
 from tensorstore_ck.state.sharded_tensors import SpreadDescriber
 from tensorstore_ck.state.sharded_wrappers import UnwrappedShards, regrouped, unwrap_shards
 from tensorstore_ck.state.unsupported_types import advice_for
@@ -46,21 +46,10 @@ Finish = Callable[[], Any]
 
 
 def restore_into(
-    into: object,
-    content: SnapshotContent,
-    tree: Tree,
-    *,
-    selection: Selection | None,
-    rename: Callable[[str], str | None],
-    dtype: torch.dtype | None,
-    device: torch.device,
-    strict: bool,
-    report: LoadReport | None,
-    describer: SpreadDescriber | None,
-    unclaimed: UnclaimedNames | None,
+    into: object, plan: "RestorePlan", device: torch.device, *, strict: bool, report: LoadReport | None, unclaimed: UnclaimedNames | None
 ) -> Any:
-    """Restores `tree` into `into`, and returns it (or its replacement, if it cannot be changed in place). See `restore`."""
-    plan = _RestorePlan(content, tree, selection, rename, dtype, describer=describer)
+    """Restores into `into`, and returns it (or its replacement, if it cannot be changed in place). See `restore` for the options."""
+    content = plan.content
     finish = plan.visit(into, "", 0)
     plan.check(strict=strict, report=report, unclaimed=unclaimed)
     for adopted in plan.adopted:
@@ -80,15 +69,16 @@ def restore_into(
     return finish()
 
 
-class _RestorePlan:
+class RestorePlan:
+    """How the tree of a snapshot is restored into a target."""
+
     def __init__(
         self,
         content: SnapshotContent,
         tree: Tree,
         selection: Selection | None,
-        rename: Callable[[str], str | None],
+        rename: Rename | None,
         dtype: torch.dtype | None,
-        *,
         describer: SpreadDescriber | None,
     ) -> None:
         self._describer = describer
@@ -98,7 +88,7 @@ class _RestorePlan:
         self.wanted: list[WantedLeaf] = []
         self.adopted: list[Tree] = []
         self.tensor_of: Callable[[Leaf], Any]
-        self._content = content
+        self.content = content
         self._tree = tree
         self._selection = selection
         self._dtype = dtype
@@ -109,8 +99,9 @@ class _RestorePlan:
         """Replacements of meta tensors."""
         self._stored: dict[str, Leaf] = {}
         """Name in the target -> leaf."""
+        new_name = renamer(rename)
         for leaf in own_leaves(tree):
-            name = rename(leaf.path)
+            name = new_name(leaf.path)
             if name is None:
                 continue
             if not isinstance(name, str):
@@ -127,13 +118,13 @@ class _RestorePlan:
         conflicts = find_conflicts(self.fills)
         fill_of = {fill.name: fill for fill in self.fills}
         for name, other in conflicts.items():
-            if not is_same_tensor(self._content, fill_of[name], fill_of[other]):
+            if not is_same_tensor(self.content, fill_of[name], fill_of[other]):
                 self._report.mismatched.append(f"{name}: shares memory with {other} here; the snapshot has different values of the two")
         self.fills = [fill for fill in self.fills if fill.name not in conflicts]
         self._report.unexpected += [name for name in self._stored if name not in self._used]
         self._report.deliver(strict=strict, report=report, others=unclaimed is not None)
         if unclaimed is not None and strict:
-            every = parse(self._content.layout, len(self._content.values))  # with the names that are not selected here
+            every = parse(self.content.layout, len(self.content.values))  # with the names that are not selected here
             unclaimed.note((leaf.path for leaf in leaves(every)), [self._stored[name].path for name in self._report.unexpected])
 
     # --- the walk -----------------------------------------------------------------------------------------------------
@@ -197,15 +188,15 @@ class _RestorePlan:
 
     def _outer_form(self, tree: Tree) -> Any:
         """The stored `OUTER_KEY` entry of a wrapper subclass, which has no tensors."""
-        require_buildable(tree, self._content)
-        return build(tree, self._content, lambda leaf: leaf.path)
+        require_buildable(tree, self.content)
+        return build(tree, self.content, lambda leaf: leaf.path)
 
     def _in_stored_shape(self, tensor: Any, name: str) -> Any:
         """An inner tensor in its stored shape, which may have the dims of the whole tensor."""
         leaf = self._stored.get(name)
         if leaf is None or leaf.kind != "tensor":
             return tensor
-        shape = form_of(self._content.layout, leaf).shape
+        shape = form_of(self.content.layout, leaf).shape
         if shape == tuple(tensor.shape) or prod(shape) != prod(tensor.shape):
             return tensor
         if isinstance(tensor, RankShare):
@@ -270,7 +261,7 @@ class _RestorePlan:
     def _visit_value(self, target: object, path: str) -> Finish:
         name = self._name(path)
         leaf = self._stored.get(name)
-        if leaf is not None and (problem := value_conflict(leaf, self._content)) is not None:
+        if leaf is not None and (problem := value_conflict(leaf, self.content)) is not None:
             return self._mismatch(name, problem, target)
         return self._adopt(target, path, name) or self._miss(name, target)
 
@@ -284,7 +275,7 @@ class _RestorePlan:
         if leaf.kind == "value":
             return self._mismatch(name, "a tensor here, a plain value in the snapshot", target)
         self._used.add(name)
-        form = form_of(self._content.layout, leaf)
+        form = form_of(self.content.layout, leaf)
         problem = describe_target_mismatch(target, form, self._dtype)
         if problem is not None:
             return self._mismatch(name, problem, target)
@@ -315,13 +306,13 @@ class _RestorePlan:
         if leaf.kind == "value":
             return self._mismatch(name, "spread over ranks here, a plain value in the snapshot", target)
         self._used.add(name)
-        form = form_of(self._content.layout, leaf)
+        form = form_of(self.content.layout, leaf)
         problem = describe_mismatch(share.shape, share.dtype, form, self._dtype)
         if problem is None and any(is_expanded(piece.tensor) for piece in share.pieces):
             problem = "the tensor here is expanded: its elements share memory, but not in the snapshot"
         if problem is not None:
             return self._mismatch(name, problem, target)
-        if leaf.kind == "view" and not is_whole(form, self._content.layout.tensors[leaf.index]):
+        if leaf.kind == "view" and not is_whole(form, self.content.layout.tensors[leaf.index]):
             self.wanted.append((leaf, None))
             return lambda: share.fill(self.tensor_of(leaf)) or target
         assert isinstance(form.dtype, torch.dtype)
@@ -373,7 +364,7 @@ class _RestorePlan:
         self.wanted += wanted_leaves(tree, self._dtype)
 
     def _build(self, tree: Tree) -> Any:
-        return build(tree, self._content, self.tensor_of)
+        return build(tree, self.content, self.tensor_of)
 
     def _name(self, path: str) -> str:
         return self._names.name(path[:-1] if path else ROOT)

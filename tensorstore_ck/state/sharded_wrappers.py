@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 _WHOLE: Final = {"OptimState8bit": ("qmap",), "OptimState4bit": ("qmap",)}
 """Class -> inner tensors that are equal on all ranks."""
-_BOXED: Final = {
-    "Int8Tensor": ("scale", "zero_point"),
-    "Float8Tensor": ("scale",),
-    "IntxUnpackedToInt8Tensor": ("scale", "zero_point"),
-}
+_BOXED: Final = {"Int8Tensor": ("scale", "zero_point"), "Float8Tensor": ("scale",), "IntxUnpackedToInt8Tensor": ("scale", "zero_point")}
 """Class -> inner tensors that have an element for each box of ``block_size`` elements."""
 
 

@@ -12,11 +12,7 @@ import torch
 from tensorstore_ck.errors import CorruptObjectError, MismatchError, UnsupportedValueError
 
 OUTER_KEY: Final = "__tensor__"
-FLAT: Final = {
-    "OptimState8bit": ("scale",),
-    "OptimState4bit": ("codes", "scale"),
-    "OptimStateFp8": ("scale",),
-}
+FLAT: Final = {"OptimState8bit": ("scale",), "OptimState4bit": ("codes", "scale"), "OptimStateFp8": ("scale",)}
 """Class -> inner tensors of one dim, with one element per block of the flattened whole."""
 
 

@@ -133,7 +133,7 @@ def test_memory_that_was_freed_is_not_read() -> None:
     local = torch.ones(64, 64)
     box = tsck.Box(local, (128, 64), (0, 0))
     local.untyped_storage().resize_(0)
-    with pytest.raises(UnsupportedValueError, match="cannot store or fill w: it is a tensor whose memory was freed"):
+    with pytest.raises(UnsupportedValueError, match="cannot store or fill w: it has no plain memory: its memory was freed"):
         capture({"w": box}, SpreadDescriber({0: 0}, 0))
 
 

@@ -63,23 +63,11 @@ def elements_in(codec: int, stored: Buffer) -> Elements:
 
 
 def decode(
-    codec: int,
-    stored: memoryview,
-    raw_bytes: int,
-    name: str,
-    into: memoryview | None = None,
-    *,
-    bases: Sequence[memoryview] = (),
+    codec: int, stored: memoryview, raw_bytes: int, name: str, into: memoryview | None = None, *, bases: Sequence[memoryview] = ()
 ) -> memoryview:
-    """The raw bytes of a block, in `into` or elsewhere. The caller checks the block's id.
+    """The raw bytes of a block, in `into` (memory of `raw_bytes` bytes) or elsewhere. The caller checks the block's id.
 
-    Args:
-        codec: The codec number.
-        stored: The stored bytes.
-        raw_bytes: The size of the raw bytes.
-        name: The block's object, for messages.
-        into: Memory of `raw_bytes` bytes that may be decoded into.
-        bases: The raw bytes of the blocks that this one is encoded against.
+    `bases` are the raw bytes of the blocks that this one is encoded against.
 
     Raises:
         CorruptObjectError: the stored bytes do not decode to `raw_bytes` bytes.
