@@ -54,7 +54,8 @@ def restore(
         selection.require_used(stored)
         tree = selection.prune(stored) or stored
     if into is not None:
-        plan = RestorePlan(content, tree, selection, rename, dtype, None if group is None else describer_of(group))
+        describer = None if group is None else describer_of(group)
+        plan = RestorePlan(content, tree, selection, rename, dtype, describer=describer)
         return restore_into(into, plan, place, strict=strict, report=report, unclaimed=unclaimed)
     require_buildable(tree, content)
     wanted = list(wanted_leaves(tree, dtype))

@@ -79,6 +79,7 @@ class RestorePlan:
         selection: Selection | None,
         rename: Rename | None,
         dtype: torch.dtype | None,
+        *,
         describer: SpreadDescriber | None,
     ) -> None:
         self._describer = describer
