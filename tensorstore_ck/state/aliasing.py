@@ -89,7 +89,7 @@ class Storage(NamedTuple):
     """Bases in one allocation."""
 
     size_bytes: int
-    places: Sequence[AreaOffset]
+    offsets: Sequence[AreaOffset]
 
 
 class AliasPlan(NamedTuple):
@@ -160,15 +160,15 @@ def _plan_area(area: list[int], extents: dict[int, Extent], plan: AliasPlan) -> 
     clusters = [_plan_cluster(sorted(run), extents, plan) for run in runs]
     if len(clusters) == 1 and (clusters[0].start % ALIGNMENT_BYTES == 0 or len(area) == 1):
         return
-    places = []
+    offsets = []
     position, stop = clusters[0].start % ALIGNMENT_BYTES, clusters[0].start
     for cluster in clusters:
         gap = cluster.start - stop
         position += gap if gap < MAX_GAP_BYTES else gap % MAX_GAP_BYTES
-        places.append(AreaOffset(cluster.base, position))
+        offsets.append(AreaOffset(cluster.base, position))
         position += cluster.size_bytes
         stop = cluster.start + cluster.size_bytes
-    plan.storages.append(Storage(position, places))
+    plan.storages.append(Storage(position, offsets))
 
 
 def _plan_cluster(members: list[int], extents: dict[int, Extent], plan: AliasPlan) -> _Cluster:

@@ -193,18 +193,18 @@ class TensorAllocator:
 
     def _add_storage(self, storage: SharedStorage, plain: dict[int, list[WantedLeaf]]) -> None:
         """Allocates the needed bases of one storage, in no more of it than they need, and removes them from `plain`."""
-        places = {number: offset for number, offset in zip(storage.tensors, storage.offsets_bytes, strict=True) if number in plain}
-        if len(places) <= 1 and not any(offset % ALIGNMENT_BYTES for offset in places.values()):
+        offsets = {number: offset for number, offset in zip(storage.tensors, storage.offsets_bytes, strict=True) if number in plain}
+        if len(offsets) <= 1 and not any(offset % ALIGNMENT_BYTES for offset in offsets.values()):
             return
-        specs = {number: self._layout.tensors[number] for number in places}
-        start = min(places.values()) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        size = max(offset + specs[number].size_bytes for number, offset in places.items()) - start
+        specs = {number: self._layout.tensors[number] for number in offsets}
+        start = min(offsets.values()) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        size = max(offset + specs[number].size_bytes for number, offset in offsets.items()) - start
         if size > ALIGNMENT_BYTES + sum(self._layout.tensors[number].size_bytes + MAX_GAP_BYTES for number in storage.tensors):
             first = specs[min(specs)].name
             raise CorruptObjectError(f"the storage of tensor {first!r} is larger than its tensors; run `tsck fsck`", object_id=first)
-        on_cpu = any(self._has_array(number, plain[number]) for number in places)
+        on_cpu = any(self._has_array(number, plain[number]) for number in offsets)
         memory = new_tensor((size,), torch.uint8, _CPU if on_cpu else self._device)
-        for number, offset in places.items():
+        for number, offset in offsets.items():
             self._add(number, _whole(specs[number], memory, offset - start))
             del plain[number]
 

@@ -61,13 +61,13 @@ class CaptureWalk:
         self._spreads: dict[int, Spread] = {}
         self._meshes: dict[Mesh, int] = {}
         self._explicit: dict[int, tuple[sharding.BoxBounds, ...]] = {}
-        self._apart: dict[int, tuple[torch.Tensor, UnwrappedShards | None]] = {}
+        self._unwrapped: dict[int, tuple[torch.Tensor, UnwrappedShards | None]] = {}
         self._values: list[Any] = []
         self._blobs: list[bytes] = []
         self._names = LeafNames()
         self._refuse = refuse
         self._root: list[Node] = [None]
-        self._columns = TensorTable()
+        self._table = TensorTable()
         # The nodes of tensors, to be replaced if some turn out to be views.
         self._tensor_nodes: list[list[Any]] = []
         self._tensor_positions: list[int] = []
@@ -78,59 +78,59 @@ class CaptureWalk:
 
     def finish(self) -> CapturedState:
         """Decides which tensors share memory, and returns the result."""
-        columns = self._columns
-        suspects = find_alias_candidates(columns.areas)
-        sharing = plan_aliases({leaf: extent_of(columns.objects[leaf]) for leaf in suspects})
-        names, forms, sources = columns.names, columns.forms, columns.sources()
+        table = self._table
+        suspects = find_alias_candidates(table.areas)
+        aliases = plan_aliases({leaf: extent_of(table.objects[leaf]) for leaf in suspects})
+        names, forms, sources = table.names, table.forms, table.sources()
         own: Sequence[int] = range(len(names))
         number_of: Sequence[int] | dict[int, int] = own
-        if sharing.views:
-            own = [leaf for leaf in own if leaf not in sharing.views]
-            names = [names[leaf] for leaf in own] + [self._names.name(f"{names[extra.first]}.__storage__") for extra in sharing.extras]
-            forms = [forms[leaf] for leaf in own] + [_form_of(extra) for extra in sharing.extras]
-            sources = sources.pick(own, [_source_of(extra, columns.objects[extra.first]) for extra in sharing.extras])
-            own += [-1 - position for position in range(len(sharing.extras))]
+        if aliases.views:
+            own = [leaf for leaf in own if leaf not in aliases.views]
+            names = [names[leaf] for leaf in own] + [self._names.name(f"{names[extra.first]}.__storage__") for extra in aliases.extras]
+            forms = [forms[leaf] for leaf in own] + [_form_of(extra) for extra in aliases.extras]
+            sources = sources.pick(own, [_source_of(extra, table.objects[extra.first]) for extra in aliases.extras])
+            own += [-1 - position for position in range(len(aliases.extras))]
             number_of = {leaf: number for number, leaf in enumerate(own)}
         storages = []
-        for storage in sharing.storages:
-            for base, _ in storage.places:
+        for storage in aliases.storages:
+            for base, _ in storage.offsets:
                 self._check_addressable(base)
-            members = sorted((number_of[base], offset) for base, offset in storage.places)
+            members = sorted((number_of[base], offset) for base, offset in storage.offsets)
             storages.append(SharedStorage(storage.size_bytes, tuple(m for m, _ in members), tuple(offset for _, offset in members)))
-        if sharing.views:
+        if aliases.views:
             for nodes, position in zip(self._tensor_nodes, self._tensor_positions, strict=True):
                 node = nodes[position]
                 leaf = node if type(node) is int else node[1]
-                place = sharing.views.get(leaf)
-                nodes[position] = self._view_node(leaf, place, number_of) if place else self._node(leaf, number_of[leaf])
+                view = aliases.views.get(leaf)
+                nodes[position] = self._view_node(leaf, view, number_of) if view else self._node(leaf, number_of[leaf])
         spreads = [self._spreads.get(leaf) for leaf in own] if self._spreads else ()
         explicit = [ExplicitRegions(number_of[leaf], boxes) for leaf, boxes in self._explicit.items()]
         layout = Layout(TensorSpecs(names, forms), self._root[0], storages, list(self._meshes), spreads)
         return CapturedState(layout, self._values, self._blobs, sources, explicit)
 
     def _node(self, leaf: int, number: int) -> Node:
-        flags = self._columns.flags.get(leaf)
+        flags = self._table.flags.get(leaf)
         return ["t", number, flags] if flags else number
 
-    def _view_node(self, leaf: int, place: AreaOffset, number_of: Sequence[int] | dict[int, int]) -> Node:
+    def _view_node(self, leaf: int, view: AreaOffset, number_of: Sequence[int] | dict[int, int]) -> Node:
         self._check_addressable(leaf)
-        form, found = self._columns.forms[leaf], self._columns.objects[leaf]
+        form, found = self._table.forms[leaf], self._table.objects[leaf]
         strides = found.stride() if isinstance(found, torch.Tensor) else tuple(step // found.itemsize for step in found.strides)
-        flags = self._columns.flags.get(leaf, 0)
-        return ["w", number_of[place.base], form.dtype, list(form.shape), list(strides), place.offset_bytes, flags]
+        flags = self._table.flags.get(leaf, 0)
+        return ["w", number_of[view.base], form.dtype, list(form.shape), list(strides), view.offset_bytes, flags]
 
     def _check_addressable(self, leaf: int) -> None:
         """Checks that strides can describe a leaf that shares memory."""
         if leaf < 0:
             return
-        found = self._columns.objects[leaf]
+        found = self._table.objects[leaf]
         if isinstance(found, torch.Tensor):
             is_addressable = not (found.is_conj() or found.is_neg() or found.data_ptr() % found.itemsize)
         else:
             is_addressable = not any(step % found.itemsize for step in found.strides)
         if not is_addressable:
             what = "it shares memory with another tensor in a way that strides cannot describe"
-            self._fail(self._columns.names[leaf], what, "store a copy of it (.clone() or .copy())")
+            self._fail(self._table.names[leaf], what, "store a copy of it (.clone() or .copy())")
 
     # --- containers ---------------------------------------------------------------------------------------------------
 
@@ -173,12 +173,12 @@ class CaptureWalk:
             self._fail(path[:-1], what, advice)
         else:
             try:
-                if id(value) not in self._apart:  # the inner tensors of one object are one object each
-                    self._apart[id(value)] = value, unwrap_shards(self._describer, value, path[:-1])
+                if id(value) not in self._unwrapped:  # the inner tensors of one object are one object each
+                    self._unwrapped[id(value)] = value, unwrap_shards(self._describer, value, path[:-1])
             except UnsupportedValueError as exc:
                 self._refused(exc)
             else:
-                if (apart := self._apart[id(value)][1]) is None:
+                if (apart := self._unwrapped[id(value)][1]) is None:
                     self._visit_spread(value, path, nodes, position)
                 else:
                     self._visit_registered(apart.registered.name, apart.state, path, nodes, (position, depth))
@@ -265,22 +265,22 @@ class CaptureWalk:
 
     def _visit_run(self, items: Sequence[Any], paths: Sequence[str], nodes: list[Any], start: int) -> int:
         """Adds consecutive ordinary tensors at once; returns where they end."""
-        columns, first = self._columns, len(self._columns.objects)
-        stop = columns.add_run(items, start)
-        columns.names += self._names.names(paths[start:stop])
-        numbers = range(first, len(columns.objects))
-        nodes[start:stop] = map(self._node, numbers, numbers) if columns.flags else numbers
+        table, first = self._table, len(self._table.objects)
+        stop = table.add_run(items, start)
+        table.names += self._names.names(paths[start:stop])
+        numbers = range(first, len(table.objects))
+        nodes[start:stop] = map(self._node, numbers, numbers) if table.flags else numbers
         self._tensor_nodes += [nodes] * len(numbers)
         self._tensor_positions += range(start, stop)
         return stop
 
     def _visit_tensor(self, tensor: torch.Tensor, path: str, nodes: list[Any], position: int) -> None:
         name = self._names.name(path[:-1] if path else ROOT)
-        number = self._columns.number_of.get(id(tensor))
+        number = self._table.number_of.get(id(tensor))
         if number is None:
             try:
                 spec = TensorSpec(name, require_dense(tensor, name), tensor.itemsize, tuple(tensor.shape))
-                number = self._columns.add(tensor, spec, source_of(tensor), area_of(tensor), flags_of(tensor))
+                number = self._table.add(tensor, spec, source_of(tensor), area_of(tensor), flags_of(tensor))
             except UnsupportedValueError as exc:
                 self._refused(exc)
                 return
@@ -297,7 +297,7 @@ class CaptureWalk:
     def _visit_spread(self, value: Any, path: str, nodes: list[Any], position: int) -> None:
         """Visits a tensor of which this rank holds a share."""
         name = self._names.name(path[:-1] if path else ROOT)
-        number = self._columns.number_of.get(id(value))
+        number = self._table.number_of.get(id(value))
         if number is None:
             try:
                 share = share_of(self._describer, value, name)
@@ -317,7 +317,7 @@ class CaptureWalk:
             flags = REQUIRES_GRAD if share.requires_grad else 0
             flags |= PARAMETER if share.is_parameter else 0
             spec = TensorSpec(name, DTYPE_NAMES[share.dtype], share.dtype.itemsize, share.shape)
-            number = self._columns.add(value, spec, share.source(), None, flags)
+            number = self._table.add(value, spec, share.source(), None, flags)
             if share.mesh is not None:
                 self._spreads[number] = Sharding(self._meshes.setdefault(share.mesh, len(self._meshes)), share.placements)
             else:
@@ -327,7 +327,7 @@ class CaptureWalk:
 
     def _visit_array(self, array: Array, path: str, nodes: list[Any], position: int) -> None:
         name = self._names.name(path[:-1] if path else ROOT)
-        number = self._columns.number_of.get(id(array))
+        number = self._table.number_of.get(id(array))
         if number is None:
             dtype = numpy_dtype_name(array.dtype)
             if dtype is None or not 0 < array.itemsize <= MAX_ITEM_BYTES:
@@ -335,7 +335,7 @@ class CaptureWalk:
                 self._fail(name, f"its numpy dtype {array.dtype} has no stored form", advice)
                 return
             source = MemorySource(address_of(array), array, array.nbytes) if array.flags.c_contiguous else CopySource(array)
-            number = self._columns.add(array, TensorSpec(name, f"np:{dtype}", array.itemsize, array.shape), source, area_of(array))
+            number = self._table.add(array, TensorSpec(name, f"np:{dtype}", array.itemsize, array.shape), source, area_of(array))
         self._place(number, nodes, position)
 
     # --- refusals -----------------------------------------------------------------------------------------------------

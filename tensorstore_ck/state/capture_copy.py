@@ -48,7 +48,7 @@ for _function in (_memcmp, _memcmp_with_gil):
 def memory_key(source: ByteSource) -> tuple[object, ...]:
     """Identifies the memory that a source reads, as long as the source lives."""
     if isinstance(source, ChainedSource):
-        return tuple(place for part in source.sources for place in memory_key(part))
+        return tuple(key for part in source.sources for key in memory_key(part))
     if isinstance(source, MemorySource):
         return source.address, source.size_bytes
     if isinstance(source, CopySource):
@@ -61,7 +61,7 @@ def memory_key(source: ByteSource) -> tuple[object, ...]:
 
 def slot_bytes(captured: CapturedState, skip: Collection[int] = ()) -> int:
     """The slot size in bytes that `copy_captured` needs."""
-    return int(_places(_sizes(captured, skip))[-1])
+    return int(_offsets(_sizes(captured, skip))[-1])
 
 
 def copy_captured(
@@ -90,31 +90,31 @@ def copy_captured(
         CaptureChangedError: a tensor differs from its copy.
     """
     sizes = _sizes(captured, skip)
-    places = _places(sizes) + start_bytes
+    offsets = _offsets(sizes) + start_bytes
     memory = slot.memory
-    if memory is None or places[-1] > slot.size_bytes:
+    if memory is None or offsets[-1] > slot.size_bytes:
         what = "was released" if memory is None else f"has {slot.size_bytes}"
-        raise InvalidOptionError(f"a capture needs {places[-1]} bytes of a slot, and this one {what}: take one of copied_bytes()")
+        raise InvalidOptionError(f"a capture needs {offsets[-1]} bytes of a slot, and this one {what}: take one of slot_bytes()")
     addresses = ByteSources.of(captured.sources).addresses
     rest = _OtherSources(memory)
     arriving = [
         number
         for number in np.flatnonzero((addresses == 0) & (sizes > 0)).tolist()
-        if rest.add(captured.sources[number], int(places[number]), int(sizes[number]))
+        if rest.add(captured.sources[number], int(offsets[number]), int(sizes[number]))
     ]
-    copies = _CopiedSources(slot, places, sizes, {number: captured.sources[number] for number in skip})
+    copies = _CopiedSources(slot, offsets, sizes, {number: captured.sources[number] for number in skip})
     if arriving:
         arrival = slot.arena.device_copies.start(rest.device_copies)
         slot.arrivals.append(arrival)
         copies.arrivals = dict.fromkeys(arriving, arrival)
-    moves = np.stack((places[:-1] + address_of(memory), addresses, sizes), axis=1)[addresses != 0]
+    moves = np.stack((offsets[:-1] + address_of(memory), addresses, sizes), axis=1)[addresses != 0]
     jobs = _jobs(np.concatenate((moves, rest.moves())), threads)
     for_each(jobs, _move, min(threads, len(jobs)))
     rest.copy_strided()
     if sampling.verify_share:
         sampling = sampling._replace(verify_share=share_of(int(sizes.sum()), sampling.verify_share))
         own = [number for number in np.flatnonzero((addresses == 0) & (sizes > 0)).tolist() if number not in copies.arrivals]
-        changed = _changed(addresses, address_of(memory) + places[:-1], sizes, sampling)
+        changed = _changed(addresses, address_of(memory) + offsets[:-1], sizes, sampling)
         require_unchanged(captured, changed | _changed_rest(captured, copies, own, sampling))
     return captured._replace(sources=copies)
 
@@ -153,7 +153,7 @@ def _sizes(captured: CapturedState, skip: Collection[int]) -> Numbers:
     return sizes
 
 
-def _places(sizes: Numbers) -> Numbers:
+def _offsets(sizes: Numbers) -> Numbers:
     """The offset of each copy in a slot, and the end of the last one."""
     return np.concatenate(([0], np.cumsum(-(-sizes // ALIGN_BYTES) * ALIGN_BYTES)))
 
@@ -161,9 +161,9 @@ def _places(sizes: Numbers) -> Numbers:
 class _CopiedSources(LazySources):
     """Sources over a slot."""
 
-    def __init__(self, slot: Slot, places: Numbers, sizes: Numbers, others: dict[int, ByteSource]) -> None:
+    def __init__(self, slot: Slot, offsets: Numbers, sizes: Numbers, others: dict[int, ByteSource]) -> None:
         self._slot = slot
-        self._places = places
+        self._offsets = offsets
         self._sizes = sizes
         self._others = others
         """Tensors that were not copied."""
@@ -177,7 +177,7 @@ class _CopiedSources(LazySources):
         memory = self._slot.memory
         if memory is None:
             raise InvalidOptionError("a captured state was read after its slot was released", object_id="slot")
-        source = MemorySource(address_of(memory) + int(self._places[number]), memory, int(self._sizes[number]))
+        source = MemorySource(address_of(memory) + int(self._offsets[number]), memory, int(self._sizes[number]))
         return source if number not in self.arrivals else _ArrivingSource(source, self.arrivals[number])
 
     def __len__(self) -> int:
@@ -210,24 +210,24 @@ class _OtherSources:
         self._strided: list[tuple[torch.Tensor | Array, int]] = []
         self.device_copies: list[DeviceCopy] = []
 
-    def add(self, source: ByteSource, place: int, size: int) -> bool:
-        """Adds a copy to the offset `place` of the slot; returns whether it comes from a device."""
+    def add(self, source: ByteSource, offset: int, size: int) -> bool:
+        """Adds a copy at `offset` of the slot; returns whether it comes from a device."""
         if isinstance(source, ChainedSource):
             arrives = False
             for part in source.sources:
-                arrives |= self.add(part, place, part.size_bytes)
-                place += part.size_bytes
+                arrives |= self.add(part, offset, part.size_bytes)
+                offset += part.size_bytes
             return arrives
         if isinstance(source, CopySource):
             if is_on_device(source.tensor):
-                self.device_copies.append(DeviceCopy(source.tensor, self._tensor(place, source.tensor)))
+                self.device_copies.append(DeviceCopy(source.tensor, self._tensor(offset, source.tensor)))
                 return True
-            self._strided.append((source.tensor, place))
+            self._strided.append((source.tensor, offset))
             return False
         if size:
             data = np.frombuffer(source.read(0, size), np.uint8)
             self._kept.append(data)
-            self._moves.append((address_of(self._memory) + place, address_of(data), data.nbytes))
+            self._moves.append((address_of(self._memory) + offset, address_of(data), data.nbytes))
         return False
 
     def moves(self) -> Numbers:
@@ -236,14 +236,14 @@ class _OtherSources:
 
     def copy_strided(self) -> None:
         """Copies what is not contiguous: torch uses threads of its own, and is faster than copying in parts."""
-        for found, place in self._strided:
+        for found, offset in self._strided:
             if isinstance(found, torch.Tensor):
-                self._tensor(place, found).copy_(found)
+                self._tensor(offset, found).copy_(found)
             else:
-                np.copyto(np.ndarray(found.shape, found.dtype, self._memory, place), found)
+                np.copyto(np.ndarray(found.shape, found.dtype, self._memory, offset), found)
 
-    def _tensor(self, place: int, like: torch.Tensor) -> torch.Tensor:
-        return self._bytes[place : place + like.nbytes].view(like.dtype).view(like.shape)
+    def _tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
+        return self._bytes[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def _jobs(moves: Numbers, threads: int) -> list[Numbers]:

@@ -42,7 +42,7 @@ def restore(
         UnsupportedValueError: this process cannot make a type or dtype in it.
         DamageError: the stored data is damaged.
     """
-    place = _device(device)
+    target_device = _device(device)
     if dtype is not None and dtype not in CONVERTIBLE:
         options = ", ".join(sorted(str(option).removeprefix("torch.") for option in CONVERTIBLE))
         raise InvalidOptionError(f"dtype must be a floating-point torch.dtype ({options}), not {dtype!r}", object_id="dtype")
@@ -56,21 +56,21 @@ def restore(
     if into is not None:
         describer = None if group is None else describer_of(group)
         plan = RestorePlan(content, tree, selection, rename, dtype, describer=describer)
-        return restore_into(into, plan, place, strict=strict, report=report, unclaimed=unclaimed)
+        return restore_into(into, plan, target_device, strict=strict, report=report, unclaimed=unclaimed)
     require_buildable(tree, content)
     wanted = list(wanted_leaves(tree, dtype))
-    require_memory_for(content.layout, wanted, place)
-    fresh = TensorAllocator(content.layout, wanted, place)
+    require_memory_for(content.layout, wanted, target_device)
+    fresh = TensorAllocator(content.layout, wanted, target_device)
     content.read(dict(fresh.targets))
     return build(tree, content, fresh.get)
 
 
 def _device(device: str | torch.device) -> torch.device:
     try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
+        target_device = torch.device(device)
+        torch.empty(0, device=target_device)
     except (RuntimeError, TypeError, AssertionError) as exc:
         raise InvalidOptionError(f"device={device!r} cannot be used here: {exc}", object_id="device") from exc
-    if place.type == "meta":
+    if target_device.type == "meta":
         raise InvalidOptionError("device='meta' holds no data; use open_snapshot to look at shapes", object_id="device")
-    return place
+    return target_device
