@@ -12,7 +12,7 @@ Tree nodes (``Node``), as msgpack:
     ["d", keys, nodes]                         dict; keys are encoded values
     ["o", keys, nodes, attributes]             OrderedDict; attributes: false, or the node of its ``_metadata``
     ["c", keys, nodes]                         collections.Counter
-    ["f", factory, keys, nodes]                collections.defaultdict; factory: a name of `state.types`, or nil
+    ["f", factory, keys, nodes]                collections.defaultdict; factory: a name of `registered_types.FACTORIES`, or nil
     ["l", nodes]  ["u", nodes]                 list, tuple
     ["n", "module:qualname", fields, nodes]    namedtuple
     ["r", type_name, node]                     a registered type
