@@ -17,9 +17,9 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import Entries
 from tensorstore_ck.engine.write.pack_writer import EncodedBlock, PackWriter
 from tensorstore_ck.errors import CorruptObjectError, DamageError
-from tensorstore_ck.format.codec import BASED, Codec, StoredBlock, decode
+from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, StoredBlock, decode
 from tensorstore_ck.format.pack import HEADER, TRAILER, Footer, decode_footer, footer_bytes, pack_name, stored_check
-from tensorstore_ck.format.relocation import MOVED_DTYPE, RelocationMap
+from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
 from tensorstore_ck.format.sealed import object_hash
 from tensorstore_ck.gc.live_set import LiveSet
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable
@@ -171,7 +171,7 @@ def read_blocks(backend: Backend, pack: Ulid, footer: Footer, entries: list[int]
     blocks = []
     for block, offset, check, stored, raw_bytes, codec, _, _ in rows.tolist():
         data = memory[offset - start : offset - start + stored]
-        sound = stored_check(data) == check if codec in BASED else block_id(decode(codec, data, raw_bytes, name)) == block
+        sound = stored_check(data) == check if codec in CODECS_WITH_BASES else block_id(decode(codec, data, raw_bytes, name)) == block
         if not sound:
             raise CorruptObjectError(f"{name} holds a block that does not match its id", object_id=name)
         blocks.append(StoredBlock(Codec(codec), data, raw_bytes))
@@ -204,7 +204,7 @@ def put_in_force(engine: Engine, moves: Sequence[CompactedPack], reach: LiveSet,
 
 def _encoded(footer: Footer, entry: int, block: StoredBlock) -> EncodedBlock:
     """As it goes into another pack, which may be without the bases that it had."""
-    bases = tuple(Base(base, None) for base in footer.bases_of(entry)) if block.codec in BASED else ()
+    bases = tuple(Base(base, None) for base in footer.bases_of(entry)) if block.codec in CODECS_WITH_BASES else ()
     return EncodedBlock(_block_id(footer, entry), block.codec, (block.stored,), block.raw_bytes, bases)
 
 
@@ -236,7 +236,7 @@ def _write_move(engine: Engine, writer: PackWriter, source: SparsePack, place: s
             (entry, numbers[place.pack], place.entry, place.stored, place.offset, place.codec, 0, 0)
             for entry, place in zip(source.entries.tolist(), places, strict=True)
         ],
-        MOVED_DTYPE,
+        RELOCATION_DTYPE,
     )
     ulid, encoded = engine.new_id(), RelocationMap(source.pack, targets, rows, place).encode()
     engine.backend.put(ObjectKey("moved", ulid).name, encoded)

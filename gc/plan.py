@@ -15,7 +15,7 @@ from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.pack import ENTRY_DTYPE, HEADER, PACK_LIMIT_BYTES, TRAILER, Footer
-from tensorstore_ck.format.relocation import MOVED_DTYPE, RelocationMap
+from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
 from tensorstore_ck.format.writer_record import series_of
 from tensorstore_ck.gc.compact import SparsePack, live_bytes, read_footer
 from tensorstore_ck.gc.listing import ListedObject, list_objects
@@ -325,7 +325,7 @@ def written_bytes(packs: Sequence[SparsePack]) -> int:
     rows = np.concatenate([pack.footer.entries[pack.entries] for pack in packs])
     _, first = np.unique(rows["id"], return_index=True)
     pack_bytes = int(rows["stored"][first].sum(dtype=np.int64)) + len(first) * ENTRY_DTYPE.itemsize
-    moved = [len(RelocationMap(pack.pack, [pack.pack], np.zeros(len(pack.entries), MOVED_DTYPE)).encode()) for pack in packs]
+    moved = [len(RelocationMap(pack.pack, [pack.pack], np.zeros(len(pack.entries), RELOCATION_DTYPE)).encode()) for pack in packs]
     return pack_bytes + sum(moved) + (HEADER.size + TRAILER.size) * -(-pack_bytes // PACK_LIMIT_BYTES)
 
 

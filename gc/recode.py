@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tensorstore_ck.common.units import parse_seconds
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import UnsafeBackendError
-from tensorstore_ck.format.codec import Mode, require_strong
+from tensorstore_ck.format.codec import Mode, check_recode_mode
 from tensorstore_ck.gc.compact import live_bytes
 from tensorstore_ck.gc.listing import ListedObject, list_objects
 from tensorstore_ck.gc.live_set import LiveSet, at_newest
@@ -44,7 +44,7 @@ def recode_snapshots(
     progress: Progress | None = None,
 ) -> RecodeReport:
     """See `Store.recode`: of a branch its whole history, at any other address one snapshot; without addresses everything that is held."""
-    mode = require_strong(codec)
+    mode = check_recode_mode(codec)
     before_ns = engine.clock() - int(parse_seconds(older_than, "older_than") * 1e9) if older_than is not None else None
 
     def at(view: RefTable, address: str) -> Iterable[SnapshotInfo]:

@@ -15,7 +15,7 @@ from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import DamageError
-from tensorstore_ck.format.codec import BASED, Codec, Encoder, Mode, StoredBlock, decode
+from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, Encoder, Mode, StoredBlock, decode
 from tensorstore_ck.format.pack import Footer
 from tensorstore_ck.gc.compact import SparsePack, compact, live_bytes, put_in_force, read_blocks, read_footer
 from tensorstore_ck.gc.listing import ListedObject
@@ -152,7 +152,7 @@ def _batches(packs: Iterable[SparsePack]) -> Iterator[list[SparsePack]]:
 def _after_bytes(engine: Engine, pack: SparsePack, mode: Mode) -> int:
     """What the live entries of a pack would take, by some of those that can be decoded without others."""
     rows = pack.footer.entries
-    entries = pack.entries[~np.isin(rows["codec"][pack.entries], list(BASED))]
+    entries = pack.entries[~np.isin(rows["codec"][pack.entries], list(CODECS_WITH_BASES))]
     if not len(entries):
         return live_bytes(pack)
     picked = entries[np.unique(np.linspace(0, len(entries) - 1, SAMPLE_BLOCKS).astype(int))]
@@ -168,9 +168,9 @@ def _read(engine: Engine, mode: Mode, pack: Ulid, footer: Footer, run: list[int]
     encoder, name = Encoder(mode), ObjectKey("pack", pack).name
     found = []
     for block in read_blocks(engine.backend, pack, footer, run, memoryview(bytearray(size_bytes))):
-        if block.codec not in BASED:
+        if block.codec not in CODECS_WITH_BASES:
             raw = decode(block.codec, block.stored, block.raw_bytes, name)
-            encoded = encoder.opaque(raw) if block.codec in _OPAQUE else encoder.unknown(raw)
+            encoded = encoder.encode_opaque(raw) if block.codec in _OPAQUE else encoder.encode_unknown(raw)
             stored = memoryview(b"".join(encoded.pieces))
             if len(stored) < len(block.stored):
                 found.append(StoredBlock(encoded.codec, stored, block.raw_bytes))

@@ -6,7 +6,7 @@ from tensorstore_ck.cli.options import StoreChoice, codec_option, command, named
 from tensorstore_ck.cli.output import counted, emit, printable, put_sizes, snapshot_line
 from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.format.codec import CodecName
-from tensorstore_ck.format.record import NOTE
+from tensorstore_ck.format.record import STORE_KEY
 from tensorstore_ck.log.snapshot import refuse_marked
 
 
@@ -50,7 +50,7 @@ def put(
         head = store.branches().get(ref)
         loaded = load_file(file)
         bar.expect(loaded.tensor_bytes)
-        said = {key: value for key, value in loaded.metadata.items() if key != NOTE}
+        said = {key: value for key, value in loaded.metadata.items() if key != STORE_KEY}
         snapshot = store.put_snapshot(
             loaded.state, ref=ref, step=step, metrics=dict(metrics), metadata={**said, **dict(metadata)}, expect=head, unchanged="ok"
         )

@@ -24,10 +24,10 @@ from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.engine.object_ids import ObjectIds
 from tensorstore_ck.errors import CorruptObjectError, UnsafeBackendError
 from tensorstore_ck.events import Observers, logged_observers
-from tensorstore_ck.format.codec import CodecChoice
+from tensorstore_ck.format.codec import CodecPolicy
 from tensorstore_ck.format.part import Part, decode_part, part_name
 from tensorstore_ck.format.record import Record, decode_record, record_name
-from tensorstore_ck.format.relocation import RelocationMap, decode_moved
+from tensorstore_ck.format.relocation import RelocationMap, decode_relocation
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES
 from tensorstore_ck.format.store_config import StoreConfig
 from tensorstore_ck.log import Log, ObjectKey, Relocation, SnapshotInfo
@@ -66,7 +66,7 @@ class Engine:
     """How fast the job may write to the store: this process's share of it."""
     min_free: MinFree = field(default_factory=MinFree)
     """What must stay free of the store's place."""
-    codecs: CodecChoice = field(default_factory=CodecChoice)
+    codecs: CodecPolicy = field(default_factory=CodecPolicy)
     """How blocks are encoded."""
     put_ids: ObjectIds | None = None
     """Names what this process puts, so that gc can tell whose it was; None: nobody can tell."""
@@ -144,7 +144,7 @@ class Engine:
             moved = self._moved.get(relocation.moved)
         if moved is None:
             name = ObjectKey("moved", relocation.moved).name
-            moved = decode_moved(self.backend.get(name, max_bytes=MAX_OBJECT_BYTES), name, relocation.hash)
+            moved = decode_relocation(self.backend.get(name, max_bytes=MAX_OBJECT_BYTES), name, relocation.hash)
             if moved.pack != relocation.pack or tuple(moved.targets) != relocation.targets:
                 raise CorruptObjectError(f"{name} is not the moved object that the log names", object_id=name)
             with self._lock:

@@ -33,7 +33,7 @@ from tensorstore_ck.errors import (
     UnsafeBackendError,
 )
 from tensorstore_ck.events import logged_observers
-from tensorstore_ck.format.codec import CodecChoice, CodecOption, DeltaOption
+from tensorstore_ck.format.codec import CodecOption, CodecPolicy, DeltaOption
 from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
 from tensorstore_ck.log import HeadFile, Log, RefTable, Rollback, Watermark
 from tensorstore_ck.log.block_index import BlockIndex, forget_packs
@@ -66,7 +66,7 @@ def open_engine(
     if read_only and (create or staging is not None):
         name = "create" if create else "staging"
         raise InvalidOptionError(f"{name}= is for what puts to the store: leave it out with read_only=True", object_id=name)
-    kept, codecs, allowed = MinFree.parse(min_free), CodecChoice(codec, delta), parse_allowed(places)
+    kept, codecs, allowed = MinFree.parse(min_free), CodecPolicy(codec, delta), parse_allowed(places)
     limit = None if max_bytes_per_second is None else RateLimit(max_bytes_per_second)
     observers = logged_observers()
     backend = open_backend(url, storage_options, no_sync=no_sync, on_wait=observers.emit)

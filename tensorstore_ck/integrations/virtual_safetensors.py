@@ -19,7 +19,7 @@ from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.block_assignment import row_boxes
 from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.sharding import BoxBounds
-from tensorstore_ck.format.tree import Branch, Leaf, leaves, parse
+from tensorstore_ck.format.tree import Container, Leaf, leaves, parse
 from tensorstore_ck.format.values import describe
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
@@ -253,11 +253,11 @@ class SnapshotFiles:
         return BytesFile(json.dumps(about, indent=1).encode() + b"\n")
 
 
-def _model_leaves(tree: Branch | Leaf) -> Iterator[Leaf]:
+def _model_leaves(tree: Container | Leaf) -> Iterator[Leaf]:
     """What hangs in the dict ``model`` of a state."""
-    if isinstance(tree, Branch):
+    if isinstance(tree, Container):
         for key, child in zip(tree.keys, tree.children, strict=False):
-            if key == MODEL_KEY and isinstance(child, Branch):
+            if key == MODEL_KEY and isinstance(child, Container):
                 yield from leaves(child)
 
 

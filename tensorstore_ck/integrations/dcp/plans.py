@@ -12,14 +12,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.part_writer import PartSlot
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
-from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, Explicit, decode_layout
+from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, ExplicitRegions, decode_layout
 from tensorstore_ck.format.sharding import BoxBounds, whole_box
 from tensorstore_ck.integrations.dcp.byte_items import resolve_item
 from tensorstore_ck.integrations.dcp.flat_layout import FlatLayout, build_skeleton, items_of_metadata, items_of_plans
 from tensorstore_ck.state.boxes import held_boxes
 from tensorstore_ck.state.byte_sources import BytesSource
 from tensorstore_ck.state.capture import require_dense
-from tensorstore_ck.state.rank_shares import chain_of
+from tensorstore_ck.state.rank_shares import concatenate_sources
 from tensorstore_ck.state.registered_types import torch_dtype
 from tensorstore_ck.state.wrapper_subclasses import is_traceable
 
@@ -134,12 +134,12 @@ def held_of(plan: SavePlan, planner: SavePlanner, role: Role) -> RankItems:
             )
         tiny = None
         if role.part and box.sizes == spec.shape and spec.size_bytes <= INLINE_TENSOR_BYTES:
-            tiny = Tiny(number, bytes(chain_of([tensor]).read(0, spec.size_bytes)))
+            tiny = Tiny(number, bytes(concatenate_sources([tensor]).read(0, spec.size_bytes)))
         elif 0 not in box.sizes:
             pieces.setdefault(number, []).append((box, tensor))
         results.append(WriteResult(item.index, tensor.nbytes, tiny))
-    sources = [chain_of([tensor for _, tensor in pieces.get(number, ())]) for number in range(len(layout.tensors))]
-    told = [Explicit(number, tuple(box for box, _ in pieces.get(number, ()))) for number in range(len(layout.tensors))]
+    sources = [concatenate_sources([tensor for _, tensor in pieces.get(number, ())]) for number in range(len(layout.tensors))]
+    told = [ExplicitRegions(number, tuple(box for box, _ in pieces.get(number, ()))) for number in range(len(layout.tensors))]
     return RankItems(CapturedState(layout, (), (), sources, told if layout.spreads else ()), results)
 
 
@@ -149,7 +149,7 @@ def with_tiny(captured: CapturedState, tiny: Iterable[Tiny]) -> CapturedState:
     for number, data in tiny:
         shape = captured.layout.tensors[number].shape
         sources[number] = BytesSource(data)
-        explicit[number] = Explicit(number, (whole_box(shape),) if data else ())
+        explicit[number] = ExplicitRegions(number, (whole_box(shape),) if data else ())
     return captured._replace(sources=sources, explicit=explicit)
 
 

@@ -30,7 +30,7 @@ from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import ConflictError, MismatchError, StoreError
 from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.format.sharding import BoxBounds
-from tensorstore_ck.format.tree import REQUIRES_GRAD, Branch, Leaf, Tree, leaves, parse
+from tensorstore_ck.format.tree import REQUIRES_GRAD, Container, Leaf, Tree, leaves, parse
 from tensorstore_ck.format.values import decode
 from tensorstore_ck.integrations.dcp.byte_items import zipped
 from tensorstore_ck.integrations.dcp.target import CheckpointId, DcpTarget
@@ -43,7 +43,7 @@ from tensorstore_ck.state.plain_memory import require_plain
 from tensorstore_ck.state.rank_shares import source_of
 from tensorstore_ck.state.rebuild_tree import build, require_buildable
 from tensorstore_ck.state.registered_types import decode_torch
-from tensorstore_ck.state.wrapper_subclasses import ABOUT
+from tensorstore_ck.state.wrapper_subclasses import OUTER_KEY
 from tensorstore_ck.store import ReadOnlyStore
 
 _CPU: Final = torch.device("cpu")
@@ -206,7 +206,7 @@ class Reader(StorageReader):
         leaf_of: dict[int, Leaf] = {}
 
         def without_data(leaf: Leaf) -> object:
-            if isinstance(leaf.node, Branch):
+            if isinstance(leaf.node, Container):
                 return object()
             form = form_of(content.layout, leaf)
             stand_in = torch.empty(form.shape, dtype=form.dtype, device="meta") if isinstance(form.dtype, torch.dtype) else object()
@@ -237,7 +237,7 @@ class Reader(StorageReader):
         tree = self._tree
         for key in self._paths[fqn]:
             tree = self._child(tree, str(key))
-        if isinstance(tree, Branch) or tree.kind != "value":
+        if isinstance(tree, Container) or tree.kind != "value":
             return zipped(build(tree, self._content, self._read([leaf for leaf in leaves(tree) if leaf.kind != "value"]).get))
         encoded = pack_body(self._content.values[tree.index])
         if encoded not in self._zips:  # most of thousands are equal, such as an optimizer's hyperparameters
@@ -246,7 +246,7 @@ class Reader(StorageReader):
 
     def _child(self, tree: Tree, key: str) -> Tree:
         """The child under a key as DCP spells it."""
-        assert isinstance(tree, Branch)
+        assert isinstance(tree, Container)
         if id(tree) not in self._children:
             texts = (own if type(own) is str else str(decode(own, decode_other=decode_torch)) for own in tree.keys)
             self._children[id(tree)] = dict(zip(texts, tree.children, strict=True))
@@ -301,16 +301,16 @@ def _with_items(tree: Tree, subtrees: frozenset[int]) -> Tree:
         return tree
     if id(tree.node) in subtrees:
         return Leaf(tree.path, "tensor", -1, tree)
-    return Branch(tree.node, tree.path, tree.keys, [_with_items(child, subtrees) for child in tree.children], tree.attributes)
+    return Container(tree.node, tree.path, tree.keys, [_with_items(child, subtrees) for child in tree.children], tree.attributes)
 
 
 def _apart(tree: Tree) -> Tree:
     """The tree, with the inner tensors of wrapper subclasses in the places of these: DCP loads them by their own names."""
     if isinstance(tree, Leaf):
         return tree
-    if tree.node[0] == "r" and isinstance(tree.children[0], Branch) and ABOUT in tree.children[0].keys:
+    if tree.node[0] == "r" and isinstance(tree.children[0], Container) and OUTER_KEY in tree.children[0].keys:
         return _apart(tree.children[0])
-    return Branch(tree.node, tree.path, tree.keys, [_apart(child) for child in tree.children], tree.attributes)
+    return Container(tree.node, tree.path, tree.keys, [_apart(child) for child in tree.children], tree.attributes)
 
 
 def _target(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:

@@ -27,7 +27,7 @@ from tensorstore_ck.integrations.dcp.plans import Tiny
 from tensorstore_ck.integrations.dcp.target import CheckpointId
 from tensorstore_ck.integrations.dcp.writer import Begun, Writer
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.state.rank_shares import chain_of
+from tensorstore_ck.state.rank_shares import concatenate_sources
 
 _logger: Final = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -184,7 +184,7 @@ def _differing(
     for item in plan.items:
         tiny = ours[item.index]
         if isinstance(tiny, Tiny):
-            stored = chain_of([files.read_tensor(item)])  # its memory lives as long as it does
+            stored = concatenate_sources([files.read_tensor(item)])  # its memory lives as long as it does
             if stored.read(0, len(tiny.data)) != tiny.data:
                 differing.append(item.index.fqn)
     boxes: dict[int, list[WriteItem]] = {}
@@ -193,10 +193,10 @@ def _differing(
             boxes.setdefault(number, []).append(item)
     captured, layout = begun.captured, begun.captured.layout
     ids, inline = iter(begun.tensors.ids), io.BytesIO(begun.tensors.inline)
-    read, source = -1, chain_of(())
+    read, source = -1, concatenate_sources(())
     for tensor, start, share in places_of(captured, begun.role.slot, begun.block_bytes):
         if tensor != read:
-            read, source = tensor, chain_of([files.read_tensor(item) for item in boxes[tensor]])
+            read, source = tensor, concatenate_sources([files.read_tensor(item) for item in boxes[tensor]])
         for length in share.lengths:
             data = source.read(start, start + length)
             is_same = data == inline.read(length) if share.is_inline else block_id(data) == next(ids)

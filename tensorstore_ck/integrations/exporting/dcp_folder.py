@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import UnsupportedValueError
-from tensorstore_ck.format.tree import ATTRIBUTES, Branch, Leaf, Tree, leaves
+from tensorstore_ck.format.tree import ATTRIBUTES, Container, Leaf, Tree, leaves
 from tensorstore_ck.format.values import key_text
 from tensorstore_ck.integrations.exporting.atomic_target import require_room
 from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter, scratch_bytes, size_bytes
@@ -55,7 +55,7 @@ def write_dcp(job: ExportJob) -> WrittenExport:
         DamageError: stored data is damaged, or a file does not hold what was written to it.
     """
     content, tree, folder, target = job.content, job.tree, job.folder, job.target
-    if not isinstance(tree, Branch) or tree.node[0] not in _DICTS:
+    if not isinstance(tree, Container) or tree.node[0] not in _DICTS:
         raise UnsupportedValueError("DCP holds dicts alone, and this state is none: export as torch or safetensors", object_id=target.path)
     hollow = MetaState(content, tree, _BY_VALUE)
     require_savable(((tensor, leaf.path) for tensor, leaf in hollow.tensors.values()), target.path)
@@ -168,7 +168,7 @@ def _write_file(job: ExportJob, file: OutputFile, items: Sequence[tuple[int, _Te
 
 def _dropped(tree: Tree) -> Iterator[tuple[str, str]]:
     """What DCP does not hold: empty dicts, and attributes of an OrderedDict."""
-    if not isinstance(tree, Branch) or tree.node[0] in _BY_VALUE:
+    if not isinstance(tree, Container) or tree.node[0] in _BY_VALUE:
         return
     if tree.node[0] in _DICTS and not tree.children:
         yield tree.path or ".", "an empty dict, which DCP drops"
@@ -196,7 +196,7 @@ def _notes(tree: Tree) -> list[str]:
 
 
 def _look(tree: Tree, numbered: list[str], dicts: list[str]) -> None:
-    if not isinstance(tree, Branch) or tree.node[0] in _BY_VALUE:
+    if not isinstance(tree, Container) or tree.node[0] in _BY_VALUE:
         return
     if tree.node[0] in _DICTS:
         if any(type(key) is not str for key in tree.keys):

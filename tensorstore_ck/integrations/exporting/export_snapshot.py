@@ -8,15 +8,15 @@ from typing import Final, Literal, get_args
 
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
-from tensorstore_ck.format.record import NOTE, decode_metadata, record_name
-from tensorstore_ck.format.tree import Branch, Leaf, Tree, parse
+from tensorstore_ck.format.record import STORE_KEY, decode_metadata, record_name
+from tensorstore_ck.format.tree import Container, Leaf, Tree, parse
 from tensorstore_ck.integrations.exporting import safetensors_files, torch_file
 from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, staged, target_of
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.report import ExportedFile, ExportReport
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
-from tensorstore_ck.state.rebuild_tree import NOTHING
+from tensorstore_ck.state.rebuild_tree import UNSELECTED
 from tensorstore_ck.state.select import Selection
 from tensorstore_ck.store import ReadOnlyStore
 
@@ -72,7 +72,7 @@ def export_snapshot(
     content = open_snapshot(engine, info)
     tree = _chosen(parse(content.layout, len(content.values)), select, skip)
     metadata = decode_metadata(engine.read_record(info), record_name(info.ulid))
-    metadata.pop(NOTE, None)  # the store's own
+    metadata.pop(STORE_KEY, None)  # the store's own
     with staged(target, overwrite=overwrite) as folder:
         written = _writer(format)(ExportJob(content, tree, metadata, folder, target, max_file_bytes))
         sizes = {name: os.stat(os.path.join(folder, name)).st_size for name in sorted(os.listdir(folder))}
@@ -124,7 +124,7 @@ def _chosen(tree: Tree, select: Sequence[str] | None, skip: Sequence[str]) -> Tr
 def _without(tree: Tree, skipped: re.Pattern[str]) -> Tree | None:
     """As `Selection.prune`, the other way round: dict entries vanish, elements of lists and tuples become None."""
     if isinstance(tree, Leaf):
-        return None if tree is not NOTHING and skipped.match(tree.path) else tree
+        return None if tree is not UNSELECTED and skipped.match(tree.path) else tree
     if not tree.children:
         return None if skipped.match(tree.path) else tree
     kept = [_without(child, skipped) for child in tree.children]
@@ -133,8 +133,8 @@ def _without(tree: Tree, skipped: re.Pattern[str]) -> Tree | None:
     if all(one is other for one, other in zip(kept, tree.children, strict=True)):
         return tree
     if tree.node[0] in ("l", "u", "n"):
-        return Branch(tree.node, tree.path, tree.keys, [child or NOTHING for child in kept], None)
+        return Container(tree.node, tree.path, tree.keys, [child or UNSELECTED for child in kept], None)
     if tree.node[0] == "r":
         return tree  # whole, or not at all
     keys = [key for key, child in zip(tree.keys, kept, strict=True) if child]
-    return Branch(tree.node, tree.path, keys, [child for child in kept if child], tree.attributes)
+    return Container(tree.node, tree.path, keys, [child for child in kept if child], tree.attributes)

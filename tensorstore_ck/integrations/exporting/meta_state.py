@@ -16,9 +16,9 @@ import torch.utils.deterministic
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import NoSpaceError, UnsupportedValueError
 from tensorstore_ck.format.tree import Leaf, Tree
-from tensorstore_ck.state.allocate import Found, TensorAllocator, form_of
+from tensorstore_ck.state.allocate import TensorAllocator, TensorOrArray, form_of
 from tensorstore_ck.state.byte_sources import address_of
-from tensorstore_ck.state.rebuild_tree import NOTHING, build, require_buildable
+from tensorstore_ck.state.rebuild_tree import UNSELECTED, build, require_buildable
 
 
 @contextmanager
@@ -65,7 +65,7 @@ class MetaState:
         self.tensors: dict[int, tuple[torch.Tensor, Leaf]] = {}
         """id -> a tensor without bytes, and its leaf; of several leaves that are one tensor, any."""
 
-        def tensor_of(leaf: Leaf) -> Found:
+        def tensor_of(leaf: Leaf) -> TensorOrArray:
             if id(leaf) in real:
                 return filled.get(leaf)
             found = empty.get(leaf)
@@ -113,7 +113,7 @@ class MetaState:
 def _leaves(tree: Tree, by_value: frozenset[str], *, inside: bool) -> Iterator[tuple[Leaf, bool]]:
     """The tensors, and whether one of these containers is around them."""
     if isinstance(tree, Leaf):
-        if tree.kind != "value" and tree is not NOTHING:
+        if tree.kind != "value" and tree is not UNSELECTED:
             yield tree, inside
         return
     inside = inside or tree.node[0] in by_value

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.publish import AnyHead
-from tensorstore_ck.format.record import NOTE
+from tensorstore_ck.format.record import STORE_KEY
 from tensorstore_ck.integrations.importing.crc_check import watched
 from tensorstore_ck.integrations.importing.detect_format import find_state
 from tensorstore_ck.integrations.importing.mapped_files import Files
@@ -134,7 +134,7 @@ def opened(path: str | os.PathLike[str], leave_out: Sequence[str] = (), *, as_on
             sum(spec.size_bytes for spec in tensors),
             len(captured.values),
             found.step,
-            {key: value for key, value in found.metadata.items() if key != NOTE},
+            {key: value for key, value in found.metadata.items() if key != STORE_KEY},
             dict(known.converted),
             tuple(settled.left_out),
             dict(found.skipped),

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
-from tensorstore_ck.format.values import MAX_ALIKE, RANDOM_HASHES, require_unlike
+from tensorstore_ck.format.values import MAX_EQUAL_HASHES, RANDOM_HASHES, reject_hash_collisions
 from tensorstore_ck.integrations.importing.malformed import MalformedError
 from tensorstore_ck.integrations.importing.placeholders import UnknownObject
 
@@ -40,8 +40,8 @@ class HashCrowding:
             items += _items(key)
             _, counts = self._counts.setdefault(id(container), (container, Counter()))
             counts[hash(key)] += 1
-            if counts[hash(key)] > MAX_ALIKE:
-                raise MalformedError(f"it has more than {MAX_ALIKE} keys of one hash in one dict or set")
+            if counts[hash(key)] > MAX_EQUAL_HASHES:
+                raise MalformedError(f"it has more than {MAX_EQUAL_HASHES} keys of one hash in one dict or set")
         return items
 
 
@@ -53,7 +53,7 @@ def unlike(keys: Sequence[Any]) -> Sequence[Any]:
     """
     for key in keys:
         _items(key)
-    require_unlike(keys)
+    reject_hash_collisions(keys)
     return keys
 
 

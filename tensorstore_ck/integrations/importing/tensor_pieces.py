@@ -11,7 +11,7 @@ import torch
 
 from tensorstore_ck.format.sharding import whole_box
 from tensorstore_ck.integrations.importing.malformed import MalformedError, printable
-from tensorstore_ck.state.boxes import Box, Boxes, fault_of
+from tensorstore_ck.state.boxes import Box, Boxes, coverage_error
 from tensorstore_ck.state.sharded_tensors import LocalPiece
 
 MAX_PIECES: Final = 1 << 16
@@ -25,7 +25,7 @@ def assembled(name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: Seq
         MalformedError: they are not.
     """
     held = sorted((piece for piece in pieces if 0 not in piece.box.sizes), key=lambda piece: piece.box)
-    problem = f"there are {len(held)} pieces" if len(held) > MAX_PIECES else fault_of(shape, [piece.box for piece in held])
+    problem = f"there are {len(held)} pieces" if len(held) > MAX_PIECES else coverage_error(shape, [piece.box for piece in held])
     if problem:
         raise MalformedError(f"{problem} of the tensor {printable(name)!r}, of shape {list(shape)[:8]}")
     if len(held) == 1 and held[0].box == whole_box(shape):

@@ -37,7 +37,7 @@ def copy_decoded(
             )
         head = bytearray(min(place.stored, HEAD_BYTES))
         source.backend.read_into(name, place.offset, memoryview(head))
-        writer.add([raw], lambda _: BlockEncoding(Encoder("fast").numbers(raw, elements_in(place.codec, head))))
+        writer.add([raw], lambda _: BlockEncoding(Encoder("fast").encode_tensor(raw, elements_in(place.codec, head))))
         advance(len(raw))
 
     try:

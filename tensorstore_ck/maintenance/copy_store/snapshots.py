@@ -19,7 +19,7 @@ from tensorstore_ck.engine.reachability import BlockLocations, require_live, res
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.publish import condemned_of, publish, retry_expired, store_record
 from tensorstore_ck.errors import DamageError, SnapshotExpiredError
-from tensorstore_ck.format.codec import BASED
+from tensorstore_ck.format.codec import CODECS_WITH_BASES
 from tensorstore_ck.format.part import Part, part_name
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
@@ -150,7 +150,7 @@ class SnapshotCopier:
         places = resolve(self._source, self._source.log.view(), part)
         while missing:
             try:
-                based = {block: row for block, row in missing.items() if places.extents["codec"][row] in BASED}
+                based = {block: row for block, row in missing.items() if places.extents["codec"][row] in CODECS_WITH_BASES}
                 plain = {block: row for block, row in missing.items() if block not in based}
                 for copied in self._run(cut_pieces(places.packs, _rows(places, plain))):
                     self._note(copied, anchor)

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.format.block_assignment import first_of, regions, shares
-from tensorstore_ck.format.layout import Explicit
+from tensorstore_ck.format.block_assignment import assign_blocks, first_rank_with_layout, regions_of_rank
+from tensorstore_ck.format.layout import ExplicitRegions
 from tensorstore_ck.format.part import Part
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.tree import parse
@@ -46,7 +46,7 @@ class AffectedTensors:
 
     def first(self, rank: int) -> int:
         """The first of the parts with the layout of part `rank`."""
-        return rank if self._layout_of is None or rank >= self._world_size else first_of(self._layout_of, rank)
+        return rank if self._layout_of is None or rank >= self._world_size else first_rank_with_layout(self._layout_of, rank)
 
     def problem(self, part: Part, name: str) -> StoreError | None:
         """Why a part does not fit its layout, or, told of the part that has it, why the layout, its values or its tree cannot be read."""
@@ -82,8 +82,8 @@ class AffectedTensors:
             return self._whole(rank)
         layout = reader.layout
         told_by_parts = {number for number, spread in enumerate(layout.spreads) if isinstance(spread, str)}
-        held = regions(layout, rank, reader.ranks, [Explicit(number, ()) for number in told_by_parts])
-        owned = {held[share.region].tensor for share in shares(layout, held, rank, self._engine.config.block_bytes)}
+        held = regions_of_rank(layout, rank, reader.ranks, [ExplicitRegions(number, ()) for number in told_by_parts])
+        owned = {held[share.region].tensor for share in assign_blocks(layout, held, rank, self._engine.config.block_bytes)}
         return [layout.tensors[number].name for number in sorted(owned | told_by_parts)] or NOTHING
 
     def _whole(self, rank: int) -> Sequence[str]:

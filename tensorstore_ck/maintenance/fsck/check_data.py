@@ -17,7 +17,7 @@ from tensorstore_ck.common.ids import Ulid, block_id
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.format.codec import BASED, Codec, decode
+from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, decode
 from tensorstore_ck.format.pack import Footer, pack_name, stored_check
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
@@ -214,7 +214,7 @@ def _check_run(backend: Backend, pack: Ulid, first: int, entries: Rows, buffer: 
         try:
             if codec != Codec.RAW and stored_check(data) != check:
                 problem = "does not match its check"
-            elif codec not in BASED and block_id(decode(codec, data, raw, name)) != block:
+            elif codec not in CODECS_WITH_BASES and block_id(decode(codec, data, raw, name)) != block:
                 problem = "does not match its hash"
         except StoreError as exc:
             problem = f"cannot be decoded ({exc})"

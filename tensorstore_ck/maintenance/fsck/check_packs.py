@@ -14,7 +14,7 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Ulid, block_id, parse_ulid
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.format.codec import BASED, decode
+from tensorstore_ck.format.codec import CODECS_WITH_BASES, decode
 from tensorstore_ck.format.pack import Footer, pack_name
 from tensorstore_ck.gc.compact import read_footer
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
@@ -109,7 +109,7 @@ class Packs:
     def is_intact(self, pack: Ulid, row: tuple[Any, ...], block: bytes) -> bool:
         """Whether one block that an extent names can be read: for packs whose footer cannot be used."""
         _, _, offset, stored, raw, _, codec, _ = row
-        if codec in BASED:
+        if codec in CODECS_WITH_BASES:
             return False  # nobody can tell without a footer
         key = (pack, offset, block)
         if key not in self._single:

@@ -20,7 +20,7 @@ from tensorstore_ck.engine.reachability import relocations_in_order
 from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, InvalidOptionError, MissingObjectError, StoreError
 from tensorstore_ck.format.part import decode_part
 from tensorstore_ck.format.record import Record, decode_record
-from tensorstore_ck.format.relocation import decode_moved
+from tensorstore_ck.format.relocation import decode_relocation
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, unseal
 from tensorstore_ck.format.store_config import CONFIG_NAME
 from tensorstore_ck.gc.roots import roots
@@ -334,7 +334,7 @@ class Fsck:
             key = ObjectKey("moved", ulid)
             if key not in self.needed and not self._found.names(key.name):
                 with contextlib.suppress(MissingObjectError):
-                    problem = self._problem_of(key.name, partial(decode_moved, expected=relocation.hash))
+                    problem = self._problem_of(key.name, partial(decode_relocation, expected=relocation.hash))
                     if problem is not None:
                         self._left_behind(key, problem)
         for ulid, listed in self.objects.by_kind["snapshot"].items():

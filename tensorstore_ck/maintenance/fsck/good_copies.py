@@ -12,7 +12,7 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid, block_id, parse_ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import DamageError, StoreError
-from tensorstore_ck.format.codec import BASED, Codec, StoredBlock, decode
+from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, StoredBlock, decode
 from tensorstore_ck.format.pack import Footer, pack_name
 from tensorstore_ck.log import FOLDERS, ObjectKey
 from tensorstore_ck.maintenance.fsck.block_tables import BlockPlace, find_copies
@@ -84,7 +84,7 @@ class BlockSource:
 
 
 def _bases_of(packs: Packs, place: BlockPlace) -> list[Digest]:
-    footer = packs.footer(place.pack) if int(place.row[0]["codec"]) in BASED else None
+    footer = packs.footer(place.pack) if int(place.row[0]["codec"]) in CODECS_WITH_BASES else None
     return footer.bases_of(place.entry) if isinstance(footer, Footer) else []
 
 

@@ -18,11 +18,11 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import resolve
 from tensorstore_ck.engine.write.pack_writer import EncodedBlock, PackWriter
 from tensorstore_ck.errors import DamageError, MissingObjectError
-from tensorstore_ck.format.codec import BASED
+from tensorstore_ck.format.codec import CODECS_WITH_BASES
 from tensorstore_ck.format.pack import HEADER
 from tensorstore_ck.format.part import EXTENT_DTYPE, Part, decode_part, encode_values, part_name
 from tensorstore_ck.format.record import Record, decode_record, record_name
-from tensorstore_ck.format.relocation import MOVED_DTYPE, RelocationMap
+from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash, unseal
 from tensorstore_ck.gc.compact import CompactedPack
 from tensorstore_ck.log import ObjectKey, SnapshotInfo
@@ -221,7 +221,7 @@ class PartRebuilder:
                 offset += place.stored
             entry = numbers[block]
             extents[row] = (0, entry, offsets[entry], place.stored, place.raw, -1, place.codec, 0)
-        moved = RelocationMap(nowhere, targets, np.array(rows, MOVED_DTYPE)).encode()
+        moved = RelocationMap(nowhere, targets, np.array(rows, RELOCATION_DTYPE)).encode()
         key = ObjectKey("moved", self._engine.new_id())
         self._engine.backend.put(key.name, moved)
         move = CompactedPack(nowhere, key.ulid, object_hash(moved), tuple(targets), np.arange(len(rows)), len(moved))
@@ -253,7 +253,7 @@ class PartRebuilder:
 
 
 def _is_plain(place: BlockPlace) -> bool:
-    return int(place.row[0]["codec"]) not in BASED
+    return int(place.row[0]["codec"]) not in CODECS_WITH_BASES
 
 
 def _location(place: BlockPlace) -> Location:

@@ -14,7 +14,7 @@ from tensorstore_ck.engine.reachability import BlockLocations
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.pack import ENTRY_DTYPE, Entries, Footer
 from tensorstore_ck.format.part import Part, decode_part, part_name
-from tensorstore_ck.format.relocation import MOVED_DTYPE, RelocationMap, decode_moved
+from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap, decode_relocation
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.log import ObjectKey, RefTable, Relocation
 from tensorstore_ck.maintenance.fsck.block_tables import BlockTables, find_copies
@@ -88,7 +88,7 @@ def is_moved_intact(backend: Backend, relocation: Relocation) -> bool:
     """Whether the moved object of a relocation is there as the log names it: then, what makes it useless is what the log says."""
     name = ObjectKey("moved", relocation.moved).name
     try:
-        decode_moved(backend.get(name, max_bytes=MAX_OBJECT_BYTES), name, relocation.hash)
+        decode_relocation(backend.get(name, max_bytes=MAX_OBJECT_BYTES), name, relocation.hash)
     except StoreError as exc:
         require_reachable(backend, exc)
         return False
@@ -112,7 +112,7 @@ def rebuild_moved(packs: Packs, relocation: Relocation, parts: Iterable[tuple[Ul
     rows = [(entry, *targets[row[0]], 0, 0) for entry, row in enumerate(entries.tolist()) if row[4] and row[0] in targets]
     if not rows:
         return None
-    encoded = RelocationMap(relocation.pack, relocation.targets, np.array(rows, MOVED_DTYPE)).encode()
+    encoded = RelocationMap(relocation.pack, relocation.targets, np.array(rows, RELOCATION_DTYPE)).encode()
     return encoded if object_hash(encoded) == relocation.hash else None
 
 

@@ -16,7 +16,7 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid, parse_ulid
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.pack import Footer
-from tensorstore_ck.format.relocation import RelocationMap, decode_moved
+from tensorstore_ck.format.relocation import RelocationMap, decode_relocation
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.log import ObjectKey, RefTable, Relocation, table_keys, table_rows
 from tensorstore_ck.log.cache import MemoryTable
@@ -43,7 +43,7 @@ def read_unknown(backend: Backend, view: RefTable) -> list[LostRelocation]:
             continue
         try:
             data = backend.get(info.name, max_bytes=MAX_OBJECT_BYTES)
-            moved = decode_moved(data, info.name, object_hash(data))
+            moved = decode_relocation(data, info.name, object_hash(data))
         except StoreError as exc:
             require_reachable(backend, exc)
             continue
@@ -55,8 +55,8 @@ def find_places(view: RefTable, unknown: Iterable[LostRelocation], placed: ColdT
     """Lets `placed` learn where packs lie: by the log, by moved objects, and by what is there."""
     placed.add_locations(view.locations())
     for each in unknown:
-        if each.moved.place is not None:
-            placed.add_locations(dict.fromkeys(each.moved.targets, each.moved.place))
+        if each.moved.location is not None:
+            placed.add_locations(dict.fromkeys(each.moved.targets, each.moved.location))
     for url in sorted(set(placed.locations().values())):
         found = (parse_ulid(info.name[-26:]) for info in placed.at(url).list("packs/"))
         placed.add_locations({pack: url for pack in found if pack is not None})

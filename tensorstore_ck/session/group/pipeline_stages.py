@@ -30,7 +30,7 @@ Cut = dict[tuple[Any, ...], list[tuple[int, bytes]]]
 
 
 class PipelineStage:
-    """The ranks with one layout: `union.Side` over their parts."""
+    """The ranks with one layout: `LayoutPart` over their parts."""
 
     def __init__(self, engine: Engine, ranks: tuple[int, ...], ulids: Sequence[Ulid]) -> None:
         """`ulids`: of the parts of these ranks."""
@@ -92,19 +92,19 @@ def contradiction(stages: Sequence[PipelineStage]) -> str:
         return f"{who} {what} {path!r}: {ADVICE}"
 
     try:
-        union = MergedLayout(stages)
+        merged = MergedLayout(stages)
     except LayoutConflictError as exc:
-        return words("have different containers, shapes or types as", exc.path, exc.sides)
-    for each in union.numbered:
-        return words("have a tensor under the same number, which may mean another parameter on each,", each.path, each.sides)
-    for each in union.differing:
-        return words("have different values as", each.path, each.sides)
-    for tensor, places in union.shared.items():
+        return words("have different containers, shapes or types as", exc.path, exc.parts)
+    for each in merged.numbered_tensors:
+        return words("have a tensor under the same number, which may mean another parameter on each,", each.path, each.parts)
+    for each in merged.value_conflicts:
+        return words("have different values as", each.path, each.parts)
+    for tensor, places in merged.shared_tensors.items():
         (first, number), *others = places
         expected = stages[first].stored(number)
         for other, at in others:
             found = stages[other].stored(at)
-            name, sides = union.layout.tensors[tensor].name, (first, other)
+            name, sides = merged.layout.tensors[tensor].name, (first, other)
             if found.keys() != expected.keys():
                 return words("cut one tensor in different ways, so that it cannot be seen whether it is the same on both,", name, sides)
             if found != expected:

@@ -12,7 +12,7 @@ import numpy as np
 from tensorstore_ck.common.ids import DIGEST_BYTES, block_id, derived_hash
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import MismatchError
-from tensorstore_ck.format.block_assignment import alike, decode_regions, encode_regions
+from tensorstore_ck.format.block_assignment import decode_regions, encode_regions, ranks_with_layout
 from tensorstore_ck.format.layout import Layout, layout_id
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, take_digest
 from tensorstore_ck.session.group.attempt import Round
@@ -147,7 +147,7 @@ class Planning:
         """The kinds of ranks that told; or that of all, if none had to."""
         found = []
         for rank in told or (0,):
-            ranks = alike(self.layout_of, rank, self._ranks)
+            ranks = ranks_with_layout(self.layout_of, rank, self._ranks)
             ranks = ranks if len({*ranks} & {*told}) < 2 else (rank,)
             if rank == 0:
                 ids = [*map(block_id, shared.blobs)]

@@ -19,7 +19,7 @@ from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts, rec
 from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings, merged
 from tensorstore_ck.errors import MismatchError
-from tensorstore_ck.format.block_assignment import alike, first_ranks
+from tensorstore_ck.format.block_assignment import first_ranks, ranks_with_layout
 from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.random_streams import RULE
 from tensorstore_ck.format.record import Record
@@ -275,7 +275,7 @@ class RankPut:
     def take_slot(self) -> PartSlot:
         """This rank's place among all, by their layouts."""
         rank, ranks, layout_of = self._group.rank, self._group.ranks, self._planning.layout_of
-        self._slot = PartSlot(rank, ranks, alike(layout_of, rank, ranks), layout_of)
+        self._slot = PartSlot(rank, ranks, ranks_with_layout(layout_of, rank, ranks), layout_of)
         return self._slot
 
     def _digests(self, slot: PartSlot, *, only_copies: bool = False) -> ReplicaDigests:
@@ -357,7 +357,7 @@ class RankPut:
         stages: list[PipelineStage] = []
         layout_of = self._planning.layout_of
         for first in first_ranks(layout_of) if layout_of and not self._planning.turn else ():
-            own = alike(layout_of, first, len(dones))
+            own = ranks_with_layout(layout_of, first, len(dones))
             stages.append(PipelineStage(self._engine, own, [dones[rank].parts.ulids[0] for rank in own]))
             layouts |= dict.fromkeys(own, stages[-1].layout)
         digests = [done.replicas or ReplicaDigests({}, b"") for done in dones]

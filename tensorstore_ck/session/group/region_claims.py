@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tensorstore_ck.format.layout import Explicit, Layout, TensorSpec
+from tensorstore_ck.format.layout import ExplicitRegions, Layout, TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.session.group.rank_messages import named_ranks
 
@@ -25,7 +25,7 @@ class RegionClaim(NamedTuple):
     """The rank that stores it."""
 
 
-def uncovered(layout: Layout, told: Mapping[int, Sequence[Explicit]]) -> str:
+def uncovered(layout: Layout, told: Mapping[int, Sequence[ExplicitRegions]]) -> str:
     """Which tensor is not held exactly once by the ranks with a layout, in words; empty when all are.
 
     `told`: rank -> its regions of tensors whose regions do not follow from the layout.
@@ -38,7 +38,7 @@ def uncovered(layout: Layout, told: Mapping[int, Sequence[Explicit]]) -> str:
     return ""
 
 
-def held_of(told: Mapping[int, Sequence[Explicit]]) -> dict[int, list[Held]]:
+def held_of(told: Mapping[int, Sequence[ExplicitRegions]]) -> dict[int, list[Held]]:
     """Tensor -> its regions, and who holds them."""
     held: dict[int, list[Held]] = {}
     for rank, explicit in told.items():

@@ -24,7 +24,7 @@ from tensorstore_ck.session.save.publish_staged import PublishStaged
 from tensorstore_ck.session.save.put_protocol import Admission
 from tensorstore_ck.session.save.put_status import PutStatus
 from tensorstore_ck.session.staging.stage import stage
-from tensorstore_ck.state.capture_copy import Slot, copied_bytes, copy_captured
+from tensorstore_ck.state.capture_copy import Slot, copy_captured, slot_bytes
 
 
 class SinglePut:
@@ -61,7 +61,7 @@ class SinglePut:
             StoreError: it cannot be saved.
         """
         self._take_apart()
-        self.needed_bytes = sum(copied_bytes(each, each.frozen) for each in self._captured())
+        self.needed_bytes = sum(slot_bytes(each, each.frozen) for each in self._captured())
         self.frozen_bytes = sum(each.sources[tensor].size_bytes for each in self._captured() for tensor in each.frozen)
 
     def check_known(self) -> None:
@@ -93,7 +93,7 @@ class SinglePut:
         sampling, self._asked = self._asked.sampling_of_copies(self.number)
         for each in self._captured():
             copies.append(copy_captured(each, slot, skip=each.frozen, threads=cpu_threads(), start_bytes=start, sampling=sampling))
-            start += copied_bytes(each, each.frozen)
+            start += slot_bytes(each, each.frozen)
         self._states = RankStates(copies[0], copies[1] if len(copies) > 1 else None)
 
     def run(self, course: PutStatus) -> SnapshotInfo | None:

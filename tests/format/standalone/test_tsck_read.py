@@ -20,7 +20,7 @@ from tensorstore_ck.backend import open_backend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.ids import new_ulid
 from tensorstore_ck.engine.interfaces import CapturedState
-from tensorstore_ck.format.layout import Explicit, Layout, TensorSpec
+from tensorstore_ck.format.layout import ExplicitRegions, Layout, TensorSpec
 from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.part import decode_part, part_name
 from tensorstore_ck.format.record import decode_record, record_name
@@ -396,7 +396,7 @@ def flat_shards(rank: int) -> CapturedState:
     start, stop = borders[rank : rank + 2]
     boxes = TensorSpec("boxes", "np:<i4", 4, (10, 900))
     box = BoxBounds((3 * rank, 0), (4 if rank == 2 else 3, 900))
-    told = [Explicit(0, (BoxBounds((start,), (stop - start,)),)), Explicit(1, (box,))]
+    told = [ExplicitRegions(0, (BoxBounds((start,), (stop - start,)),)), ExplicitRegions(1, (box,))]
     layout = Layout([spec, boxes], ["d", ["flat", "boxes"], [0, 1]], (), (), ["flat", "boxes"])
     data = [BytesSource(array.tobytes()[4 * start : 4 * stop]), BytesSource(cut(whole((10, 900)), box))]
     return CapturedState(layout, [], (), data, told)

@@ -12,7 +12,7 @@ from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.engine.reachability import snapshot_closure
 from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.format.pack import Footer
-from tensorstore_ck.format.relocation import MOVED_DTYPE, RelocationMap
+from tensorstore_ck.format.relocation import RELOCATION_DTYPE, RelocationMap
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.gc.compact import CompactedPack, SparsePack, compact, read_footer
 from tensorstore_ck.log import ObjectKey, Objects, Op, RefTable
@@ -484,7 +484,7 @@ def test_a_moved_object_that_leads_astray_is_not_used_while_its_pack_is_there(ta
     }[target]
     entry, stored, offset, codec = map(int, where)
     elsewhere = store.engine.new_id() if target == "gone" else pack.ulid
-    rows = np.array([(0, 0, entry, stored, offset, codec, 0, 0)], MOVED_DTYPE)
+    rows = np.array([(0, 0, entry, stored, offset, codec, 0, 0)], RELOCATION_DTYPE)
     backend.put(ObjectKey("moved", store.engine.new_id()).name, RelocationMap(pack.ulid, [elsewhere], rows).encode())
     report = salvage(backend)
     assert (report.kept, report.lost) == (len(LIVE), ())

@@ -251,7 +251,7 @@ def test_values_that_differ_later_are_told_when_they_are_asked_for(pool: Pool, f
             store.checkout(root)
         assert store.checkout(root, select=["step", "norm"])["step"] == 2
         target = with_state("first", {"time": 0.1, "step": 0, "norm": torch.zeros(900)}) | {"of second": torch.zeros(30)}
-        with pytest.raises(tsck.MismatchError, match=r"1 do not match: time: the ranks that put this snapshot had different values"):
+        with pytest.raises(tsck.MismatchError, match=r"1 do not match: time: the ranks that saved this snapshot had different values"):
             store.checkout(root, into=target)
         assert not target["norm"].any()
         store.checkout(root, into=target, rename=lambda name: None if name == "time" else name, select=["step", "norm"], strict=False)

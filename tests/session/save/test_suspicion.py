@@ -393,7 +393,7 @@ def test_finite_states_have_no_note_and_equal_states_equal_roots(place: Scene) -
 
 
 def test_the_key_is_the_stores_own(place: Scene) -> None:
-    with pytest.raises(InvalidOptionError, match=r"metadata\['tsck'\] is for what the store itself says"):
+    with pytest.raises(InvalidOptionError, match=r"metadata\['tsck'\] belongs to the store"):
         place.store.put_snapshot({"w": weights(1)}, ref="job", metadata={"tsck": 1})
     place.store.put_snapshot({"w": weights(1)}, ref="job", metadata={"tsck": {"non_finite": 0.5}, "lr": 1})  # of another snapshot
     assert place.store.show("job").metadata == {"lr": 1}
