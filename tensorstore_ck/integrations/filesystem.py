@@ -35,7 +35,7 @@ from tensorstore_ck.errors import (
     StoreError,
 )
 from tensorstore_ck.format.record import decode_metadata, record_name
-from tensorstore_ck.integrations.virtual_safetensors import FILES, SNAPSHOT, File, SnapshotFiles
+from tensorstore_ck.integrations.virtual_safetensors import FILES, SNAPSHOT, SnapshotFiles, VirtualFile
 from tensorstore_ck.log import RefTable, SnapshotInfo
 from tensorstore_ck.log.address import resolve
 
@@ -102,18 +102,18 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def info(self, path: str, **_: Any) -> Info:
         """Name, type and size; of a snapshot and its files also ``root`` and ``step``: with one root a file has the same bytes."""
         with _os_errors(path):
-            return self._info(self._place(self._view(), path))
+            return self._info(self._target(self._view(), path))
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Info] | list[str]:
         """What is in a folder."""
         with _os_errors(path):
-            places = self._list(self._view(), path)
-            return [self._info(place) for place in places] if detail else [place.path for place in places]
+            targets = self._list(self._view(), path)
+            return [self._info(target) for target in targets] if detail else [target.path for target in targets]
 
     def created(self, path: str) -> datetime:
         """When the snapshot was put, by the clock of the host that put it."""
         with _os_errors(path):
-            found = self._place(self._view(), path).info
+            found = self._target(self._view(), path).info
             if found is None:
                 raise NotFoundError(f"{path!r} is a folder of snapshots: see what `ls` finds there", object_id=path)
             return datetime.fromtimestamp(found.time_ns / 1e9, UTC)
@@ -121,20 +121,20 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
     modified = created
 
     def _list(self, view: RefTable, path: str) -> list[_PathTarget]:
-        place = self._place(view, path)
-        path = place.path
-        if place.file:
-            return [place]
+        target = self._target(view, path)
+        path = target.path
+        if target.file:
+            return [target]
         if path.endswith("@"):  # only here, and not beside the branch, whose folder would then have the tensors of all steps in it
             steps = {move.step: move.ulid for move in view.moves(_base(path), newest_first=False) if move.step is not None}
             return [_PathTarget(f"{path}{step}", view.snapshot(ulid)) for step, ulid in steps.items()]
         below = (name.removeprefix(f"{path}/") for name in _refs(view) if not path or name.startswith(f"{path}/"))
         found = {name: _PathTarget(name, _ref(view, name)) for name in (f"{path}/{each.partition('/')[0]}".lstrip("/") for each in below)}
-        for file in self._open_snapshot(place.info).files if place.info is not None else ():
-            found.setdefault(f"{path}/{file}", _PathTarget(f"{path}/{file}", place.info, file))
+        for file in self._open_snapshot(target.info).files if target.info is not None else ():
+            found.setdefault(f"{path}/{file}", _PathTarget(f"{path}/{file}", target.info, file))
         return list(found.values())
 
-    def _place(self, view: RefTable, path: str) -> _PathTarget:
+    def _target(self, view: RefTable, path: str) -> _PathTarget:
         """Raises:
         NotFoundError: there is nothing.
         """
@@ -152,11 +152,11 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
             return _PathTarget(path, None)
         return _PathTarget(path, _resolve(view, path))
 
-    def _info(self, place: _PathTarget) -> Info:
-        info: Info = {"name": place.path, "size": 0, "type": "directory"}
-        if place.file:
-            info |= {"size": self._file(place).size, "type": "file"}
-        return info if place.info is None else {**info, "root": place.info.root.hex(), "step": place.info.step}
+    def _info(self, target: _PathTarget) -> Info:
+        info: Info = {"name": target.path, "size": 0, "type": "directory"}
+        if target.file:
+            info |= {"size": self._file(target).size, "type": "file"}
+        return info if target.info is None else {**info, "root": target.info.root.hex(), "step": target.info.step}
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -164,10 +164,10 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if mode != "rb":
             self._refuse(path)
         with _os_errors(path):
-            place = self._place(self._view(), path)
-            if not place.file:
+            target = self._target(self._view(), path)
+            if not target.file:
                 raise IsADirectoryError(errno.EISDIR, f"{path!r} is a folder: open a file in it ({', '.join(FILES)})", path)
-            return SnapshotFile(place.path, self._file(place))
+            return SnapshotFile(target.path, self._file(target))
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         """The bytes [start, end) of a file; negative ones count from its end."""
@@ -176,13 +176,13 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
             file.seek(bounds[0])
             return file.read(max(bounds[1] - bounds[0], 0))
 
-    def _file(self, place: _PathTarget) -> File:
-        assert place.info is not None
-        opened = self._open_snapshot(place.info)
-        if place.file != SNAPSHOT:
-            return opened.tensors(place.file, place.info)
-        record = self._get_engine().read_record(place.info)
-        return opened.about(place.info, decode_metadata(record, record_name(place.info.ulid)))
+    def _file(self, target: _PathTarget) -> VirtualFile:
+        assert target.info is not None
+        opened = self._open_snapshot(target.info)
+        if target.file != SNAPSHOT:
+            return opened.tensors(target.file, target.info)
+        record = self._get_engine().read_record(target.info)
+        return opened.about(target.info, decode_metadata(record, record_name(target.info.ulid)))
 
     def _open_snapshot(self, info: SnapshotInfo) -> SnapshotFiles:
         """The last few are kept."""
@@ -228,7 +228,7 @@ class SnapshotFile(io.BufferedIOBase):
 
     mode = "rb"
 
-    def __init__(self, path: str, file: File) -> None:
+    def __init__(self, path: str, file: VirtualFile) -> None:
         self.path = self.name = path
         self.size = file.size
         self._file = file

@@ -75,8 +75,8 @@ _DTYPES: Final = {
 """Stored dtype -> that of safetensors."""
 
 
-class File(Protocol):
-    """Bytes that can be read from any place. Thread-safe."""
+class VirtualFile(Protocol):
+    """Bytes that can be read from any position. Thread-safe."""
 
     size: int
 
@@ -95,11 +95,11 @@ class BytesFile:
         self._data = data
 
     def read_into(self, start: int, target: memoryview) -> None:
-        """See `File`."""
+        """See `VirtualFile`."""
         target[:] = self._data[start : start + len(target)]
 
     def window(self, position: int) -> tuple[int, int]:
-        """See `File`."""
+        """See `VirtualFile`."""
         return 0, self.size
 
 
@@ -129,31 +129,31 @@ class SafetensorsFile:
         """
         self._content = content
         header: dict[str, object] = {METADATA: dict(metadata)}
-        places = {name: _place(content.layout, leaf) for name, leaf in tensors.items()}
+        entries = {name: _file_tensor(content.layout, leaf) for name, leaf in tensors.items()}
         end = 0
-        for name, place in sorted(places.items(), key=lambda item: -item[1].item_bytes):
-            dtype = _DTYPES[_stored_dtype(content.layout, place.leaf)]
-            shape = (*place.shape[:-1], place.shape[-1] * 2) if dtype == "F4" and place.shape else place.shape
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + place.size)}
-            places[name] = place._replace(start=end)
-            end += place.size
+        for name, entry in sorted(entries.items(), key=lambda item: -item[1].item_bytes):
+            dtype = _DTYPES[_stored_dtype(content.layout, entry.leaf)]
+            shape = (*entry.shape[:-1], entry.shape[-1] * 2) if dtype == "F4" and entry.shape else entry.shape
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + entry.size)}
+            entries[name] = entry._replace(start=end)
+            end += entry.size
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % ALIGNMENT_BYTES)
         self._head = len(text).to_bytes(8, "little") + text
         self.size = len(self._head) + end
-        filled = sorted((place for place in places.values() if place.size), key=lambda place: place.start)
-        self._places = [place._replace(start=place.start + len(self._head)) for place in filled]
-        self._starts = np.array([place.start for place in self._places], np.int64)
-        self._windows = np.array(list(_windows(len(self._head), self._places)), np.int64)
+        filled = sorted((entry for entry in entries.values() if entry.size), key=lambda entry: entry.start)
+        self._entries = [entry._replace(start=entry.start + len(self._head)) for entry in filled]
+        self._starts = np.array([entry.start for entry in self._entries], np.int64)
+        self._windows = np.array(list(_windows(len(self._head), self._entries)), np.int64)
         self._span: tuple[_FileTensor, bytearray] | None = None
 
     def window(self, position: int) -> tuple[int, int]:
-        """See `File`. Windows begin and end where blocks do, so that none is read twice by who reads on."""
+        """See `VirtualFile`. Windows begin and end where blocks do, so that none is read twice by who reads on."""
         number = int(np.searchsorted(self._windows, position, "right"))
         return int(self._windows[number - 1]), int(self._windows[number]) if number < len(self._windows) else self.size
 
     def read_into(self, start: int, target: memoryview) -> None:
-        """See `File`.
+        """See `VirtualFile`.
 
         Raises:
             DamageError: a block is missing, or is not what was stored.
@@ -164,24 +164,24 @@ class SafetensorsFile:
         wanted: list[WantedBox] = []
         copies: list[tuple[memoryview, memoryview]] = []
         first = max(int(np.searchsorted(self._starts, start, "right")) - 1, 0)
-        for place in self._places[first : int(np.searchsorted(self._starts, stop))]:
-            begin, end = max(start, place.start), min(stop, place.start + place.size)
+        for entry in self._entries[first : int(np.searchsorted(self._starts, stop))]:
+            begin, end = max(start, entry.start), min(stop, entry.start + entry.size)
             if begin < end:
                 piece = target[begin - start : end - start]
-                if place.strides is None:
-                    self._add(place, begin - place.start, piece, wanted, copies)
+                if entry.strides is None:
+                    self._add(entry, begin - entry.start, piece, wanted, copies)
                 else:
-                    self._gather(place, place.strides, begin - place.start, piece)
+                    self._gather(entry, entry.strides, begin - entry.start, piece)
         self._content.read_boxes(wanted)
         for to, data in copies:
             to[:] = data
 
     def _add(
-        self, place: _FileTensor, start: int, piece: memoryview, wanted: list[WantedBox], copies: list[tuple[memoryview, memoryview]]
+        self, entry: _FileTensor, start: int, piece: memoryview, wanted: list[WantedBox], copies: list[tuple[memoryview, memoryview]]
     ) -> None:
         """Wants the bytes of a tensor from `start` on; where they are not whole elements of its base, by way of a copy of those."""
-        base = self._content.layout.tensors[place.leaf.index]
-        begin = place.offset + start
+        base = self._content.layout.tensors[entry.leaf.index]
+        begin = entry.offset + start
         first, last = begin // base.item_bytes, -(-(begin + len(piece)) // base.item_bytes)
         memory, skipped = piece, begin - first * base.item_bytes
         if skipped or (last - first) * base.item_bytes != len(piece):
@@ -190,21 +190,21 @@ class SafetensorsFile:
         at = 0
         for offsets, sizes in row_boxes(base.shape, first, last):
             size = prod(sizes) * base.item_bytes
-            wanted.append(WantedBox(place.leaf.index, BoxBounds(offsets, sizes), BufferTarget(memory[at : at + size])))
+            wanted.append(WantedBox(entry.leaf.index, BoxBounds(offsets, sizes), BufferTarget(memory[at : at + size])))
             at += size
 
-    def _gather(self, place: _FileTensor, strides: tuple[int, ...], start: int, piece: memoryview) -> None:
+    def _gather(self, entry: _FileTensor, strides: tuple[int, ...], start: int, piece: memoryview) -> None:
         """Takes the elements of a view one by one; what lies between its first and last one is kept for who reads on."""
-        low, high = _reach(place.shape, strides, place.item_bytes)
+        low, high = _byte_range(entry.shape, strides, entry.item_bytes)
         span = self._span
-        if span is None or span[0] is not place:
-            data = self._content.read_range(place.leaf.index, place.offset + low, place.offset + high)
-            self._span = span = (place, data)
-        item = place.item_bytes
-        view = np.ndarray(place.shape, f"V{item}", span[1], -low, strides)
+        if span is None or span[0] is not entry:
+            data = self._content.read_range(entry.leaf.index, entry.offset + low, entry.offset + high)
+            self._span = span = (entry, data)
+        item = entry.item_bytes
+        view = np.ndarray(entry.shape, f"V{item}", span[1], -low, strides)
         first, last = start // item, -(-(start + len(piece)) // item)
         data, at = bytearray((last - first) * item), 0
-        for offsets, sizes in row_boxes(place.shape, first, last):
+        for offsets, sizes in row_boxes(entry.shape, first, last):
             box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
             np.ndarray(sizes, f"V{item}", data, at)[...] = view[box]
             at += prod(sizes) * item
@@ -235,14 +235,14 @@ class SnapshotFiles:
         self.files = [name for name in FILES if name == SNAPSHOT or self._tensors.get(name)]
         self._made: dict[str, SafetensorsFile] = {}
 
-    def tensors(self, name: str, info: SnapshotInfo) -> File:
+    def tensors(self, name: str, info: SnapshotInfo) -> VirtualFile:
         """A file of tensors."""
         if name not in self._made:
             metadata = {"format": "pt", "root": info.root.hex(), "step": str(info.step)}
             self._made[name] = SafetensorsFile(self._content, self._tensors[name], metadata)
         return self._made[name]
 
-    def about(self, info: SnapshotInfo, metadata: Mapping[str, Any]) -> File:
+    def about(self, info: SnapshotInfo, metadata: Mapping[str, Any]) -> VirtualFile:
         """All else: what `tsck show` shows, and the names of tensors that no file holds."""
         snapshot = Snapshot.from_info(info)
         about = {key: getattr(snapshot, key) for key in ("root", "ref", "step", "time_ns", "parent", "mark", "reason")}
@@ -278,7 +278,7 @@ def _stored_dtype(layout: Layout, leaf: Leaf) -> str:
     return dtype
 
 
-def _place(layout: Layout, leaf: Leaf) -> _FileTensor:
+def _file_tensor(layout: Layout, leaf: Leaf) -> _FileTensor:
     """Where a leaf lies in its base. All of it comes from a store, and is checked here."""
     spec = layout.tensors[leaf.index]
     dtype = _DTYPES[_stored_dtype(layout, leaf)]
@@ -291,14 +291,14 @@ def _place(layout: Layout, leaf: Leaf) -> _FileTensor:
         return _FileTensor(leaf, 0, spec.size_bytes, spec.shape, item_bytes, 0, None)
     _, _, _, shape, steps, offset, _ = leaf.node
     strides = tuple(step * item_bytes for step in steps)
-    low, high = _reach(shape, strides, item_bytes)
+    low, high = _byte_range(shape, strides, item_bytes)
     if 0 in shape or offset + low < 0 or offset + high > spec.size_bytes:
         raise CorruptObjectError(f"view {leaf.path!r} does not lie within tensor {spec.name!r}; run `tsck fsck`", object_id=leaf.path)
     size = prod(shape) * item_bytes
     return _FileTensor(leaf, 0, size, tuple(shape), item_bytes, offset, None if _is_contiguous(shape, strides, item_bytes) else strides)
 
 
-def _reach(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> tuple[int, int]:
+def _byte_range(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> tuple[int, int]:
     """Where the first byte of a view lies, and the end of its last one, from where its element 0 begins."""
     reaches = [(extent - 1) * step for extent, step in zip(shape, strides, strict=True)]
     return sum(reach for reach in reaches if reach < 0), sum(reach for reach in reaches if reach > 0) + item_bytes
@@ -313,16 +313,16 @@ def _is_contiguous(shape: Sequence[int], strides: Sequence[int], item_bytes: int
     return True
 
 
-def _windows(head_bytes: int, places: Iterable[_FileTensor]) -> Iterable[int]:
+def _windows(head_bytes: int, entries: Iterable[_FileTensor]) -> Iterable[int]:
     """Where windows begin: the header alone; large tensors cut by the grid, as if blocks were that large; small ones together."""
     yield 0
     yield head_bytes
     begun = at = head_bytes
-    for place in places:
-        if place.leaf.kind == "tensor":
-            lengths = cut_box((0,) * len(place.shape), place.shape, place.item_bytes, WINDOW_BYTES).tolist()
+    for entry in entries:
+        if entry.leaf.kind == "tensor":
+            lengths = cut_box((0,) * len(entry.shape), entry.shape, entry.item_bytes, WINDOW_BYTES).tolist()
         else:
-            lengths = [min(WINDOW_BYTES, place.size - start) for start in range(0, place.size, WINDOW_BYTES)]
+            lengths = [min(WINDOW_BYTES, entry.size - start) for start in range(0, entry.size, WINDOW_BYTES)]
         for length in lengths:
             if at + length - begun > WINDOW_BYTES and at > begun:
                 begun = at

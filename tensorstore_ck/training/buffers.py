@@ -21,7 +21,7 @@ BIG_BYTES: Final = 1 << 20
 all ranks put it alike it is watched for drift, as parameters are."""
 
 
-def plain_in(module: nn.Module, *, of_model: bool) -> dict[str, torch.Tensor]:
+def plain_buffers(module: nn.Module, *, of_model: bool) -> dict[str, torch.Tensor]:
     """The buffers of a module's state of which this process holds a plain tensor, by their names there.
 
     `of_model`: whether those are torch's names of a model, whatever wraps it, or what ``state_dict`` gives.
@@ -46,24 +46,24 @@ def digest(buffer: torch.Tensor) -> bytes:
     return blake3(memory.data, max_threads=blake3.AUTO).digest(16)
 
 
-def shared(path: str, state: State, found: Mapping[str, torch.Tensor], agreement: Agreement) -> State:
+def shared_state(path: str, state: State, found: Mapping[str, torch.Tensor], agreement: Agreement) -> State:
     """The state of a module as this rank puts it, so that all ranks together put one. `path`: where it lies in the whole."""
     state = dict(state)
-    for name, buffer in own(path, found, agreement).items():
+    for name, buffer in rank_buffers(path, found, agreement).items():
         if name in state:
             flat = buffer.detach().contiguous().reshape(-1)
             state[name] = FlatShard(flat if f"{path}.{name}" in agreement.leads else flat[:0], tuple(buffer.shape), 0)
     return state
 
 
-def own(path: str, found: Mapping[str, torch.Tensor], agreement: Agreement) -> State:
+def rank_buffers(path: str, found: Mapping[str, torch.Tensor], agreement: Agreement) -> State:
     """What this rank keeps of it."""
     kept = agreement.leads | agreement.follows
     return {name: each for name, each in found.items() if f"{path}.{name}" in kept}
 
 
 @torch.no_grad()
-def put_back(found: Mapping[str, torch.Tensor], stored: Mapping[str, Any]) -> None:
+def restore(found: Mapping[str, torch.Tensor], stored: Mapping[str, Any]) -> None:
     """Fills those of which something is stored; others are as all share them."""
     for name, buffer in found.items():
         if name in stored:

@@ -27,7 +27,7 @@ def get_target(_: str, found: Any) -> Any:
 
 def put_back(extra: dict[str, Any], part: StatefulPart, state: Mapping[str, Any]) -> None:
     """Gives each its state. A dict or list stays the same object, so that whoever else holds it sees what was restored."""
-    for path, found, stored in part.found(state):
+    for path, found, stored in part.with_states(state):
         if is_stateful(found):
             load(path, found.load_state_dict, stored)
         else:

@@ -17,7 +17,7 @@ _REF: Final = re.compile(r"(?![0-9a-f]{8,64}$)[^@~]+")
 """An address that names a branch or tag, and nothing in its past: a job that begins has none yet."""
 
 
-def find(store: ReadOnlyStore, address: str, group: "ProcessGroup | None", timeout_seconds: float) -> Snapshot | None:
+def find_resume_point(store: ReadOnlyStore, address: str, group: "ProcessGroup | None", timeout_seconds: float) -> Snapshot | None:
     """The snapshot at `address`: what the first rank of `group` finds. None where there is no such ref yet.
 
     Raises:

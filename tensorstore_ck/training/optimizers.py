@@ -79,7 +79,7 @@ def set_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames
     """
     own = get_members(path, optimizer, names)
     numbers = {name: number for number, name in enumerate(name for members in own for name in members)}
-    stored = _matched(path, state["param_groups"], own)
+    stored = _match_groups(path, state["param_groups"], own)
     groups = [there or _options(here) for there, here in zip(stored, optimizer.param_groups, strict=True)]
     given = state["state"] if state.get("stepped", True) else {}
     packed = {numbers.get(name, name): each for name, each in given.items()}
@@ -90,7 +90,7 @@ def set_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames
             _keep_dtypes(optimizer.state[names.parameters[name]], each)
 
 
-def _matched(path: str, stored: Any, own: list[list[str]]) -> list[State]:
+def _match_groups(path: str, stored: Any, own: list[list[str]]) -> list[State]:
     """The options of each of this optimizer's groups, whose parameters are `own`; none for an empty one of which nothing is known.
 
     A stage has some of the stored parameters, and one process has those that several stages put as groups of their own.

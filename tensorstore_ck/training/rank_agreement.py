@@ -40,7 +40,7 @@ class Agreement(NamedTuple):
     """Whether the optimizers' groups have the same parameters on all ranks."""
 
 
-ALONE: Final = Agreement(frozenset(), frozenset(), same_groups=True)
+SINGLE: Final = Agreement(frozenset(), frozenset(), same_groups=True)
 
 
 class Agreements:
@@ -58,7 +58,7 @@ class Agreements:
             SnapshotAbortedError: a rank did not come, or could not say it.
         """
         if group.size() == 1:
-            return ALONE
+            return SINGLE
         place = store.groups.of(group)[0]
         attempt = place.begin(_TITLE, object_id=_TITLE, timeout=timeout_seconds)
         names: dict[bytes, str] = {}
@@ -83,14 +83,14 @@ class Agreements:
 
         def work(go: Body) -> Body:
             if group not in self._found:
-                self._found[group] = _own_side(take(go, "answer", dict), names, place.rank)
+                self._found[group] = _agreement_of_rank(take(go, "answer", dict), names, place.rank)
             return {}
 
         attempt.run(Participant(hello, work, None, compare, lambda _: {}))
         return self._found[group]
 
 
-def _own_side(answer: Body, names: Mapping[bytes, str], rank: int) -> Agreement:
+def _agreement_of_rank(answer: Body, names: Mapping[bytes, str], rank: int) -> Agreement:
     """What one rank needs of what rank 0 tells."""
     leader = {bytes(key): int(leading) for leading, led in take(answer, "leaders", list) for key in led}
     leads = frozenset(name for key, name in names.items() if leader.get(key) == rank)

@@ -69,7 +69,7 @@ class RankOwnState:
             **self._part(VALUES).states(_get_value),
         }
         for module in self._modules():
-            kept = buffers.own(module.path, module.buffers, agreement)
+            kept = buffers.rank_buffers(module.path, module.buffers, agreement)
             if kept:
                 own[module.side] = {**own.get(module.side, {}), module.key: kept} if module.key else kept
         return own
@@ -78,7 +78,7 @@ class RankOwnState:
         """Changes what all ranks share so that each buffer that differs by rank is put by one of them."""
         for module in self._modules():
             states, key = (shared[module.part], module.key) if module.key else (shared, module.part)
-            states[key] = buffers.shared(module.path, states[key], module.buffers, agreement)
+            states[key] = buffers.shared_state(module.path, states[key], module.buffers, agreement)
 
     # --- restored on as many ranks ----------------------------------------------------------------------------------------
 
@@ -88,13 +88,13 @@ class RankOwnState:
         Raises:
             MismatchError: it does not.
         """
-        self._loaders.found(own)
-        self._generators("extra").found(own)
-        self._part(VALUES).found(own)
+        self._loaders.with_states(own)
+        self._generators("extra").with_states(own)
+        self._part(VALUES).with_states(own)
 
     def load(self, own: State, mesh: DeviceMesh | None) -> None:
         """Puts back what this rank had. Generators come last: what is loaded before may draw from them."""
-        for path, each, found in self._loaders.found(own):
+        for path, each, found in self._loaders.with_states(own):
             load(path, each.load_state_dict, found)
         self._load_values(own)
         for name in ("extra", VALUES):
@@ -114,7 +114,7 @@ class RankOwnState:
         seeded = self._generators(VALUES).objects
         keys = dict.fromkeys(key for each in values for key in each)
         taken: State = {VALUES: {key: None if key in seeded else self._merged(f"{VALUES}.{key}", key, values) for key in keys}}
-        self._part(VALUES).found(taken if keys else {})
+        self._part(VALUES).with_states(taken if keys else {})
         for module in self._modules() if self.merge is not None else ():
             kept = [_of(old, module) for old in olds]
             merged = {
@@ -131,7 +131,7 @@ class RankOwnState:
                 rng.seed(each, streams.seed(f"{name}.{key}"))
         rng.seed_process(streams.seed)
 
-    def told(self, old: State) -> str:
+    def describe_taken(self, old: State) -> str:
         """What a warning says of all this; `old`: what the first rank had."""
         kept = [name for name, sides in (("buffers", _SIDES.values()), (VALUES, (VALUES,))) if any(old.get(each) for each in sides)]
         whose = "the first rank's" if self.merge is None else "what rank_merge= made of those of all ranks"
@@ -147,8 +147,8 @@ class RankOwnState:
     def _load_values(self, own: State) -> None:
         """Of buffers those of which nothing is there are as all share them."""
         for module in self._modules():
-            load(module.path, partial(buffers.put_back, module.buffers), _of(own, module))
-        plain = self._part(VALUES).where(lambda each: not rng.is_generator(each))
+            load(module.path, partial(buffers.restore, module.buffers), _of(own, module))
+        plain = self._part(VALUES).matching(lambda each: not rng.is_generator(each))
         if plain.objects:
             extras.put_back(self._values, plain, {VALUES: {key: own[VALUES][key] for key in plain.objects}})
 
@@ -156,13 +156,13 @@ class RankOwnState:
         return StatefulPart.of(name, self._extra if name == "extra" else self._values)
 
     def _generators(self, name: str) -> StatefulPart:
-        return self._part(name).where(rng.is_generator)
+        return self._part(name).matching(rng.is_generator)
 
     def _modules(self) -> Iterator[_Module]:
         for key, model in self._model.objects.items():
-            yield _Module("model", key, buffers.plain_in(model, of_model=True))
-        for key, module in self._part("extra").where(lambda each: isinstance(each, nn.Module)).objects.items():
-            yield _Module("extra", key, buffers.plain_in(module, of_model=False))
+            yield _Module("model", key, buffers.plain_buffers(model, of_model=True))
+        for key, module in self._part("extra").matching(lambda each: isinstance(each, nn.Module)).objects.items():
+            yield _Module("extra", key, buffers.plain_buffers(module, of_model=False))
 
 
 def _of(own: State, module: _Module) -> dict[str, Any]:

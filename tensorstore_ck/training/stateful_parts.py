@@ -58,7 +58,7 @@ class StatefulPart(NamedTuple):
                 )
         return self
 
-    def where(self, fits: Callable[[Any], bool]) -> "StatefulPart":
+    def matching(self, fits: Callable[[Any], bool]) -> "StatefulPart":
         """Those objects alone, under their names."""
         return StatefulPart(self.name, {key: each for key, each in self.objects.items() if fits(each)})
 
@@ -73,7 +73,7 @@ class StatefulPart(NamedTuple):
         states = {key: get(self.path(key), each) for key, each in self.objects.items()}
         return {self.name: states.get("", states)}
 
-    def found(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    def with_states(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
         """(path, object, its state) of each.
 
         Raises:

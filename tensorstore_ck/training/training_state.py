@@ -25,11 +25,11 @@ from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.session.save.group_put import UnpreparedState
 from tensorstore_ck.store import LAST_SEEN, Store
 from tensorstore_ck.training import environment, extras, gradients, models, opaque_state, optimizers, rng
-from tensorstore_ck.training.find_resume_point import find
+from tensorstore_ck.training.find_resume_point import find_resume_point
 from tensorstore_ck.training.parameter_names import ParameterNames, require_supported
-from tensorstore_ck.training.rank_agreement import ALONE, Agreement, Agreements, RankReport
+from tensorstore_ck.training.rank_agreement import SINGLE, Agreement, Agreements, RankReport
+from tensorstore_ck.training.rank_group import rank_and_world_size, require_group
 from tensorstore_ck.training.rank_own_state import Merge, RankOwnState
-from tensorstore_ck.training.rank_place import place, require_group
 from tensorstore_ck.training.sample_cursor import SampleCursor
 from tensorstore_ck.training.stateful_parts import StatefulPart, is_stateful, load
 
@@ -104,8 +104,8 @@ class TrainingState:
             StatefulPart.of(name, each).require(is_stateful, stateful) for name, each in (("scheduler", scheduler), ("scaler", scaler))
         ]
         loaders = StatefulPart.of("dataloader", dataloader).require(is_stateful, loader)
-        self._others.append(loaders.where(lambda each: isinstance(each, SampleCursor)))
-        self._loaders = loaders.where(lambda each: not isinstance(each, SampleCursor))
+        self._others.append(loaders.matching(lambda each: isinstance(each, SampleCursor)))
+        self._loaders = loaders.matching(lambda each: not isinstance(each, SampleCursor))
         self._extra = {} if extra is None else extra
         self._own = RankOwnState(self._models, self._loaders, self._extra, {} if rank_values is None else rank_values, rank_merge)
         self._agreements = Agreements()
@@ -209,7 +209,7 @@ class TrainingState:
         group = require_group(group)
         ranks = 1 if group is None else group.size()
         store.finish_staged(address, group, timeout_seconds=timeout_seconds)
-        if find(store, address, group, timeout_seconds) is None:
+        if find_resume_point(store, address, group, timeout_seconds) is None:
             return None
         options: dict[str, Any] = {"group": group, "broadcast": broadcast, "allow_bad": allow_bad, "timeout_seconds": timeout_seconds}
         old, found = store.restoring(address, partial(self._read, address, ranks, broadcast), **options)
@@ -253,7 +253,7 @@ class TrainingState:
 
         What is a rank's own has its number in the names. To load on more ranks than saved, pass a planner that allows a partial load.
         """
-        rank, ranks = place()
+        rank, ranks = rank_and_world_size()
         shared, own = self._capture(ranks, get_optimizer=optimizers.get_full_state)
         root = blake3(own["generators"]["torch"].numpy().tobytes()).hexdigest()
         plain = {"ranks": shared.pop("ranks"), "mid_step": shared.pop("mid_step"), "streams": root}
@@ -261,7 +261,7 @@ class TrainingState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts back what `state_dict` gave, on as many ranks or on others: see `restore`."""
-        rank, ranks = place()
+        rank, ranks = rank_and_world_size()
         put_by, root = state.get("ranks"), state.get("streams")
         if type(put_by) is not int or type(root) is not str:
             raise MismatchError("this is no state of a TrainingState", object_id="state_dict")
@@ -280,7 +280,7 @@ class TrainingState:
 
     def captured(self) -> State:
         """All of it as it is now, as one process puts it: a rank's own side is under ``rank``. The tensors themselves, no copies."""
-        shared, own = self._capture(place()[1])
+        shared, own = self._capture(rank_and_world_size()[1])
         return {**shared, OWN: own}
 
     def _sides(self, store: Store, group: "ProcessGroup | None", timeout: float, *, with_gradients: bool) -> Sides:
@@ -307,7 +307,7 @@ class TrainingState:
         *,
         with_gradients: bool = False,
         get_optimizer: "_GetOptimizer" = optimizers.get_state,
-        agreement: Agreement = ALONE,
+        agreement: Agreement = SINGLE,
     ) -> tuple[State, State]:
         """What all ranks share, and what is this rank's own."""
         get_optimizer = get_optimizer if agreement.same_groups else partial(optimizers.get_state, by_name=True)
@@ -346,12 +346,12 @@ class TrainingState:
     def _load(self, state: Mapping[str, Any], own: State, streams: Streams | None = None) -> None:
         """Generators come last: what is loaded before may draw from them. `streams`: where `own` is what was taken of other ranks."""
         names = self._names()
-        for path, model, found in self._models.found(state):
+        for path, model, found in self._models.with_states(state):
             load(path, partial(models.set_state, model), found)
-        for path, optimizer, found in self._optimizers.found(state):
+        for path, optimizer, found in self._optimizers.with_states(state):
             optimizers.set_state(path, optimizer, names, found)
         for part in self._others:
-            for path, each, found in part.found(state):
+            for path, each, found in part.with_states(state):
                 load(path, each.load_state_dict, found)
         extras.put_back(self._extra, self._shared_extra(), state)
         gradients.set_gradients(names, {**state.get("gradients", {}), **own.get("gradients", {})})
@@ -382,7 +382,7 @@ class TrainingState:
         """`old`: what this rank had, or the first one."""
         found = environment.differences(old["environment"], environment.describe(ranks, self._meshes()))
         if found:
-            anew = f"; {self._own.told(old)}" if old["environment"]["ranks"] != ranks else ""
+            anew = f"; {self._own.describe_taken(old)}" if old["environment"]["ranks"] != ranks else ""
             message = f"{what} was put in another environment, so the job may not go on bit for bit: {'; '.join(found)}{anew}"
             warnings.warn(message, environment.EnvironmentChangedWarning, stacklevel=3)
 
@@ -392,7 +392,7 @@ class TrainingState:
         return ParameterNames(self._models.objects)
 
     def _shared_extra(self) -> StatefulPart:
-        return StatefulPart.of("extra", self._extra).where(lambda each: not rng.is_generator(each))
+        return StatefulPart.of("extra", self._extra).matching(lambda each: not rng.is_generator(each))
 
     def _meshes(self) -> dict[DeviceMesh, None]:
         """Those that parameters are on, in their order."""

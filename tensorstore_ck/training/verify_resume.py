@@ -11,14 +11,14 @@ from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.read_only_store import ReadOnlyStore
 from tensorstore_ck.session.group.process_groups import process_group
 from tensorstore_ck.training.compare_states import Difference, Leaves, copied, first_difference, leaves_of
-from tensorstore_ck.training.find_resume_point import find
+from tensorstore_ck.training.find_resume_point import find_resume_point
 from tensorstore_ck.training.training_state import TIMEOUT_SECONDS, TrainingState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-Make = Callable[[], tuple[TrainingState, Callable[[], object]]]
+MakeJob = Callable[[], tuple[TrainingState, Callable[[], object]]]
 """Builds the job anew: its state, and what makes one step (and returns its loss, say)."""
 RETURNED = "what step() returned"
 
@@ -52,7 +52,7 @@ class ResumeReport:
 
 
 def verify_resume(
-    make: Make, store: ReadOnlyStore, address: str, steps: int = 3, *, group: "ProcessGroup | DeviceMesh | None" = None
+    make: MakeJob, store: ReadOnlyStore, address: str, steps: int = 3, *, group: "ProcessGroup | DeviceMesh | None" = None
 ) -> ResumeReport:
     """Restores the snapshot at `address` into two fresh jobs, one after the other, makes some steps with each, and compares them.
 
@@ -72,7 +72,7 @@ def verify_resume(
     if steps < 1:
         raise InvalidOptionError(f"steps must be 1 or more, not {steps!r}", object_id="steps")
     group = process_group(group)
-    found = find(store, address, group, TIMEOUT_SECONDS)
+    found = find_resume_point(store, address, group, TIMEOUT_SECONDS)
     if found is None:
         raise NotFoundError(f"there is no snapshot at {address!r}", object_id=address)
     expected = [copied(leaves) for leaves in _run(make, store, found.root, steps, group)]
@@ -82,7 +82,7 @@ def verify_resume(
     return ResumeReport(found.root, found.step, steps, len(expected[-1]), first)
 
 
-def _run(make: Make, store: ReadOnlyStore, root: str, steps: int, group: "ProcessGroup | DeviceMesh | None") -> Iterator[Leaves]:
+def _run(make: MakeJob, store: ReadOnlyStore, root: str, steps: int, group: "ProcessGroup | DeviceMesh | None") -> Iterator[Leaves]:
     """What one job holds after the restore, and after each step."""
     made = make()
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], TrainingState) or not callable(made[1]):

@@ -74,7 +74,7 @@ def decode_item(data: io.BytesIO | bytes, fqn: str) -> OpaqueItem:
     return capture_value(value, fqn)
 
 
-def zipped(value: object) -> bytes:
+def torch_zip(value: object) -> bytes:
     """A value as DCP's planners take it."""
     stream = io.BytesIO()
     torch.save(value, stream)

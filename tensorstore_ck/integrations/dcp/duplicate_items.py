@@ -58,7 +58,7 @@ def local_items(plan: SavePlan | None, planner: SavePlanner) -> Sequence[WriteIt
     return plan.items if plan is not None else ()
 
 
-def look_at(items: Sequence[WriteItem], planner: SavePlanner, turn: int | None) -> DuplicateItems | None:
+def hash_copies(items: Sequence[WriteItem], planner: SavePlanner, turn: int | None) -> DuplicateItems | None:
     """Hashes this rank's copies: in a `turn` a part of the larger tensors, else all. None where it has no others beside it."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks == 1:

@@ -71,7 +71,7 @@ def _tensor(size: Sequence[int], properties: Any) -> TensorItem:
     return TensorItem(tuple(size), properties.dtype, properties.requires_grad)
 
 
-def build_skeleton(items: Items, paths: Mapping[str, Path], *, in_boxes: bool) -> FlatLayout:
+def build_flat_layout(items: Items, paths: Mapping[str, Path], *, in_boxes: bool) -> FlatLayout:
     """The layout of a state with these items. `in_boxes`: each rank's part says which boxes of the tensors it has.
 
     Raises:
@@ -88,7 +88,7 @@ def build_skeleton(items: Items, paths: Mapping[str, Path], *, in_boxes: bool) -
         for key in path[:-1]:
             place = place.setdefault(key, {})
         place[path[-1]] = fqn
-    return _Builder(items).skeleton(root, in_boxes=in_boxes)
+    return _Builder(items).build(root, in_boxes=in_boxes)
 
 
 class _Builder:
@@ -99,7 +99,7 @@ class _Builder:
         self._tensors: dict[str, int] = {}
         self._holes: list[str | None] = []
 
-    def skeleton(self, root: dict[str | int, Any], *, in_boxes: bool) -> FlatLayout:
+    def build(self, root: dict[str | int, Any], *, in_boxes: bool) -> FlatLayout:
         tree = self._container(root, "")
         layout = Layout(self._specs, tree, spreads=["boxes"] * len(self._specs) if in_boxes else ())
         return FlatLayout(layout, self._tensors, self._holes)

@@ -15,7 +15,7 @@ from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES, Explicit, decode_layout
 from tensorstore_ck.format.sharding import BoxBounds, whole_box
 from tensorstore_ck.integrations.dcp.byte_items import resolve_item
-from tensorstore_ck.integrations.dcp.flat_layout import FlatLayout, build_skeleton, items_of_metadata, items_of_plans
+from tensorstore_ck.integrations.dcp.flat_layout import FlatLayout, build_flat_layout, items_of_metadata, items_of_plans
 from tensorstore_ck.state.boxes import held_boxes
 from tensorstore_ck.state.byte_sources import BytesSource
 from tensorstore_ck.state.capture import require_dense
@@ -38,10 +38,10 @@ class Role(NamedTuple):
     @property
     def slot(self) -> PartSlot:
         """For the part writer."""
-        return seat_of(self.part, self.parts)
+        return part_slot(self.part, self.parts)
 
 
-def seat_of(part: int, parts: int) -> PartSlot:
+def part_slot(part: int, parts: int) -> PartSlot:
     """The place of one of `parts` parts, all with one layout."""
     return PartSlot(part, parts, tuple(range(parts)), b"")
 
@@ -58,7 +58,7 @@ class RankItems(NamedTuple):
 
     captured: CapturedState
     results: list[WriteResult]
-    """What DCP is told of each item. Byte items and tiny tensors travel with it to the coordinator."""
+    """What DCP is explicit of each item. Byte items and tiny tensors travel with it to the coordinator."""
 
 
 def assign_roles(plans: Sequence[SavePlan], coordinator: int) -> list[SavePlan]:
@@ -73,21 +73,21 @@ def assign_roles(plans: Sequence[SavePlan], coordinator: int) -> list[SavePlan]:
     writers = [coordinator, *(rank for rank, plan in enumerate(plans) if plan.items and rank != coordinator)]
     boxes = [item.tensor_data.chunk for plan in plans for item in plan.items if item.tensor_data is not None]
     sizes = [item.tensor_data.size for plan in plans for item in plan.items if item.tensor_data is not None]
-    skeleton = build_skeleton(*items_of_plans(plans), in_boxes=len(writers) > 1 or _are_cut(boxes, sizes))
-    layout = skeleton.layout.encode()
+    flat = build_flat_layout(*items_of_plans(plans), in_boxes=len(writers) > 1 or _are_cut(boxes, sizes))
+    layout = flat.layout.encode()
     assigned = list(plans)
     for part, rank in enumerate(writers):
-        numbers = tuple(skeleton.tensors.get(item.index.fqn, -1) for item in plans[rank].items)
+        numbers = tuple(flat.tensors.get(item.index.fqn, -1) for item in plans[rank].items)
         assigned[rank] = replace(plans[rank], storage_data=Role(part, len(writers), layout, numbers))
     return assigned
 
 
-def skeleton_of(metadata: Metadata, parts: int) -> FlatLayout:
-    """The skeleton that `assign_roles` made, from what DCP says of the whole checkpoint."""
+def flat_layout_of(metadata: Metadata, parts: int) -> FlatLayout:
+    """The flat that `assign_roles` made, from what DCP says of the whole checkpoint."""
     tensors = [entry for entry in metadata.state_dict_metadata.values() if isinstance(entry, TensorStorageMetadata)]
     boxes = [box for entry in tensors for box in entry.chunks]
     sizes = [entry.size for entry in tensors for _ in entry.chunks]
-    return build_skeleton(*items_of_metadata(metadata), in_boxes=parts > 1 or _are_cut(boxes, sizes))
+    return build_flat_layout(*items_of_metadata(metadata), in_boxes=parts > 1 or _are_cut(boxes, sizes))
 
 
 def _are_cut(boxes: Sequence[ChunkStorageMetadata], sizes: Sequence[torch.Size]) -> bool:
@@ -111,7 +111,7 @@ def _completed(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
     )
 
 
-def held_of(plan: SavePlan, planner: SavePlanner, role: Role) -> RankItems:
+def resolve_items(plan: SavePlan, planner: SavePlanner, role: Role) -> RankItems:
     """Resolves a rank's items. Nothing is copied that the planner does not copy.
 
     Raises:
@@ -139,8 +139,8 @@ def held_of(plan: SavePlan, planner: SavePlanner, role: Role) -> RankItems:
             pieces.setdefault(number, []).append((box, tensor))
         results.append(WriteResult(item.index, tensor.nbytes, tiny))
     sources = [chain_of([tensor for _, tensor in pieces.get(number, ())]) for number in range(len(layout.tensors))]
-    told = [Explicit(number, tuple(box for box, _ in pieces.get(number, ()))) for number in range(len(layout.tensors))]
-    return RankItems(CapturedState(layout, (), (), sources, told if layout.spreads else ()), results)
+    explicit = [Explicit(number, tuple(box for box, _ in pieces.get(number, ()))) for number in range(len(layout.tensors))]
+    return RankItems(CapturedState(layout, (), (), sources, explicit if layout.spreads else ()), results)
 
 
 def with_tiny(captured: CapturedState, tiny: Iterable[Tiny]) -> CapturedState:

@@ -32,7 +32,7 @@ from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import REQUIRES_GRAD, Branch, Leaf, Tree, leaves, parse
 from tensorstore_ck.format.values import decode
-from tensorstore_ck.integrations.dcp.byte_items import zipped
+from tensorstore_ck.integrations.dcp.byte_items import torch_zip
 from tensorstore_ck.integrations.dcp.target import CheckpointId, DcpTarget
 from tensorstore_ck.log.address import resolve
 from tensorstore_ck.log.snapshot import Snapshot, refuse_marked
@@ -144,7 +144,7 @@ class Reader(StorageReader):
         boxes = [item for item in plan.items if item.type == LoadItemType.TENSOR]
         targets = [_target(planner, item) for item in boxes]
         wanted = []
-        memory, tied = self._apart(boxes, targets)
+        memory, tied = self._separate_memory(boxes, targets)
         for item, target in zip(boxes, memory, strict=True):
             leaf = self._leaves[item.storage_index.fqn]
             if tuple(target.shape) != tuple(item.lengths):
@@ -173,12 +173,12 @@ class Reader(StorageReader):
 
     # --- the work -----------------------------------------------------------------------------------------------------
 
-    def _apart(self, boxes: Sequence[ReadItem], targets: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], dict[int, int]]:
+    def _separate_memory(self, boxes: Sequence[ReadItem], targets: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], dict[int, int]]:
         """Memory for each box: of several with one target, the last one has it; which box has the target of each other."""
-        last = {place: number for number, target in enumerate(targets) if (place := _place(target)) is not None}
+        last = {place: number for number, target in enumerate(targets) if (place := _memory_of(target)) is not None}
         memory, tied = [*targets], dict[int, int]()
         for number, target in enumerate(targets):
-            place = _place(target)
+            place = _memory_of(target)
             if place is not None and last[place] != number:
                 tied[number] = last[place]
                 memory[number] = torch.empty_like(target)
@@ -200,7 +200,7 @@ class Reader(StorageReader):
     def _describe(self, address: str) -> Metadata:
         """Flattens the state as DCP would, with tensors that have no data. What DCP put as one item is one item."""
         content = self._content
-        self._tree = _apart(parse(content.layout, len(content.values)))
+        self._tree = _unwrap(parse(content.layout, len(content.values)))
         self._children, self._zips = {}, {}
         require_buildable(self._tree, content)
         leaf_of: dict[int, Leaf] = {}
@@ -238,10 +238,10 @@ class Reader(StorageReader):
         for key in self._paths[fqn]:
             tree = self._child(tree, str(key))
         if isinstance(tree, Branch) or tree.kind != "value":
-            return zipped(build(tree, self._content, self._read([leaf for leaf in leaves(tree) if leaf.kind != "value"]).get))
+            return torch_zip(build(tree, self._content, self._read([leaf for leaf in leaves(tree) if leaf.kind != "value"]).get))
         encoded = pack_body(self._content.values[tree.index])
         if encoded not in self._zips:  # most of thousands are equal, such as an optimizer's hyperparameters
-            self._zips[encoded] = zipped(build(tree, self._content, self._read([]).get))
+            self._zips[encoded] = torch_zip(build(tree, self._content, self._read([]).get))
         return self._zips[encoded]
 
     def _child(self, tree: Tree, key: str) -> Tree:
@@ -258,7 +258,7 @@ class Reader(StorageReader):
         return fresh
 
 
-def _place(target: torch.Tensor) -> tuple[object, ...] | None:
+def _memory_of(target: torch.Tensor) -> tuple[object, ...] | None:
     """Where it lies; None for what takes no room."""
     return (target.device, target.data_ptr(), target.dtype, target.shape, target.stride()) if target.numel() else None
 
@@ -304,13 +304,13 @@ def _with_items(tree: Tree, subtrees: frozenset[int]) -> Tree:
     return Branch(tree.node, tree.path, tree.keys, [_with_items(child, subtrees) for child in tree.children], tree.attributes)
 
 
-def _apart(tree: Tree) -> Tree:
+def _unwrap(tree: Tree) -> Tree:
     """The tree, with the inner tensors of wrapper subclasses in the places of these: DCP loads them by their own names."""
     if isinstance(tree, Leaf):
         return tree
     if tree.node[0] == "r" and isinstance(tree.children[0], Branch) and ABOUT in tree.children[0].keys:
-        return _apart(tree.children[0])
-    return Branch(tree.node, tree.path, tree.keys, [_apart(child) for child in tree.children], tree.attributes)
+        return _unwrap(tree.children[0])
+    return Branch(tree.node, tree.path, tree.keys, [_unwrap(child) for child in tree.children], tree.attributes)
 
 
 def _target(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:

@@ -33,9 +33,9 @@ from tensorstore_ck.engine.write.suspicious_save import SaveClaim, SaveFindings,
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError
 from tensorstore_ck.format.codec import Coding
 from tensorstore_ck.format.layout import layout_id
-from tensorstore_ck.integrations.dcp.duplicate_items import DuplicateItems, differences, explain, local_items, look_at
-from tensorstore_ck.integrations.dcp.flat_layout import build_skeleton, items_of_plans
-from tensorstore_ck.integrations.dcp.plans import Role, Tiny, assign_roles, held_of, skeleton_of, with_tiny
+from tensorstore_ck.integrations.dcp.duplicate_items import DuplicateItems, differences, explain, hash_copies, local_items
+from tensorstore_ck.integrations.dcp.flat_layout import build_flat_layout, items_of_plans
+from tensorstore_ck.integrations.dcp.plans import Role, Tiny, assign_roles, flat_layout_of, resolve_items, with_tiny
 from tensorstore_ck.integrations.dcp.target import CheckpointId, DcpTarget
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
@@ -180,7 +180,7 @@ class Writer(StorageWriter):
         Raises:
             UnsupportedValueError: a tensor cannot be stored. Here, since a plan that fails later leaves DCP's plan cache half filled.
         """
-        build_skeleton(*items_of_plans([plan]), in_boxes=True)
+        build_flat_layout(*items_of_plans([plan]), in_boxes=True)
         self._saving.local_plan = plan
         return plan
 
@@ -210,7 +210,7 @@ class Writer(StorageWriter):
                     object_id="planner",
                 )
             return None, self._look_at_copies(planner)  # everything that it has is written by others
-        held = held_of(plan, planner, role)
+        held = resolve_items(plan, planner, role)
         if self._saving.request is not None:
             self._saving.begun = self._begin(role, held.captured)
             return self._saving.begun, [*held.results, *self._look_at_copies(planner)]
@@ -218,7 +218,7 @@ class Writer(StorageWriter):
         return begun, [*held.results, WriteResult(MetadataIndex(""), 0, told), *self._look_at_copies(planner)]
 
     def _look_at_copies(self, planner: SavePlanner) -> list[WriteResult]:
-        found = look_at(local_items(self._saving.local_plan, planner), planner, self._saving.turn)
+        found = hash_copies(local_items(self._saving.local_plan, planner), planner, self._saving.turn)
         return [] if found is None else [WriteResult(MetadataIndex(""), 0, found)]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -364,9 +364,9 @@ def _filled(begun: Begun, metadata: Metadata, values: Mapping[str, OpaqueItem]) 
     Raises:
         SnapshotAbortedError: DCP's metadata and what the ranks wrote are not of one plan.
     """
-    skeleton = skeleton_of(metadata, begun.role.parts)
-    if skeleton.layout.encode() != begun.role.layout or not {fqn for fqn in skeleton.holes if fqn is not None} <= values.keys():
+    flat = flat_layout_of(metadata, begun.role.parts)
+    if flat.layout.encode() != begun.role.layout or not {fqn for fqn in flat.holes if fqn is not None} <= values.keys():
         raise SnapshotAbortedError("DCP's metadata is not of the plan that the ranks wrote: see the planner in use", object_id="planner")
     blobs: list[bytes] = []
-    filled = [None if fqn is None else values[fqn].hole(blobs) for fqn in skeleton.holes]
+    filled = [None if fqn is None else values[fqn].hole(blobs) for fqn in flat.holes]
     return begun.captured._replace(values=filled, blobs=blobs)

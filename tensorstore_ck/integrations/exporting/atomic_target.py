@@ -69,7 +69,7 @@ def target_of(path: str | os.PathLike[str], suffixes: tuple[str, ...]) -> Atomic
 
 
 @contextmanager
-def staged(target: AtomicTarget, *, overwrite: bool) -> Iterator[str]:
+def atomic_folder(target: AtomicTarget, *, overwrite: bool) -> Iterator[str]:
     """A new folder beside the target. When the block ends well, it (or the file in it) takes the target's place; else it vanishes."""
     target.check(overwrite=overwrite)
     folder = os.path.join(target.parent, f".{os.path.basename(target.path)[:200]}.{secrets.token_hex(6)}.part")
@@ -104,7 +104,7 @@ def _publish(folder: str, target: AtomicTarget) -> None:
         _remove(old)
 
 
-def require_room(folder: str, needed_bytes: int, path: str) -> None:
+def require_disk_space(folder: str, needed_bytes: int, path: str) -> None:
     """Refuses what cannot fit, before anything is written.
 
     Raises:

@@ -41,18 +41,18 @@ class FileRange(NamedTuple):
 
 
 class ByteRouter:
-    """Collects what goes where; `pour` then moves it."""
+    """Collects what goes where; `run` then moves it."""
 
     def __init__(self, content: SnapshotContent) -> None:
         self._content = content
-        self._places: defaultdict[int, list[FileRange]] = defaultdict(list)
+        self._ranges: defaultdict[int, list[FileRange]] = defaultdict(list)
         self._strided: defaultdict[int, list[tuple[LeafForm, OutputFile, int]]] = defaultdict(list)
 
     def add(self, number: int, file: OutputFile, offset: int) -> None:
         """All bytes of a stored tensor go to `offset`."""
         size = self._content.layout.tensors[number].size_bytes
         if size:
-            self._places[number].append(FileRange(0, size, file, offset))
+            self._ranges[number].append(FileRange(0, size, file, offset))
 
     def add_leaf(self, leaf: Leaf, file: OutputFile, offset: int) -> None:
         """The elements of a leaf, row-major, go to `offset`."""
@@ -60,21 +60,21 @@ class ByteRouter:
         if is_contiguous(form):
             start, size = form.offset_bytes, size_bytes(form)
             if size:
-                self._places[leaf.index].append(FileRange(start, start + size, file, offset))
+                self._ranges[leaf.index].append(FileRange(start, start + size, file, offset))
         else:
             self._strided[leaf.index].append((form, file, offset))
 
-    def pour(self, scratch: str) -> None:
+    def run(self, scratch: str) -> None:
         """Moves everything; a file `scratch` may be there meanwhile."""
-        _pour(self._content, self._places)
+        _write_ranges(self._content, self._ranges)
         for number, wanted in self._strided.items():
-            self._pour_strided(number, wanted, scratch)
+            self._write_strided(number, wanted, scratch)
 
-    def _pour_strided(self, number: int, wanted: Sequence[tuple[LeafForm, OutputFile, int]], scratch: str) -> None:
+    def _write_strided(self, number: int, wanted: Sequence[tuple[LeafForm, OutputFile, int]], scratch: str) -> None:
         size = self._content.layout.tensors[number].size_bytes
         with OutputFile(scratch, "a scratch file") as file:
             file.unlink()
-            _pour(self._content, {number: [FileRange(0, size, file, 0)]})
+            _write_ranges(self._content, {number: [FileRange(0, size, file, 0)]})
             base = torch.frombuffer(file.mapped(), dtype=torch.uint8)
             for form, target, offset in wanted:
                 source, total = CopySource(view_of(base, form)), size_bytes(form)
@@ -100,34 +100,34 @@ def size_bytes(form: LeafForm) -> int:
 
 
 class _FanOutTarget:
-    """`ByteTarget` that hands the bytes of one tensor to all places that want them."""
+    """`ByteTarget` that hands the bytes of one tensor to all ranges that want them."""
 
-    def __init__(self, places: Sequence[FileRange]) -> None:
-        self._places = places
+    def __init__(self, ranges: Sequence[FileRange]) -> None:
+        self._ranges = ranges
 
     def memory(self) -> None:
         """None: bytes come through `write`."""
 
     def write(self, start: int, data: memoryview) -> None:
         """Writes what each place wants of them."""
-        for place in self._places:
-            first, last = max(start, place.start), min(start + len(data), place.stop)
+        for each in self._ranges:
+            first, last = max(start, each.start), min(start + len(data), each.stop)
             if first < last:
-                place.file.write(place.offset + first - place.start, data[first - start : last - start])
+                each.file.write(each.offset + first - each.start, data[first - start : last - start])
 
 
-def _pour(content: SnapshotContent, places: "dict[int, list[FileRange]]") -> None:
+def _write_ranges(content: SnapshotContent, ranges: "dict[int, list[FileRange]]") -> None:
     spreads = content.layout.spreads
     whole: dict[int, ByteTarget] = {}
     shared: dict[int, _FanOutTarget] = {}
-    for number, wanted in places.items():
+    for number, wanted in ranges.items():
         if isinstance(content, MergedSnapshot) or (spreads and spreads[number] is not None):
             shared[number] = _FanOutTarget(wanted)
         else:
             whole[number] = _FanOutTarget(wanted)
     content.read(whole)
     if shared:
-        _pour_windows(content, shared)
+        _write_windows(content, shared)
 
 
 class _FileWindow(NamedTuple):
@@ -139,7 +139,7 @@ class _FileWindow(NamedTuple):
         self.fan.write(self.start, self.memory)
 
 
-def _pour_windows(content: SnapshotContent, fans: dict[int, _FanOutTarget]) -> None:
+def _write_windows(content: SnapshotContent, fans: dict[int, _FanOutTarget]) -> None:
     room = memoryview(mmap.mmap(-1, BATCH_BYTES))
     batch: list[_FileWindow] = []
     boxes: list[WantedBox] = []

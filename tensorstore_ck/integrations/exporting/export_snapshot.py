@@ -11,7 +11,7 @@ from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.format.record import NOTE, decode_metadata, record_name
 from tensorstore_ck.format.tree import Branch, Leaf, Tree, parse
 from tensorstore_ck.integrations.exporting import safetensors_files, torch_file
-from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, staged, target_of
+from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, atomic_folder, target_of
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.report import ExportedFile, ExportReport
 from tensorstore_ck.log.address import resolve
@@ -73,7 +73,7 @@ def export_snapshot(
     tree = _chosen(parse(content.layout, len(content.values)), select, skip)
     metadata = decode_metadata(engine.read_record(info), record_name(info.ulid))
     metadata.pop(NOTE, None)  # the store's own
-    with staged(target, overwrite=overwrite) as folder:
+    with atomic_folder(target, overwrite=overwrite) as folder:
         written = _writer(format)(ExportJob(content, tree, metadata, folder, target, max_file_bytes))
         sizes = {name: os.stat(os.path.join(folder, name)).st_size for name in sorted(os.listdir(folder))}
     files = tuple(ExportedFile(name, size) for name, size in sizes.items())

@@ -43,19 +43,19 @@ class MetaState:
         """
         require_buildable(tree, content)
         layout, cpu = content.layout, torch.device("cpu")
-        real, hollow = set[int](), list[Leaf]()
+        real, unread = set[int](), list[Leaf]()
         read: list[Leaf] = []
         for leaf, inside in _leaves(tree, by_value, inside=False):
             if inside or isinstance(form_of(layout, leaf).dtype, np.dtype):
                 real.add(id(leaf))
                 read.append(leaf)
             else:
-                hollow.append(leaf)
+                unread.append(leaf)
         filled = TensorAllocator(layout, [(leaf, None) for leaf in read], cpu)
         content.read(dict(filled.targets))
         try:
             with untouched():
-                empty = TensorAllocator(layout, [(leaf, None) for leaf in hollow], cpu)
+                empty = TensorAllocator(layout, [(leaf, None) for leaf in unread], cpu)
         except RuntimeError as exc:
             raise NoSpaceError(
                 f"this host gives no addresses for a state of that size ({str(exc).splitlines()[0]}): allow more with vm.overcommit_memory "

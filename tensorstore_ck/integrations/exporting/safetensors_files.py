@@ -17,7 +17,7 @@ from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.format.tree import Leaf, Tree, leaves
 from tensorstore_ck.format.values import decode, describe
-from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, require_room
+from tensorstore_ck.integrations.exporting.atomic_target import AtomicTarget, require_disk_space
 from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter, scratch_bytes, size_bytes
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.output_file import OutputFile
@@ -87,15 +87,15 @@ def write_safetensors(job: ExportJob) -> WrittenExport:
         names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
     total = sum(entry.size_bytes for entry in entries)
     headers = [_header(group, texts, target.path) for group in groups]
-    require_room(folder, total + scratch_bytes(content, (entry.leaf for entry in entries)), target.path)
+    require_disk_space(folder, total + scratch_bytes(content, (entry.leaf for entry in entries)), target.path)
     for name, group, header in zip(names, groups, headers, strict=True):
         with OutputFile(os.path.join(folder, name), target.path) as file:
             file.write(0, header)
-            placing, at = ByteRouter(content), len(header)
+            router, at = ByteRouter(content), len(header)
             for entry in group:
-                placing.add_leaf(entry.leaf, file, at)
+                router.add_leaf(entry.leaf, file, at)
                 at += entry.size_bytes
-            placing.pour(os.path.join(folder, "scratch"))
+            router.run(os.path.join(folder, "scratch"))
             file.finish(at)
     if len(groups) > 1:
         weights = {entry.leaf.path: name for name, group in zip(names, groups, strict=True) for entry in group}

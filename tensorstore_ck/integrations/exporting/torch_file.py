@@ -9,12 +9,12 @@ import torch
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.format.tree import leaves
-from tensorstore_ck.integrations.exporting.atomic_target import require_room
+from tensorstore_ck.integrations.exporting.atomic_target import require_disk_space
 from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.meta_state import MetaState
 from tensorstore_ck.integrations.exporting.output_file import OutputFile
-from tensorstore_ck.integrations.exporting.torch_zip_template import require_savable, skeleton
+from tensorstore_ck.integrations.exporting.torch_zip_template import build_template, require_savable
 from tensorstore_ck.state import capture
 from tensorstore_ck.state.select import listed
 
@@ -30,31 +30,31 @@ def write_torch(job: ExportJob) -> WrittenExport:
         DamageError: stored data is damaged, or the file does not hold what was written to it.
     """
     content, tree, folder, target = job.content, job.tree, job.folder, job.target
-    hollow = MetaState(content, tree, by_value=frozenset("r"))  # what registered types make of tensors without bytes, nobody knows
-    hollow.require_one_dtype()
-    require_savable(((tensor, leaf.path) for tensor, leaf in hollow.tensors.values()), target.path)
-    frame = skeleton(hollow.state, target.path)
-    require_room(folder, frame.size_bytes, target.path)
+    meta = MetaState(content, tree, by_value=frozenset("r"))  # what registered types make of tensors without bytes, nobody knows
+    meta.require_one_dtype()
+    require_savable(((tensor, leaf.path) for tensor, leaf in meta.tensors.values()), target.path)
+    template = build_template(meta.state, target.path)
+    require_disk_space(folder, template.size_bytes, target.path)
     path = os.path.join(folder, os.path.basename(target.path) if target.is_file else NAME)
     with OutputFile(path, target.path) as file:
-        placing = ByteRouter(content)
-        for room in frame.rooms:
-            stored = hollow.stored_in(room.storage)
+        router = ByteRouter(content)
+        for gap in template.gaps:
+            stored = meta.stored_in(gap.storage)
             if not stored:  # it has its bytes
-                file.write(room.offset, torch.tensor([], dtype=torch.uint8).set_(room.storage).numpy().data)
+                file.write(gap.offset, torch.tensor([], dtype=torch.uint8).set_(gap.storage).numpy().data)
                 continue
             end = 0
-            for number, offset in [*stored, (None, room.storage.nbytes())]:
-                file.write(room.offset + end, bytes(offset - end))  # unused bytes between tensors of one storage
+            for number, offset in [*stored, (None, gap.storage.nbytes())]:
+                file.write(gap.offset + end, bytes(offset - end))  # unused bytes between tensors of one storage
                 if number is not None:
-                    placing.add(number, file, room.offset + offset)
+                    router.add(number, file, gap.offset + offset)
                     end = offset + content.layout.tensors[number].size_bytes
-        placing.pour(os.path.join(folder, "scratch"))
-        regions = [room.region for room in frame.rooms]
-        for offset, data in frame.sealed(file.read_back(regions)):
+        router.run(os.path.join(folder, "scratch"))
+        regions = [gap.region for gap in template.gaps]
+        for offset, data in template.sealed(file.read_back(regions)):
             file.write(offset, data)
-        file.finish(frame.size_bytes, regions)
-    notes = _reopened(path, hollow.state, target.path)
+        file.finish(template.size_bytes, regions)
+    notes = _reopened(path, meta.state, target.path)
     kept = [leaf for leaf in leaves(tree) if leaf.kind != "value"]
     return WrittenExport(len(kept), sum(region.stop - region.start for region in regions), {}, notes)
 

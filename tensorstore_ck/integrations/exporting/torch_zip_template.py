@@ -36,19 +36,19 @@ class TorchZipTemplate(NamedTuple):
     """A torch file without the bytes of its tensors."""
 
     pieces: list[tuple[int, bytearray]]
-    """(offset, bytes) of everything between the rooms."""
-    rooms: list[StorageGap]
+    """(offset, bytes) of everything between the gaps."""
+    gaps: list[StorageGap]
     size_bytes: int
 
     def sealed(self, checksums: list[int]) -> list[tuple[int, bytearray]]:
-        """The pieces, with the CRC-32 of each room in its place."""
-        of_key = {room.key: checksum for room, checksum in zip(self.rooms, checksums, strict=True)}
+        """The pieces, with the CRC-32 of each gap in its place."""
+        of_key = {gap.key: checksum for gap, checksum in zip(self.gaps, checksums, strict=True)}
         pieces = [(offset, bytearray(data)) for offset, data in self.pieces]
         behind = dict(pieces)
-        for room, checksum in zip(self.rooms, checksums, strict=True):
-            data = behind[room.region.stop]
+        for gap, checksum in zip(self.gaps, checksums, strict=True):
+            data = behind[gap.region.stop]
             if data[:4] != _DESCRIPTOR:
-                raise _strange("no checksum follows a tensor")
+                raise _unknown_file_layout("no checksum follows a tensor")
             struct.pack_into("<I", data, 4, checksum)
         offset, tail = pieces[-1]
         at = _directory_offset(offset, tail) - offset
@@ -60,12 +60,12 @@ class TorchZipTemplate(NamedTuple):
                 struct.pack_into("<I", tail, at + 16, of_key[key])
                 found += 1
             at += 46 + name_length + sum(others)
-        if found != len(self.rooms):
-            raise _strange(f"its directory has {found} of {len(self.rooms)} tensors")
+        if found != len(self.gaps):
+            raise _unknown_file_layout(f"its directory has {found} of {len(self.gaps)} tensors")
         return pieces
 
 
-def skeleton(state: object, path: str) -> TorchZipTemplate:
+def build_template(state: object, path: str) -> TorchZipTemplate:
     """What `torch.save` makes of a state, with room for the bytes of its storages.
 
     Raises:
@@ -78,10 +78,10 @@ def skeleton(state: object, path: str) -> TorchZipTemplate:
     except (RuntimeError, pickle.PicklingError, TypeError, KeyError, AttributeError) as exc:
         raise UnsupportedValueError(f"torch cannot save {path}: {exc}; leave that out with --skip (skip=)", object_id=path) from exc
     filled = [(key, storage) for key, storage in pickling.storages.items() if storage.nbytes()]
-    if [storage.nbytes() for _, storage in filled] != [size for _, size in file.rooms]:
-        raise _strange("it has other tensors than were saved")
-    rooms = [StorageGap(offset, storage, key) for (offset, _), (key, storage) in zip(file.rooms, filled, strict=True)]
-    return TorchZipTemplate(file.pieces, rooms, file.position)
+    if [storage.nbytes() for _, storage in filled] != [size for _, size in file.gaps]:
+        raise _unknown_file_layout("it has other tensors than were saved")
+    gaps = [StorageGap(offset, storage, key) for (offset, _), (key, storage) in zip(file.gaps, filled, strict=True)]
+    return TorchZipTemplate(file.pieces, gaps, file.position)
 
 
 def require_savable(tensors: Iterable[tuple[torch.Tensor, str]], shown: str) -> None:
@@ -95,7 +95,7 @@ def require_savable(tensors: Iterable[tuple[torch.Tensor, str]], shown: str) -> 
     for tensor, name in tensors:
         if tensor.dtype not in known:
             try:
-                skeleton(tensor.detach(), shown)
+                build_template(tensor.detach(), shown)
                 known[tensor.dtype] = True
             except UnsupportedValueError:
                 known[tensor.dtype] = False
@@ -108,7 +108,7 @@ def require_savable(tensors: Iterable[tuple[torch.Tensor, str]], shown: str) -> 
         )
 
 
-def _strange(what: str) -> UnsupportedValueError:
+def _unknown_file_layout(what: str) -> UnsupportedValueError:
     return UnsupportedValueError(
         f"torch {torch.__version__} lays its files out in a way that is unknown here ({what}): export with torch 2.13"
     )
@@ -130,7 +130,7 @@ class _Recorder:
     def __init__(self) -> None:
         self.position = 0
         self.pieces: list[tuple[int, bytearray]] = [(0, bytearray())]
-        self.rooms: list[tuple[int, int]] = []
+        self.gaps: list[tuple[int, int]] = []
 
     def write(self, data: Any) -> int:
         self.pieces[-1][1].extend(data)
@@ -139,7 +139,7 @@ class _Recorder:
 
     def seek(self, count: int, whence: int) -> int:
         assert whence == os.SEEK_CUR, "torch seeks forward over what it skips"
-        self.rooms.append((self.position, count))
+        self.gaps.append((self.position, count))
         self.position += count
         self.pieces.append((self.position, bytearray()))
         return self.position

@@ -43,7 +43,7 @@ class ExpectedCrc(NamedTuple):
             )
 
 
-def watched(captured: CapturedState, expected: Sequence[ExpectedCrc]) -> CapturedState:
+def with_crc_check(captured: CapturedState, expected: Sequence[ExpectedCrc]) -> CapturedState:
     """The same, but what is read from it must have its sum. What will not be read in whole is read now.
 
     Raises:
@@ -52,7 +52,7 @@ def watched(captured: CapturedState, expected: Sequence[ExpectedCrc]) -> Capture
     regions = set(_regions(captured))
     for_each((each for each in expected if (each.address, each.size) not in regions), _read, cpu_threads())
     sums = _Sums([each for each in expected if (each.address, each.size) in regions])
-    return captured._replace(sources=[_Watched(source, sums) for source in captured.sources])
+    return captured._replace(sources=[_CheckedSource(source, sums) for source in captured.sources])
 
 
 def _regions(captured: CapturedState) -> Iterator[tuple[int, int]]:
@@ -74,7 +74,7 @@ def _read(expected: ExpectedCrc) -> None:
     expected.compare(found)
 
 
-class _Watched:
+class _CheckedSource:
     """`ByteSource` that has what it reads summed."""
 
     def __init__(self, source: ByteSource, sums: "_Sums") -> None:

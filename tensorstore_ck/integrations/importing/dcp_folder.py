@@ -13,12 +13,12 @@ import torch
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.layout import MAX_DIMS, MAX_TENSOR_BYTES
 from tensorstore_ck.format.sharding import BoxBounds
-from tensorstore_ck.integrations.importing.key_types import unlike
-from tensorstore_ck.integrations.importing.malformed import MalformedError, blamed_on, printable
+from tensorstore_ck.integrations.importing.key_types import require_cheap_keys
+from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
 from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, UnknownObject
-from tensorstore_ck.integrations.importing.safe_unpickler import MAX_PICKLE_BYTES, unpickle
+from tensorstore_ck.integrations.importing.safe_unpickler import MAX_PICKLE_BYTES, safe_unpickle
 from tensorstore_ck.integrations.importing.tensor_pieces import assembled
 from tensorstore_ck.integrations.importing.torch_file import load_torch_file
 from tensorstore_ck.state.sharded_tensors import LocalPiece
@@ -127,7 +127,7 @@ class _Reader:
 
     def read(self) -> DcpContent:
         path = self._folder.join(METADATA)
-        with blamed_on(path, KIND):
+        with naming_file(path, KIND):
             metadata = self._metadata(path)
             entries = metadata.get("state_dict_metadata", dict)
             paths = metadata.named.get("planner_data")
@@ -146,7 +146,7 @@ class _Reader:
         if file.size > MAX_PICKLE_BYTES:
             raise MalformedError(f"its metadata takes {file.size} bytes")
         self._known.parsed_bytes += file.size
-        found, end, unknown = unpickle(file.data, _names())
+        found, end, unknown = safe_unpickle(file.data, _names())
         if isinstance(found, UnknownObject) or unknown:
             self._unsupported(path, f"names {', '.join(sorted(unknown)[:3])}, which nothing of torch.distributed.checkpoint needs")
         if not isinstance(found, _Fields) or found.kind != "Metadata" or end != file.size:
@@ -183,7 +183,7 @@ class _Reader:
         if not isinstance(dtype, torch.dtype) or len(shape) > MAX_DIMS or not 0 <= _bytes(shape, dtype) <= MAX_TENSOR_BYTES:
             raise MalformedError(f"the tensor {printable(name)!r} has an impossible size or dtype")
         told = self._places.get(name, [])
-        unlike([offsets for offsets, _ in told])
+        require_cheap_keys([offsets for offsets, _ in told])
         places = dict(told)
         pieces = []
         for chunk in chunks:

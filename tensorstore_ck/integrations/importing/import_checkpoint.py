@@ -10,11 +10,11 @@ from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.publish import AnyHead, check_expected
 from tensorstore_ck.engine.write.put import put
 from tensorstore_ck.format.record import NOTE
-from tensorstore_ck.integrations.importing.crc_check import watched
+from tensorstore_ck.integrations.importing.crc_check import with_crc_check
 from tensorstore_ck.integrations.importing.detect_format import find_state
 from tensorstore_ck.integrations.importing.mapped_files import Files
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
-from tensorstore_ck.integrations.importing.resolve_placeholders import settle
+from tensorstore_ck.integrations.importing.resolve_placeholders import resolve_placeholders
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.ref_fence import LAST_SEEN, LastSeen
 from tensorstore_ck.state import capture
@@ -92,7 +92,7 @@ def import_checkpoint(
         started(contents)
         snapshot = put_captured(
             store,
-            watched(captured, files.expected),
+            with_crc_check(captured, files.expected),
             ref=ref,
             step=contents.step if step is None else step,
             metrics=metrics,
@@ -125,8 +125,8 @@ def opened(path: str | os.PathLike[str], leave_out: Sequence[str] = (), *, as_on
     with Files() as files:
         known = PickleAllowlist()
         found = find_state(files, origin, known, as_one=as_one)
-        settled = settle(found.state, leave_out, found.unknown, origin, known.parsed_bytes)
-        captured = capture(settled.state)
+        resolved = resolve_placeholders(found.state, leave_out, found.unknown, origin, known.parsed_bytes)
+        captured = capture(resolved.state)
         tensors = captured.layout.tensors
         contents = CheckpointContents(
             origin,
@@ -137,10 +137,10 @@ def opened(path: str | os.PathLike[str], leave_out: Sequence[str] = (), *, as_on
             found.step,
             {key: value for key, value in found.metadata.items() if key != NOTE},
             dict(known.converted),
-            tuple(settled.left_out),
+            tuple(resolved.left_out),
             dict(found.skipped),
         )
-        yield Opened(contents, captured, files, settled.state)
+        yield Opened(contents, captured, files, resolved.state)
 
 
 def put_captured(

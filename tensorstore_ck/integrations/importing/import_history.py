@@ -15,7 +15,7 @@ from tensorstore_ck.engine.write.publish import check_expected
 from tensorstore_ck.errors import AmbiguousAddressError, InvalidOptionError, MismatchError, NotFoundError, SnapshotAbortedError
 from tensorstore_ck.format.record import check_metrics, encode_metadata
 from tensorstore_ck.integrations.importing.compare_snapshot import is_in_snapshot
-from tensorstore_ck.integrations.importing.crc_check import watched
+from tensorstore_ck.integrations.importing.crc_check import with_crc_check
 from tensorstore_ck.integrations.importing.import_checkpoint import CheckpointContents, Opened, opened, put_captured
 from tensorstore_ck.integrations.importing.lookup import metric_at, step_at
 from tensorstore_ck.integrations.importing.step_from_filename import steps_of_names
@@ -123,7 +123,7 @@ def inspect_history(
 
 def _import_one(store: Store, each: PlannedImport, found: Opened, ref: str, metadata: Mapping[str, object]) -> ImportedStep:
     view = _synced(store)
-    captured = watched(found.captured, found.files.expected)
+    captured = with_crc_check(found.captured, found.files.expected)
     ulid = view.newest_with_step(ref, each.step)
     there = view.snapshot(ulid) if ulid is not None else None
     if there is None:

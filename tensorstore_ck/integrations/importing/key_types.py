@@ -45,7 +45,7 @@ class HashCrowding:
         return items
 
 
-def unlike(keys: Sequence[Any]) -> Sequence[Any]:
+def require_cheap_keys(keys: Sequence[Any]) -> Sequence[Any]:
     """`keys`, if they may all be keys of one dict.
 
     Raises:

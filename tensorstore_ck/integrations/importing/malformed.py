@@ -17,7 +17,7 @@ def printable(text: object, most: int = 200) -> str:
 
 
 @contextmanager
-def blamed_on(path: str, kind: str) -> Iterator[None]:
+def naming_file(path: str, kind: str) -> Iterator[None]:
     """Turns a `MalformedError` raised inside into a `CorruptObjectError` that names the file."""
     try:
         yield

@@ -8,7 +8,7 @@ from collections import Counter
 from functools import partial
 from typing import Any, Final
 
-from tensorstore_ck.integrations.importing.key_types import unlike
+from tensorstore_ck.integrations.importing.key_types import require_cheap_keys
 from tensorstore_ck.integrations.importing.malformed import MalformedError
 from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, Deferred
 
@@ -51,7 +51,7 @@ class _Container(Deferred):
         """Takes its attributes."""
         content = state.get("_content") if type(state) is dict else self
         if type(content) is dict and self._kind is dict:
-            keys = unlike([_plain(key) for key in content])
+            keys = require_cheap_keys([_plain(key) for key in content])
             self.value = dict(zip(keys, map(_plain, content.values()), strict=True))
         elif type(content) is list and self._kind is list:
             self.value = [_plain(item) for item in content]

@@ -15,7 +15,7 @@ import torch
 
 from tensorstore_ck.format.layout import MAX_DIMS, MAX_TENSOR_BYTES
 from tensorstore_ck.format.values import numpy_dtype
-from tensorstore_ck.integrations.importing.key_types import unlike
+from tensorstore_ck.integrations.importing.key_types import require_cheap_keys
 from tensorstore_ck.integrations.importing.malformed import MalformedError
 from tensorstore_ck.integrations.importing.omegaconf import config_makers
 from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, Deferred
@@ -222,11 +222,11 @@ def _bytearray(data: Any = b"", encoding: Any = None) -> bytearray:
 
 
 def _set(items: Any = ()) -> set[Any]:
-    return set(unlike(_items(items)))
+    return set(require_cheap_keys(_items(items)))
 
 
 def _frozenset(items: Any = ()) -> frozenset[Any]:
-    return frozenset(unlike(_items(items)))
+    return frozenset(require_cheap_keys(_items(items)))
 
 
 def _items(items: Any) -> Any:
@@ -259,7 +259,7 @@ def _counter(items: Any = None) -> "Counter[Any]":
 def _ordered(items: Any = ()) -> "OrderedDict[Any, Any]":
     if type(items) not in (list, tuple):
         raise MalformedError("it has an OrderedDict of something else")
-    unlike([key for key, _ in items])
+    require_cheap_keys([key for key, _ in items])
     return OrderedDict(items)
 
 

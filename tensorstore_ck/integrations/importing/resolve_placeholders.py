@@ -1,6 +1,6 @@
 """Goes over what was read before it is taken apart: puts made things in their places, leaves out what is to be left out, refuses the rest.
 
-Bounds what a state may ask of those who walk it: how deep it is nested, and how many items it has when everything that it refers to
+Bounds what a state may ask of those who resolver it: how deep it is nested, and how many items it has when everything that it refers to
 twice is counted twice, so that a small file cannot stand for an endless state.
 """
 
@@ -36,7 +36,7 @@ class ResolvedState(NamedTuple):
     """Paths."""
 
 
-def settle(state: Any, leave_out: Sequence[str], unknown: Mapping[str, str], origin: str, parsed_bytes: int) -> ResolvedState:
+def resolve_placeholders(state: Any, leave_out: Sequence[str], unknown: Mapping[str, str], origin: str, parsed_bytes: int) -> ResolvedState:
     """The state, without what is to be left out.
 
     Args:
@@ -50,11 +50,11 @@ def settle(state: Any, leave_out: Sequence[str], unknown: Mapping[str, str], ori
         UnsupportedValueError: it holds things that would have to be run to be made, or is nested too deep, or endless.
         MismatchError: a glob fits nothing.
     """
-    walk = _Resolver(leave_out, origin)
-    walk.bound(state, parsed_bytes)
-    settled = walk.visit(state, "")
-    walk.require_all_told(unknown)
-    return ResolvedState(settled, walk.left_out)
+    resolver = _Resolver(leave_out, origin)
+    resolver.bound(state, parsed_bytes)
+    resolved = resolver.visit(state, "")
+    resolver.raise_on_leftovers(unknown)
+    return ResolvedState(resolved, resolver.left_out)
 
 
 class _Resolver:
@@ -65,9 +65,9 @@ class _Resolver:
         self._unused = set(self._patterns)
         self._refused: dict[str, list[str]] = {}
         self._seen: set[str] = set()
-        self._told: set[int] = set()
+        self._noted: set[int] = set()
 
-    def require_all_told(self, unknown: Mapping[str, str]) -> None:
+    def raise_on_leftovers(self, unknown: Mapping[str, str]) -> None:
         """Refuses what is not to be stored, now that all of it is known."""
         if self._unused:
             glob = min(self._unused)
@@ -147,7 +147,7 @@ class _Resolver:
                 return value
             return kind(None if item is _GONE else item for item in items)
         if isinstance(value, Deferred):
-            self._tell(value)
+            self._note_names(value)
             finished = _finished(value)
             return self._note(value, "an unfinished object", path) if isinstance(finished, Deferred) else self.visit(finished, path)
         if isinstance(value, UnknownObject):
@@ -185,7 +185,7 @@ class _Resolver:
         return made
 
     def _note(self, value: object, name: str, path: str) -> object:
-        self._tell(value)
+        self._note_names(value)
         self._refused.setdefault(name, []).append(path or "all of it")
         return value
 
@@ -194,23 +194,23 @@ class _Resolver:
         if fitting:
             self._unused.difference_update(fitting)
             self.left_out.append(path)
-            self._tell(value)
+            self._note_names(value)
         return bool(fitting)
 
-    def _tell(self, value: Any) -> None:
+    def _note_names(self, value: Any) -> None:
         """Notes the names of all stand-ins in a value, and of what they were given."""
         pending = [value]
         while pending:
             item = pending.pop()
-            if id(item) in self._told:
+            if id(item) in self._noted:
                 continue
             if isinstance(item, UnknownObject):
                 self._seen.add(item.name)
             if isinstance(item, UnknownObject | Deferred):
-                self._told.add(id(item))
+                self._noted.add(id(item))
                 pending.extend(item.held)
             elif type(item) in _CONTAINERS or type(item) in (set, frozenset):
-                self._told.add(id(item))
+                self._noted.add(id(item))
                 pending.extend(item)
                 if isinstance(item, dict):
                     pending.extend(item.values())

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from tensorstore_ck.integrations.importing.key_types import HashCrowding, unlike
+from tensorstore_ck.integrations.importing.key_types import HashCrowding, require_cheap_keys
 from tensorstore_ck.integrations.importing.malformed import MalformedError, printable
 from tensorstore_ck.integrations.importing.placeholders import AllowedGlobal, UnknownObject
 
@@ -33,7 +33,7 @@ FindGlobal = Callable[[str, str], object]
 """(module, name) -> a `AllowedGlobal`, or a plain value that the name stands for; LookupError for what nobody knows."""
 
 
-def unpickle(data: memoryview, find: FindGlobal, persistent: Callable[[Any], Any] | None = None) -> tuple[Any, int, set[str]]:
+def safe_unpickle(data: memoryview, find: FindGlobal, persistent: Callable[[Any], Any] | None = None) -> tuple[Any, int, set[str]]:
     """The object of one pickle, where the pickle ends, and the names in it that nobody knows.
 
     Args:
@@ -44,17 +44,17 @@ def unpickle(data: memoryview, find: FindGlobal, persistent: Callable[[Any], Any
     Raises:
         MalformedError: the pickle is damaged, too large, or uses what nobody needs.
     """
-    machine = _SafeUnpickler(data, find, persistent)
+    unpickler = _SafeUnpickler(data, find, persistent)
     try:
-        result = machine.run()
+        result = unpickler.run()
     except MalformedError:
         raise
     except (IndexError, KeyError, struct.error) as exc:
-        raise MalformedError(f"it is cut off or damaged near byte {machine.at}") from exc
+        raise MalformedError(f"it is cut off or damaged near byte {unpickler.at}") from exc
     except (ValueError, TypeError, OverflowError, RuntimeError, MemoryError) as exc:  # of makers, for arguments that they do not take
         what = str(exc).partition("\n")[0] or type(exc).__name__
-        raise MalformedError(f"{printable(what)} (near byte {machine.at})") from exc
-    return result, machine.at, machine.unknown
+        raise MalformedError(f"{printable(what)} (near byte {unpickler.at})") from exc
+    return result, unpickler.at, unpickler.unknown
 
 
 class _SafeUnpickler:
@@ -70,7 +70,7 @@ class _SafeUnpickler:
         self._objects = 0
         self._found: dict[tuple[str, str], object] = {}
         self._copied = 0
-        self._crowds = HashCrowding()
+        self._crowding = HashCrowding()
 
     def run(self) -> Any:
         data, table = self.data, _TABLE
@@ -174,7 +174,7 @@ class _SafeUnpickler:
         if len(items) % 2:
             raise MalformedError("it has a key without a value")
         if type(target) in (dict, OrderedDict, Counter, defaultdict):
-            self.copy(self._crowds.add(target, items[::2]))
+            self.copy(self._crowding.add(target, items[::2]))
             for key, value in zip(items[::2], items[1::2], strict=True):
                 target[key] = value
         elif isinstance(target, UnknownObject):
@@ -185,7 +185,7 @@ class _SafeUnpickler:
     def add_items(self, items: Sequence[Any]) -> None:
         target = self._stack[-1]
         if type(target) is set:
-            self.copy(self._crowds.add(target, items))
+            self.copy(self._crowding.add(target, items))
             target.update(items)
         elif isinstance(target, UnknownObject):
             target.held.extend(items)
@@ -268,23 +268,23 @@ def _nothing(_: object) -> None:
     pass
 
 
-def _bytes(machine: _SafeUnpickler, size: int) -> None:
-    machine.push_new(bytes(machine.take(size)))
+def _bytes(unpickler: _SafeUnpickler, size: int) -> None:
+    unpickler.push_new(bytes(unpickler.take(size)))
 
 
-def _text(machine: _SafeUnpickler, size: int) -> None:
-    machine.push(str(machine.take(size), "utf-8", "surrogatepass"))
+def _text(unpickler: _SafeUnpickler, size: int) -> None:
+    unpickler.push(str(unpickler.take(size), "utf-8", "surrogatepass"))
 
 
-def _old_text(machine: _SafeUnpickler, size: int) -> None:
+def _old_text(unpickler: _SafeUnpickler, size: int) -> None:
     """Text of Python 2, read as torch does."""
-    machine.push(str(machine.take(size), "utf-8"))
+    unpickler.push(str(unpickler.take(size), "utf-8"))
 
 
-def _long(machine: _SafeUnpickler, size: int) -> None:
+def _long(unpickler: _SafeUnpickler, size: int) -> None:
     if not 0 <= size <= MAX_INT_BYTES:
         raise MalformedError(f"it has an integer of {size} bytes")
-    machine.push(int.from_bytes(machine.take(size), "little", signed=True))
+    unpickler.push(int.from_bytes(unpickler.take(size), "little", signed=True))
 
 
 _U1, _U2, _U4, _U8 = struct.Struct("<B"), struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
@@ -292,24 +292,24 @@ _I4, _F8 = struct.Struct("<i"), struct.Struct(">d")
 _STOP: Final = ord(".")
 
 
-def _protocol(machine: _SafeUnpickler) -> None:
-    if machine.number(_U1) > 5:
+def _protocol(unpickler: _SafeUnpickler) -> None:
+    if unpickler.number(_U1) > 5:
         raise MalformedError("it is of a pickle protocol that does not exist")
 
 
-def _pair(machine: _SafeUnpickler) -> list[Any]:
-    value, key = machine.pop(), machine.pop()
+def _pair(unpickler: _SafeUnpickler) -> list[Any]:
+    value, key = unpickler.pop(), unpickler.pop()
     return [key, value]
 
 
-def _named_args(machine: _SafeUnpickler) -> None:
-    named, args = machine.pop(), machine.pop()
-    machine.make_with_names(args, named)
+def _named_args(unpickler: _SafeUnpickler) -> None:
+    named, args = unpickler.pop(), unpickler.pop()
+    unpickler.make_with_names(args, named)
 
 
-def _stack_name(machine: _SafeUnpickler) -> None:
-    name, module = machine.pop(), machine.pop()
-    machine.name(module, name)
+def _stack_name(unpickler: _SafeUnpickler) -> None:
+    name, module = unpickler.pop(), unpickler.pop()
+    unpickler.name(module, name)
 
 
 _TABLE: Final[Mapping[int, Callable[[_SafeUnpickler], None]]] = {
@@ -353,7 +353,7 @@ _TABLE: Final[Mapping[int, Callable[[_SafeUnpickler], None]]] = {
         "u": lambda m: m.set_items(m.pop_mark()),
         "\x8f": lambda m: m.push_new(set()),
         "\x90": lambda m: m.add_items(m.pop_mark()),
-        "\x91": lambda m: m.push_new(frozenset(unlike(m.pop_mark()))),
+        "\x91": lambda m: m.push_new(frozenset(require_cheap_keys(m.pop_mark()))),
         "q": lambda m: m.memoize(m.number(_U1)),
         "r": lambda m: m.memoize(m.number(_U4)),
         "\x94": _SafeUnpickler.memoize_next,

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import torch
 
 from tensorstore_ck.format.layout import MAX_DIMS, MAX_TENSOR_BYTES
-from tensorstore_ck.integrations.importing.malformed import MalformedError, blamed_on, printable
+from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import MappedFile
 from tensorstore_ck.state.byte_sources import strided
 
@@ -62,7 +62,7 @@ def load_safetensors(file: MappedFile) -> SafetensorsContent:
     Raises:
         CorruptObjectError: it is damaged, or its header lies.
     """
-    with blamed_on(file.path, KIND):
+    with naming_file(file.path, KIND):
         header_bytes = int.from_bytes(file.data[:8], "little")
         if header_bytes > min(MAX_HEADER_BYTES, file.size - 8):
             raise MalformedError(f"it claims a header of {header_bytes} bytes, and has {file.size}")

@@ -6,7 +6,7 @@ As their readers do, takes all that is in the files which the index names; more 
 from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.errors import UnsupportedValueError
-from tensorstore_ck.integrations.importing.malformed import MalformedError, blamed_on, printable
+from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder, MappedFile
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
 from tensorstore_ck.integrations.importing.safetensors_file import MAX_HEADER_BYTES, is_safetensors, load_safetensors, parse_json
@@ -38,7 +38,7 @@ def load_indexed(files: Files, folder: Folder, index: MappedFile, known: PickleA
         CorruptObjectError: a file is missing or damaged, or is not as the index says.
         InvalidNameError: the index names a file outside of its folder.
     """
-    with blamed_on(index.path, KIND):
+    with naming_file(index.path, KIND):
         found = parse_json(bytes(index.data))
         places = found.get("weight_map") if type(found) is dict else None
         if type(places) is not dict or not places:

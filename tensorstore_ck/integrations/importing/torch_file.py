@@ -11,11 +11,11 @@ from typing import Any, Final, NamedTuple, NoReturn
 import torch
 
 from tensorstore_ck.errors import UnsupportedValueError
-from tensorstore_ck.integrations.importing.malformed import MalformedError, blamed_on, printable
+from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file, printable
 from tensorstore_ck.integrations.importing.mapped_files import Files, MappedFile
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist, StorageType, Stored
 from tensorstore_ck.integrations.importing.placeholders import UnknownObject
-from tensorstore_ck.integrations.importing.safe_unpickler import MAX_PICKLE_BYTES, unpickle
+from tensorstore_ck.integrations.importing.safe_unpickler import MAX_PICKLE_BYTES, safe_unpickle
 from tensorstore_ck.integrations.importing.zip_directory import is_archive, read_archive
 
 KIND: Final = "torch file"
@@ -49,7 +49,7 @@ def load_torch_file(files: Files, file: MappedFile, known: PickleAllowlist, star
         UnsupportedValueError: it is sound, but of a kind that is not read.
     """
     stop = file.size if size is None else start + size
-    with blamed_on(file.path, KIND):
+    with naming_file(file.path, KIND):
         data = file.data[start:stop]
         if is_archive(data):
             return _from_archive(files, file, known, start, data)
@@ -92,7 +92,7 @@ def _from_archive(files: Files, file: MappedFile, known: PickleAllowlist, start:
     if pickle.checksum not in (0, zlib.crc32(code)):
         raise MalformedError("its pickle does not have its checksum")
     known.parsed_bytes += pickle.size
-    value, end, unknown = unpickle(code, known, storage)
+    value, end, unknown = safe_unpickle(code, known, storage)
     if end != pickle.size:
         raise MalformedError("something follows its pickle")
     return LoadedTorchFile(value, unknown)
@@ -119,7 +119,7 @@ def _from_pickles(file: MappedFile, known: PickleAllowlist, start: int, data: me
 
     def next_plain() -> Any:
         nonlocal at
-        value, end, _ = unpickle(data[at:], _nothing)
+        value, end, _ = safe_unpickle(data[at:], _nothing)
         at += end
         return value
 
@@ -139,7 +139,7 @@ def _from_pickles(file: MappedFile, known: PickleAllowlist, start: int, data: me
         return UnknownObject("a storage")
 
     body = data[at:]
-    _, end, _ = unpickle(body, _StorageTypes(known), note)
+    _, end, _ = safe_unpickle(body, _StorageTypes(known), note)
     at += end
     known.parsed_bytes += end
     keys = next_plain()
@@ -173,7 +173,7 @@ def _from_pickles(file: MappedFile, known: PickleAllowlist, start: int, data: me
                 storages[key] = torch.empty(0, dtype=torch.uint8).set_(storages[key]).clone().untyped_storage()
         return Stored(storages[key], dtype)
 
-    value, _, unknown = unpickle(body, known, storage)
+    value, _, unknown = safe_unpickle(body, known, storage)
     return LoadedTorchFile(value, unknown)
 
 

@@ -19,7 +19,7 @@ from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing.resume import ResumeAttempt
 from tensorstore_ck.training.checkpointing.resume_candidates import OnDrift
-from tensorstore_ck.training.checkpointing.step_flag import StepFlag, ask_around
+from tensorstore_ck.training.checkpointing.step_flag import StepFlag, poll_triggers
 from tensorstore_ck.training.checkpointing.triggers import CLOCK, Trigger, TriggerContext, auto, on_preemption
 from tensorstore_ck.training.checkpointing.unsaved_time import UnsavedTime, will_repeat
 
@@ -95,10 +95,10 @@ class Checkpointer:
         self._store, self._state, self._ref, self._when, self._group = store, state, ref, when, group
         self._asynchronous, self._total_steps, self._timeout_seconds, self._clock = asynchronous, total_steps, timeout_seconds, clock
         self._checks = require_checks(unchanged, verify_capture)
-        self._told = list(when.told())
+        self._decided = list(when.decided())
         self.preempted = False
         """Whether a snapshot was begun because of `on_preemption`: on all ranks after the same step, so that the loop can end there."""
-        self._board: StepFlag | None = None
+        self._flag: StepFlag | None = None
         self._ends_at: int | None = None
         """After which step all ranks look whether the training must end, as rank 0 has said."""
         self._pending: list[tuple[PendingSnapshot, float]] = []
@@ -107,7 +107,7 @@ class Checkpointer:
         self._stall = self._lag = self._restart = 0.0
         self._run_mtbf: float | None = None
         self._unsaved = UnsavedTime(max_unsaved_seconds, clock)
-        self._resuming = ResumeAttempt(store, state, ref, group, timeout_seconds)
+        self._attempt = ResumeAttempt(store, state, ref, group, timeout_seconds)
         self._round = 0
         """How often it was resumed, or looked whether it must end: the same on all ranks."""
 
@@ -122,7 +122,7 @@ class Checkpointer:
         """Of the run: the same on all ranks, as it is in the metadata."""
         if group is not None:
             run, renew, prefix = store.groups.runner(group), store.groups.of(group)[0].renew, f"tsck/{self._id}/"
-            self._board = StepFlag(run, renew, rank=group.rank(), prefix=prefix, lead_steps=lead_steps, clock=clock)
+            self._flag = StepFlag(run, renew, rank=group.rank(), prefix=prefix, lead_steps=lead_steps, clock=clock)
 
     def __enter__(self) -> Self:
         return self
@@ -158,7 +158,7 @@ class Checkpointer:
         """
         began = self._clock()
         self._begin_round()
-        found = self._resuming.restore(drift)
+        found = self._attempt.restore(drift)
         if found is not None:
             self._restart = self._clock() - began
             self._note_resumed(found)
@@ -166,7 +166,7 @@ class Checkpointer:
         return found
 
     def _note_resumed(self, found: Snapshot) -> None:
-        note = self._resuming.note(found)
+        note = self._attempt.note(found)
         epoch, resumes, began_ns = note.get("epoch"), note.get("resumes"), note.get("began_ns")
         costs = note_costs(note)
         self._stall, self._lag = self._stall or costs.get("stall", 0.0), self._lag or costs.get("lag", 0.0)
@@ -174,7 +174,7 @@ class Checkpointer:
         self._began_ns = began_ns if isinstance(began_ns, int) else found.time_ns
         self._before = TriggerContext(found.step or 0, epoch if isinstance(epoch, int | float) else None)
         self._run_mtbf = max(1.0, (found.time_ns - self._began_ns) / 1e9) / self._resumes
-        for each in self._told:
+        for each in self._decided:
             each.begin()
 
     # --- the loop -----------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class Checkpointer:
         """
         if self._before is not None and step < self._before.step:
             raise InvalidOptionError(f"step {step} came after step {self._before.step}: call resume() to go back", object_id="step")
-        self._look_at_pending()
+        self._check_pending()
         moment = TriggerContext(
             step,
             epoch,
@@ -218,12 +218,12 @@ class Checkpointer:
             previous_epoch=self._before.epoch if self._before is not None else None,
         )
         self._before = moment
-        self._end_if_hopeless(step)
-        ask_around(self._board, self._told, self._saves, step)
+        self._end_if_failing(step)
+        poll_triggers(self._flag, self._decided, self._saves, step)
         if not self._when.fires(moment):
             return None
         self._saves += 1
-        self.preempted |= any(isinstance(each, on_preemption) and each.fires(moment) for each in self._told)
+        self.preempted |= any(isinstance(each, on_preemption) and each.fires(moment) for each in self._decided)
         self._when.saved(moment)
         return self._put(moment, metadata or {})
 
@@ -236,7 +236,7 @@ class Checkpointer:
             **self._checks._asdict(),
             "timeout_seconds": self._timeout_seconds,
         }
-        self._settle()
+        self._resolve_undecided()
         began = self._clock()
         self._unsaved.begin_save()
         state, store = self._state, self._store
@@ -251,12 +251,12 @@ class Checkpointer:
                 found = pending
             else:
                 found = state.put(store, **options) if isinstance(state, TrainingState) else store.put_snapshot(state, **options)
-                self._unsaved.sound()
+                self._unsaved.note_published()
         except StoreError as exc:
             self._fail(moment.step, exc)
             if not self._asynchronous and self._unsaved.refusal is not None:
                 self._end()  # all ranks have learned the same of this put
-            self._end_if_hopeless(moment.step)
+            self._end_if_failing(moment.step)
             return None
         self._measure(self._clock() - began)
         return found
@@ -269,27 +269,27 @@ class Checkpointer:
 
     def _measure(self, stall: float) -> None:
         self._stall = stall if not self._stall else (self._stall + stall) / 2
-        for each in self._told:
+        for each in self._decided:
             if isinstance(each, auto):
                 each.measured(self._stall, self._lag, self._restart, self._run_mtbf)
 
-    def _look_at_pending(self) -> None:
+    def _check_pending(self) -> None:
         left = []
         for pending, began in self._pending:
             if not pending.done():
                 left.append((pending, began))
-            elif self._came_of(pending):
+            elif self._wait_for(pending):
                 self._lag = self._clock() - began
         self._pending = left
 
-    def _came_of(self, pending: PendingSnapshot) -> bool:
+    def _wait_for(self, pending: PendingSnapshot) -> bool:
         """Waits for a put, and notes what came of it: whether it is published. Nobody else is told of its error."""
         try:
             pending.wait()
         except Exception as exc:  # noqa: BLE001 - also what is no error of the store's, such as a device's
             self._fail(pending.step, exc)
             return False
-        self._unsaved.sound()
+        self._unsaved.note_published()
         return True
 
     def wait(self) -> None:
@@ -300,7 +300,7 @@ class Checkpointer:
         """
         pending, self._pending = self._pending, []
         for each, _ in pending:
-            self._came_of(each)
+            self._wait_for(each)
         if self._unsaved.refusal is not None:
             self._end()
 
@@ -311,7 +311,7 @@ class Checkpointer:
             StoreError: the newest save failed, and nothing will be saved after it.
         """
         self.wait()
-        self._settle()
+        self._resolve_undecided()
         if self._unsaved.failure is not None and not isinstance(self._unsaved.failure, SnapshotDroppedError):
             self._end(is_over=True)
 
@@ -321,10 +321,10 @@ class Checkpointer:
         if not self._unsaved.fail(exc):
             warnings.warn(f"the snapshot of step {step} was not put: {exc}; the training goes on", stacklevel=5)
 
-    def _settle(self) -> None:
-        """See `UnsavedTime.settle`. What is not known yet is asked again at the next save; ranks must begin this one together."""
+    def _resolve_undecided(self) -> None:
+        """See `UnsavedTime.resolve_undecided`. Asks again at the next save if it fails: ranks must begin this one together."""
         try:
-            self._unsaved.settle(self._store)
+            self._unsaved.resolve_undecided(self._store)
         except StoreError as exc:
             warnings.warn(f"{exc}; it is asked again at the next save", stacklevel=5)
 
@@ -335,20 +335,20 @@ class Checkpointer:
 
     def _must_end(self) -> bool:
         """Whether the saves will fail, or have failed or hung for too long: the first rank says so of the time, each of its own errors."""
-        is_first, unsaved = self._board is None or self._board.is_first, self._unsaved
+        is_first, unsaved = self._flag is None or self._flag.is_first, self._unsaved
         is_failing = unsaved.failure is not None or bool(self._pending)
         return unsaved.refusal is not None or (is_first and is_failing and unsaved.is_too_long)
 
-    def _end_if_hopeless(self, step: int) -> None:
+    def _end_if_failing(self, step: int) -> None:
         """Ends the training where it must; all ranks from the step that rank 0 says, whatever they know of the saves themselves."""
-        if self._board is None:
+        if self._flag is None:
             self._end(unless_sound=True) if self._must_end() else None
             return
         if self._ends_at is None:
             try:
-                self._ends_at = self._board.look(f"end/{self._round}", step, wants=self._must_end())
+                self._ends_at = self._flag.poll(f"end/{self._round}", step, wants=self._must_end())
             except SnapshotAbortedError as exc:
-                if self._unsaved.is_too_long and self._board.away_seconds > self._unsaved.max_seconds:
+                if self._unsaved.is_too_long and self._flag.away_seconds > self._unsaved.max_seconds:
                     self._unsaved.fail(exc)
                     self._end()  # nobody can tell, for too long: this rank sees for itself
         if self._ends_at is not None and step >= self._ends_at:
@@ -374,8 +374,8 @@ class Checkpointer:
         unsaved = self._unsaved
         error, seconds = unsaved.refusal or unsaved.failure, unsaved.seconds
         report = self._store.drain(self._timeout_seconds)
-        self._look_at_pending()
-        self._settle()
+        self._check_pending()
+        self._resolve_undecided()
         goes_on = unless_sound and self._all_go_on()
         self._begin_round()
         if goes_on:

@@ -2,7 +2,7 @@
 
 Any rank may ask; rank 0 says from which step on, so many steps ahead that all ranks read it before they get there. Training keeps ranks
 within a step or two of each other, as each waits for the others' gradients; one that is further ahead finds the step passed, and says so.
-A look at the board is one call to the store that the process group has anyway, some 0.1 ms; no rank waits for another one.
+A look at the flag is one call to the store that the process group has anyway, some 0.1 ms; no rank waits for another one.
 """
 
 import warnings
@@ -15,7 +15,7 @@ from tensorstore_ck.training.checkpointing.triggers import DecidedTrigger
 
 CALL_SECONDS: Final = 30.0
 LONGEST_PAUSE_SECONDS: Final = 300.0
-"""Between two looks at a board that does not answer: each can take `CALL_SECONDS` of the training."""
+"""Between two looks at a flag that does not answer: each can take `CALL_SECONDS` of the training."""
 
 
 class StepFlag:
@@ -40,7 +40,7 @@ class StepFlag:
         """For how long it has not answered."""
         return 0.0 if self._away_since is None else self._clock() - self._away_since
 
-    def look(self, name: str, step: int, *, wants: bool) -> int | None:
+    def poll(self, name: str, step: int, *, wants: bool) -> int | None:
         """From which step on `name` counts; None while nobody has said. `wants`: whether this rank asks for it.
 
         Raises:
@@ -80,17 +80,17 @@ class StepFlag:
             return self._run(talk, CALL_SECONDS)
 
 
-def ask_around(board: StepFlag | None, told: Sequence[DecidedTrigger], saves: int, step: int) -> None:
+def poll_triggers(flag: StepFlag | None, told: Sequence[DecidedTrigger], saves: int, step: int) -> None:
     """What one rank decides, told to all: from when on each trigger counts. `saves`: how many there were, which is the same on all."""
     for number, each in enumerate(told):
         if each.since is not None:
             continue
-        if board is None:
+        if flag is None:
             each.since = step if each.wants() else None
             continue
-        wants = (each.any_rank or board.is_first) and each.wants()
+        wants = (each.any_rank or flag.is_first) and each.wants()
         try:
-            each.since = board.look(f"{number}/{saves}", step, wants=wants)
+            each.since = flag.poll(f"{number}/{saves}", step, wants=wants)
         except SnapshotAbortedError as exc:
             warnings.warn(str(exc), stacklevel=3)
             continue

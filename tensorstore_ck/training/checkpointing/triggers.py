@@ -48,7 +48,7 @@ class Trigger(ABC):
     def saved(self, moment: TriggerContext) -> None:  # noqa: B027 - most have nothing to remember
         """A snapshot of this moment was put, whoever said so."""
 
-    def told(self) -> "Iterator[DecidedTrigger]":
+    def decided(self) -> "Iterator[DecidedTrigger]":
         """Those in it that one rank decides."""
         return iter(())
 
@@ -75,10 +75,10 @@ class _Joined(Trigger):
         for each in self._triggers:
             each.saved(moment)
 
-    def told(self) -> "Iterator[DecidedTrigger]":
+    def decided(self) -> "Iterator[DecidedTrigger]":
         """See `Trigger` and `DecidedTrigger`."""
         for each in self._triggers:
-            yield from each.told()
+            yield from each.decided()
 
 
 class _Pure(Trigger):
@@ -117,7 +117,7 @@ class DecidedTrigger(Trigger):
     def begin(self) -> None:
         """Counts from now."""
 
-    def told(self) -> "Iterator[DecidedTrigger]":
+    def decided(self) -> "Iterator[DecidedTrigger]":
         """See `Trigger` and `DecidedTrigger`."""
         yield self
 

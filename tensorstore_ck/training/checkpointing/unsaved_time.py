@@ -60,9 +60,9 @@ class UnsavedTime:
     def begin(self) -> None:
         """The training begins, or goes on from a snapshot."""
         self._begun = self._clock()
-        self.sound()
+        self.note_published()
 
-    def sound(self) -> None:
+    def note_published(self) -> None:
         """There is one: a save was published."""
         self._since = self._clock()
         self.failure: BaseException | None = None
@@ -86,7 +86,7 @@ class UnsavedTime:
         self.refusal = self.refusal or error
         return True
 
-    def settle(self, store: Store) -> None:
+    def resolve_undecided(self, store: Store) -> None:
         """Asks the log about a save that may have happened: the next one goes on from it, or it never will have.
 
         Raises:
@@ -105,7 +105,7 @@ class UnsavedTime:
             pass  # it did not happen
         else:
             if self.failure is undecided:
-                self.sound()
+                self.note_published()
         self.undecided = None
 
     @property

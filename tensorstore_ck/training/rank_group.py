@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def place() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """This process's rank, and how many there are."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
 def require_group(group: "ProcessGroup | DeviceMesh | None") -> "ProcessGroup | None":
     """What ``group=`` means; refuses to take one of several ranks for all: the others' generators and positions would be lost."""
-    rank, ranks = place()
+    rank, ranks = rank_and_world_size()
     if group is None and ranks > 1:
         raise InvalidOptionError(
             f"this is rank {rank} of {ranks}, and each has generators and positions of its own: call it on all with group=dist.group.WORLD",
