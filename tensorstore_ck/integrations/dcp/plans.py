@@ -1,4 +1,4 @@
-"""DCP's plans in terms of a store: who of the ranks writes which part, and what a rank's items are as a captured state."""
+"""DCP's plans in terms of a store: which rank writes which part, and a rank's items as a captured state."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -25,15 +25,15 @@ from tensorstore_ck.state.wrapper_subclasses import is_traceable
 
 
 class Role(NamedTuple):
-    """What a rank does in a save. Travels in its plan, and stays with it when DCP uses it again."""
+    """A rank's task in a save. Part of its plan, and of DCP's cached copy of it."""
 
     part: int
-    """Which of the snapshot's parts it writes; the coordinator the first."""
+    """The number of the part that it writes; the coordinator's is 0."""
     parts: int
     layout: bytes
     """Sealed."""
     numbers: tuple[int, ...]
-    """The tensor of each of the plan's items; -1 for a byte item."""
+    """The tensor number of each item in the plan; -1 for a byte item."""
 
     @property
     def slot(self) -> PartSlot:
@@ -42,33 +42,33 @@ class Role(NamedTuple):
 
 
 def part_slot(part: int, parts: int) -> PartSlot:
-    """The place of one of `parts` parts, all with one layout."""
+    """The slot of one of `parts` parts with a common layout."""
     return PartSlot(part, parts, tuple(range(parts)), b"")
 
 
 class Tiny(NamedTuple):
-    """The bytes of a whole tensor that is so small that it lies inside the coordinator's part, where every reader finds it."""
+    """The bytes of a whole tensor small enough to be stored inside the coordinator's part."""
 
     number: int
     data: bytes
 
 
 class RankItems(NamedTuple):
-    """What a rank has to write."""
+    """The items that a rank writes."""
 
     captured: CapturedState
     results: list[WriteResult]
-    """What DCP is explicit of each item. Byte items and tiny tensors travel with it to the coordinator."""
+    """Results for DCP, which carry byte items and tiny tensors to the coordinator."""
 
 
 def assign_roles(plans: Sequence[SavePlan], coordinator: int) -> list[SavePlan]:
-    """The coordinator's step: its global plan, with a `Role` for every rank that has something to write, and for itself.
+    """The coordinator's global plan, with a `Role` for itself and for every rank that writes something.
 
     Raises:
         UnsupportedValueError: a tensor cannot be stored.
     """
     if not any(plan.usable for plan in plans):
-        return list(plans)  # DCP takes the plans of its last save again, and what was in them
+        return list(plans)  # DCP reuses the plans of its last save, with their roles
     plans = _completed(plans)
     writers = [coordinator, *(rank for rank, plan in enumerate(plans) if plan.items and rank != coordinator)]
     boxes = [item.tensor_data.chunk for plan in plans for item in plan.items if item.tensor_data is not None]
@@ -83,7 +83,7 @@ def assign_roles(plans: Sequence[SavePlan], coordinator: int) -> list[SavePlan]:
 
 
 def flat_layout_of(metadata: Metadata, parts: int) -> FlatLayout:
-    """The flat that `assign_roles` made, from what DCP says of the whole checkpoint."""
+    """The layout of `assign_roles`, rebuilt from DCP's metadata."""
     tensors = [entry for entry in metadata.state_dict_metadata.values() if isinstance(entry, TensorStorageMetadata)]
     boxes = [box for entry in tensors for box in entry.chunks]
     sizes = [entry.size for entry in tensors for _ in entry.chunks]
@@ -95,10 +95,10 @@ def _are_cut(boxes: Sequence[ChunkStorageMetadata], sizes: Sequence[torch.Size])
 
 
 def _completed(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
-    """The plans, with those from DCP's cache that ranks do not send again since they did not change.
+    """The plans, completed from DCP's cache for ranks whose plan did not change.
 
     Raises:
-        InvalidOptionError: they are not there.
+        InvalidOptionError: the cache lacks them.
     """
     if all(plan.usable for plan in plans):
         return plans
@@ -112,10 +112,10 @@ def _completed(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
 
 
 def resolve_items(plan: SavePlan, planner: SavePlanner, role: Role) -> RankItems:
-    """Resolves a rank's items. Nothing is copied that the planner does not copy.
+    """Resolves a rank's items, without copies besides the planner's own.
 
     Raises:
-        UnsupportedValueError: an item cannot be stored; the message has its name.
+        UnsupportedValueError: an item cannot be stored; the message names it.
     """
     layout = decode_layout(role.layout, "the layout in DCP's plan")
     pieces: dict[int, list[tuple[BoxBounds, torch.Tensor]]] = {}
@@ -162,7 +162,7 @@ def _tensor(resolved: Any, item: WriteItem, box: BoxBounds) -> torch.Tensor:
     if isinstance(resolved, torch.Tensor) and is_traceable(type(resolved)):
         kind = type(resolved)
         raise UnsupportedValueError(
-            f"cannot store {item.index.fqn}: it is a {kind.__module__}.{kind.__qualname__}, and DCP's plan has no place for its inner "
+            f"cannot store {item.index.fqn}: it is a {kind.__module__}.{kind.__qualname__}, and DCP's plan cannot hold its inner "
             "tensors; Store.put_snapshot with group= stores it",
             object_id=item.index.fqn,
         )

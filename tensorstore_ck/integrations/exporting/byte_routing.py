@@ -1,8 +1,7 @@
-"""From blocks to files: which bytes of which stored tensor go where, and how they get there.
+"""Writes bytes of stored tensors to ranges of files.
 
-Tensors that lie in a snapshot as they are wanted go from verified block to file, one block at a time in each thread. Those that ranks
-held in shares are put together in windows of memory. Views that are not contiguous are copied out of a scratch file. So memory stays
-bounded, whatever the size of a tensor.
+A tensor that is stored contiguously goes directly from verified blocks to the file, one block at a time per thread. Sharded tensors are
+assembled in windows of memory. Non-contiguous views are copied from a scratch file. So memory stays bounded for tensors of any size.
 """
 
 import mmap
@@ -26,9 +25,9 @@ from tensorstore_ck.state.allocate import LeafForm, contiguous_strides, form_of,
 from tensorstore_ck.state.byte_sources import CopySource
 
 WINDOW_BYTES: Final = 32 << 20
-"""Of one tensor that ranks held in shares."""
+"""Of one sharded tensor."""
 BATCH_BYTES: Final = 64 << 20
-"""Such windows are read together up to this size."""
+"""Windows that are read together."""
 
 
 class FileRange(NamedTuple):
@@ -41,7 +40,7 @@ class FileRange(NamedTuple):
 
 
 class ByteRouter:
-    """Collects what goes where; `run` then moves it."""
+    """Collects the ranges; `run` then writes them."""
 
     def __init__(self, content: SnapshotContent) -> None:
         self._content = content
@@ -49,13 +48,13 @@ class ByteRouter:
         self._strided: defaultdict[int, list[tuple[LeafForm, OutputFile, int]]] = defaultdict(list)
 
     def add(self, number: int, file: OutputFile, offset: int) -> None:
-        """All bytes of a stored tensor go to `offset`."""
+        """Adds all bytes of a stored tensor, at `offset`."""
         size = self._content.layout.tensors[number].size_bytes
         if size:
             self._ranges[number].append(FileRange(0, size, file, offset))
 
     def add_leaf(self, leaf: Leaf, file: OutputFile, offset: int) -> None:
-        """The elements of a leaf, row-major, go to `offset`."""
+        """Adds the elements of a leaf, row-major, at `offset`."""
         form = form_of(self._content.layout, leaf)
         if is_contiguous(form):
             start, size = form.offset_bytes, size_bytes(form)
@@ -65,7 +64,7 @@ class ByteRouter:
             self._strided[leaf.index].append((form, file, offset))
 
     def run(self, scratch: str) -> None:
-        """Moves everything; a file `scratch` may be there meanwhile."""
+        """Writes everything; uses a temporary file `scratch` if needed."""
         _write_ranges(self._content, self._ranges)
         for number, wanted in self._strided.items():
             self._write_strided(number, wanted, scratch)
@@ -83,24 +82,24 @@ class ByteRouter:
 
 
 def is_contiguous(form: LeafForm) -> bool:
-    """Whether its elements lie row-major, without gaps."""
+    """Whether its elements are row-major without gaps."""
     compact = contiguous_strides(form.shape)
     return all(extent <= 1 or a == b for extent, a, b in zip(form.shape, form.strides, compact, strict=True))
 
 
 def scratch_bytes(content: SnapshotContent, leaves: Iterable[Leaf]) -> int:
-    """What the largest scratch file takes, if these leaves are placed."""
+    """The size of the largest scratch file for these leaves."""
     strided = {leaf.index for leaf in leaves if not is_contiguous(form_of(content.layout, leaf))}
     return max((content.layout.tensors[number].size_bytes for number in strided), default=0)
 
 
 def size_bytes(form: LeafForm) -> int:
-    """Of its elements."""
+    """The size of its elements."""
     return prod(form.shape) * form.dtype.itemsize
 
 
 class _FanOutTarget:
-    """`ByteTarget` that hands the bytes of one tensor to all ranges that want them."""
+    """`ByteTarget` that writes the bytes of one tensor to several ranges."""
 
     def __init__(self, ranges: Sequence[FileRange]) -> None:
         self._ranges = ranges
@@ -109,7 +108,6 @@ class _FanOutTarget:
         """None: bytes come through `write`."""
 
     def write(self, start: int, data: memoryview) -> None:
-        """Writes what each place wants of them."""
         for each in self._ranges:
             first, last = max(start, each.start), min(start + len(data), each.stop)
             if first < last:
@@ -140,7 +138,7 @@ class _FileWindow(NamedTuple):
 
 
 def _write_windows(content: SnapshotContent, fans: dict[int, _FanOutTarget]) -> None:
-    room = memoryview(mmap.mmap(-1, BATCH_BYTES))
+    memory = memoryview(mmap.mmap(-1, BATCH_BYTES))
     batch: list[_FileWindow] = []
     boxes: list[WantedBox] = []
     used = 0
@@ -153,15 +151,15 @@ def _write_windows(content: SnapshotContent, fans: dict[int, _FanOutTarget]) -> 
             batch, boxes, used = [], [], 0
         if number < 0:
             return
-        batch.append(_FileWindow(fans[number], first * spec.item_bytes, room[used : used + (last - first) * spec.item_bytes]))
+        batch.append(_FileWindow(fans[number], first * spec.item_bytes, memory[used : used + (last - first) * spec.item_bytes]))
         for offsets, sizes in row_boxes(spec.shape, first, last):
             part = prod(sizes) * spec.item_bytes
-            boxes.append(WantedBox(number, BoxBounds(offsets, sizes), BufferTarget(room[used : used + part])))
+            boxes.append(WantedBox(number, BoxBounds(offsets, sizes), BufferTarget(memory[used : used + part])))
             used += part
 
 
 def _element_windows(spec: TensorSpec) -> Iterator[tuple[int, int]]:
-    """Cuts a tensor's elements where blocks are cut as well, if possible: at multiples of a power of two of rows."""
+    """Cuts a tensor's elements at block boundaries if possible: at multiples of a power of two of rows."""
     total = prod(spec.shape)
     row = prod(spec.shape[1:])
     rows = WINDOW_BYTES // (row * spec.item_bytes)

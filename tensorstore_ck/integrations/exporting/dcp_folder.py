@@ -1,7 +1,7 @@
 """A snapshot as a checkpoint of torch.distributed.checkpoint, for `dcp.load` on any number of ranks.
 
 DCP's own planner names and describes everything, torch pickles its metadata, and every tensor is one item, as `torch.save` writes it.
-What DCP itself drops or changes is told in the report.
+The report lists what DCP drops or changes.
 """
 
 import io
@@ -23,7 +23,7 @@ from tensorstore_ck.format.tree import ATTRIBUTES, Branch, Leaf, Tree, leaves
 from tensorstore_ck.format.values import key_text
 from tensorstore_ck.integrations.exporting.atomic_target import require_disk_space
 from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter, scratch_bytes, size_bytes
-from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
+from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport, split_files
 from tensorstore_ck.integrations.exporting.meta_state import MetaState, untouched
 from tensorstore_ck.integrations.exporting.output_file import OutputFile
 from tensorstore_ck.integrations.exporting.torch_zip_template import TorchZipTemplate, build_template, require_savable
@@ -37,7 +37,7 @@ _BY_VALUE: Final = frozenset("unr")
 
 
 class _Tensor(NamedTuple):
-    """A tensor's item: torch's file with room for the bytes."""
+    """A tensor's item: torch's file with gaps for the bytes."""
 
     leaf: Leaf
     form: LeafForm
@@ -51,12 +51,14 @@ def write_dcp(job: ExportJob) -> WrittenExport:
     """Writes the checkpoint into the job's folder.
 
     Raises:
-        UnsupportedValueError: the state is no dict, or two of its names are the same to DCP.
+        UnsupportedValueError: the state is not a dict, or DCP cannot distinguish two of its names.
         DamageError: stored data is damaged, or a file does not hold what was written to it.
     """
     content, tree, folder, target = job.content, job.tree, job.folder, job.target
     if not isinstance(tree, Branch) or tree.node[0] not in _DICTS:
-        raise UnsupportedValueError("DCP holds dicts alone, and this state is none: export as torch or safetensors", object_id=target.path)
+        raise UnsupportedValueError(
+            "DCP holds only dicts, and this state is not one: export as torch or safetensors", object_id=target.path
+        )
     meta = MetaState(content, tree, _BY_VALUE)
     require_savable(((tensor, leaf.path) for tensor, leaf in meta.tensors.values()), target.path)
     planner, plan, metadata = _plan(meta.state, target.path)
@@ -64,7 +66,7 @@ def write_dcp(job: ExportJob) -> WrittenExport:
     scratch = scratch_bytes(content, (item.leaf for _, item in items if isinstance(item, _Tensor)))
     require_disk_space(folder, sum(map(_size, items)) + scratch, target.path)
     storage: dict[MetadataIndex, _StorageInfo] = {}
-    for number, group in enumerate(_split(items, job.max_file_bytes)):
+    for number, group in enumerate(split_files(items, _size, job.max_file_bytes)):
         name = f"__0_{number}.distcp"
         with OutputFile(os.path.join(folder, name), target.path) as file:
             at = 0
@@ -91,7 +93,7 @@ def _plan(state: Any, shown: str) -> tuple[DefaultSavePlanner, SavePlan, Metadat
         (plan,), metadata = planner.create_global_plan([local])
     except ValueError as exc:
         raise UnsupportedValueError(
-            f"DCP cannot hold this state ({exc}): its names are str(key) joined by dots, and two of them would be one; leave one out with "
+            f"DCP cannot hold this state ({exc}): its names are str(key) joined by dots, and two of them would be equal; exclude one with "
             "--skip (skip=), or export as torch",
             object_id=shown,
         ) from exc
@@ -99,7 +101,7 @@ def _plan(state: Any, shown: str) -> tuple[DefaultSavePlanner, SavePlan, Metadat
 
 
 def _require_sizes(plan: SavePlan) -> None:
-    """Refuses tensors of dtypes whose size DCP cannot tell."""
+    """Rejects tensors of dtypes whose size DCP cannot determine."""
     unknown = []
     for item in plan.items:
         try:
@@ -108,13 +110,13 @@ def _require_sizes(plan: SavePlan) -> None:
             unknown.append(f"{item.index.fqn} ({item.tensor_data.properties.dtype})" if item.tensor_data else item.index.fqn)
     if unknown:
         raise UnsupportedValueError(
-            f"DCP cannot hold the dtype of {listed(unknown)}: leave out what you do not need with --skip NAME (skip=), or export as torch",
+            f"DCP cannot hold the dtype of {listed(unknown)}: exclude what you do not need with --skip NAME (skip=), or export as torch",
             object_id=unknown[0].partition(" ")[0],
         )
 
 
 def _items(content: SnapshotContent, meta: MetaState, planner: DefaultSavePlanner, plan: SavePlan, shown: str) -> Iterator[Item]:
-    """Everything that is saved: a tensor, or the bytes of something else."""
+    """Every item: a tensor, or the bytes of another object."""
     templates: dict[tuple[tuple[int, ...], torch.dtype], TorchZipTemplate] = {}
     for item in plan.items:
         if item.type == WriteItemType.BYTE_IO:
@@ -135,20 +137,8 @@ def _size(item: Item) -> int:
     return item[1].template.size_bytes if isinstance(item[1], _Tensor) else len(item[1])
 
 
-def _split(items: Sequence[Item], max_file_bytes: int) -> list[list[Item]]:
-    groups: list[list[Item]] = [[]]
-    used = 0
-    for item in items:
-        if groups[-1] and used + _size(item) > max_file_bytes:
-            groups.append([])
-            used = 0
-        groups[-1].append(item)
-        used += _size(item)
-    return groups
-
-
 def _write_file(job: ExportJob, file: OutputFile, items: Sequence[tuple[int, _Tensor | memoryview]], size: int) -> None:
-    """Writes items at their offsets: the tensors' bytes, and when these were read back, what torch writes around them."""
+    """Writes items at their offsets: the tensors' bytes, then, with their CRC-32s, what torch writes around them."""
     router = ByteRouter(job.content)
     tensors = [(at, item) for at, item in items if isinstance(item, _Tensor)]
     for at, item in items:
@@ -167,7 +157,7 @@ def _write_file(job: ExportJob, file: OutputFile, items: Sequence[tuple[int, _Te
 
 
 def _dropped(tree: Tree) -> Iterator[tuple[str, str]]:
-    """What DCP does not hold: empty dicts, and attributes of an OrderedDict."""
+    """What DCP drops: empty dicts, and attributes of an OrderedDict."""
     if not isinstance(tree, Branch) or tree.node[0] in _BY_VALUE:
         return
     if tree.node[0] in _DICTS and not tree.children:
@@ -180,7 +170,7 @@ def _dropped(tree: Tree) -> Iterator[tuple[str, str]]:
 
 
 def _notes(tree: Tree) -> list[str]:
-    """What comes back in another form."""
+    """What DCP changes."""
     numbered: list[str] = []
     dicts: list[str] = []
     _look(tree, numbered, dicts)

@@ -1,4 +1,4 @@
-"""A snapshot as the file that `torch.save` makes of it: types, values, sharing and gradients' flags as `Store.checkout` gives them."""
+"""A snapshot as a file of `torch.save`: types, values, shared memory and gradient flags as `Store.checkout` returns them."""
 
 import os
 import pickle
@@ -30,7 +30,7 @@ def write_torch(job: ExportJob) -> WrittenExport:
         DamageError: stored data is damaged, or the file does not hold what was written to it.
     """
     content, tree, folder, target = job.content, job.tree, job.folder, job.target
-    meta = MetaState(content, tree, by_value=frozenset("r"))  # what registered types make of tensors without bytes, nobody knows
+    meta = MetaState(content, tree, by_value=frozenset("r"))  # a registered type may read its tensors
     meta.require_one_dtype()
     require_savable(((tensor, leaf.path) for tensor, leaf in meta.tensors.values()), target.path)
     template = build_template(meta.state, target.path)
@@ -60,25 +60,25 @@ def write_torch(job: ExportJob) -> WrittenExport:
 
 
 def _reopened(path: str, state: object, shown: str) -> list[str]:
-    """Opens the file as its readers will, and compares the form of what it holds with the state; returns what to tell them."""
+    """Opens the file as its readers will, and compares all but tensor bytes with the state; returns notes for readers."""
     try:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         if unsafe:
             return [
                 f"torch.load needs weights_only=False, or torch.serialization.add_safe_globals, for {listed(sorted(unsafe))}: "
-                "the snapshot holds what torch does not load otherwise"
+                "the snapshot has types that torch does not load otherwise"
             ]
         found = _form(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
     except (RuntimeError, pickle.UnpicklingError) as exc:
-        raise CorruptObjectError(f"torch cannot read {shown} back ({exc}): the export was given up", object_id=shown) from exc
+        raise CorruptObjectError(f"torch cannot read {shown} back ({exc}): the export was aborted", object_id=shown) from exc
     if found != _form(state):
         raise CorruptObjectError(
-            f"torch reads something else from {shown} than the snapshot holds: the export was given up", object_id=shown
+            f"torch reads something else from {shown} than the snapshot holds: the export was aborted", object_id=shown
         )
     return []
 
 
 def _form(state: object) -> tuple[bytes, bytes, list[bytes]]:
-    """All of a state but its tensors' bytes: types, names, shapes, sharing, values."""
+    """Everything in a state except tensor bytes: types, names, shapes, shared memory, values."""
     taken = capture(state)
     return taken.layout.encode(), pack_body(list(taken.values)), list(taken.blobs)

@@ -161,7 +161,7 @@ def test_what_is_there_is_not_replaced_unasked(store: tsck.Store, kind: Any, tmp
     (tmp_path / "link").symlink_to("nowhere")
     before = inodes(tmp_path)
     for name in ("file", "folder", "link"):
-        with pytest.raises(AlreadyExistsError, match="is there already: give --force"):
+        with pytest.raises(AlreadyExistsError, match="already exists: use --force"):
             export_snapshot(store, "run", tmp_path / name, format=kind)
     for name in ("file", "link"):
         with pytest.raises(AlreadyExistsError, match=r"is no folder|is a link"):
