@@ -72,7 +72,7 @@ def get_target(path: str, optimizer: torch.optim.Optimizer, names: ParameterName
 
 
 def set_state(path: str, optimizer: torch.optim.Optimizer, names: ParameterNames, state: State) -> None:
-    """Puts back what `get_state` or `get_full_state` gave.
+    """Restores what `get_state` or `get_full_state` returned.
 
     Raises:
         MismatchError: its groups have other parameters.

@@ -2,7 +2,7 @@
 
 Plans contain no values. So each rank sends hashes of its copies along with its write results, and the coordinator compares them before it
 publishes: all of them at a writer's first save; later values, small tensors and a rotating part of the others. Copies that differ
-legitimately (a generator's state) cannot be told from errors (an unsynchronised buffer).
+legitimately (a generator's state) look like errors (an unsynchronised buffer).
 """
 
 import zlib

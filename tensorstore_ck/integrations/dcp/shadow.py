@@ -131,9 +131,11 @@ class ShadowWriter(StorageWriter):
         ended = time.perf_counter()
         begun, results = written or (None, [])
         differing = self._guarded(lambda: _differing(plan, self._theirs, theirs.value(), begun, results)) if begun is not None else None
-        told = _ShadowReport(theirs.value(), results, (between - started, ended - between), len(plan.items), differing or [], self._problem)
+        report = _ShadowReport(
+            theirs.value(), results, (between - started, ended - between), len(plan.items), differing or [], self._problem
+        )
         done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(MetadataIndex(""), 0, told)])
+        done.set_result([WriteResult(MetadataIndex(""), 0, report)])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

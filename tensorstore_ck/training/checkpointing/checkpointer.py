@@ -358,7 +358,7 @@ class Checkpointer:
         """Whether no rank has to end after the running saves have ended; equal on all ranks."""
         if self._group is None:
             return not self._must_end()
-        title, must_end = f"whether saves to {self._ref!r} go on failing ({self._id}, {self._round})", self._must_end()
+        title, must_end = f"whether saves to {self._ref!r} still fail ({self._id}, {self._round})", self._must_end()
         try:
             ending = self._store.groups.tell_all(self._group, title, lambda: bytes([must_end]), timeout_seconds=self._timeout_seconds)
         except StoreError as exc:

@@ -61,7 +61,7 @@ class ResumeAttempt(NamedTuple):
                 break
             if chosen.drift:
                 raise SnapshotMarkedBadError(
-                    f'{chosen.drift}. A rank may be corrupted: compare the copies, then call resume(drift="accept") to go on from '
+                    f'{chosen.drift}. A rank may be corrupted: compare the copies, then call resume(drift="accept") to resume from '
                     f'{chosen.address}, or resume(drift="skip") to go back to an earlier snapshot',
                     object_id=chosen.address,
                 )

@@ -422,7 +422,9 @@ def test_files_of_one_step_beside_others(run: Tsck, tmp_path: Path) -> None:
     run("init", "ck")
     refused = run("import", "old", "--ref", "new")
     assert refused.code == 26
-    assert re.search(r"model_step_1\.pt and optimizer_step_1\.pt have the same step: move the files of each step to a separate folder", refused.err)
+    assert re.search(
+        r"model_step_1\.pt and optimizer_step_1\.pt have the same step: move the files of each step to a separate folder", refused.err
+    )
     for step in (1, 2):
         (tmp_path / "steps" / f"step_{step}").mkdir(parents=True)
         for path in (tmp_path / "old").glob(f"*_{step}.pt"):
