@@ -63,7 +63,7 @@ class _Metrics:
                 f"tensorstore_ck.{name}", unit="s", description=description, explicit_bucket_boundaries_advisory=_SECONDS_BUCKETS
             )
 
-        self._puts = meter.create_counter("tensorstore_ck.session.puts", unit="{put}", description="Saves that ended, by outcome")
+        self._puts = meter.create_counter("tensorstore_ck.puts", unit="{put}", description="Saves that ended, by outcome")
         self._duration = seconds("put.duration", "From the call to the durable log entry, or to the failure")
         self._stall = seconds("put.stall", "How long training was blocked by a save")
         self._stage = seconds("put.stage.duration", "How long at least one thread was in a stage of a save; stages overlap")

@@ -89,7 +89,7 @@ def publish(store: FakeStore) -> None:
 def test_metrics_of_a_published_put(seen: Seen) -> None:
     publish(seen.store)
     publish(seen.store)
-    ((unit, about, puts),) = seen.points("tensorstore_ck.session.puts")
+    ((unit, about, puts),) = seen.points("tensorstore_ck.puts")
     assert (unit, about, puts.value) == ("{put}", {**ABOUT, "tensorstore_ck.outcome": "published"}, 2)
     ((unit, about, stall),) = seen.points("tensorstore_ck.put.stall")
     assert (unit, about, stall.count, stall.sum) == ("s", ABOUT, 2, 1.0)
@@ -120,7 +120,7 @@ def test_what_went_wrong_is_counted_by_its_kind(seen: Seen) -> None:
     seen.store.tell("stalled")
     seen.store.tell("retried", what="upload", error="503")
     seen.store.tell("staged")
-    outcomes = {about["tensorstore_ck.outcome"]: about.get("error.type") for _, about, _ in seen.points("tensorstore_ck.session.puts")}
+    outcomes = {about["tensorstore_ck.outcome"]: about.get("error.type") for _, about, _ in seen.points("tensorstore_ck.puts")}
     assert outcomes == {"failed": "no_space", "skipped": None}
     assert seen.points("tensorstore_ck.put.memory_wait")[0][2].sum == 0.5
     assert seen.points("tensorstore_ck.retries")[0][2].value == 1
@@ -169,7 +169,7 @@ def test_the_span_of_a_failed_put_has_the_error(seen: Seen) -> None:
 def test_it_ends(seen: Seen) -> None:
     seen.end()
     publish(seen.store)
-    assert not seen.points("tensorstore_ck.session.puts")
+    assert not seen.points("tensorstore_ck.puts")
     assert not seen.spans()
 
 
