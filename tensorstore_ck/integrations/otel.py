@@ -121,7 +121,6 @@ class _Metrics:
 
 
 def _trace(tracer: trace.Tracer, event: Event) -> None:
-    """Spans of a completed save."""
     start_ns = event.time_ns - _ns(event, "total_seconds")
     about: dict[str, str | int] = {"tensorstore_ck.ref": event.ref, "tensorstore_ck.rank": event.rank}
     if event.step is not None:

@@ -224,7 +224,6 @@ class SnapshotFiles:
 
 
 def _model_leaves(tree: Branch | Leaf) -> Iterator[Leaf]:
-    """The leaves of a state's dict ``model``."""
     if isinstance(tree, Branch):
         for key, child in zip(tree.keys, tree.children, strict=False):
             if key == MODEL_KEY and isinstance(child, Branch):
@@ -239,7 +238,6 @@ def _finite(value: Any) -> Any:
 
 
 def _can_hold(layout: Layout, leaf: Leaf, name: str) -> bool:
-    """Whether a ``.safetensors`` file can hold a tensor of that dtype and name."""
     return _stored_dtype(layout, leaf) in _DTYPES and name != METADATA
 
 

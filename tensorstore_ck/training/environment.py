@@ -134,7 +134,6 @@ def _nccl_version() -> str | None:
 
 @cache
 def _cublas_version() -> str | None:
-    """The version of the library that torch has loaded."""
     if _LOADED_ALREADY is None or not torch.version.cuda:
         return None
     try:

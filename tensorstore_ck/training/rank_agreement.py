@@ -91,7 +91,6 @@ class Agreements:
 
 
 def _agreement_of_rank(answer: Body, names: Mapping[bytes, str], rank: int) -> Agreement:
-    """One rank's view of rank 0's answer."""
     leader = {bytes(key): int(leading) for leading, led in take(answer, "leaders", list) for key in led}
     leads = frozenset(name for key, name in names.items() if leader.get(key) == rank)
     follows = frozenset(name for key, name in names.items() if key in leader) - leads

@@ -166,7 +166,6 @@ class RankOwnState:
 
 
 def _of(own: State, module: _Module) -> dict[str, Any]:
-    """A module's buffers in a rank's own state."""
     found: dict[str, Any] = own.get(module.side, {})
     return found.get(module.key, {}) if module.key else found
 

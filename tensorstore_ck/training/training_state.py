@@ -309,7 +309,6 @@ class TrainingState:
         get_optimizer: "_GetOptimizer" = optimizers.get_state,
         agreement: Agreement = SINGLE,
     ) -> tuple[State, State]:
-        """The shared side, and this rank's own."""
         get_optimizer = get_optimizer if agreement.same_groups else partial(optimizers.get_state, by_name=True)
         shared = {**self._shared(get_optimizer), "ranks": ranks, "mid_step": with_gradients}
         self._own.lead(shared, agreement)
@@ -395,5 +394,4 @@ class TrainingState:
         return StatefulPart.of("extra", self._extra).matching(lambda each: not rng.is_generator(each))
 
     def _meshes(self) -> dict[DeviceMesh, None]:
-        """The meshes of the parameters, in order."""
         return {each.device_mesh: None for each in self._names().parameters.values() if isinstance(each, DTensor)}

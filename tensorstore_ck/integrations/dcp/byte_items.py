@@ -49,7 +49,6 @@ def resolve_item(planner: SavePlanner, item: WriteItem) -> OpaqueItem:
 
 
 def _own_classes(planner: DefaultSavePlanner) -> Iterator[type]:
-    """The subclasses of torch's planner that it is an instance of."""
     return takewhile(lambda cls: cls is not DefaultSavePlanner, type(planner).__mro__)
 
 

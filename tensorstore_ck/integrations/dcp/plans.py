@@ -112,7 +112,7 @@ def _completed(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
 
 
 def resolve_items(plan: SavePlan, planner: SavePlanner, role: Role) -> RankItems:
-    """Resolves a rank's items, without copies besides the planner's own.
+    """Resolves a rank's items, without copies except the planner's own.
 
     Raises:
         UnsupportedValueError: an item cannot be stored; the message names it.

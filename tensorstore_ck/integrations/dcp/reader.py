@@ -245,7 +245,6 @@ class Reader(StorageReader):
         return self._zips[encoded]
 
     def _child(self, tree: Tree, key: str) -> Tree:
-        """The child under a key, as DCP writes keys."""
         assert isinstance(tree, Branch)
         if id(tree) not in self._children:
             texts = (own if type(own) is str else str(decode(own, decode_other=decode_torch)) for own in tree.keys)
@@ -264,7 +263,6 @@ def _memory_of(target: torch.Tensor) -> tuple[object, ...] | None:
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether they are bit-identical."""
     return source_of(one).read(0, one.nbytes) == source_of(other).read(0, other.nbytes)
 
 
@@ -291,7 +289,6 @@ class _NoMetadata(Metadata):
 
     @property
     def state_dict_metadata(self) -> dict[str, STORAGE_TYPES]:  # type: ignore[override]
-        """Raises the error."""
         raise self.error
 
 

@@ -116,7 +116,6 @@ def _require_sizes(plan: SavePlan) -> None:
 
 
 def _items(content: SnapshotContent, meta: MetaState, planner: DefaultSavePlanner, plan: SavePlan, shown: str) -> Iterator[Item]:
-    """Every item: a tensor, or the bytes of another object."""
     templates: dict[tuple[tuple[int, ...], torch.dtype], TorchZipTemplate] = {}
     for item in plan.items:
         if item.type == WriteItemType.BYTE_IO:
@@ -170,7 +169,6 @@ def _dropped(tree: Tree) -> Iterator[tuple[str, str]]:
 
 
 def _notes(tree: Tree) -> list[str]:
-    """What DCP changes."""
     numbered: list[str] = []
     dicts: list[str] = []
     _look(tree, numbered, dicts)

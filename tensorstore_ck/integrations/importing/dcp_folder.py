@@ -56,7 +56,6 @@ class _Fields:
         """The fields of the one class that pickles them without names."""
 
     def build(self, state: Any) -> None:
-        """Takes the fields."""
         if type(state) is dict:
             self.named = state
         elif type(state) is tuple:
@@ -65,7 +64,6 @@ class _Fields:
             raise MalformedError(f"its {self.kind} is malformed")
 
     def get(self, name: str, kind: type[Any]) -> Any:
-        """A field, which must have that type."""
         found = self.named.get(name)
         if not isinstance(found, kind) or isinstance(found, bool):
             raise MalformedError(f"its {self.kind} has no valid {name}")
@@ -100,7 +98,6 @@ def load_dcp(files: Files, folder: Folder, known: PickleAllowlist) -> DcpContent
 
 
 def _names() -> PickleAllowlist:
-    """The names that the pickle of the metadata may use."""
     return PickleAllowlist(
         {
             **{(f"torch.distributed.{module}", name): AllowedGlobal(name, _maker(name)) for module, name in _CLASSES},

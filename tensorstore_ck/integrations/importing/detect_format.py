@@ -136,7 +136,6 @@ def _members(files: Files, folder: Folder, names: list[str], known: PickleAllowl
 
 
 def _with_lightning(found: FoundState) -> FoundState:
-    """Takes step and epoch from a Lightning checkpoint."""
     state = found.state
     if not isinstance(state, dict) or type(state.get(LIGHTNING_VERSION)) is not str:
         return found

@@ -153,7 +153,6 @@ def _tensor_v3(  # noqa: PLR0917 - as in torch._utils
 
 
 def _over(storage: torch.UntypedStorage, dtype: torch.dtype, offset: Any, shape: Any, strides: Any) -> torch.Tensor:
-    """The tensor, if its elements lie within the storage."""
     sizes, steps = tuple(shape), tuple(strides)
     if len(sizes) != len(steps) or len(sizes) > MAX_DIMS or any(type(number) is not int for number in (offset, *sizes, *steps)):
         raise MalformedError("it has a tensor whose shape and strides do not fit each other")
@@ -207,7 +206,6 @@ def _layout(name: Any) -> torch.layout:
 
 
 def _encoded(text: Any = "", encoding: Any = "latin1") -> bytes:
-    """Bytes in protocol 2."""
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
         raise MalformedError("it has bytes in an unknown encoding")
     return text.encode("latin-1")

@@ -68,7 +68,6 @@ class _Resolver:
         self._noted: set[int] = set()
 
     def raise_on_leftovers(self, unknown: Mapping[str, str]) -> None:
-        """Raises for unused globs, unknown names and unsupported objects."""
         if self._unused:
             glob = min(self._unused)
             raise MismatchError(f"nothing in {self._origin} matches {glob!r}, which is to be excluded", object_id=glob)

@@ -99,7 +99,6 @@ def _from_archive(files: Files, file: MappedFile, known: PickleAllowlist, start:
 
 
 def _checked(pid: Any) -> tuple[torch.dtype, str, int]:
-    """dtype, key and number of elements of a storage that a pickle references."""
     if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] != "storage":
         raise MalformedError("it references something outside that is no storage")
     kind, key, _, count = pid[1:5]

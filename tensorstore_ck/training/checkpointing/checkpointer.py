@@ -41,9 +41,8 @@ class Checkpointer:
                 if ckpt.preempted:
                     break
 
-    A transient failure of a save (an unreachable backend, a late rank) is a warning, and the next trigger saves again; after
-    `max_unsaved_seconds` without a snapshot, `step` raises. It raises a permanent failure (a rejected state, option or ref) at once. Ranks
-    of a group raise after the same step, up to `lead_steps` later, when running saves have ended. Not thread-safe.
+    A transient failure of a save (an unreachable backend) is a warning; `step` raises after `max_unsaved_seconds` without a snapshot, or at
+    once for a permanent one (a rejected state). Ranks raise after the same step, up to `lead_steps` later. Not thread-safe.
     """
 
     def __init__(
@@ -329,7 +328,6 @@ class Checkpointer:
             warnings.warn(f"{exc}; the next save checks again", stacklevel=5)
 
     def _begin_round(self) -> None:
-        """Invalidates earlier announcements of an end."""
         self._round += 1
         self._ends_at = None
 

@@ -130,7 +130,6 @@ class ResumeAttempt(NamedTuple):
 
 
 def _verdict(failure: StoreError) -> bytes:
-    """What all ranks do after a failed restore."""
     if isinstance(failure, CorruptObjectError | MissingObjectError | SnapshotExpiredError):
         return SKIP
     return RETRY if isinstance(failure, RetryableError | NotFoundError) else STOP

@@ -67,16 +67,13 @@ class _Joined(Trigger):
         self._join, self._triggers = join, triggers
 
     def fires(self, moment: TriggerContext) -> bool:
-        """See `Trigger` and `DecidedTrigger`."""
         return self._join([each.fires(moment) for each in self._triggers])  # no short circuit: some triggers count calls
 
     def saved(self, moment: TriggerContext) -> None:
-        """See `Trigger` and `DecidedTrigger`."""
         for each in self._triggers:
             each.saved(moment)
 
     def decided(self) -> "Iterator[DecidedTrigger]":
-        """See `Trigger` and `DecidedTrigger`."""
         for each in self._triggers:
             yield from each.decided()
 
@@ -88,7 +85,6 @@ class _Pure(Trigger):
         self._holds = holds
 
     def fires(self, moment: TriggerContext) -> bool:
-        """See `Trigger` and `DecidedTrigger`."""
         return self._holds(moment)
 
 
@@ -214,7 +210,6 @@ class _Rising(Trigger):
         self._holds, self._held = holds, False
 
     def fires(self, moment: TriggerContext) -> bool:
-        """See `Trigger` and `DecidedTrigger`."""
         before, self._held = self._held, bool(self._holds({**moment.metrics, "step": moment.step}))
         return self._held and not before
 
