@@ -13,7 +13,7 @@ from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import emit, green, printable, red
 
 if TYPE_CHECKING:
-    from tensorstore_ck.training.verify_resume import Make
+    from tensorstore_ck.training.verify_resume import MakeJob
 
 DIFFERS_EXIT: Final = 3  # Python itself ends with 1 where the code that is run raises
 
@@ -46,7 +46,7 @@ def verify_resume(context: click.Context, function: str, address: str, steps: in
         context.exit(DIFFERS_EXIT)
 
 
-def load_function(text: str) -> "Make":
+def load_function(text: str) -> "MakeJob":
     """The function that ``MODULE:FUNCTION`` names; its module is imported."""
     name, colon, attribute = text.rpartition(":")
     if not colon or not name or not attribute:

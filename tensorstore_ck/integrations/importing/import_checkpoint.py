@@ -1,4 +1,4 @@
-"""Imports a checkpoint: reads it, takes it apart, puts it. One put: all of it becomes visible, or nothing."""
+"""Imports a checkpoint as one snapshot: all of it becomes visible, or nothing."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.publish import AnyHead
 from tensorstore_ck.format.record import STORE_KEY
-from tensorstore_ck.integrations.importing.crc_check import watched
+from tensorstore_ck.integrations.importing.crc_check import with_crc_check
 from tensorstore_ck.integrations.importing.detect_format import find_state
 from tensorstore_ck.integrations.importing.mapped_files import Files
 from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
-from tensorstore_ck.integrations.importing.resolve_placeholders import settle
+from tensorstore_ck.integrations.importing.resolve_placeholders import resolve_placeholders
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.ref_fence import LAST_SEEN, LastSeen
 from tensorstore_ck.state import capture
@@ -22,7 +22,7 @@ from tensorstore_ck.store import Store
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContents:
-    """What a checkpoint holds, and what was made of it."""
+    """What a checkpoint holds, and how it is imported."""
 
     path: str
     format: str
@@ -30,19 +30,19 @@ class CheckpointContents:
     tensor_bytes: int
     values: int
     step: int | None
-    """That the checkpoint says it has."""
+    """The checkpoint's own step."""
     metadata: Mapping[str, object]
-    """What it says about itself."""
+    """The checkpoint's own metadata."""
     converted: Mapping[str, int]
-    """What is stored as something else than it was, in words -> how often."""
+    """Conversions to other types, in words -> how often."""
     left_out: tuple[str, ...]
-    """Paths that were to be left out."""
+    """Excluded paths."""
     skipped: Mapping[str, str]
-    """Files beside it that are no part of it -> why."""
+    """Files next to it that are not imported -> why."""
 
 
 class Imported(NamedTuple):
-    """What an import did."""
+    """The result of an import."""
 
     snapshot: Snapshot
     contents: CheckpointContents
@@ -62,36 +62,36 @@ def import_checkpoint(
     parent: str | Snapshot | LastSeen | None = LAST_SEEN,
     started: Callable[[CheckpointContents], None] = lambda contents: None,
 ) -> Imported:
-    """Puts what another library saved as the next snapshot on a branch: the tree that its own reader would give.
+    """Imports a checkpoint of another library as the next snapshot on a branch, with the tree that the library's reader returns.
 
-    Files are mapped, never loaded as a whole, and nothing in them is run: what their pickles name is looked up in a fixed list,
-    and the rest is refused by its path.
+    Files are mapped, never loaded as a whole, and nothing in them is run: names in their pickles are looked up in a fixed list, and
+    objects with other names are rejected by their path.
 
     Args:
         store: The store.
         path: A file of torch.save, Lightning or safetensors; an index or folder of such files; a folder of torch.distributed.checkpoint.
-        ref: The branch to put it on; made if it does not exist.
-        step: The training step, instead of the one that the checkpoint says it has.
+        ref: The branch; created if it does not exist.
+        step: The training step; by default the checkpoint's own.
         metrics: Numbers to rank by.
-        metadata: What the run knows, beside what the checkpoint says about itself.
-        leave_out: Globs over paths such as ``hyper_parameters.*``: what fits is not imported.
+        metadata: Added to the checkpoint's own metadata.
+        leave_out: Globs over paths such as ``hyper_parameters.*``, which are not imported.
         as_one: Import a folder as one snapshot even if its files are checkpoints of several steps.
-        expect: As in `Store.put_snapshot`.
-        parent: Likewise.
-        started: Told what it is before its bytes are read.
+        expect: See `Store.put_snapshot`.
+        parent: See `Store.put_snapshot`.
+        started: Called before the tensors are read.
 
     Raises:
-        NotFoundError: no checkpoint there.
-        SeveralStepsError: a folder of checkpoints of several steps: see `import_history`.
-        UnsupportedValueError: of an unknown kind, or it holds what cannot be stored; the message has the path.
-        CorruptObjectError: it is damaged, incomplete, or contradicts itself. Nothing was put.
-        ConflictError: the ref is elsewhere; nothing was put.
+        NotFoundError: there is no checkpoint.
+        SeveralStepsError: the folder has checkpoints of several steps: see `import_history`.
+        UnsupportedValueError: the format is unknown, or an object cannot be stored; the message has its path.
+        CorruptObjectError: the checkpoint is damaged, incomplete or inconsistent. Nothing was stored.
+        ConflictError: the ref is elsewhere; nothing was stored.
     """
     with opened(path, leave_out, as_one=as_one) as (contents, captured, files, _):
         started(contents)
         snapshot = put_captured(
             store,
-            watched(captured, files.expected),
+            with_crc_check(captured, files.expected),
             ref=ref,
             step=contents.step if step is None else step,
             metrics=metrics,
@@ -103,13 +103,13 @@ def import_checkpoint(
 
 
 def inspect_checkpoint(path: str | os.PathLike[str], *, leave_out: Sequence[str] = (), as_one: bool = False) -> CheckpointContents:
-    """What `import_checkpoint` would import, with the same errors; checksums of tensors aside, which only an import reads."""
+    """What `import_checkpoint` would import, with the same errors, except for checksums of tensors."""
     with opened(path, leave_out, as_one=as_one) as found:
         return found.contents
 
 
 class Opened(NamedTuple):
-    """A checkpoint, taken apart."""
+    """A parsed checkpoint."""
 
     contents: CheckpointContents
     captured: CapturedState
@@ -119,13 +119,13 @@ class Opened(NamedTuple):
 
 @contextmanager
 def opened(path: str | os.PathLike[str], leave_out: Sequence[str] = (), *, as_one: bool = False) -> Iterator[Opened]:
-    """A checkpoint, taken apart; its bytes are read when they are stored, which must be before the context ends."""
+    """A parsed checkpoint; its tensors are read while they are stored, which must be before the context ends."""
     origin = os.path.abspath(os.fspath(path))
     with Files() as files:
         known = PickleAllowlist()
         found = find_state(files, origin, known, as_one=as_one)
-        settled = settle(found.state, leave_out, found.unknown, origin, known.parsed_bytes)
-        captured = capture(settled.state)
+        resolved = resolve_placeholders(found.state, leave_out, found.unknown, origin, known.parsed_bytes)
+        captured = capture(resolved.state)
         tensors = captured.layout.tensors
         contents = CheckpointContents(
             origin,
@@ -136,12 +136,12 @@ def opened(path: str | os.PathLike[str], leave_out: Sequence[str] = (), *, as_on
             found.step,
             {key: value for key, value in found.metadata.items() if key != STORE_KEY},
             dict(known.converted),
-            tuple(settled.left_out),
+            tuple(resolved.left_out),
             dict(found.skipped),
         )
-        yield Opened(contents, captured, files, settled.state)
+        yield Opened(contents, captured, files, resolved.state)
 
 
 def put_captured(store: Store, captured: CapturedState, *, ref: str, step: int | None, **options: Any) -> Snapshot:
-    """`Store.put_snapshot` of what was taken apart already; its content and step are the checkpoint's, and are not doubted."""
+    """`Store.put_snapshot` of a captured state; its content and step are the checkpoint's, and are not doubted."""
     return store.session.put_captured(captured, ref, step=step, any_step=True, unchanged="ok", verify_capture=0.0, **options)

@@ -310,7 +310,7 @@ def test_relocations_in_a_circle(tmp_path: Path, hops: int) -> None:
         move_through(store, hops, back=True)
         result = run_alone(written(contents(store.engine.backend), tmp_path / "store"), "runs/a", tmp_path / "out.safetensors")
     assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr.endswith("its relocations go in circles\n")
+    assert result.stderr.endswith("its relocations form a cycle\n")
 
 
 def test_packs_that_were_moved_to_another_folder(store: tsck.Store, folder: Path, tmp_path: Path) -> None:

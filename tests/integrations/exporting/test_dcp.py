@@ -115,7 +115,7 @@ def test_what_is_no_dict_and_equal_names_are_refused(tmp_path: Path) -> None:
     with open_store(small_blocks()) as store:
         store.put_snapshot([torch.ones(3)], ref="list")
         store.put_snapshot({"a": {1: torch.ones(2), "1": torch.ones(3)}}, ref="twice")
-        with pytest.raises(UnsupportedValueError, match="DCP holds dicts alone"):
+        with pytest.raises(UnsupportedValueError, match="DCP holds only dicts"):
             export_snapshot(store, "list", tmp_path / "out", format="dcp")
         with pytest.raises(UnsupportedValueError, match=r"duplicated flatten key a\.1"):
             export_snapshot(store, "twice", tmp_path / "out", format="dcp")

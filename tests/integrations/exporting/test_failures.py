@@ -78,7 +78,7 @@ def test_too_little_space_is_told_before_anything_is_written(
     store: tsck.Store, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, (16 << 20) + 80_000))
-    monkeypatch.setattr(byte_routing, "_pour", None)
+    monkeypatch.setattr(byte_routing, "_write_ranges", None)
     with pytest.raises(NoSpaceError, match="are free there"):
         export_snapshot(store, "run", tmp_path / "out", format=kind)
     assert list(tmp_path.iterdir()) == []
@@ -161,7 +161,7 @@ def test_what_is_there_is_not_replaced_unasked(store: tsck.Store, kind: Any, tmp
     (tmp_path / "link").symlink_to("nowhere")
     before = inodes(tmp_path)
     for name in ("file", "folder", "link"):
-        with pytest.raises(AlreadyExistsError, match="is there already: give --force"):
+        with pytest.raises(AlreadyExistsError, match="already exists: use --force"):
             export_snapshot(store, "run", tmp_path / name, format=kind)
     for name in ("file", "link"):
         with pytest.raises(AlreadyExistsError, match=r"is no folder|is a link"):
@@ -203,13 +203,13 @@ def test_files_are_replaced_when_asked(store: tsck.Store, tmp_path: Path) -> Non
 
 
 def test_another_export_that_was_faster_wins(store: tsck.Store, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pour = byte_routing.ByteRouter.pour
+    run = byte_routing.ByteRouter.run
 
     def slowly(self: byte_routing.ByteRouter, scratch: str) -> None:
-        pour(self, scratch)
+        run(self, scratch)
         (tmp_path / "out").mkdir()
 
-    monkeypatch.setattr(byte_routing.ByteRouter, "pour", slowly)
+    monkeypatch.setattr(byte_routing.ByteRouter, "run", slowly)
     with pytest.raises(AlreadyExistsError):
         export_snapshot(store, "run", tmp_path / "out", format=kind)
     assert os.listdir(tmp_path) == ["out"]

@@ -339,7 +339,7 @@ def test_a_checkpointer_passes_it_on(place: Scene) -> None:
         ckpt.step(1)
         state["w"].add_(1)
         ckpt.step(2)
-        with pytest.warns(UserWarning, match="step 3 was not put: nothing was published to 'job': no floating tensor"):
+        with pytest.warns(UserWarning, match="step 3 was not saved: nothing was published to 'job': no floating tensor"):
             ckpt.step(3)
         state["w"].add_(1)
         ckpt.step(4)

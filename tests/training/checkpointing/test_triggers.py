@@ -107,7 +107,7 @@ def test_a_signal_is_answered_once() -> None:
     before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
     try:
         when = tsck.on_preemption(signal.SIGUSR1)
-        [told] = when.told()
+        [told] = when.decided()
         assert not told.wants()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert told.wants()
@@ -122,8 +122,8 @@ def test_a_signal_is_answered_once() -> None:
 
 def test_joined_triggers_tell_what_one_rank_decides() -> None:
     when = (tsck.every_steps(5) & tsck.every_seconds(60)) | tsck.auto()
-    assert [type(each).__name__ for each in when.told()] == ["every_seconds", "auto"]
-    assert all(isinstance(each, DecidedTrigger) for each in when.told())
+    assert [type(each).__name__ for each in when.decided()] == ["every_seconds", "auto"]
+    assert all(isinstance(each, DecidedTrigger) for each in when.decided())
 
 
 @pytest.mark.parametrize(
