@@ -47,6 +47,10 @@ class Record(NamedTuple):
         """The Merkle root."""
         return snapshot_root(self.part_ids, self.step, self.parent, self.metadata)
 
+    def part_id(self, rank: int) -> Digest:
+        """The id of a rank's part."""
+        return Digest(self.part_ids[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES])
+
     def encode(self) -> bytes:
         """The sealed record object."""
         return seal(

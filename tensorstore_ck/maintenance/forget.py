@@ -64,7 +64,7 @@ def forget(engine: Engine, addresses: Sequence[str]) -> tuple[Forgotten, ...]:
     appended = engine.log.append(build)
     view = engine.log.view()
     windows = list(view.windows(appended.n))
-    return _told(view, windows, _held_besides(view, windows))
+    return _forgotten(view, windows, _other_holders(view, windows))
 
 
 def undo(engine: Engine, address: str | None = None) -> tuple[Forgotten, ...]:
@@ -79,20 +79,20 @@ def undo(engine: Engine, address: str | None = None) -> tuple[Forgotten, ...]:
     def build(view: RefTable) -> list[Op]:
         found[:] = _to_undo(view, address)
         for window, _ in found:
-            _refuse_taken_name(view, window)
+            _raise_if_name_taken(view, window)
         return [Op.undo(window.n, window.name, ulids) for window, ulids in found]
 
     engine.log.append(build)
     view = engine.log.view()
     windows = [window._replace(moves=[move for move in window.moves if move.ulid in ulids]) for window, ulids in found]
-    return _told(view, windows, roots(view))
+    return _forgotten(view, windows, roots(view))
 
 
 def forgotten(engine: Engine) -> tuple[Forgotten, ...]:
     """What can be undone, newest first."""
     view = engine.log.newest_view()
     windows = list(view.windows(newest_first=True))
-    return _told(view, windows, _held_besides(view, windows))
+    return _forgotten(view, windows, _other_holders(view, windows))
 
 
 class _Histories:
@@ -135,7 +135,7 @@ def _to_undo(view: RefTable, address: str | None) -> list[tuple[UndoWindow, set[
         if newest is None:
             raise NotFoundError("nothing can be undone: nothing was forgotten, or the undo window has ended and gc let it go")
         return [(window, {move.ulid for move in window.moves}) for window in view.windows(newest.n)]
-    is_meant = _meant_by(view, address)
+    is_meant = _matcher(view, address)
     for window in newest_first:
         chosen = {move.ulid for move in window.moves if is_meant(window, move)}
         if chosen:
@@ -146,7 +146,7 @@ def _to_undo(view: RefTable, address: str | None) -> list[tuple[UndoWindow, set[
     )
 
 
-def _meant_by(view: RefTable, address: str) -> Callable[[UndoWindow, BranchMove], bool]:
+def _matcher(view: RefTable, address: str) -> Callable[[UndoWindow, BranchMove], bool]:
     if "~" in address:
         found = resolve(view, address)
         return lambda window, move: move.root == found.info.root and found.branch in (None, window.name)
@@ -160,7 +160,7 @@ def _meant_by(view: RefTable, address: str) -> Callable[[UndoWindow, BranchMove]
     return is_meant
 
 
-def _refuse_taken_name(view: RefTable, window: UndoWindow) -> None:
+def _raise_if_name_taken(view: RefTable, window: UndoWindow) -> None:
     kind = "tag" if view.tag(window.name) else "branch" if window.kind == "tag" and view.branch(window.name) else None
     if kind is not None:
         raise ConflictError(
@@ -168,13 +168,13 @@ def _refuse_taken_name(view: RefTable, window: UndoWindow) -> None:
         )
 
 
-def _held_besides(view: RefTable, windows: Sequence[UndoWindow]) -> Mapping[Ulid, Sequence[str]]:
+def _other_holders(view: RefTable, windows: Sequence[UndoWindow]) -> Mapping[Ulid, Sequence[str]]:
     """What holds the snapshots of undo windows; only where more does than those windows is all that is held looked through."""
     within = Counter(move.ulid for window in windows for move in window.moves)
     return roots(view) if any(view.holds(ulid) > count for ulid, count in within.items()) else {}
 
 
-def _told(view: RefTable, windows: Sequence[UndoWindow], held: Mapping[Ulid, Sequence[str]]) -> tuple[Forgotten, ...]:
+def _forgotten(view: RefTable, windows: Sequence[UndoWindow], held: Mapping[Ulid, Sequence[str]]) -> tuple[Forgotten, ...]:
     found = []
     for window in windows:
         infos = [info for ulid in dict.fromkeys(move.ulid for move in window.moves) if (info := view.snapshot(ulid)) is not None]

@@ -9,7 +9,7 @@ from typing import Final
 from tensorstore_ck.common.ids import ulid_text
 from tensorstore_ck.common.units import parse_seconds
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import revive
+from tensorstore_ck.engine.reachability import rescue_if_expired
 from tensorstore_ck.errors import BackendUnavailableError, NotFoundError, SnapshotExpiredError
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.snapshot import pinned_with_root
@@ -85,7 +85,7 @@ def _pin(engine: Engine, info: SnapshotInfo, owner: str, expires_ns: int) -> boo
     def build(view: RefTable) -> list[Op]:
         if not view.is_live(info.ulid):
             raise SnapshotExpiredError(f"snapshot {info.root.hex()[:16]} was let go", object_id=info.root.hex())
-        return [Op.pin(info.root, owner, "watched", expires_ns), *revive(engine, view, info)]
+        return [Op.pin(info.root, owner, "watched", expires_ns), *rescue_if_expired(engine, view, info)]
 
     try:
         engine.log.append(build)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, IdSource, Ulid, block_id
 from tensorstore_ck.common.rate_limit import RateLimit
-from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.write.pack_writer import EncodedBlock, PackWriter
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.codec import Codec, decode
@@ -27,7 +27,6 @@ PIECE_BYTES: Final = 256 << 20
 RUN_BYTES: Final = 4 << 20
 """Neighbouring blocks are read together up to this size."""
 MAX_GAP_BYTES: Final = 1 << 16
-REMOTE_THREADS: Final = 8
 MAX_OPEN_PACKS: Final = 4
 
 Blocks = npt.NDArray[Any]

@@ -44,10 +44,10 @@ def plan_branch(source: Engine, target: Engine, name: str) -> BranchPlan:
     if branch.root == moves[-1].root:
         return BranchPlan(name, branch.root, [], is_ahead=False)
     theirs = [move.root for move in view.moves(name)]
-    done = _done(source, name, moves, branch.root, theirs.count(branch.root))
+    done = _moves_done(source, name, moves, branch.root, theirs.count(branch.root))
     if done is not None:
         return BranchPlan(name, branch.root, moves[done:], is_ahead=False)
-    if moves[-1].root in theirs or _was_at(target, name, moves[-1].root) is not None:
+    if moves[-1].root in theirs or _last_move_to(target, name, moves[-1].root) is not None:
         return BranchPlan(name, branch.root, [], is_ahead=True)
     raise ConflictError(
         f"branch {name!r} went apart: {target.backend.url} has it at {branch.root.hex()[:16]} ({moved_by(target, branch)}), which the "
@@ -58,16 +58,16 @@ def plan_branch(source: Engine, target: Engine, name: str) -> BranchPlan:
     )
 
 
-def _done(source: Engine, name: str, moves: list[BranchMove], root: Digest, times: int) -> int | None:
+def _moves_done(source: Engine, name: str, moves: list[BranchMove], root: Digest, times: int) -> int | None:
     """How many of the source's moves the target has made that is at `root` for the `times`-th time; None: it made others."""
     at = [number for number, move in enumerate(moves) if move.root == root]
     if at:
         return at[min(times, len(at)) - 1] + 1
-    n = _was_at(source, name, root)
+    n = _last_move_to(source, name, root)
     return None if n is None else sum(move.n <= n for move in moves)
 
 
-def _was_at(engine: Engine, name: str, root: Digest) -> int | None:
+def _last_move_to(engine: Engine, name: str, root: Digest) -> int | None:
     """The last entry of the log that moved the branch to `root`, whatever was forgotten since."""
     found = None
     for entry in engine.log.entries():

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from tensorstore_ck.common.executor import Executor
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import revive
+from tensorstore_ck.engine.reachability import rescue_if_expired
 from tensorstore_ck.engine.write.branch_conflict import moved_by
 from tensorstore_ck.errors import (
     ConflictError,
@@ -217,7 +217,7 @@ class _Copy:
             there = view.by_root(info.root)
             if there is None:
                 raise SnapshotExpiredError(f"snapshot {info.root.hex()} was freed", object_id=info.root.hex())
-            return [*arrange(view, None), *revive(self._target, view, there)]
+            return [*arrange(view, None), *rescue_if_expired(self._target, view, there)]
 
         if self._to.by_root(info.root) is not None:
             try:

@@ -15,7 +15,7 @@ from tensorstore_ck.common.executor import Executor
 from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.part_extents import extents_of
-from tensorstore_ck.engine.reachability import BlockLocations, require_live, resolve
+from tensorstore_ck.engine.reachability import BlockLocations, locate_blocks, raise_if_expired
 from tensorstore_ck.engine.write.dedup import DedupIndex
 from tensorstore_ck.engine.write.publish import condemned_of, publish, retry_expired, store_record
 from tensorstore_ck.errors import DamageError, SnapshotExpiredError
@@ -120,7 +120,7 @@ class SnapshotCopier:
                 self._put(part_name(ulid), encoded)
                 parts.append((ulid, part))
         except DamageError as exc:
-            require_live(self._source, info, exc)
+            raise_if_expired(self._source, info, exc)
             raise
         return record, parts
 
@@ -147,7 +147,7 @@ class SnapshotCopier:
             else:
                 missing[block] = row
         self._meter.blocks_there += len(ids) - len(missing)
-        places = resolve(self._source, self._source.log.view(), part)
+        places = locate_blocks(self._source, self._source.log.view(), part)
         while missing:
             try:
                 based = {block: row for block, row in missing.items() if places.extents["codec"][row] in BASED}
@@ -160,8 +160,8 @@ class SnapshotCopier:
                     self._note(copied, anchor)
                     located.update(copied.locations)
             except DamageError as exc:
-                view = require_live(self._source, info, exc)
-                now = resolve(self._source, view, part)
+                view = raise_if_expired(self._source, info, exc)
+                now = locate_blocks(self._source, view, part)
                 missing = {block: row for block, row in missing.items() if block not in located}
                 if all(places.packs[places.extents[row]["pack"]] == now.packs[now.extents[row]["pack"]] for row in missing.values()):
                     raise

@@ -10,7 +10,7 @@ import numpy as np
 
 from tensorstore_ck.common.ids import DIGEST_BYTES
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import require_live
+from tensorstore_ck.engine.reachability import raise_if_expired
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.block_assignment import first_ranks
@@ -72,16 +72,12 @@ class OpenSnapshot:
         """What is a rank's alone."""
         return SnapshotContents([self._reader(self.ranks + rank)]) if rank < self.rank_states else NOTHING
 
-    def part_id(self, rank: int) -> bytes:
-        """The id of a part."""
-        return self.record.part_ids[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES]
-
     def part(self, rank: int) -> Part:
         """A part, past the readers, which keep what they have read."""
         try:
             return self._engine.read_part(self.record, rank)
         except DamageError as exc:
-            require_live(self._engine, self.info, exc)
+            raise_if_expired(self._engine, self.info, exc)
             raise
 
     def _reader(self, rank: int) -> SnapshotReader:
@@ -93,7 +89,7 @@ def part_prefix(part: Part) -> str:
     return f"rank_state[{part.rank - part.world_size}]." if part.rank >= part.world_size else ""
 
 
-def form(spec: TensorSpec) -> tuple[str, tuple[int, ...], int]:
+def tensor_form(spec: TensorSpec) -> tuple[str, tuple[int, ...], int]:
     """(dtype, shape, bytes)."""
     return spec.dtype, spec.shape, spec.size_bytes
 
@@ -113,7 +109,7 @@ def identity(value: StoredValue) -> object:
     return value.encoded[1], part.ids[rows.start * DIGEST_BYTES : rows.stop * DIGEST_BYTES]
 
 
-def shown(value: StoredValue) -> object:
+def display(value: StoredValue) -> object:
     """A value for display."""
     encoded, part = value.encoded, value.reader.part
     blob = _blob_number(encoded)

@@ -22,7 +22,7 @@ from tensorstore_ck.format.part_index import RegionBytes
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.log.snapshot import Snapshot
-from tensorstore_ck.maintenance.describe.contents import OpenSnapshot, SnapshotContents, Tensor, form, identity, shown
+from tensorstore_ck.maintenance.describe.contents import OpenSnapshot, SnapshotContents, Tensor, display, identity, tensor_form
 
 COMPARE_BYTES: Final = 64 << 20
 """Of each snapshot, what is read at a time."""
@@ -122,7 +122,7 @@ def _changed_by_part(opened_old: OpenSnapshot, opened_new: OpenSnapshot, old: Sn
             continue
         changed = dict.fromkeys(((two, number) for number in range(len(two.layout.tensors))), 0)
         for rank in two.ranks:
-            if opened_old.part_id(rank) == opened_new.part_id(rank):
+            if opened_old.record.part_id(rank) == opened_new.record.part_id(rank):
                 continue
             before, after = opened_old.part(rank), opened_new.part(rank)
             if before.regions != after.regions:
@@ -150,7 +150,7 @@ def _tensor_changes(old: SnapshotContents, new: SnapshotContents, changed: _Chan
     for name, tensor in new.tensors.items():
         found = before.pop(name, None)
         if found is None:
-            changes.append(TensorChange(name, "added", None, form(tensor.spec), tensor.spec.size_bytes))
+            changes.append(TensorChange(name, "added", None, tensor_form(tensor.spec), tensor.spec.size_bytes))
             continue
         is_same_form = tensor.spec[1:] == found.spec[1:]
         known = changed.get((tensor.reader, tensor.number))
@@ -159,8 +159,8 @@ def _tensor_changes(old: SnapshotContents, new: SnapshotContents, changed: _Chan
         else:
             changed_bytes = _changed_bytes(found, tensor) if is_same_form else _new_bytes(found, tensor)
         if changed_bytes or not is_same_form:
-            changes.append(TensorChange(name, "changed", form(found.spec), form(tensor.spec), changed_bytes))
-    changes += [TensorChange(name, "removed", form(tensor.spec), None, 0) for name, tensor in before.items()]
+            changes.append(TensorChange(name, "changed", tensor_form(found.spec), tensor_form(tensor.spec), changed_bytes))
+    changes += [TensorChange(name, "removed", tensor_form(tensor.spec), None, 0) for name, tensor in before.items()]
     return changes
 
 
@@ -259,8 +259,8 @@ def _value_changes(old: SnapshotContents, new: SnapshotContents) -> list[ValueCh
     for path, value in new.values.items():
         earlier = before.pop(path, None)
         if earlier is None:
-            changes.append(ValueChange(path, "added", None, shown(value)))
+            changes.append(ValueChange(path, "added", None, display(value)))
         elif identity(earlier) != identity(value):
-            changes.append(ValueChange(path, "changed", shown(earlier), shown(value)))
-    changes += [ValueChange(path, "removed", shown(value), None) for path, value in before.items()]
+            changes.append(ValueChange(path, "changed", display(earlier), display(value)))
+    changes += [ValueChange(path, "removed", display(value), None) for path, value in before.items()]
     return changes

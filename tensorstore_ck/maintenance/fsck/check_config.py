@@ -17,7 +17,7 @@ from tensorstore_ck.errors import CorruptObjectError, DamageError, FormatVersion
 from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
 from tensorstore_ck.log import EntryReader, logs_in
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
-from tensorstore_ck.maintenance.fsck.repairable import command
+from tensorstore_ck.maintenance.fsck.repairable import repair_command
 
 MAX_CANDIDATES: Final = 16
 _UUID: Final = re.compile(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -114,8 +114,8 @@ def config_problem(engine: Engine) -> ConfigProblem | None:
             f"{CONFIG_NAME} names the store {config.uuid}, and the log in {config.log} is another's", object_id=CONFIG_NAME
         )
     if is_of_log(engine.backend, engine.config) and not isinstance(error, FormatVersionError):
-        return ConfigProblem(error, f"the log confirms what it should say: {command()} writes it again", is_repairable=True)
-    advice = f"{command()[:-1]} --from OTHER_STORE` takes it from a copy of this store; without one, `tsck salvage` makes another"
+        return ConfigProblem(error, f"the log confirms what it should say: {repair_command()} writes it again", is_repairable=True)
+    advice = f"{repair_command()[:-1]} --from OTHER_STORE` takes it from a copy of this store; without one, `tsck salvage` makes another"
     return ConfigProblem(error, advice, is_repairable=False)
 
 
@@ -135,7 +135,7 @@ def is_log_lost(backend: Backend, config: StoreConfig) -> bool:
     return bool(logs) and config.log not in logs
 
 
-def mend_config(engine: Engine, other: Engine | None) -> bool:
+def repair_config(engine: Engine, other: Engine | None) -> bool:
     """Writes store.json again as this process opened it, where it is missing, damaged or another store's; whether it was.
 
     One of a newer format is replaced only where a copy of the store, `other`, says that it is none.

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.executor import Executor, LocalThreads
 from tensorstore_ck.common.ids import Ulid, block_id
-from tensorstore_ck.common.threads import cpu_threads
+from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.codec import BASED, Codec, decode
@@ -27,7 +27,6 @@ from tensorstore_ck.maintenance.fsck.options import FsckOptions
 PIECE_BYTES: Final = 32 << 20
 RUN_BYTES: Final = 4 << 20
 """What is read at once."""
-REMOTE_THREADS: Final = 8
 DISK_QUEUE: Final = 1
 """Reads that wait for the disk while all cores hash."""
 

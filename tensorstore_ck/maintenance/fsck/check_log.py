@@ -142,7 +142,7 @@ class _LogChecker:
             if match and 0 < int(match[2]) <= MAX_NUMBER:
                 numbers.append(int(match[2]))
             else:
-                self._check.problems.append(_foreign(info.name, "log entry"))
+                self._check.problems.append(_foreign_object(info.name, "log entry"))
         return sorted(numbers)
 
     def _entries(self, listed: list[int]) -> Iterator[tuple[int, Entry | LogProblem]]:
@@ -220,7 +220,7 @@ class _LogChecker:
             if number and number <= MAX_NUMBER and info.name == self._checkpoint_name(number):
                 listed.add(number)
             else:
-                self._check.problems.append(_foreign(info.name, "checkpoint"))
+                self._check.problems.append(_foreign_object(info.name, "checkpoint"))
         return listed
 
     def _checkpoint_name(self, n: int) -> str:
@@ -274,7 +274,7 @@ class _LogChecker:
         self._check.problems.append(LogProblem(kind, object_name, message))
 
 
-def _foreign(name: str, kind: str) -> LogProblem:
+def _foreign_object(name: str, kind: str) -> LogProblem:
     return LogProblem("foreign_object", name, f"it is no {kind}, and nothing reads it: delete it if nobody knows it", is_error=False)
 
 

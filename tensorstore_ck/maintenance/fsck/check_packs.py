@@ -12,22 +12,15 @@ from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Ulid, block_id, parse_ulid
-from tensorstore_ck.common.threads import for_each
+from tensorstore_ck.common.threads import REMOTE_THREADS, for_each
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.codec import BASED, decode
 from tensorstore_ck.format.pack import Footer, pack_name
 from tensorstore_ck.gc.compact import read_footer
+from tensorstore_ck.gc.listing import ListedObject
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
 
 FOOTER_CACHE_BYTES: Final = 64 << 20
-REMOTE_THREADS: Final = 8
-
-
-class ListedPacks(NamedTuple):
-    """One pack, as listed."""
-
-    size_bytes: int
-    modified_ns: int
 
 
 class PackProblem(NamedTuple):
@@ -48,7 +41,7 @@ class BadBlocks:
 class Packs:
     """The packs of a store. Thread-safe."""
 
-    def __init__(self, backend: Backend, listed: dict[Ulid, ListedPacks]) -> None:
+    def __init__(self, backend: Backend, listed: dict[Ulid, ListedObject]) -> None:
         self._backend = backend
         self.listed = listed
         self.problems: dict[Ulid, PackProblem] = {}

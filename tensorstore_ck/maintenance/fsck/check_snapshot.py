@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorstore_ck.common.ids import DIGEST_BYTES, Ulid
-from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import BlockLocations, grouped, resolve
+from tensorstore_ck.engine.engine import Engine, decode_named_part
+from tensorstore_ck.engine.reachability import BlockLocations, grouped, locate_blocks
 from tensorstore_ck.errors import CorruptObjectError, StoreError
 from tensorstore_ck.format.codec import base_count
 from tensorstore_ck.format.pack import Footer, pack_name
-from tensorstore_ck.format.part import Extents, Part, decode_part, part_name
+from tensorstore_ck.format.part import Extents, Part, part_name
 from tensorstore_ck.format.record import Record, decode_record, record_name
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.log import ObjectKey, SnapshotInfo
@@ -102,7 +102,7 @@ def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_dat
         if not hits.is_known(rank):
             hits = AffectedTensors(engine, info, record, part.world_size, part.layout_of)
         anchor = max(anchor, part.anchor)
-        places = _resolve(engine, part)
+        places = _locate(engine, part)
         if isinstance(places, Damage):
             lost[rank] = places
             continue
@@ -132,7 +132,7 @@ def parts_of(engine: Engine, info: SnapshotInfo) -> Iterator[Part]:
 def placed_parts(engine: Engine, info: SnapshotInfo) -> Iterator[tuple[Part, BlockLocations]]:
     """The parts of a snapshot that can be read, and where their blocks are."""
     for part in parts_of(engine, info):
-        places = _resolve(engine, part)
+        places = _locate(engine, part)
         if isinstance(places, BlockLocations):
             yield part, places
 
@@ -148,7 +148,7 @@ def by_pack(places: BlockLocations) -> Iterator[tuple[Ulid, npt.NDArray[np.int64
         yield places.packs[number], rows
 
 
-def remade_record(info: SnapshotInfo, found: Record, parts: Sequence[Ulid]) -> Record:
+def rebuilt_record(info: SnapshotInfo, found: Record, parts: Sequence[Ulid]) -> Record:
     """A record that repair makes anew: what the log says of it, and what is under its root; the only one that may take another's place."""
     return found._replace(
         ref=info.ref,
@@ -168,7 +168,7 @@ def _read_record(engine: Engine, info: SnapshotInfo, damages: list[Damage]) -> t
         data = engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
         size = len(data)
         record = decode_record(data, name)
-        is_remade = record == remade_record(info, record, record.parts)
+        is_remade = record == rebuilt_record(info, record, record.parts)
         if (object_hash(data) != info.record and not is_remade) or record.root() != info.root:
             raise CorruptObjectError(f"{name} is not the record that the log names", object_id=name)
     except StoreError as exc:
@@ -185,9 +185,7 @@ def _read_part(engine: Engine, record: Record, rank: int) -> tuple[Part | Damage
     try:
         data = engine.backend.get(name, max_bytes=MAX_OBJECT_BYTES)
         size = len(data)
-        part = decode_part(data, name)
-        if part.part_id() != record.part_ids[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES] or part.rank != rank:
-            raise CorruptObjectError(f"{name} is not the part that its snapshot names", object_id=name)
+        part = decode_named_part(data, record, rank)
     except StoreError as exc:
         require_reachable(engine.backend, exc)
         return Damage(exc.kind, name, str(exc), ()), size
@@ -195,10 +193,10 @@ def _read_part(engine: Engine, record: Record, rank: int) -> tuple[Part | Damage
     return part, size
 
 
-def _resolve(engine: Engine, part: Part) -> BlockLocations | Damage:
+def _locate(engine: Engine, part: Part) -> BlockLocations | Damage:
     """Where the blocks of a part are, or why there is no telling."""
     try:
-        return resolve(engine, engine.log.view(), part)
+        return locate_blocks(engine, engine.log.view(), part)
     except StoreError as exc:
         require_reachable(engine.backend, exc)
         return Damage(exc.kind, exc.object_id, f"{exc} (it says where blocks are that were moved)", ())
@@ -228,11 +226,11 @@ def _extent_problems(
         if wrong.any():
             hit = np.zeros(len(part.extents), np.bool_)
             hit[rows[wrong]] = True
-            _spread(places.extents, hit)
+            _spread_to_deltas(places.extents, hit)
             yield _PartProblem(kind, name, message, hit, DamagedBlocks(pack, extents[wrong], ids[rows][wrong]))
 
 
-def _spread(extents: Extents, hit: npt.NDArray[np.bool_]) -> None:
+def _spread_to_deltas(extents: Extents, hit: npt.NDArray[np.bool_]) -> None:
     """What hits a block hits those that are encoded against it, which come before it."""
     for row in np.flatnonzero(extents["base"] != -1)[::-1].tolist():
         first = int(extents["base"][row])
@@ -264,7 +262,7 @@ def _unreachable(packs: Packs, pack: Ulid, extents: Extents, ids: npt.NDArray[np
     return wrong
 
 
-def merged(damages: Iterable[Damage]) -> Iterator[Damage]:
+def merge_damages(damages: Iterable[Damage]) -> Iterator[Damage]:
     """One for each kind and object, with all the names that it hits in any part; without the blocks."""
     found: dict[tuple[str, str], Damage] = {}
     for damage in damages:
@@ -274,7 +272,7 @@ def merged(damages: Iterable[Damage]) -> Iterator[Damage]:
     yield from found.values()
 
 
-def hit_text(addresses: Sequence[str], info: SnapshotInfo, names: Sequence[str]) -> str:
+def describe_hit(addresses: Sequence[str], info: SnapshotInfo, names: Sequence[str]) -> str:
     """``runs/gpt@1000 (root 9f86d081...): tensors``."""
     where, more = ", ".join(addresses) or "no ref", len(names) - MAX_NAMED
     shown = [*names[:MAX_NAMED], *([f"and {more} more"] if more > 0 else [])]

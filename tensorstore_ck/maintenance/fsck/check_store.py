@@ -14,7 +14,7 @@ from uuid import UUID
 
 from tensorstore_ck.common.executor import Executor
 from tensorstore_ck.common.ids import Ulid, parse_ulid
-from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import relocations_in_order
 from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, InvalidOptionError, MissingObjectError, StoreError
@@ -23,6 +23,7 @@ from tensorstore_ck.format.record import Record, decode_record
 from tensorstore_ck.format.relocation import decode_moved
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, unseal
 from tensorstore_ck.format.store_config import CONFIG_NAME
+from tensorstore_ck.gc.listing import ListedObject
 from tensorstore_ck.gc.roots import roots
 from tensorstore_ck.log import FOLDERS, ObjectKey, Relocation, SnapshotInfo
 from tensorstore_ck.log.checkpoint import checkpoint_folder
@@ -30,27 +31,26 @@ from tensorstore_ck.maintenance.fsck.block_tables import BlockTables, find_copie
 from tensorstore_ck.maintenance.fsck.check_config import config_problem, is_of_log
 from tensorstore_ck.maintenance.fsck.check_data import DataCheck
 from tensorstore_ck.maintenance.fsck.check_log import LogCheck, cache_problem, check_log, host_saw_more
-from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks, ListedPacks, Packs
-from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, hit_text, merged, parts_of
+from tensorstore_ck.maintenance.fsck.check_packs import BadBlocks, Packs
+from tensorstore_ck.maintenance.fsck.check_snapshot import SnapshotCheck, check_snapshot, describe_hit, merge_damages, parts_of
 from tensorstore_ck.maintenance.fsck.findings import Finding, Findings, FsckReport, Severity, require_reachable
 from tensorstore_ck.maintenance.fsck.freeable import FreeableObjects, why_unreferenced
-from tensorstore_ck.maintenance.fsck.marked_damaged import judge_marks, packs_of_marked
+from tensorstore_ck.maintenance.fsck.marked_damaged import check_marks, packs_of_marked
 from tensorstore_ck.maintenance.fsck.options import FsckOptions, Progress
-from tensorstore_ck.maintenance.fsck.read_only_engine import still_engine
+from tensorstore_ck.maintenance.fsck.read_only_engine import read_only_engine
 from tensorstore_ck.maintenance.fsck.repairable import (
-    command,
-    from_other,
     is_moved_intact,
+    other_store_advice,
     pack_advice,
     readable_parts,
     rebuild_moved,
     relocations_in_force,
+    repair_command,
 )
 from tensorstore_ck.maintenance.fsck.unfinished_uploads import stale_uploads
 
 __all__ = ["Finding", "Fsck", "FsckReport", "run_fsck"]
 
-REMOTE_THREADS: Final = 8
 CONFIRM_ROUNDS: Final = 5
 _NS: Final = 1_000_000_000
 _KIND_OF: Final = {folder: kind for kind, folder in FOLDERS.items()}
@@ -81,7 +81,7 @@ def run_fsck(
 class StoredObjects(NamedTuple):
     """What was listed."""
 
-    by_kind: dict[str, dict[Ulid, ListedPacks]]
+    by_kind: dict[str, dict[Ulid, ListedObject]]
     other_logs: list[str]
     """Objects of logs that are not in force."""
 
@@ -153,7 +153,7 @@ class Fsck:
         self.read, self._data = data.read, data
         snapshots = self._check_snapshots()
         if self._known_bad is None:
-            judge_marks(self.at_log, self._found, damaged=self.damaged, read=data.read)
+            check_marks(self.at_log, self._found, damaged=self.damaged, read=data.read)
         self._judge_packs()
         self._check_leftovers()
         self._advise()
@@ -187,7 +187,7 @@ class Fsck:
             head = self.engine.log.view().head()
         uuid = None if self._found.names(CONFIG_NAME) and is_of_log(self._backend, config) is False else UUID(config.uuid).bytes
         self.log = log = check_log(self._backend, prefix=config.log, uuid=uuid)
-        self.at_log, self.anchor = still_engine(self.engine, log), log.last
+        self.at_log, self.anchor = read_only_engine(self.engine, log), log.last
         if head is None and not log.problems:  # a later first sync would empty the host's cache, and lose what this check notes there
             with contextlib.suppress(StoreError):
                 self.engine.log.sync()
@@ -209,7 +209,7 @@ class Fsck:
             folder, ulid = name.partition("/")[0], parse_ulid(name[-26:])
             kind = _KIND_OF.get(folder)
             if kind is not None and ulid is not None and ObjectKey(kind, ulid).name == name:
-                self.objects.by_kind[kind][ulid] = ListedPacks(size_bytes, modified_ns)
+                self.objects.by_kind[kind][ulid] = ListedObject(size_bytes, modified_ns)
             elif folder in {"log", "checkpoint"} or folder.startswith("log-"):
                 self.objects.other_logs.append(name)
             elif folder not in {"gc", "probe", "writers"}:
@@ -243,8 +243,8 @@ class Fsck:
             for damage in found.damages:
                 if damage.blocks is not None:
                     self.hit.add(*damage.blocks)
-            for damage in merged(found.damages):
-                self._found.add(damage.kind, damage.object, damage.message, hit=hit_text(addresses, infos[ulid], damage.names))
+            for damage in merge_damages(found.damages):
+                self._found.add(damage.kind, damage.object, damage.message, hit=describe_hit(addresses, infos[ulid], damage.names))
         return len(infos)
 
     def _check_all(self, infos: Iterable[SnapshotInfo]) -> dict[Ulid, SnapshotCheck]:
@@ -277,7 +277,7 @@ class Fsck:
                 )
             elif problem is not None:
                 rest = (
-                    f"what snapshots refer to in it is intact: {command()} copies that to a new pack"
+                    f"what snapshots refer to in it is intact: {repair_command()} copies that to a new pack"
                     if self._options.reads_data
                     else "its data was not read: run `tsck fsck --read-data`"
                 )
@@ -294,9 +294,9 @@ class Fsck:
         for name in objects:
             relocation = moved.get(name)
             if relocation is not None and (self.rebuild(relocation) is not None or self._has_blocks_of(name)):
-                self._found.advise(name, f"{command()} makes it again, or what needs it", repairable=True)
+                self._found.advise(name, f"{repair_command()} makes it again, or what needs it", repairable=True)
             elif name.partition("/")[0] in _KIND_OF:
-                self._found.advise(name, from_other(), repairable=False)
+                self._found.advise(name, other_store_advice(), repairable=False)
 
     def _has_blocks_of(self, name: str) -> bool:
         """Whether all blocks of the snapshots that an object hits are somewhere."""

@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
-from tensorstore_ck.common.ids import Digest, Ulid, block_id, parse_ulid
+from tensorstore_ck.common.ids import Digest, Ulid, block_id
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import DamageError, StoreError
 from tensorstore_ck.format.codec import BASED, Codec, StoredBlock, decode
 from tensorstore_ck.format.pack import Footer, pack_name
-from tensorstore_ck.log import FOLDERS, ObjectKey
+from tensorstore_ck.gc.listing import list_kind
 from tensorstore_ck.maintenance.fsck.block_tables import BlockPlace, find_copies
-from tensorstore_ck.maintenance.fsck.check_packs import ListedPacks, Packs
+from tensorstore_ck.maintenance.fsck.check_packs import Packs
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
 
 
@@ -32,14 +32,7 @@ def open_other(engine: Engine) -> OtherStore:
     """Looks at what another store has."""
     with contextlib.suppress(DamageError):  # what it has of its log may be enough
         engine.log.sync()
-    listed: dict[str, dict[Ulid, ListedPacks]] = {}
-    for kind in ("pack", "part"):
-        found = listed.setdefault(kind, {})
-        for info in engine.backend.list(f"{FOLDERS[kind]}/"):
-            ulid = parse_ulid(info.name[-26:])
-            if ulid is not None and ObjectKey(kind, ulid).name == info.name:
-                found[ulid] = ListedPacks(info.size_bytes, info.modified_ns)
-    return OtherStore(engine, Packs(engine.backend, listed["pack"]), sorted(listed["part"]))
+    return OtherStore(engine, Packs(engine.backend, list_kind(engine.backend, "pack")), sorted(list_kind(engine.backend, "part")))
 
 
 class BlockSource:

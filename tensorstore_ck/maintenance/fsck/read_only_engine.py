@@ -19,7 +19,7 @@ class _FrozenLog(Log):
         return self.view().head() or Head(0, self.chain.genesis)
 
 
-def still_engine(engine: Engine, check: LogCheck) -> Engine:
+def read_only_engine(engine: Engine, check: LogCheck) -> Engine:
     """An engine over the same backend, whose ref table is that of `check`."""
     config = engine.config
     log = _FrozenLog(

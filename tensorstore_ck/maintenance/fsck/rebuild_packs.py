@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tensorstore_ck.common.ids import Digest, Ulid
-from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.reachability import rescue
 from tensorstore_ck.errors import CorruptObjectError
@@ -22,10 +22,8 @@ from tensorstore_ck.log import ObjectKey, Op, RefTable
 from tensorstore_ck.maintenance.fsck.block_tables import BlockPlace, BlockTables
 from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, read_block
 
-REMOTE_THREADS = 8
 
-
-class Repacked(NamedTuple):
+class RebuiltPack(NamedTuple):
     """What became of one pack."""
 
     pack: Ulid
@@ -35,7 +33,7 @@ class Repacked(NamedTuple):
     """Blocks of which there is no good copy."""
 
 
-def repack(engine: Engine, needed: BlockTables, source: BlockSource, anchor: int) -> list[Repacked]:
+def rebuild_packs(engine: Engine, needed: BlockTables, source: BlockSource, anchor: int) -> list[RebuiltPack]:
     """Makes packs anew, each with its `needed` blocks; what is lost stays where it was.
 
     Raises:
@@ -46,18 +44,18 @@ def repack(engine: Engine, needed: BlockTables, source: BlockSource, anchor: int
     for pack, table in needed.packs.items():
         entries = needed.entries(pack)
         found = blocks.found(pack, table, entries)
-        outcomes.append(Repacked(pack, len(found), len(entries) - len(found)))
+        outcomes.append(RebuiltPack(pack, len(found), len(entries) - len(found)))
         if found:
             footer = Footer(table, np.zeros(0, BASE_DTYPE))
             packs.append(SparsePack(pack, footer, np.array(found), int(table["stored"].sum(dtype=np.int64))))
     done = compact(engine, packs, read=blocks.read)
     for move in done.moves:
-        commit_move(engine, move, anchor)
+        commit_relocation(engine, move, anchor)
     moved = {move.pack for move in done.moves}
-    return [outcome if outcome.pack in moved else Repacked(outcome.pack, 0, outcome.blocks + outcome.lost) for outcome in outcomes]
+    return [outcome if outcome.pack in moved else RebuiltPack(outcome.pack, 0, outcome.blocks + outcome.lost) for outcome in outcomes]
 
 
-def commit_move(engine: Engine, move: CompactedPack, anchor: int, needed: Collection[ObjectKey] = ()) -> None:
+def commit_relocation(engine: Engine, move: CompactedPack, anchor: int, needed: Collection[ObjectKey] = ()) -> None:
     """Puts a relocation in force, if all that it leads to, and `needed` besides, is there and stays.
 
     Raises:

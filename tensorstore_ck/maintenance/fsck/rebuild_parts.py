@@ -13,9 +13,9 @@ from typing import Final
 
 import numpy as np
 
-from tensorstore_ck.common.ids import DIGEST_BYTES, Digest, Ulid
+from tensorstore_ck.common.ids import Digest, Ulid
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import resolve
+from tensorstore_ck.engine.reachability import locate_blocks
 from tensorstore_ck.engine.write.pack_writer import EncodedBlock, PackWriter
 from tensorstore_ck.errors import DamageError, MissingObjectError
 from tensorstore_ck.format.codec import BASED
@@ -29,9 +29,9 @@ from tensorstore_ck.log import ObjectKey, SnapshotInfo
 from tensorstore_ck.log.block_index import Location
 from tensorstore_ck.maintenance.fsck.block_tables import BlockPlace, find_copies
 from tensorstore_ck.maintenance.fsck.check_packs import Packs
-from tensorstore_ck.maintenance.fsck.check_snapshot import remade_record
+from tensorstore_ck.maintenance.fsck.check_snapshot import rebuilt_record
 from tensorstore_ck.maintenance.fsck.good_copies import BlockSource, OtherStore
-from tensorstore_ck.maintenance.fsck.rebuild_packs import commit_move
+from tensorstore_ck.maintenance.fsck.rebuild_packs import commit_relocation
 from tensorstore_ck.maintenance.fsck.repairable import readable_parts
 
 COPIED: Final = "copied from the other store"
@@ -77,24 +77,24 @@ class PartRebuilder:
                     return found[1]
         with contextlib.suppress(DamageError):
             theirs = self._their_record(info)
-        if theirs is None or not all(self._find_part(_part_id(theirs, rank), rank) for rank in range(len(theirs.parts))):
+        if theirs is None or not all(self._find_part(theirs.part_id(rank), rank) for rank in range(len(theirs.parts))):
             return None
         anew = []
         for rank in range(len(theirs.parts)):
-            part = self._logical_part(_part_id(theirs, rank), rank)
+            part = self._logical_part(theirs.part_id(rank), rank)
             if part is None:
                 return None
             anew.append(self._write_part(part))
-        self._publish(info, remade_record(info, theirs, [ulid for ulid, _ in anew]), anew)
+        self._publish(info, rebuilt_record(info, theirs, [ulid for ulid, _ in anew]), anew)
         return "made anew from the other store's, which has the same root"
 
     def part(self, ulid: Ulid, rank: int, record: Record, info: SnapshotInfo) -> str | None:
         """Writes a part anew; how that was done, or None where there is none to take it from. Raises what `record` raises."""
-        wanted, name = _part_id(record, rank), part_name(ulid)
+        wanted, name = record.part_id(rank), part_name(ulid)
         with contextlib.suppress(DamageError):
             data = self._from_copy(name)
             part = decode_part(data, name)
-            objects = set(resolve(self._engine, self._engine.log.view(), part).objects())
+            objects = set(locate_blocks(self._engine, self._engine.log.view(), part).objects())
             is_here = all(key.kind != "pack" or key.ulid in self._packs.listed for key in objects)
             if part.part_id() == wanted and is_here and not self._is_listed(objects):
                 self.overwrite(ObjectKey("part", ulid), data)
@@ -104,7 +104,7 @@ class PartRebuilder:
             return None
         anew = self._write_part(found)
         parts = [*record.parts[:rank], anew[0], *record.parts[rank + 1 :]]
-        self._publish(info, remade_record(info, record, parts), [anew])
+        self._publish(info, rebuilt_record(info, record, parts), [anew])
         return "made anew from one of the same content"
 
     def exact(self, key: ObjectKey, expected: Digest) -> tuple[bytes, str] | None:
@@ -197,7 +197,7 @@ class PartRebuilder:
         self.overwrite(ObjectKey("snapshot", info.ulid), record.encode())
         for ulid, move in parts:
             if move is not None:
-                commit_move(self._engine, move, self._anchor, [ObjectKey("part", ulid), ObjectKey("snapshot", info.ulid)])
+                commit_relocation(self._engine, move, self._anchor, [ObjectKey("part", ulid), ObjectKey("snapshot", info.ulid)])
 
     def _write_part(self, part: Part) -> tuple[Ulid, CompactedPack | None]:
         """A part of the same content, whose blocks are in this store; and the relocation that leads to them, if it has any."""
@@ -259,10 +259,6 @@ def _is_plain(place: BlockPlace) -> bool:
 def _location(place: BlockPlace) -> Location:
     row = place.row[0]
     return Location(place.pack, place.entry, int(row["offset"]), int(row["stored"]), int(row["raw"]), int(row["codec"]))
-
-
-def _part_id(record: Record, rank: int) -> Digest:
-    return Digest(record.part_ids[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES])
 
 
 def _identity(kind: str, data: bytes) -> bytes:

@@ -23,14 +23,14 @@ from tensorstore_ck.maintenance.fsck.check_snapshot import block_ids, by_pack
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
 
 
-def command(*, reads_data: bool = False) -> str:
+def repair_command(*, reads_data: bool = False) -> str:
     """The command that repairs; `reads_data` where only a check that reads data finds the damage, on any host."""
     return f"`tsck fsck {'--read-data ' if reads_data else ''}--repair`"
 
 
-def from_other(*, reads_data: bool = False) -> str:
+def other_store_advice(*, reads_data: bool = False) -> str:
     """What to do where this store alone does not have it."""
-    return f"{command(reads_data=reads_data)[:-1]} --from OTHER_STORE` takes it from a store that has it"
+    return f"{repair_command(reads_data=reads_data)[:-1]} --from OTHER_STORE` takes it from a store that has it"
 
 
 def pack_advice(packs: Packs, hit: BlockTables, *, reads_data: bool) -> dict[Ulid, tuple[str, bool]]:
@@ -45,10 +45,13 @@ def pack_advice(packs: Packs, hit: BlockTables, *, reads_data: bool) -> dict[Uli
         ids, needs_data = hit.ids(pack), pack in packs.bad or (reads_data and pack in packs.listed)
         lost = len(ids - copies.keys())
         if lost:
-            other = from_other(reads_data=needs_data)
+            other = other_store_advice(reads_data=needs_data)
             advice[pack] = (f"{lost} of {len(ids)} damaged blocks are nowhere else in this store: {other}", False)
         else:
-            advice[pack] = (f"every damaged block is in other packs, too: {command(reads_data=needs_data)} takes it from there", True)
+            advice[pack] = (
+                f"every damaged block is in other packs, too: {repair_command(reads_data=needs_data)} takes it from there",
+                True,
+            )
     return advice
 
 
@@ -108,7 +111,7 @@ def rebuild_moved(packs: Packs, relocation: Relocation, parts: Iterable[tuple[Ul
         for entry, (block, offset, _, stored, _, codec, _, _) in enumerate(footer.entries.tolist()):
             targets.setdefault(block, (number, entry, stored, offset, codec))
     source = packs.footer(relocation.pack)
-    entries = source.entries if isinstance(source, Footer) else _told_by_parts(relocation.pack, parts)
+    entries = source.entries if isinstance(source, Footer) else _entries_from_parts(relocation.pack, parts)
     rows = [(entry, *targets[row[0]], 0, 0) for entry, row in enumerate(entries.tolist()) if row[4] and row[0] in targets]
     if not rows:
         return None
@@ -116,6 +119,6 @@ def rebuild_moved(packs: Packs, relocation: Relocation, parts: Iterable[tuple[Ul
     return encoded if object_hash(encoded) == relocation.hash else None
 
 
-def _told_by_parts(pack: Ulid, parts: Iterable[tuple[Ulid, Part]]) -> Entries:
+def _entries_from_parts(pack: Ulid, parts: Iterable[tuple[Ulid, Part]]) -> Entries:
     tables = blocks_in({pack}, ((part, as_written(part)) for _, part in parts))
     return tables.packs.get(pack, np.zeros(0, ENTRY_DTYPE))

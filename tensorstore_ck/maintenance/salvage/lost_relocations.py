@@ -33,7 +33,7 @@ class LostRelocation(NamedTuple):
     moved: RelocationMap
 
 
-def read_unknown(backend: Backend, view: RefTable) -> list[LostRelocation]:
+def read_lost_relocations(backend: Backend, view: RefTable) -> list[LostRelocation]:
     """The moved objects that `view` does not know, and that gc did not sweep."""
     in_force = {moved for _, moved in view.all_relocations()}
     found = []
@@ -51,7 +51,7 @@ def read_unknown(backend: Backend, view: RefTable) -> list[LostRelocation]:
     return found
 
 
-def find_places(view: RefTable, unknown: Iterable[LostRelocation], placed: ColdTierBackend) -> None:
+def learn_locations(view: RefTable, unknown: Iterable[LostRelocation], placed: ColdTierBackend) -> None:
     """Lets `placed` learn where packs lie: by the log, by moved objects, and by what is there."""
     placed.learn(view.places())
     for each in unknown:
@@ -70,7 +70,7 @@ def find_relocations(packs: Packs, view: RefTable, unknown: Iterable[LostRelocat
             yield Relocation(moved.pack, ulid, 0, moved_hash, tuple(moved.targets))
 
 
-def put_in_force(table: MemoryTable, relocations: list[Relocation]) -> None:
+def add_relocations(table: MemoryTable, relocations: list[Relocation]) -> None:
     """Adds relocations to a ref table."""
     with table.batch() as batch:
         for found in relocations:

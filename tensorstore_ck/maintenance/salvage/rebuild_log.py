@@ -69,7 +69,7 @@ class NewLog:
         return list(_rows(view)) == list(_rows(self.view))
 
 
-def retell(old: MemoryTable, kept: KeptHistory, make_put: Callable[[Ulid], Op], now_ns: int) -> NewLog:
+def rebuild_log(old: MemoryTable, kept: KeptHistory, make_put: Callable[[Ulid], Op], now_ns: int) -> NewLog:
     """The new log, after a fold of the old one."""
     return _EventReplay(old, kept, make_put, now_ns).run()
 
@@ -105,7 +105,7 @@ class _EventReplay:
         self._hold_the_rest()
         self._annotate()
         for glob, policy in self._old.policies().items():
-            self._new.add(policy.time_ns, [_just(Op.policy(glob, policy.rules))])
+            self._new.add(policy.time_ns, [_fixed(Op.policy(glob, policy.rules))])
         return self._new
 
     # --- first: what the rest needs -----------------------------------------------------------------------------------
@@ -115,12 +115,12 @@ class _EventReplay:
         for url in sorted(set(self._kept.places.values())):
             there = sorted(pack for pack, place in self._kept.places.items() if place == url)
             for at in range(0, len(there), PACKS_AN_ENTRY):
-                self._new.add(self._now_ns, [_just(Op.place(there[at : at + PACKS_AN_ENTRY], url))])
+                self._new.add(self._now_ns, [_fixed(Op.place(there[at : at + PACKS_AN_ENTRY], url))])
         ordered = sorted(self._kept.relocations, key=lambda relocation: (relocation.n, relocation.moved))
         for _, together in groupby(ordered, key=lambda relocation: relocation.n):
             ops = [Op.relocate(found.pack, found.moved, found.hash, found.targets) for found in together]
             for at in range(0, len(ops), RELOCATIONS_AN_ENTRY):
-                self._new.add(self._now_ns, [_just(*ops[at : at + RELOCATIONS_AN_ENTRY])])
+                self._new.add(self._now_ns, [_fixed(*ops[at : at + RELOCATIONS_AN_ENTRY])])
 
     def _put_apart(self, apart: Sequence[SnapshotInfo]) -> None:
         """Puts snapshots that no move of a branch puts; and those that are doubtful, into an undo window of their branch."""
@@ -131,10 +131,10 @@ class _EventReplay:
 
             self._new.add(info.time_ns, [put_and_let_go])
         for info in sorted(self._kept.doubtful, key=lambda info: info.n):
-            self._new.add(info.time_ns, [_just(self._make_put(info.ulid))])
+            self._new.add(info.time_ns, [_fixed(self._make_put(info.ulid))])
         refs = sorted({info.ref for info in self._kept.doubtful})
         for at in range(0, len(refs), REFS_AN_ENTRY):
-            self._new.add(self._now_ns, [_just(*(Op.expire(ref, None) for ref in refs[at : at + REFS_AN_ENTRY]))])
+            self._new.add(self._now_ns, [_fixed(*(Op.expire(ref, None) for ref in refs[at : at + REFS_AN_ENTRY]))])
 
     # --- what the old entries did -------------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class _EventReplay:
     def _moves(self) -> Iterator[_Event]:
         for name, move in self._all_moves():
             is_put = move.op == "put"
-            yield _Event(move.n, move.time_ns, is_put, partial(self._put, move.ulid) if is_put else partial(_arrive, name, move.root))
+            yield _Event(move.n, move.time_ns, is_put, partial(self._put, move.ulid) if is_put else partial(_move_branch, name, move.root))
 
     def _put(self, ulid: Ulid, _view: RefTable, _n: int) -> list[Op]:
         return [self._make_put(ulid)]
@@ -183,30 +183,30 @@ class _EventReplay:
         for info in self._kept.held:
             there = self._new.view.by_root(info.root)
             if there is None or not self._new.view.is_live(there.ulid):
-                self._new.add(self._now_ns, [partial(_arrive, f"salvaged/{ulid_text(info.ulid)}", info.root)])
+                self._new.add(self._now_ns, [partial(_move_branch, f"salvaged/{ulid_text(info.ulid)}", info.root)])
 
     def _annotate(self) -> None:
         for root in dict.fromkeys(info.root for info in (*self._kept.held, *self._kept.doubtful)):
             value = self._table.get(table_keys.note_key(root))
             if value is not None:
                 note = table_rows.decode_row(table_rows.NoteRow, value)
-                self._new.add(self._now_ns, [_just(Op.annotate(root, note.metrics), Op.mark(root, note.mark, note.reason))])
+                self._new.add(self._now_ns, [_fixed(Op.annotate(root, note.metrics), Op.mark(root, note.mark, note.reason))])
 
 
-def _just(*ops: Op) -> Make:
+def _fixed(*ops: Op) -> Make:
     return lambda _view, _n: list(ops)
 
 
-def _arrive(name: str, root: Digest, view: RefTable, _n: int) -> list[Op]:
+def _move_branch(name: str, root: Digest, view: RefTable, _n: int) -> list[Op]:
     return [Op.reset(name, root) if view.branch(name) is not None else Op.branch(name, root)]
 
 
 def _tag_event(name: str, tag: TagRow) -> _Event:
-    return _Event(tag.n, tag.time_ns, False, _just(Op.tag(name, tag.root)))
+    return _Event(tag.n, tag.time_ns, False, _fixed(Op.tag(name, tag.root)))
 
 
 def _pin_event(pin: Pin, info: SnapshotInfo) -> _Event:
-    return _Event(pin.n, pin.time_ns, False, _just(Op.pin(info.root, pin.owner, pin.reason, pin.expires_ns)))
+    return _Event(pin.n, pin.time_ns, False, _fixed(Op.pin(info.root, pin.owner, pin.reason, pin.expires_ns)))
 
 
 def _untag(window: UndoWindow, view: RefTable, _n: int) -> list[Op]:

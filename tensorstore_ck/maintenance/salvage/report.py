@@ -39,6 +39,6 @@ class SalvageReport:
     """Intact, but never published: saves that were interrupted, lost a race or were aborted."""
 
 
-def told(info: SnapshotInfo, note: str) -> Salvaged:
+def salvaged(info: SnapshotInfo, note: str) -> Salvaged:
     """A snapshot, as the report has it."""
     return Salvaged(ulid_text(info.ulid), info.ref, info.step, info.root.hex(), note)

@@ -11,14 +11,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from tensorstore_ck.backend import probe_create
 from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
 from tensorstore_ck.backend.cold.locations import LocationOpener
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Clock, Digest, IdSource, Ulid, new_ulid, parse_ulid, ulid_text
-from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.common.threads import REMOTE_THREADS, cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine, current_actor
 from tensorstore_ck.engine.opening import make_engine
 from tensorstore_ck.errors import BrokenLogError, CorruptObjectError, DamageError, FormatVersionError, NotAStoreError, StoreError
@@ -26,19 +26,18 @@ from tensorstore_ck.format.pack import pack_name
 from tensorstore_ck.format.record import Record, decode_record, record_name
 from tensorstore_ck.format.sealed import MAX_OBJECT_BYTES, object_hash
 from tensorstore_ck.format.store_config import CONFIG_NAME, MAX_CONFIG_BYTES, StoreConfig, decode_config, new_config
+from tensorstore_ck.gc.listing import list_kind
 from tensorstore_ck.log import Entry, Log, ObjectKey, Op, RefTable, Relocation, SnapshotInfo, logs_in, validate_ref_name
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.maintenance.fsck.check_config import confirmed, is_log_lost
 from tensorstore_ck.maintenance.fsck.check_log import LogCheck, check_log
-from tensorstore_ck.maintenance.fsck.check_packs import ListedPacks, Packs
+from tensorstore_ck.maintenance.fsck.check_packs import Packs
 from tensorstore_ck.maintenance.fsck.check_snapshot import check_snapshot
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
-from tensorstore_ck.maintenance.fsck.read_only_engine import still_engine
-from tensorstore_ck.maintenance.salvage.lost_relocations import find_places, find_relocations, put_in_force, read_unknown
-from tensorstore_ck.maintenance.salvage.rebuild_log import KeptHistory, NewLog, retell
-from tensorstore_ck.maintenance.salvage.report import Salvaged, SalvageReport, told
-
-REMOTE_THREADS: Final = 8
+from tensorstore_ck.maintenance.fsck.read_only_engine import read_only_engine
+from tensorstore_ck.maintenance.salvage.lost_relocations import add_relocations, find_relocations, learn_locations, read_lost_relocations
+from tensorstore_ck.maintenance.salvage.rebuild_log import KeptHistory, NewLog, rebuild_log
+from tensorstore_ck.maintenance.salvage.report import Salvaged, SalvageReport, salvaged
 
 
 def salvage(
@@ -92,20 +91,20 @@ class _Salvage:
         config, genesis_uuid = self._read_config(dry_run=dry_run)
         log = self._check_log(config, genesis_uuid, {})
         self._problems += [problem.message for problem in log.problems if problem.kind == BrokenLogError.kind]
-        unknown = read_unknown(self._backend, log.view)
-        find_places(log.view, unknown, self._placed)
-        packs = self._list_packs()
+        unknown = read_lost_relocations(self._backend, log.view)
+        learn_locations(log.view, unknown, self._placed)
+        packs = Packs(self._backend, list_kind(self._backend, "pack"))
         found = list(find_relocations(packs, log.view, unknown))
-        put_in_force(log.table, found)
+        add_relocations(log.table, found)
         known = [info for live in (True, False) for info in log.view.snapshots(live=live)]
         strays = {stray.info.ulid: stray for stray in self._read_strays(log.view)}
         engine = make_engine(self._placed.at(None), config, MemoryTable(), clock=self._clock, new_id=self._new_id)
-        engine = still_engine(replace(engine, backend=self._backend, placed=self._placed), log)
+        engine = read_only_engine(replace(engine, backend=self._backend, placed=self._placed), log)
         intact = self._check_snapshots(engine, packs, [*known, *(stray.info for stray in strays.values())])
         filled = self._check_log(config, genesis_uuid, self._place(log, strays, intact))
         self._lost = {ulid: lost for ulid, lost in self._lost.items() if filled.view.expired_at(ulid) is None}
         held = [info for info in filled.view.snapshots() if info.ulid in intact]
-        recovered = [told(info, "found by its record") for info in held if info.ulid in strays]
+        recovered = [salvaged(info, "found by its record") for info in held if info.ulid in strays]
         are_entries_lost = bool(log.lost or recovered)
         doubtful = [info for info in filled.view.snapshots(live=False) if info.ulid in intact] if are_entries_lost else []
         needed = {moved for info in (*held, *doubtful) for moved in intact[info.ulid].moved}
@@ -121,7 +120,7 @@ class _Salvage:
         if not dry_run:
             self._write(
                 config,
-                retell(
+                rebuild_log(
                     filled.table, KeptHistory(held, doubtful, in_use, self._places_of(packs), are_entries_lost), self._put, self._clock()
                 ),
             )
@@ -129,7 +128,7 @@ class _Salvage:
             if genesis_uuid is None:  # store.json was lost, and with it the uuid that places are marked with
                 self._placed.take(config.uuid)
         note = "nothing that is left holds it: `tsck undo` brings it back, until gc frees it"
-        return self._report(config.log, filled.view, held, [*recovered, *(told(info, note) for info in doubtful)])
+        return self._report(config.log, filled.view, held, [*recovered, *(salvaged(info, note) for info in doubtful)])
 
     # --- what is left -------------------------------------------------------------------------------------------------
 
@@ -165,14 +164,6 @@ class _Salvage:
             raise FormatVersionError(f"{newer[0]}: salvage with the newer tensorstore_ck that wrote it", object_id=config.log)
         return log
 
-    def _list_packs(self) -> Packs:
-        listed: dict[Ulid, ListedPacks] = {}
-        for info in self._backend.list("packs/"):
-            ulid = parse_ulid(info.name[-26:])
-            if ulid is not None:
-                listed[ulid] = ListedPacks(info.size_bytes, info.modified_ns)
-        return Packs(self._backend, listed)
-
     def _places_of(self, packs: Packs) -> dict[Ulid, str]:
         """Where those packs lie that are there, and not at the store's own place."""
         return {pack: url for pack, url in self._placed.places().items() if pack in packs.listed}
@@ -205,7 +196,7 @@ class _Salvage:
             is_freed = any((state := view.object_state(key)) is not None and state.swept for key in checked.needs)
             with self._lock:
                 if checked.damages and not is_freed and view.object_state(ObjectKey("snapshot", info.ulid)) is None:
-                    self._lost[info.ulid] = told(info, "; ".join(damage.message for damage in checked.damages))
+                    self._lost[info.ulid] = salvaged(info, "; ".join(damage.message for damage in checked.damages))
                 if not checked.damages and not is_freed:
                     moved = frozenset(key.ulid for key in checked.needs if key.kind == "moved")
                     intact[info.ulid] = _Intact(checked.anchor, moved)
@@ -224,7 +215,7 @@ class _Salvage:
         for ulid in strays.keys() & intact.keys():
             condemned = log.view.object_state(ObjectKey("snapshot", ulid))
             after[ulid] = max(intact[ulid].anchor, condemned.n if condemned is not None else 0)
-        _put_parents_first(after, strays, log.view)
+        _order_parents_first(after, strays, log.view)
         heads = {branch: head.root for branch in log.view.branches() if (head := log.view.branch(branch))}
         fill: dict[int, list[Entry]] = {}
         for ulid, anchor in sorted(after.items(), key=lambda item: (item[1], strays[item[0]].info.time_ns)):
@@ -233,7 +224,7 @@ class _Salvage:
             continues = intact[ulid].anchor >= log.last or heads.get(info.ref) == info.parent
             if outcome is not None or (n > log.last and not continues):
                 why = "it was aborted" if outcome else "no entry that could have published it is lost: it was never published"
-                self._left_out.append(told(info, why))
+                self._left_out.append(salvaged(info, why))
                 continue
             if n > log.last:
                 heads[info.ref] = info.root
@@ -291,7 +282,7 @@ def _was_published(view: RefTable, ulid: Ulid) -> bool:
     return view.snapshot(ulid) is not None or (outcome is not None and outcome.put) or (state is not None and state.swept)
 
 
-def _put_parents_first(after: dict[Ulid, int], strays: Mapping[Ulid, _Stray], view: RefTable) -> None:
+def _order_parents_first(after: dict[Ulid, int], strays: Mapping[Ulid, _Stray], view: RefTable) -> None:
     """A parent was published when its child was begun, whatever the anchor says of a part that repair made anew later."""
     by_root: dict[Digest, list[Ulid]] = {}
     for ulid in after:
