@@ -1,4 +1,4 @@
-"""What `show` tells of one snapshot."""
+"""`show`: describes one snapshot."""
 
 import threading
 from itertools import chain
@@ -41,7 +41,7 @@ def describe(engine: Engine, info: SnapshotInfo) -> SnapshotDetails:
 
 
 def _placement(tensor: Tensor) -> str:
-    """How a tensor is spread, as `SnapshotDetails.placements` says it."""
+    """How a tensor is sharded, in the form of `SnapshotDetails.placements`."""
     layout = tensor.reader.layout
     spread = layout.spreads[tensor.number] if layout.spreads else None
     if not isinstance(spread, Sharding):
@@ -54,7 +54,7 @@ def _placement(tensor: Tensor) -> str:
 
 
 def _stored(engine: Engine, opened: OpenSnapshot, costs: GroupCosts) -> tuple[int, tuple[str, ...]]:
-    """What the distinct blocks of all parts take, and the packs that they are in; adds those that all ranks hold together to `costs`."""
+    """Stored bytes of the distinct blocks of all parts, and their packs; adds the shared parts to `costs`."""
     reader_of = {rank: reader for reader in opened.shared.readers for rank in reader.ranks}
     packs: dict[Ulid, dict[int, int]] = {}
     lock = threading.Lock()

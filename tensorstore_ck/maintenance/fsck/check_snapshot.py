@@ -1,6 +1,6 @@
-"""Checks one snapshot: record, parts, layout, and that every extent is where the packs say. For fsck and salvage.
+"""Checks one snapshot for fsck and salvage: record, parts, layout, and every extent against the packs.
 
-Reads past every cache. Damage is returned, never raised, with the tensors that it hits: what a restore would fail on.
+It bypasses all caches. It returns damage with the affected tensors, and never raises it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,23 +25,23 @@ from tensorstore_ck.maintenance.fsck.check_packs import Packs
 from tensorstore_ck.maintenance.fsck.findings import require_reachable
 
 MAX_NAMED: Final = 10
-"""Tensors that are named for each snapshot."""
+"""Tensors named per snapshot."""
 
 
 class Damage(NamedTuple):
-    """What makes a snapshot unreadable, wholly or in part."""
+    """Makes a snapshot unreadable, completely or in part."""
 
     kind: str
     object: str
     message: str
     names: tuple[str, ...]
-    """Tensors and values that are hit; empty for all of them."""
+    """Affected tensors and values; empty for all of them."""
     blocks: "DamagedBlocks | None" = None
-    """Those that are hit, where the object is a pack."""
+    """Affected blocks, if the object is a pack."""
 
 
 class DamagedBlocks(NamedTuple):
-    """Blocks of a pack that are not where a part says, or not what it says."""
+    """Blocks of a pack that a part refers to, and that are missing or different."""
 
     pack: Ulid
     extents: Extents
@@ -49,17 +49,17 @@ class DamagedBlocks(NamedTuple):
 
 
 class SnapshotCheck(NamedTuple):
-    """Outcome for one snapshot."""
+    """The result for one snapshot."""
 
     damages: Sequence[Damage]
     needs: frozenset[ObjectKey]
-    """Its closure: record, parts, moved objects, packs."""
+    """Its closure: record, parts, relocation maps, packs."""
     object_bytes: int
-    """Of its record and parts."""
+    """Size of its record and parts."""
     is_complete: bool
-    """Whether `needs` is all that it refers to."""
+    """Whether `needs` has everything that it refers to."""
     anchor: int = 0
-    """The highest of its parts: its log entry came later."""
+    """The highest anchor of its parts: its log entry came later."""
 
 
 class _PartProblem(NamedTuple):
@@ -67,7 +67,7 @@ class _PartProblem(NamedTuple):
     object: str
     message: str
     rows: npt.NDArray[np.bool_]
-    """Which extents are hit."""
+    """Mask of the affected extents."""
     blocks: DamagedBlocks
 
 
@@ -84,7 +84,7 @@ def require_intact(engine: Engine, info: SnapshotInfo) -> None:
 def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_data: bool) -> SnapshotCheck:
     """Checks a snapshot at the head that `engine` has folded.
 
-    `read_data` says that `packs` had its data checked, and reads blocks that this could not reach.
+    `read_data`: the data of `packs` was checked; reads here the blocks of packs without a usable footer.
     """
     damages: list[Damage] = []
     needs = {ObjectKey("snapshot", info.ulid)}
@@ -121,7 +121,7 @@ def check_snapshot(engine: Engine, packs: Packs, info: SnapshotInfo, *, read_dat
 
 
 def parts_of(engine: Engine, info: SnapshotInfo) -> Iterator[Part]:
-    """The parts of a snapshot that can be read."""
+    """The readable parts of a snapshot."""
     damages: list[Damage] = []
     record, _ = _read_record(engine, info, damages)
     if record is not None:
@@ -130,7 +130,7 @@ def parts_of(engine: Engine, info: SnapshotInfo) -> Iterator[Part]:
 
 
 def placed_parts(engine: Engine, info: SnapshotInfo) -> Iterator[tuple[Part, BlockLocations]]:
-    """The parts of a snapshot that can be read, and where their blocks are."""
+    """The readable parts of a snapshot, and the locations of their blocks."""
     for part in parts_of(engine, info):
         places = _locate(engine, part)
         if isinstance(places, BlockLocations):
@@ -143,13 +143,13 @@ def block_ids(part: Part) -> Ids:
 
 
 def by_pack(places: BlockLocations) -> Iterator[tuple[Ulid, npt.NDArray[np.int64]]]:
-    """(pack, rows of the extents) for each pack in use; a pack may come twice."""
+    """(pack, rows of the extents) for each pack in use; a pack may be yielded twice."""
     for number, rows in grouped(places.extents["pack"]):
         yield places.packs[number], rows
 
 
 def rebuilt_record(info: SnapshotInfo, found: Record, parts: Sequence[Ulid]) -> Record:
-    """A record that repair makes anew: what the log says of it, and what is under its root; the only one that may take another's place."""
+    """The record that repair rebuilds: fields from the log, and the content under its root. Only such a record may replace another."""
     return found._replace(
         ref=info.ref,
         step=info.step,
@@ -179,7 +179,7 @@ def _read_record(engine: Engine, info: SnapshotInfo, damages: list[Damage]) -> t
 
 
 def _read_part(engine: Engine, record: Record, rank: int) -> tuple[Part | Damage, int]:
-    """A part, or why it cannot be read; and its bytes."""
+    """A part, or why it cannot be read; and its size."""
     ulid = record.parts[rank]
     name, size = part_name(ulid), 0
     try:
@@ -189,23 +189,23 @@ def _read_part(engine: Engine, record: Record, rank: int) -> tuple[Part | Damage
     except StoreError as exc:
         require_reachable(engine.backend, exc)
         return Damage(exc.kind, name, str(exc), ()), size
-    engine.keep_part(ulid, part)  # what the reader takes next
+    engine.keep_part(ulid, part)  # the reader needs it next
     return part, size
 
 
 def _locate(engine: Engine, part: Part) -> BlockLocations | Damage:
-    """Where the blocks of a part are, or why there is no telling."""
+    """The locations of a part's blocks, or why they are unknown."""
     try:
         return locate_blocks(engine, engine.log.view(), part)
     except StoreError as exc:
         require_reachable(engine.backend, exc)
-        return Damage(exc.kind, exc.object_id, f"{exc} (it says where blocks are that were moved)", ())
+        return Damage(exc.kind, exc.object_id, f"{exc} (it locates moved blocks)", ())
 
 
 def _extent_problems(
     packs: Packs, part: Part, places: BlockLocations, record: Record, rank: int, *, read_data: bool
 ) -> Iterator[_PartProblem]:
-    """Compares extents with the packs' footers, with the packs' sizes, and with the blocks that were found bad."""
+    """Compares extents with the footers and sizes of packs, and with the known bad blocks."""
     ids = block_ids(part)
     for pack, rows in by_pack(places):
         name, extents = pack_name(pack), places.extents[rows]
@@ -231,7 +231,7 @@ def _extent_problems(
 
 
 def _spread_to_deltas(extents: Extents, hit: npt.NDArray[np.bool_]) -> None:
-    """What hits a block hits those that are encoded against it, which come before it."""
+    """Damage to a base affects its deltas, which are in earlier rows."""
     for row in np.flatnonzero(extents["base"] != -1)[::-1].tolist():
         first = int(extents["base"][row])
         count = base_count(int(extents["codec"][row]), int(extents["flags"][row]))
@@ -251,7 +251,7 @@ def _not_in_footer(footer: Footer, extents: Extents, ids: npt.NDArray[np.uint8])
 
 
 def _unreachable(packs: Packs, pack: Ulid, extents: Extents, ids: npt.NDArray[np.uint8], *, read_data: bool) -> npt.NDArray[np.bool_]:
-    """In a pack without a usable footer: blocks beyond its end, and with `read_data` those whose bytes are wrong."""
+    """In a pack without a usable footer: blocks beyond its end; with `read_data`, also damaged ones."""
     listed = packs.listed.get(pack)
     if listed is None:
         return np.ones(len(extents), np.bool_)
@@ -263,7 +263,7 @@ def _unreachable(packs: Packs, pack: Ulid, extents: Extents, ids: npt.NDArray[np
 
 
 def merge_damages(damages: Iterable[Damage]) -> Iterator[Damage]:
-    """One for each kind and object, with all the names that it hits in any part; without the blocks."""
+    """One damage per kind and object, with the affected names of all parts, without blocks."""
     found: dict[tuple[str, str], Damage] = {}
     for damage in damages:
         known = found.setdefault((damage.kind, damage.object), damage)

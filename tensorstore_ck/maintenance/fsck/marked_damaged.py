@@ -1,4 +1,4 @@
-"""Snapshots that repair marked as damaged, on whichever host: the store's own memory of damage that only reading data finds."""
+"""Snapshots that repair marked as damaged, on any host: how the store remembers damage that only reading data finds."""
 
 from collections.abc import Collection, Iterator
 
@@ -12,7 +12,7 @@ from tensorstore_ck.maintenance.fsck.repairable import other_store_advice, repai
 
 
 def packs_of_marked(engine: Engine) -> set[Ulid]:
-    """The packs of the snapshots that are marked as damaged at the log of `engine`."""
+    """The packs of the snapshots that are marked as damaged."""
     return {pack for info in _marked_damaged(engine) for pack in packs_of(engine, info)}
 
 
@@ -22,11 +22,11 @@ def packs_of(engine: Engine, info: SnapshotInfo) -> set[Ulid]:
 
 
 def check_marks(engine: Engine, found: Findings, *, damaged: Collection[Ulid], read: Collection[Ulid]) -> None:
-    """A marked snapshot counts as damaged until all its data was read: a check that read less does not say that all is well.
+    """Adds findings for marked snapshots: damaged, unless this check read all their data.
 
     Args:
         engine: At the log that was checked.
-        found: Takes the findings.
+        found: Receives the findings.
         damaged: Snapshots that this check found damaged.
         read: Packs of which this check read every block.
     """
@@ -35,9 +35,11 @@ def check_marks(engine: Engine, found: Findings, *, damaged: Collection[Ulid], r
             continue
         is_whole = packs_of(engine, info) <= set(read)
         if is_whole:
-            message = f"it is marked as damaged ({info.reason}), and is whole now: {repair_command(reads_data=True)} takes the mark back"
+            message = f"it is marked as damaged ({info.reason}), and is intact now: {repair_command(reads_data=True)} removes the mark"
         else:
-            message = f"it is marked as damaged ({info.reason}), and not all its data was read now: {other_store_advice(reads_data=True)}"
+            message = (
+                f"it is marked as damaged ({info.reason}), and this check did not read all its data: {other_store_advice(reads_data=True)}"
+            )
         address = info.ref if info.step is None else f"{info.ref}@{info.step}"
         severity: Severity = "notice" if is_whole else "error"
         hit = describe_hit([address], info, ())

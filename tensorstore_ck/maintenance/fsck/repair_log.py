@@ -1,6 +1,6 @@
-"""Mends what holds everything together: log entries, from a copy of this very store; checkpoints and this host's cache, from the log.
+"""Repairs log entries, from a copy of this store, and checkpoints and this host's cache, from the log.
 
-An entry is written again only if its hash is one that the rest of the log, or this host's memory of it, names. So it is what it was.
+A lost entry is written again only if the rest of the log, or this host's memory of it, names its hash.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from tensorstore_ck.maintenance.fsck.check_log import CACHE_NAME, LogCheck, cach
 
 
 def repair_entries(engine: Engine, copy: Engine, log: LogCheck, host_head: Head | None) -> list[str]:
-    """Takes lost log entries from a copy of this store, newest first, as far as their hashes are known; returns their names."""
+    """Copies lost log entries from a copy of this store, newest first, as far as their hashes are known; returns their names."""
     if (copy.config.uuid, copy.config.log) != (engine.config.uuid, engine.config.log):
         return []
     repaired: list[str] = []
@@ -35,14 +35,14 @@ def repair_entries(engine: Engine, copy: Engine, log: LogCheck, host_head: Head 
 
 
 def repair_checkpoints(engine: Engine, log: LogCheck) -> list[str]:
-    """Writes damaged checkpoints anew; returns their names."""
+    """Writes damaged checkpoints again; returns their names."""
     for name, data in log.checkpoints.items():
         engine.backend.replace(name, data)
     return list(log.checkpoints)
 
 
 def repair_cache(engine: Engine, log: LogCheck) -> list[str]:
-    """Follows the log; where this host's cache differs from it, makes the cache anew.
+    """Syncs the log; clears and refills this host's cache if it differs; returns its name if it was repaired.
 
     Raises:
         BrokenLogError: the log is damaged.

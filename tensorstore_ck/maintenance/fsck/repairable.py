@@ -1,6 +1,6 @@
-"""Whether damage can be mended with what is in the store: where there are other copies of blocks, and moved objects made anew.
+"""Whether damage can be repaired from the store itself: other copies of blocks, and rebuilt relocation maps.
 
-Reads footers and parts, no data, and only when something is damaged. What is told here fsck says, and repair does.
+It reads footers and parts, no data, and only if something is damaged. fsck reports what is found here, and repair does it.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -24,19 +24,19 @@ from tensorstore_ck.maintenance.fsck.findings import require_reachable
 
 
 def repair_command(*, reads_data: bool = False) -> str:
-    """The command that repairs; `reads_data` where only a check that reads data finds the damage, on any host."""
+    """The command that repairs; `reads_data` if only a check that reads data finds the damage."""
     return f"`tsck fsck {'--read-data ' if reads_data else ''}--repair`"
 
 
 def other_store_advice(*, reads_data: bool = False) -> str:
-    """What to do where this store alone does not have it."""
+    """The advice if this store has no good copy."""
     return f"{repair_command(reads_data=reads_data)[:-1]} --from OTHER_STORE` takes it from a store that has it"
 
 
 def pack_advice(packs: Packs, hit: BlockTables, *, reads_data: bool) -> dict[Ulid, tuple[str, bool]]:
-    """Damaged pack -> what can be done, and whether with this store alone; `hit` has the blocks that cannot be read.
+    """Damaged pack -> (advice, whether this store alone can repair it).
 
-    `reads_data`: whether data was read to find them.
+    `hit`: the unreadable blocks; `reads_data`: whether data was read to find them.
     """
     wanted = set[Digest]().union(*(hit.ids(pack) for pack in hit.packs))
     copies = find_copies(packs, wanted, unless={pack: set(hit.entries(pack)) for pack in hit.packs})
@@ -46,7 +46,7 @@ def pack_advice(packs: Packs, hit: BlockTables, *, reads_data: bool) -> dict[Uli
         lost = len(ids - copies.keys())
         if lost:
             other = other_store_advice(reads_data=needs_data)
-            advice[pack] = (f"{lost} of {len(ids)} damaged blocks are nowhere else in this store: {other}", False)
+            advice[pack] = (f"{lost} of {len(ids)} damaged blocks have no other copy in this store: {other}", False)
         else:
             advice[pack] = (
                 f"every damaged block is in other packs, too: {repair_command(reads_data=needs_data)} takes it from there",
@@ -56,7 +56,7 @@ def pack_advice(packs: Packs, hit: BlockTables, *, reads_data: bool) -> dict[Uli
 
 
 def readable_parts(engine: Engine, parts: Iterable[Ulid]) -> Iterator[tuple[Ulid, Part]]:
-    """Those of the parts that can be read."""
+    """The readable ones of some parts."""
     for ulid in parts:
         name = part_name(ulid)
         try:
@@ -66,7 +66,7 @@ def readable_parts(engine: Engine, parts: Iterable[Ulid]) -> Iterator[tuple[Ulid
 
 
 def blocks_in(packs: Collection[Ulid], parts: Iterable[tuple[Part, BlockLocations]]) -> BlockTables:
-    """What parts say of the blocks in these packs."""
+    """The blocks in some packs, as parts name them."""
     tables = BlockTables()
     for part, places in parts:
         ids = block_ids(part)
@@ -77,18 +77,18 @@ def blocks_in(packs: Collection[Ulid], parts: Iterable[tuple[Part, BlockLocation
 
 
 def as_written(part: Part) -> BlockLocations:
-    """Where a part's blocks were when it was written."""
+    """The locations of a part's blocks when it was written."""
     return BlockLocations(list(part.packs), part.extents, frozenset())
 
 
 def relocations_in_force(view: RefTable) -> dict[Ulid, Relocation]:
-    """The relocations in force, by their moved objects."""
+    """The relocations in force, by the names of their maps."""
     packs = {pack for pack, _ in view.all_relocations()}
     return {relocation.moved: relocation for pack in packs for relocation in view.relocations(pack)}
 
 
 def is_moved_intact(backend: Backend, relocation: Relocation) -> bool:
-    """Whether the moved object of a relocation is there as the log names it: then, what makes it useless is what the log says."""
+    """Whether the map of a relocation is the one that the log names. If it is useless all the same, the log entry is false."""
     name = ObjectKey("moved", relocation.moved).name
     try:
         decode_moved(backend.get(name, max_bytes=MAX_OBJECT_BYTES), name, relocation.hash)
@@ -99,9 +99,9 @@ def is_moved_intact(backend: Backend, relocation: Relocation) -> bool:
 
 
 def rebuild_moved(packs: Packs, relocation: Relocation, parts: Iterable[tuple[Ulid, Part]]) -> bytes | None:
-    """The moved object of a relocation, made anew from the footers of both sides; None where they do not give the one that the log names.
+    """Rebuilds the map of a relocation from the footers of both sides; None if its hash is not the one in the log.
 
-    Where the pack itself is gone, what parts say of it stands for its footer.
+    If the pack is gone, the parts that name its blocks replace its footer.
     """
     targets: dict[bytes, tuple[int, ...]] = {}
     for number, target in enumerate(relocation.targets):

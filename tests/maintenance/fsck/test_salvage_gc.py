@@ -189,7 +189,7 @@ def test_the_newest_entries_without_a_trace() -> None:
     first = next(position for position, ops in enumerate(OPERATIONS) if "relocate" in ops)
     backend = copy_with(dict.fromkeys(LOG[first:]))
     report = salvage(backend)
-    assert any("no log entry says" in problem for problem in report.problems)
+    assert any("no log entry names" in problem for problem in report.problems)
     assert_restorable(reopen(backend), LIVE)
 
 
