@@ -31,7 +31,7 @@ class Forgotten:
     time_ns: int
     snapshots: tuple[Snapshot, ...]
     held_by: Mapping[str, tuple[str, ...]]
-    """Id of a snapshot -> what else holds it: branches, tags and ``pin:owner``. Snapshots without other holds expire with the undo window."""
+    """Id of a snapshot -> what else holds it: branches, tags and ``pin:owner``. The others expire with the undo window."""
 
 
 def forget(engine: Engine, addresses: Sequence[str]) -> tuple[Forgotten, ...]:
