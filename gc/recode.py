@@ -104,6 +104,6 @@ def run_recode(
         copied = ProgressSum(progress, "rewriting packs", sum(map(live_bytes, plan.packs)))
         done = repack_packs(engine, live, plan.packs, mode=mode, progress=copied.add)
         rewritten, after, notes = done.packs, done.written_bytes, [*notes, *done.notes]
-    told = tuple(RewrittenPack(ObjectKey("pack", pack.pack).name, pack.size_bytes, live_bytes(pack)) for pack in rewritten)
+    packs = tuple(RewrittenPack(ObjectKey("pack", pack.pack).name, pack.size_bytes, live_bytes(pack)) for pack in rewritten)
     kept = len(candidates) - len(plan.packs)
-    return RecodeReport(dry_run, chosen, kept, told, sum(map(live_bytes, rewritten)), after, tuple(notes))
+    return RecodeReport(dry_run, chosen, kept, packs, sum(map(live_bytes, rewritten)), after, tuple(notes))

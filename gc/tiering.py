@@ -103,7 +103,7 @@ def run_tiering(engine: Engine, *, dry_run: bool = False, take_places: bool = Fa
     to_move = [pack for pack in found.packs if ObjectKey("pack", pack.pack) in moving]
     to_judge = RepackScan([pack for pack in found.packs if ObjectKey("pack", pack.pack) in staying], found.notes)
     worth = plan_repack(engine, to_judge, MODE, progress)
-    told: list[TieredPack] = []
+    moved: list[TieredPack] = []
     written, notes = worth.after_bytes + sum(map(live_bytes, to_move)), found.notes
     if not dry_run:
         written = 0
@@ -115,8 +115,8 @@ def run_tiering(engine: Engine, *, dry_run: bool = False, take_places: bool = Fa
         if not dry_run:
             rewritten = repack_packs(engine, live, packs, mode=MODE if small else None, place=place, progress=copied.add)
             done, written, notes = rewritten.packs, written + rewritten.written_bytes, [*notes, *rewritten.notes]
-        told += [_tiered_pack(pack, place, is_moved=ObjectKey("pack", pack.pack) in moving) for pack in done]
-    return TierReport(dry_run, plan.snapshots, tuple(told), written, tuple(notes))
+        moved += [_tiered_pack(pack, place, is_moved=ObjectKey("pack", pack.pack) in moving) for pack in done]
+    return TierReport(dry_run, plan.snapshots, tuple(moved), written, tuple(notes))
 
 
 def _plan(engine: Engine, live: LiveSet, listed: dict[ObjectKey, ListedObject], view: RefTable) -> _TierPlan:

@@ -73,7 +73,7 @@ class SnapshotCopier:
     def copy(self, info: SnapshotInfo, ref: str, arrange: Arrange) -> SnapshotInfo | None:
         """Copies a snapshot and publishes it; None when the source has forgotten and freed it meanwhile.
 
-        When gc of the target freed something that this relied on, as after a long sleep of this process, it starts anew.
+        Starts again if gc of the target freed something that the copy relied on, as after a long sleep of this process.
 
         Raises:
             ConflictError: from `arrange`; nothing is visible.
@@ -98,10 +98,10 @@ class SnapshotCopier:
         return retry_expired(attempt, self._target.log.sync)
 
     def _anchor(self) -> int:
-        """The entry of the target that everything is chosen under.
+        """The copy's anchor in the target.
 
-        The index of blocks is kept beside the fold of a log, and an empty log has none: so that a copy into a new store can go on where
-        it was killed, that log gets a first entry, which gives up a put that never was.
+        The block index is kept with the fold of the log, and an empty log has none. So that a killed copy into a new store can resume, an
+        empty log gets a first entry, which aborts a put that never existed.
         """
         log = self._target.log
         head = log.view().head()

@@ -204,7 +204,7 @@ def test_globs() -> None:
 
 def test_a_glob_that_fits_nothing() -> None:
     target = Watched(empty())
-    with pytest.raises(NotFoundError, match=r"fits 'run/\*' \(refs: runs/a, runs/b, paper\)"):
+    with pytest.raises(NotFoundError, match=r"matches 'run/\*' \(refs: runs/a, runs/b, paper\)"):
         copy(reopen(build()), open_over(target), refs=["runs/*", "run/*"])
     assert target.writes() == []
     with pytest.raises(NotFoundError, match="it has no refs yet"):
