@@ -125,17 +125,17 @@ def _plan(engine: Engine, live: LiveSet, listed: dict[ObjectKey, ListedObject], 
         return _TierPlan(0, {})
     live.update(view)
     of_pack: dict[Ulid, AgeTarget] = {}
-    for ulid, wish in wished.items():
+    for ulid, target in wished.items():
         info = view.snapshot(ulid)
         for pack in live.packs_of(view, info) if info is not None else ():
-            of_pack[pack] = wish.with_other(of_pack[pack]) if pack in of_pack else wish
+            of_pack[pack] = target.with_other(of_pack[pack]) if pack in of_pack else target
     places = view.places()
     targets = {}
-    for pack, wish in of_pack.items():
+    for pack, target in of_pack.items():
         key, now = ObjectKey("pack", pack), places.get(pack)
-        place = now if wish.stage == AS_IS else None if wish.stage == HERE else place_url(wish.stage.url, engine.config.uuid)
-        if (place != now or wish.small) and key in listed and view.object_state(key) is None:
-            targets[key] = (place, wish.small)
+        place = now if target.stage == AS_IS else None if target.stage == HERE else place_url(target.stage.url, engine.config.uuid)
+        if (place != now or target.small) and key in listed and view.object_state(key) is None:
+            targets[key] = (place, target.small)
     return _TierPlan(len(wished), targets)
 
 
