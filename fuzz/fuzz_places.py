@@ -17,8 +17,8 @@ def read(data: bytes) -> None:
     with MemoryTable().batch() as batch:
         fold(entry, batch)
         view = RefTable(batch)
-        for pack, url in view.places().items():
-            assert view.place_of(pack) == url
+        for pack, url in view.locations().items():
+            assert view.location_of(pack) == url
         for op in entry.ops:
             moved = op.fields.get("pack")
             for relocation in view.relocations(moved) if type(moved) is bytes and len(moved) == 16 else ():

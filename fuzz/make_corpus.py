@@ -49,7 +49,7 @@ def seeds() -> Iterator[tuple[str, bytes]]:
         yield "config", config.encode()
     for ops in (
         [Op.relocate(samples.ULID, samples.ULID, samples.ROOT, [samples.ULID])],
-        [Op.place([samples.ULID], "s3://bucket/cold/uuid")],
+        [Op.set_location([samples.ULID], "s3://bucket/cold/uuid")],
     ):
         yield "places", body(seal_entry(1, genesis_hash(bytes(16)), ops, write_id=bytes(16), time_ns=0, actor="")[0])
     yield "manifest", Manifest(samples.ULID, "runs/a", 3, 0, 1, ["parts/aa/b"], 17, None).encode()[:-DIGEST_BYTES]

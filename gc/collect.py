@@ -61,7 +61,7 @@ class _Gc:
             return self._report(plan, plan.doomed, plan.sparse, written_bytes(plan.sparse), refusal)
         if refusal is not None:
             raise refusal
-        self._engine.placed.require_own()
+        self._engine.placed.require_owner()
         self._end_undo_windows_and_pins(plan.ending)
         copied = ProgressSum(self._progress, "rewriting packs", sum(map(live_bytes, plan.sparse)))
         compacted = self._compact(plan.sparse, copied)
@@ -144,7 +144,7 @@ class _Gc:
 
     def _compact(self, packs: Sequence[SparsePack], copied: ProgressSum) -> Compacted:
         """Copies the live entries of packs, each within its own location."""
-        places = self._engine.placed.places()
+        places = self._engine.placed.locations()
         done = Compacted([], 0, self._notes)
         for place in sorted({places.get(pack.pack) for pack in packs}, key=str):
             here = [pack for pack in packs if places.get(pack.pack) == place]
@@ -194,7 +194,7 @@ class _Gc:
         entries = sorted({state.n for key, state in view.objects() if state.swept and key not in left})
         old = [n for n in entries if self._is_older_entry(n, self._options.settle_seconds)]
         if old and old[-1] > view.horizon():
-            self._engine.log.append(lambda view: [Op.settle(old[-1])] if old[-1] > view.horizon() else [])
+            self._engine.log.append(lambda view: [Op.truncate_tombstones(old[-1])] if old[-1] > view.horizon() else [])
 
     def _is_older_entry(self, n: int, seconds: float) -> bool:
         entry = self._engine.log.chain.read(n)

@@ -61,7 +61,7 @@ class CompactedPack(NamedTuple):
             return []
         condemned = Objects(key for key, state in states.items() if state is not None)
         relocate = Op.relocate(self.pack, self.ulid, self.hash, self.targets)
-        place = [] if self.place is None else [Op.place(self.targets, self.place)]
+        place = [] if self.place is None else [Op.set_location(self.targets, self.place)]
         return [*place, relocate, Op.condemn(Objects([ObjectKey("pack", self.pack)])), *([Op.rescue(condemned)] if condemned else [])]
 
 

@@ -216,7 +216,7 @@ class Planner:
                     elif needs is self.live and len(entries) < len(footer.entries):
                         rewritable.append(size_bytes - written_bytes([pack]))
 
-        is_all_local = self._engine.backend.is_local and not self._engine.placed.places()
+        is_all_local = self._engine.backend.is_local and not self._engine.placed.locations()
         if below:
             for_each(candidates, judge, 1 if is_all_local else THREADS)
             self.requests += 3 * len(candidates)

@@ -93,7 +93,7 @@ def run_recode(
         live.update(view)
         chosen = list(choose(view))
         needed = {ObjectKey("pack", pack) for info in chosen for pack in live.packs_of(view, info)}
-        here = needed - {ObjectKey("pack", pack) for pack in view.places()}
+        here = needed - {ObjectKey("pack", pack) for pack in view.locations()}
         return len(chosen), {key: listed[key] for key in sorted(here) if key in listed and view.object_state(key) is None}
 
     chosen, candidates = at_newest(engine, look)

@@ -114,7 +114,7 @@ def repack_packs(
     """
     done = RepackResult([], 0, [])
     if place is not None:
-        engine.placed.begin(place)
+        engine.placed.claim_new(place)
     for batch in _batches(packs):
         anchor, left = at_newest(engine, partial(_still_needed, live, batch))
         compacted = compact(engine, left, progress, None if mode is None else partial(_read_smaller, engine, mode), place)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from tensorstore_ck.backend.cold.locations import place_url
+from tensorstore_ck.backend.cold.locations import store_location
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import UnsafeBackendError
@@ -22,7 +22,7 @@ from tensorstore_ck.gc.repack import RepackScan, plan_repack, repack_packs, scan
 from tensorstore_ck.gc.report import Progress, ProgressSum, ignore_progress
 from tensorstore_ck.log import ObjectKey, RefTable
 from tensorstore_ck.log.cache import Table, TableError
-from tensorstore_ck.log.retention.age_rules import AS_IS, HERE, AgeTarget, wishes
+from tensorstore_ck.log.retention.age_rules import OWN_LOCATION, UNCHANGED, AgeTarget, age_targets
 
 MODE: Final[Mode] = "small"
 _INCOMPRESSIBLE: Final = b"j/"
@@ -88,14 +88,14 @@ def run_tiering(engine: Engine, *, dry_run: bool = False, take_places: bool = Fa
     else:
         engine.log.verify()
     if take_places and not dry_run:
-        engine.placed.take()
+        engine.placed.claim_all()
     if not dry_run:
-        engine.placed.require_own()
+        engine.placed.require_owner()
     listed = list_objects(engine.backend)
     part_sizes = {key.ulid: found.size_bytes for key, found in listed.items() if key.kind == "part"}
     live = LiveSet(engine, part_sizes, lambda done, total: progress("marking snapshots", done, total))
     plan = at_newest(engine, lambda _, view: _plan(engine, live, listed, view))
-    places = engine.placed.places()
+    places = engine.placed.locations()
     moving = {key for key, (place, _) in plan.targets.items() if place != places.get(key.ulid)}
     judged = _incompressible(engine.table)
     staying = {key for key in plan.targets.keys() - moving if key.ulid not in judged}
@@ -120,7 +120,7 @@ def run_tiering(engine: Engine, *, dry_run: bool = False, take_places: bool = Fa
 
 
 def _plan(engine: Engine, live: LiveSet, listed: dict[ObjectKey, ListedObject], view: RefTable) -> _TierPlan:
-    wished = wishes(view, engine.clock())
+    wished = age_targets(view, engine.clock())
     if not wished:
         return _TierPlan(0, {})
     live.update(view)
@@ -129,11 +129,17 @@ def _plan(engine: Engine, live: LiveSet, listed: dict[ObjectKey, ListedObject], 
         info = view.snapshot(ulid)
         for pack in live.packs_of(view, info) if info is not None else ():
             of_pack[pack] = target.with_other(of_pack[pack]) if pack in of_pack else target
-    places = view.places()
+    places = view.locations()
     targets = {}
     for pack, target in of_pack.items():
         key, now = ObjectKey("pack", pack), places.get(pack)
-        place = now if target.stage == AS_IS else None if target.stage == HERE else place_url(target.stage.url, engine.config.uuid)
+        place = (
+            now
+            if target.stage == UNCHANGED
+            else None
+            if target.stage == OWN_LOCATION
+            else store_location(target.stage.url, engine.config.uuid)
+        )
         if (place != now or target.small) and key in listed and view.object_state(key) is None:
             targets[key] = (place, target.small)
     return _TierPlan(len(wished), targets)

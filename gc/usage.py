@@ -267,7 +267,7 @@ class _Measurement:
 
     def _places(self) -> tuple[PlaceUsage, ...]:
         sizes: dict[str, list[int]] = {}
-        for pack, url in self._view.places().items():
+        for pack, url in self._view.locations().items():
             size_bytes = self._sizes.get(ObjectKey("pack", pack).name)
             if size_bytes is not None:
                 sizes.setdefault(url, []).append(size_bytes)

@@ -2,18 +2,10 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
-import platformdirs
-
-from tensorstore_ck.backend.cold.allowed_locations import can_allow
+from tensorstore_ck.backend.cold.allowed_locations import can_allow, places_file
 from tensorstore_ck.cli.output import printable, say
 from tensorstore_ck.errors import InvalidOptionError
-
-
-def places_file() -> Path:
-    """``~/.config/tensorstore_ck/places``, or where else this system keeps such files."""
-    return platformdirs.user_config_path("tensorstore_ck", appauthor=False) / "places"
 
 
 def read_places() -> tuple[str, ...]:

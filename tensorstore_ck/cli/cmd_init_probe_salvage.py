@@ -9,7 +9,7 @@ import click
 
 from tensorstore_ck.backend import ProbeResult
 from tensorstore_ck.backend import probe as run_probe
-from tensorstore_ck.backend.save_estimate import SaveEstimate, forecast
+from tensorstore_ck.backend.save_estimate import SaveEstimate, estimate_save
 from tensorstore_ck.cli.options import StoreChoice, byte_count, command, store_options
 from tensorstore_ck.cli.output import counted, emit, facts, green, indented, printable, red, short_root, table
 from tensorstore_ck.common.units import human_bytes
@@ -46,7 +46,7 @@ def probe(context: click.Context, choice: StoreChoice, *, size: int | None, rank
     with closing(choice.open_backend()) as backend:
         result = run_probe(backend)
         if size is not None and result.exclusive_create:
-            found = forecast(backend, size, ranks or 1)
+            found = estimate_save(backend, size, ranks or 1)
     lines = _probe_lines(result) + (["", *_forecast_lines(found)] if found is not None else [])
     emit({"url": backend.url, "result": result, **({} if size is None else {"forecast": found})}, lines, as_json=as_json)
     if not result.exclusive_create:

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar, cast, get_args
 import click
 
 from tensorstore_ck.backend import open_backend
-from tensorstore_ck.backend.cold.allowed_locations import as_places
+from tensorstore_ck.backend.cold.allowed_locations import parse_allowed
 from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
 from tensorstore_ck.backend.cold.locations import LocationOpener
 from tensorstore_ck.backend.picklable import PicklableBackend
@@ -116,7 +116,7 @@ class StoreChoice:
 
     def place_opener(self, url: str, *, read_only: bool = False) -> LocationOpener:
         """Opens the places to which packs of the store at `url` were moved."""
-        return LocationOpener(url, self.storage_options, self.no_sync, read_only, allowed=as_places(self.allowed_places()))
+        return LocationOpener(url, self.storage_options, self.no_sync, read_only, allowed=parse_allowed(self.allowed_places()))
 
     def allowed_places(self) -> tuple[str, ...]:
         """The places that packs of the store may lie at, besides those that need no word."""

@@ -1,4 +1,7 @@
-"""A token bucket: how many bytes a second may pass. The clock is injected; it waits for nobody, and does not know what the bytes are."""
+"""A token bucket: how many bytes per second may pass. The clock is injected. It does not wait itself.
+
+Its users wait: `backend.throttled` for plain reads and writes, `backend.staging.upload_pass` for uploads from a staging disk.
+"""
 
 import math
 import threading
@@ -9,11 +12,11 @@ from typing import Final
 from tensorstore_ck.errors import InvalidOptionError
 
 BURST_SECONDS: Final = 0.25
-"""What was not used is kept for so long."""
+"""Unused capacity is kept this long."""
 
 
 class RateLimit:
-    """Lets `bytes_per_second` pass, of all threads together."""
+    """Lets `bytes_per_second` pass, for all threads together."""
 
     def __init__(
         self,
@@ -32,20 +35,20 @@ class RateLimit:
         self._clock = clock
         self._lock = threading.Lock()
         self._free_at = clock()
-        """When all that was taken so far will have passed."""
+        """When all bytes taken so far will have passed."""
 
     def share(self, among: int) -> None:
-        """From now on this is one of `among` processes that pass so many bytes together."""
+        """From now on this is one of `among` processes that share the rate."""
         with self._lock:
             self._rate = self._whole / max(among, 1)
 
     @property
     def burst_bytes(self) -> int:
-        """As much as is worth asking for at a time."""
+        """The most bytes that are worth taking at once."""
         return max(1, int(self._rate * BURST_SECONDS))
 
     def take(self, count: int) -> float:
-        """Takes `count` bytes, however many that is; returns in how many seconds they may pass."""
+        """Takes `count` bytes, any number; returns in how many seconds they may pass."""
         with self._lock:
             now = self._clock()
             self._free_at = max(self._free_at, now - BURST_SECONDS) + count / self._rate

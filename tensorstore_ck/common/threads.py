@@ -13,15 +13,15 @@ REMOTE_THREADS: Final = 8
 
 
 def cpu_threads() -> int:
-    """As many threads as cores that this process may use, at the most 16."""
+    """The number of cores that this process may use, at most 16."""
     return min(len(os.sched_getaffinity(0)), 16)
 
 
 def for_each(tasks: Iterable[Task], work: Callable[[Task], None], threads: int, *, failed: threading.Event | None = None) -> None:
     """Calls `work` on each task, from up to `threads` threads, and returns when all are done.
 
-    After the first error, or Ctrl-C, no further task is begun, and that error is raised when those under way have ended: `failed` is
-    set by then, for those that wait. Tasks are drawn lazily, under a lock.
+    After the first error, or Ctrl-C, no further task begins; the error is raised when the running tasks have ended. `failed` is set at
+    once, so that they can stop waiting. Tasks are drawn lazily, under a lock.
     """
     queue = iter(tasks)
     lock = threading.Lock()

@@ -18,10 +18,10 @@ _SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgtp])(i?))?b?", re.IG
 
 
 def parse_seconds(value: object, what: str) -> float:
-    """The seconds that a text, a number of seconds or a `timedelta` stands for.
+    """The seconds of a text, a number of seconds or a `timedelta`.
 
     Raises:
-        InvalidOptionError: it stands for none.
+        InvalidOptionError: not a duration.
     """
     if isinstance(value, timedelta):
         value = value.total_seconds()
@@ -30,14 +30,14 @@ def parse_seconds(value: object, what: str) -> float:
         value = float(match[1]) * _TIME_UNITS[match[2]]
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_SECONDS:
         return float(value)
-    raise InvalidOptionError(f"{what} must be a length of time like 90s, 10m, 1h or 30d, not {value!r}", object_id=what)
+    raise InvalidOptionError(f"{what} must be a duration like 90s, 10m, 1h or 30d, not {value!r}", object_id=what)
 
 
 def parse_bytes(value: object, what: str) -> int:
-    """The bytes that a text or a number of bytes stands for.
+    """The bytes of a text or a number of bytes.
 
     Raises:
-        InvalidOptionError: it stands for none.
+        InvalidOptionError: not a size.
     """
     if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())) is not None:
         return int(float(match[1]) * (1024 if match[3] else 1000) ** (" kmgtp".index((match[2] or " ").lower())))

@@ -15,7 +15,7 @@ from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.read_only import read_only_error
 from tensorstore_ck.backend.staging import StagingTier
-from tensorstore_ck.backend.throttled import limited_to
+from tensorstore_ck.backend.throttled import throttled_to
 from tensorstore_ck.common.free_space import MinFree
 from tensorstore_ck.common.ids import Clock, IdSource, Ulid
 from tensorstore_ck.common.processes import Process
@@ -155,7 +155,7 @@ class Engine:
         Raises:
             InvalidOptionError: not a rate.
         """
-        return self if bytes_per_second is None else replace(self, backend=limited_to(self.backend, bytes_per_second))
+        return self if bytes_per_second is None else replace(self, backend=throttled_to(self.backend, bytes_per_second))
 
     def of_store(self) -> "Self":
         """The same without the staging disk, for maintenance: a staged copy must not hide damage in the store."""

@@ -10,14 +10,14 @@ from typing import Any, cast
 import platformdirs
 
 from tensorstore_ck.backend import open_backend, probe_create
-from tensorstore_ck.backend.cold.allowed_locations import as_places
+from tensorstore_ck.backend.cold.allowed_locations import parse_allowed
 from tensorstore_ck.backend.cold.cold_backend import ColdTierBackend
 from tensorstore_ck.backend.cold.locations import LocationOpener
 from tensorstore_ck.backend.protocol import Backend, Created
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.backend.staging import ReadThroughBackend, Staging, StagingTier, Uploader
-from tensorstore_ck.backend.throttled import limited
-from tensorstore_ck.common.free_space import MinFree, require_room
+from tensorstore_ck.backend.throttled import throttled
+from tensorstore_ck.common.free_space import MinFree, require_free_space
 from tensorstore_ck.common.ids import Clock, IdSource, new_ulid
 from tensorstore_ck.common.processes import Process, this_process
 from tensorstore_ck.common.rate_limit import RateLimit
@@ -66,7 +66,7 @@ def open_engine(
     if read_only and (create or staging is not None):
         name = "create" if create else "staging"
         raise InvalidOptionError(f"{name}= is for stores that are written to: leave it out with read_only=True", object_id=name)
-    kept, codecs, allowed = MinFree.parse(min_free), CodecChoice(codec, delta), as_places(places)
+    kept, codecs, allowed = MinFree.parse(min_free), CodecChoice(codec, delta), parse_allowed(places)
     limit = None if max_bytes_per_second is None else RateLimit(max_bytes_per_second)
     observers = logged_observers()
     backend = open_backend(url, storage_options, no_sync=no_sync, on_wait=observers.emit)
@@ -82,7 +82,7 @@ def open_engine(
                 f"there is no store at {backend.url}: create one with `tsck init`, or open(..., create=True)", object_id=backend.url
             )
         if not read_only:
-            require_room(backend, kept, 0, "the store")
+            require_free_space(backend, kept, 0, "the store")
         options = staging if staging is None or isinstance(staging, Staging) else Staging(staging)
         folder = options.open(config.uuid) if options is not None else None
         watermark = Watermark(_head_file(backend, state_dir, config), log=config.log, rollback=rollback, url=backend.url)
@@ -102,9 +102,9 @@ def open_engine(
         engine.limit, engine.min_free, engine.codecs = limit, kept, codecs
         guard = kept if kept != MinFree() else None
         if folder is None or options is None:
-            engine.backend = limited(backend, writes=limit, min_free=guard)
+            engine.backend = throttled(backend, writes=limit, min_free=guard)
         else:
-            tiered = ReadThroughBackend(folder, limited(backend, min_free=guard))
+            tiered = ReadThroughBackend(folder, throttled(backend, min_free=guard))
             uploader = Uploader(folder, tiered.store, max_parallel_requests=options.max_parallel_requests, limit=limit)
             engine.backend, engine.tier = tiered, StagingTier(folder, uploader, tiered, options)
         return engine

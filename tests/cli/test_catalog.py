@@ -62,7 +62,7 @@ def test_several_stores(catalog: Tsck) -> None:
     assert len(as_json["synced"]) == 2
     assert "... and more: -n 2 shows them" in catalog("find", "-n", "1", "--db", "sqlite:///all.sqlite").out
     rebuilt = catalog("catalog", "rebuild", "other", "--db", "all.sqlite").out
-    assert "1 entry read, 1 snapshot, up to entry 1; read from the start: as it was asked for" in rebuilt
+    assert "1 entry read, 1 snapshot, up to entry 1; read from the start: as requested" in rebuilt
     assert len(catalog("catalog", "show", "--db", "all.sqlite", "--json").json["stores"]) == 2
 
 

@@ -96,7 +96,7 @@ def plant(folder: Path, *places: str) -> None:
             paths = {path for path in (folder / "packs").rglob("*") if path.is_file()}
             packs = [pack for path in paths - seen if (pack := parse_ulid(path.name)) is not None]
             assert packs
-            ops.append(Op.place(packs, place))
+            ops.append(Op.set_location(packs, place))
             seen = paths
         store.engine.log.append(lambda _: ops)
         for there in ("outside", "jobs-evil"):

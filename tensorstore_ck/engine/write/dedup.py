@@ -73,7 +73,7 @@ class DedupIndex:
         So it is where it lies at a colder place: what is put is to be at hand, and no save is to need that place.
         """
         state = self._view.object_state(ObjectKey("pack", pack))
-        if state is not None or any(self._view.relocations(pack)) or self._view.place_of(pack) is not None:
+        if state is not None or any(self._view.relocations(pack)) or self._view.location_of(pack) is not None:
             return 0
         try:
             return self._engine.backend.size(pack_name(pack))

@@ -31,5 +31,5 @@ def read_only_engine(engine: Engine, check: LogCheck) -> Engine:
         actor="fsck",
         new_id=engine.new_id,
     )
-    engine.placed.learn(check.view.places())
+    engine.placed.add_locations(check.view.locations())
     return Engine(engine.backend, config, check.table, log, BlockIndex(check.table), engine.clock, engine.new_id, engine.placed)

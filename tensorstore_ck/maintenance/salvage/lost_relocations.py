@@ -52,13 +52,13 @@ def read_lost_relocations(backend: Backend, view: RefTable) -> list[LostRelocati
 
 def learn_locations(view: RefTable, unknown: Iterable[LostRelocation], placed: ColdTierBackend) -> None:
     """Tells `placed` the locations of packs: from the log, from relocation maps, and by listing."""
-    placed.learn(view.places())
+    placed.add_locations(view.locations())
     for each in unknown:
         if each.moved.place is not None:
-            placed.learn(dict.fromkeys(each.moved.targets, each.moved.place))
-    for url in sorted(set(placed.places().values())):
+            placed.add_locations(dict.fromkeys(each.moved.targets, each.moved.place))
+    for url in sorted(set(placed.locations().values())):
         found = (parse_ulid(info.name[-26:]) for info in placed.at(url).list("packs/"))
-        placed.learn({pack: url for pack in found if pack is not None})
+        placed.add_locations({pack: url for pack in found if pack is not None})
 
 
 def find_relocations(packs: Packs, view: RefTable, unknown: Iterable[LostRelocation]) -> Iterator[Relocation]:

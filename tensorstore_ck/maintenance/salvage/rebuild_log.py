@@ -115,7 +115,7 @@ class _EventReplay:
         for url in sorted(set(self._kept.places.values())):
             there = sorted(pack for pack, place in self._kept.places.items() if place == url)
             for at in range(0, len(there), PACKS_AN_ENTRY):
-                self._new.add(self._now_ns, [_fixed(Op.place(there[at : at + PACKS_AN_ENTRY], url))])
+                self._new.add(self._now_ns, [_fixed(Op.set_location(there[at : at + PACKS_AN_ENTRY], url))])
         ordered = sorted(self._kept.relocations, key=lambda relocation: (relocation.n, relocation.moved))
         for _, together in groupby(ordered, key=lambda relocation: relocation.n):
             ops = [Op.relocate(found.pack, found.moved, found.hash, found.targets) for found in together]

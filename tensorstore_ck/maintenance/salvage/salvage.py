@@ -126,7 +126,7 @@ class _Salvage:
             )
             self._backend.replace(CONFIG_NAME, config.encode())
             if genesis_uuid is None:  # store.json was lost, and with it the UUID in the marks of locations
-                self._placed.take(config.uuid)
+                self._placed.claim_all(config.uuid)
         note = "no surviving entry holds it: `tsck undo` brings it back, until gc frees it"
         return self._report(config.log, filled.view, held, [*recovered, *(salvaged(info, note) for info in doubtful)])
 
@@ -166,7 +166,7 @@ class _Salvage:
 
     def _places_of(self, packs: Packs) -> dict[Ulid, str]:
         """The listed packs at other locations -> URL."""
-        return {pack: url for pack, url in self._placed.places().items() if pack in packs.listed}
+        return {pack: url for pack, url in self._placed.locations().items() if pack in packs.listed}
 
     def _read_strays(self, view: RefTable) -> Iterator[_Stray]:
         """Records that the log does not name, without expired and freed ones."""
@@ -245,7 +245,7 @@ class _Salvage:
             actor=current_actor(),
             new_id=self._new_id,
             shared=False,
-            is_made_anew=True,
+            may_begin=True,
         )
         for now[0], ops in new.entries:
             log.append(lambda _, ops=ops: ops)  # type: ignore[misc]

@@ -1,7 +1,6 @@
 """What a store handle gives to its puts, and what both ways to put have in common."""
 
 import logging
-import random
 import time
 import weakref
 import zlib
@@ -10,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from tensorstore_ck.backend.staging import StagingTier
-from tensorstore_ck.common.free_space import require_room
+from tensorstore_ck.common.free_space import require_free_space
 from tensorstore_ck.common.ids import Digest, Ulid
+from tensorstore_ck.common.retry import next_delay
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError, UndecidedError
@@ -85,7 +85,7 @@ class SaveContext:
         """
         engine, tier = self.engine, self.engine.tier
         if tier is None:
-            require_room(engine.backend, engine.min_free, 0 if self.seen.knows(ref) else needed_bytes, f"the put to {ref!r}")
+            require_free_space(engine.backend, engine.min_free, 0 if self.seen.knows(ref) else needed_bytes, f"the put to {ref!r}")
             return
         while True:
             try:
@@ -126,9 +126,9 @@ class SaveContext:
             except (BackendUnavailableError, UndecidedError) as exc:
                 if isinstance(exc, UndecidedError) and self.engine.single_writer:
                     raise  # where creates are not exclusive, nobody may go on before a person has looked
-                delay = min(LONGEST_PAUSE_SECONDS, 0.5 * 2 ** min(attempt, 8)) * random.uniform(0.5, 1)  # noqa: S311 - jitter
-                self.retried(course, what, exc, delay)
-                course.pause(delay)
+                seconds = next_delay(attempt, 0.5, LONGEST_PAUSE_SECONDS, least=0.5)
+                self.retried(course, what, exc, seconds)
+                course.pause(seconds)
         raise AssertionError("unreachable")
 
     def retried(self, course: PutStatus, what: str, error: Exception, delay_seconds: float) -> None:

@@ -10,7 +10,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.staging import Uploader
-from tensorstore_ck.backend.throttled import limited
+from tensorstore_ck.backend.throttled import throttled
 from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.format.codec import CodecChoice
@@ -54,7 +54,7 @@ def open_throttled(time: Time, rate: float, *, is_local: bool = False) -> tsck.S
     backend = MemoryBackend()
     backend.is_local = is_local
     store = open_store(backend)
-    store.engine.backend = limited(store.engine.backend, writes=RateLimit(rate, clock=lambda: time.now), sleep=time.sleep)
+    store.engine.backend = throttled(store.engine.backend, writes=RateLimit(rate, clock=lambda: time.now), sleep=time.sleep)
     return store
 
 

@@ -66,7 +66,7 @@ def test_what_is_in_flight_is_finished(nursery: Nursery, tmp_path: Path, how: st
 def test_what_cannot_be_finished_is_said(nursery: Nursery, tmp_path: Path) -> None:
     assert nursery.run(worker.in_flight, tmp_path, "fails") == 0
     assert steps_of(tmp_path) == [2, 3]
-    assert "putting job@1 failed" in stderr(tmp_path)
+    assert "saving job@1 failed" in stderr(tmp_path)
     assert "the process ends with puts under way: job@3" in stderr(tmp_path)
 
 
