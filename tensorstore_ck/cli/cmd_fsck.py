@@ -93,7 +93,7 @@ def fsck(
             report = _completed(run_fsck(engine, options, executor=executor), choice)
     lines = [f"freed {printable(name)}" for name in aborted] + (_repair_lines(repaired) if repaired else [])
     lines += _fsck_lines(report, repaired.before if repaired else report, options)
-    lines += space_lines(choice, report.freeable.said() if report.freeable is not None else ())
+    lines += space_lines(choice, report.freeable.describe() if report.freeable is not None else ())
     document = {"ok": report.ok, "report": report, "aborted_uploads": aborted, **({"repair": repaired} if repaired else {})}
     emit(document, lines, as_json=as_json)
     if not report.ok:

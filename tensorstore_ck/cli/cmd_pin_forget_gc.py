@@ -199,4 +199,4 @@ def _gc_lines(report: GcReport) -> list[str]:
 
 def _space_said(report: GcReport) -> list[str]:
     now = [f"`{report.command}` frees it"] if report.dry_run and report.freed_bytes > 0 and report.command else []
-    return [*now, *(later.said() for later in report.later)]
+    return [*now, *(later.describe() for later in report.later)]

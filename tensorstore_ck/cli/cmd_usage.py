@@ -45,7 +45,7 @@ def usage(choice: StoreChoice, *, snapshots: bool, jobs: bool, packs: bool, code
         header = ["REF", "SNAPSHOTS", *SIZES]
         rows = [[printable(ref.ref), str(ref.snapshots), *_sizes(ref), human_bytes(ref.exclusive_bytes)] for ref in found.refs]
         lines = _table(header, [*rows, ["all refs", str(found.snapshots), *_sizes(found), ""]])
-    emit(found, [*lines, "", *map(choice.complete, _store_lines(found)), *space_lines(choice, found.freeable.said())], as_json=as_json)
+    emit(found, [*lines, "", *map(choice.complete, _store_lines(found)), *space_lines(choice, found.freeable.describe())], as_json=as_json)
 
 
 def _sizes(held: object) -> list[str]:

@@ -3,9 +3,13 @@
 import os
 import threading
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 Task = TypeVar("Task")
+
+
+REMOTE_THREADS: Final = 8
+"""Requests to a remote backend at the same time."""
 
 
 def cpu_threads() -> int:

@@ -1,4 +1,4 @@
-"""Opens or makes a store: from a URL to an `Engine`."""
+"""Opens or creates a store: from a URL to an `Engine`."""
 
 import os
 import time
@@ -59,13 +59,13 @@ def open_engine(
     state_dir: str | os.PathLike[str] | None = None,
     config: StoreConfig | None = None,
 ) -> Engine:
-    """The engine of the store at `url`; with `create`, makes the store if there is none; with `read_only`, changes nothing in it.
+    """The engine of the store at `url`. `create` makes the store if there is none; `read_only` changes nothing in it.
 
-    `config`: what store.json should say, for whoever repairs that.
+    `config` stands in for store.json, to repair that.
     """
     if read_only and (create or staging is not None):
         name = "create" if create else "staging"
-        raise InvalidOptionError(f"{name}= is for what puts to the store: leave it out with read_only=True", object_id=name)
+        raise InvalidOptionError(f"{name}= is for stores that are written to: leave it out with read_only=True", object_id=name)
     kept, codecs, allowed = MinFree.parse(min_free), CodecPolicy(codec, delta), parse_allowed(places)
     limit = None if max_bytes_per_second is None else RateLimit(max_bytes_per_second)
     observers = logged_observers()
@@ -75,11 +75,11 @@ def open_engine(
     try:
         config = config or read_config(backend)
         if config is None and create:
-            unsynced = open_backend(url, no_sync=True) if backend.is_local else None  # eight fsyncs would prove nothing about exclusion
+            unsynced = open_backend(url, no_sync=True) if backend.is_local else None  # fsyncs do not matter for exclusion
             config = init_store(backend, single_writer_unsafe=single_writer_unsafe, unsynced=unsynced)
         if config is None:
             raise NotAStoreError(
-                f"there is no store at {backend.url}: make one with `tsck init`, or open(..., create=True)", object_id=backend.url
+                f"there is no store at {backend.url}: create one with `tsck init`, or open(..., create=True)", object_id=backend.url
             )
         if not read_only:
             require_free_space(backend, kept, 0, "the store")
@@ -127,9 +127,9 @@ def make_engine(
     read_only: bool = False,
     find_process: Callable[[], Process | None] | None = None,
 ) -> Engine:
-    """An engine from its pieces; tests pass a clock, ids and delays of their own. `open_place` opens what packs were moved to.
+    """An engine from its components; tests pass their own clock, ids and delays. `open_place` opens the locations of moved packs.
 
-    `find_process`: by whom the store is opened, for the writer records; without it no put leaves one.
+    `find_process` returns this process, for the writer record; without it no save writes one.
     """
     options: dict[str, Any] = {"uuid": uuid.UUID(config.uuid).bytes, "prefix": config.log, "clock": clock, "new_id": new_id, "sleep": sleep}
     options |= {"actor": current_actor(), "read_only": read_only}
@@ -139,7 +139,7 @@ def make_engine(
     def newest_view() -> RefTable:
         if log.view().head() is not None:
             return log.newest_view()
-        return apart.newest_view()  # what keeps its own notes in the cache, and folds no log there, is to find them again
+        return apart.newest_view()  # a table that holds only notes must not be filled by a fold: a later sync would clear the notes
 
     placed = ColdTierBackend(backend, open_place or LocationOpener(backend.url), log.view, newest_view, store=config.uuid)
     engine = Engine(cast(Backend, placed), config, log.table, log, BlockIndex(log.table), clock, new_id, placed, single_writer, read_only)
@@ -150,7 +150,7 @@ def make_engine(
 
 
 def _head_file(backend: Backend, state_dir: str | os.PathLike[str] | None, config: StoreConfig) -> HeadFile | None:
-    """Where the user keeps what was seen of the log; nowhere for a store that ends with this process."""
+    """The user's record of the newest log entry seen; None for a store in memory."""
     if backend.url.startswith("memory://"):
         return None
     folder = platformdirs.user_state_path("tensorstore_ck", appauthor=False) if state_dir is None else Path(state_dir)
@@ -158,10 +158,10 @@ def _head_file(backend: Backend, state_dir: str | os.PathLike[str] | None, confi
 
 
 def read_config(backend: Backend) -> StoreConfig | None:
-    """The store's configuration, or None where there is no store.
+    """The store's configuration; None if there is no store.
 
     Raises:
-        CorruptObjectError: store.json is damaged, or gone while the rest of a store is there.
+        CorruptObjectError: store.json is damaged, or missing although there is a log or snapshots.
     """
     try:
         data = backend.get(CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)
@@ -177,17 +177,17 @@ def read_config(backend: Backend) -> StoreConfig | None:
 def init_store(
     backend: Backend, *, single_writer_unsafe: bool = False, exist_ok: bool = True, unsynced: Backend | None = None
 ) -> StoreConfig:
-    """Probes the backend and writes store.json; of several processes at once one wins and all agree. `unsynced`: see `probe_create`.
+    """Probes the backend and writes store.json; one of several concurrent processes wins, and all agree. `unsynced`: see `probe_create`.
 
     Raises:
         AlreadyExistsError: there is a store, and `exist_ok` is false.
-        UnsafeBackendError: the backend does not create exclusively, and the caller did not vouch to be the only writer.
+        UnsafeBackendError: the backend does not create exclusively, and `single_writer_unsafe` is false.
     """
     exclusive = probe_create(backend, unsynced=unsynced)
     if not exclusive and not single_writer_unsafe:
         raise UnsafeBackendError(
             f"{backend.url} lets two writers create the same object, so commits could be lost (see `tsck probe`): "
-            "use another backend, or single_writer_unsafe=True if one process alone will ever write, without gc",
+            "use another backend, or single_writer_unsafe=True if only one process ever writes, without gc",
             object_id=backend.url,
         )
     mine = new_config(exclusive_create=exclusive)
@@ -196,5 +196,5 @@ def init_store(
     if config is None:
         raise BackendUnavailableError(f"{CONFIG_NAME} could not be written to {backend.url}: try again", object_id=CONFIG_NAME)
     if config.uuid != mine.uuid and outcome is not Created.CREATED and not exist_ok:
-        raise AlreadyExistsError(f"there is a store at {backend.url} already", object_id=backend.url)
+        raise AlreadyExistsError(f"there is already a store at {backend.url}", object_id=backend.url)
     return config

@@ -48,6 +48,10 @@ class Record(NamedTuple):
         sizes = len(self.part_ids), self.step is not None, self.step or 0, self.parent is not None, len(self.metadata)
         return derived_hash("root", struct.pack("<QBqBQ", *sizes), self.part_ids, self.parent or ZERO_DIGEST, self.metadata)
 
+    def part_id(self, rank: int) -> Digest:
+        """The id of a rank's part."""
+        return Digest(self.part_ids[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES])
+
     def encode(self) -> bytes:
         """The sealed record object."""
         return seal(

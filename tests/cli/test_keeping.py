@@ -45,7 +45,7 @@ def test_forget_undo_and_gc(history: Tsck) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("forget", "runs/gpt~0"), 11, "is where branch"),
+        (("forget", "runs/gpt~0"), 11, "is the head of branch"),
         (("forget", "nope"), 25, "no ref or snapshot"),
         (("undo", "nope"), 25, "cannot be undone"),
         (("pin", "runs/gpt", "--expires", "soon"), 2, "no length of time"),

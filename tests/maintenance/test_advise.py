@@ -32,7 +32,7 @@ def test_what_it_goes_by(store: tsck.Store) -> None:
     assert found.best_ettr >= max(share for _, share in found.curve)
     assert 5000 < found.bytes_per_snapshot < 8000
     assert found.snapshots == 10
-    assert any("how often the job fails was assumed" in each for each in found.advice)
+    assert any("the failure rate is an assumption" in each for each in found.advice)
 
 
 def test_failures_are_counted_where_they_were_noted() -> None:
@@ -59,9 +59,9 @@ def test_failures_are_counted_where_they_were_noted() -> None:
     ("options", "said"),
     [
         ({"stall": 2.0, "mtbf": 3600.0}, "save every 119 s of training instead of every 10 min"),
-        ({"stall": 2.0, "mtbf": 90_000.0}, "leave it"),
-        ({"stall": 2.0, "bytes_per_second": 1.0}, "the store cannot take a snapshot every"),
-        ({"stall": 2.0, "bytes_per_day": 10_000}, "what the store may grow by"),
+        ({"stall": 2.0, "mtbf": 90_000.0}, "keep saving every"),
+        ({"stall": 2.0, "bytes_per_second": 1.0}, "the store is too slow for a snapshot every"),
+        ({"stall": 2.0, "bytes_per_day": 10_000}, "times the allowed bytes per day"),
         ({"stall": 300.0, "mtbf": 3600.0, "restart": 1.0}, "the stall of a save"),
         ({"stall": 0.1, "mtbf": 3600.0, "restart": 1800.0}, "the restart"),
     ],

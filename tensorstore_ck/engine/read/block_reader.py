@@ -18,7 +18,7 @@ from tensorstore_ck.common.threads import cpu_threads, for_each
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import ByteTarget
 from tensorstore_ck.engine.part_extents import chain_of, location_of
-from tensorstore_ck.engine.reachability import BlockLocations, require_live, resolve
+from tensorstore_ck.engine.reachability import BlockLocations, locate_blocks, raise_if_expired
 from tensorstore_ck.errors import CorruptObjectError, DamageError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES, Codec, decode
 from tensorstore_ck.format.pack import pack_name
@@ -99,10 +99,10 @@ def read_blocks(engine: Engine, info: SnapshotInfo, wanted: Sequence[WantedBlock
         try:
             _read_at_places(engine, list(wanted))
         except DamageError as exc:
-            view = require_live(engine, info, exc)
+            view = raise_if_expired(engine, info, exc)
             before = {id(block.source): block.source.places.packs for block in wanted}  # bases may have moved, too
             for source in {id(block.source): block.source for block in wanted}.values():
-                source.places = resolve(engine, view, source.part)
+                source.places = locate_blocks(engine, view, source.part)
             moved = [_where_it_is_now(block) for block in wanted]
             if all(now.pack == block.pack for now, block in zip(moved, wanted, strict=True)) and before == {
                 id(block.source): block.source.places.packs for block in moved

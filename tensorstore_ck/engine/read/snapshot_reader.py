@@ -15,7 +15,7 @@ import numpy as np
 from tensorstore_ck.common.host_memory import require_memory
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import ByteTarget, WantedBox
-from tensorstore_ck.engine.reachability import require_live, resolve
+from tensorstore_ck.engine.reachability import locate_blocks, raise_if_expired
 from tensorstore_ck.engine.read.block_reader import BufferTarget, OpenPart, ReadBlocks, WantedBlock, deliver, read_blocks, wanted_blocks
 from tensorstore_ck.engine.read.box_copy import BoxTarget
 from tensorstore_ck.errors import CorruptObjectError, DamageError, MismatchError, NotFoundError
@@ -111,7 +111,7 @@ class SnapshotReader:
         try:
             self.record: Record = record if record is not None else engine.read_record(info)
         except DamageError as exc:
-            require_live(engine, info, exc)
+            raise_if_expired(engine, info, exc)
             raise
         self._first = rank
         first = self._open(rank)
@@ -144,9 +144,9 @@ class SnapshotReader:
         if rank not in self._parts:
             try:
                 part = self._engine.read_part(self.record, rank)
-                places = resolve(self._engine, self._engine.log.view(), part)
+                places = locate_blocks(self._engine, self._engine.log.view(), part)
             except DamageError as exc:
-                require_live(self._engine, self.info, exc)
+                raise_if_expired(self._engine, self.info, exc)
                 raise
             self._parts[rank] = OpenPart(part, part_name(self.record.parts[rank]), places, lambda row: self.tensor_at(row, rank))
         return self._parts[rank]

@@ -1,10 +1,11 @@
-"""Copies refs and their blocks between any two stores: incremental, verified, resumable.
+"""Copies refs and their blocks between two stores: incremental, verified, resumable.
 
-blocks.py      carries a piece: encoded blocks from packs to packs
-snapshots.py   copies one snapshot and publishes it
-history.py     how far the target's branch follows the source's
-refs.py        which refs, and in which order
-report.py      what was done
+refs.py           chooses and copies refs, oldest snapshots first
+branch_plan.py    compares the histories of a branch in both stores
+snapshots.py      copies one snapshot and publishes it
+blocks.py         copies encoded blocks from packs to packs
+decode_deltas.py  copies deltas as plain blocks
+report.py         CopyReport
 """
 
 import os
@@ -27,7 +28,7 @@ class OpenStore(Protocol):
 
     @property
     def engine(self) -> Engine:
-        """What it works on."""
+        """The engine that it works on."""
 
 
 def copy(
@@ -38,22 +39,22 @@ def copy(
     rate_limit_bytes_per_second: float | None = None,
     progress: Progress = lambda done, total: None,
 ) -> CopyReport:
-    """Copies branches with their histories, and tags, from one store to another; only blocks that the target lacks travel.
+    """Copies branches with their histories, and tags, from one store to another; only blocks that the target lacks are transferred.
 
-    Every block is verified before it is written. Roots are the same on both sides. A copy that was interrupted is run again, and goes on.
+    Every block is verified before it is written. Roots are the same in both stores. To resume an interrupted copy, run it again.
 
     Args:
         source: A URL, or an open store.
-        target: Likewise; the store must be there.
+        target: A URL of an existing store, or an open store.
         refs: Globs over names of branches and tags, like ``runs/*``; all of them by default.
-        rate_limit_bytes_per_second: Neither reads nor writes more blocks than that.
-        progress: Told of the content that has to be copied.
+        rate_limit_bytes_per_second: Limit of reads, and of writes, of blocks.
+        progress: Receives the progress of the copied content.
 
     Raises:
-        ConflictError: a ref has other snapshots in the target; it is left as it is. All others were copied.
-        DamageError: a snapshot of the source cannot be read; it and what follows it on its ref was not copied. Or a ref of the source is
-            at one that is marked damaged, which was left out. All other refs were copied.
-        NotFoundError: a glob fits no ref.
+        ConflictError: a ref has other snapshots in the target; it was not changed. All others were copied.
+        DamageError: a snapshot of the source cannot be read; it and its successors on the ref were not copied. Or the head of a ref is
+            marked as damaged in the source, and was left out. All other refs were copied.
+        NotFoundError: a glob matches no ref.
     """
     globs = (refs,) if isinstance(refs, str) else tuple(refs)
     pace = Pace.limited(rate_limit_bytes_per_second)

@@ -9,7 +9,7 @@ from typing import Any, Final
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.common.threads import for_each
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.reachability import resolve
+from tensorstore_ck.engine.reachability import locate_blocks
 from tensorstore_ck.engine.read.block_reader import BufferTarget, OpenPart, read_unpublished, wanted_blocks
 from tensorstore_ck.engine.write.rank_parts import read_part
 from tensorstore_ck.format.layout import Layout, decode_layout
@@ -77,7 +77,7 @@ class PipelineStage:
     def _blob(self, index: int) -> bytes:
         part = self._first
         memory = bytearray(int(part.blobs["size"][index]))
-        opened = OpenPart(part, self.name, resolve(self._engine, self._engine.log.view(), part), lambda _: "a large value")
+        opened = OpenPart(part, self.name, locate_blocks(self._engine, self._engine.log.view(), part), lambda _: "a large value")
         first = int(part.blobs["blocks"][:index].sum())
         rows = range(first, first + int(part.blobs["blocks"][index]))
         read_unpublished(self._engine, wanted_blocks(opened, rows, 0, BufferTarget(memoryview(memory))))

@@ -18,7 +18,7 @@ def freeable_said(engine: Engine) -> Iterator[None]:
             raise
         said: list[str] = []
         with suppress(StoreError, OSError):  # the cache may have no space, either
-            said = plan_gc(engine.of_store()).freeable.said()
+            said = plan_gc(engine.of_store()).freeable.describe()
         if not said:
             raise
         raise NoSpaceError(". ".join([str(exc), *said]), object_id=exc.object_id) from exc

@@ -14,7 +14,7 @@ from tensorstore_ck.errors import BackendUnavailableError, ConflictError, NotFou
 from tensorstore_ck.format.layout import Layout, TensorSpec
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.gc.collect import run_gc
-from tensorstore_ck.gc.report import GcOptions
+from tensorstore_ck.gc.options import GcOptions
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.store import Store

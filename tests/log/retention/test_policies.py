@@ -190,7 +190,7 @@ def test_policies_are_seen_replaced_and_removed(store: tsck.Store) -> None:
 def test_bad_input(store: tsck.Store) -> None:
     put(store, 1)
     for glob in ("", "runs/gpt\n", "é*", "x" * 300):
-        with pytest.raises(InvalidOptionError, match="fits no ref"):
+        with pytest.raises(InvalidOptionError, match="matches no ref"):
             store.set_policy(glob, keep_last=1)
     with pytest.raises(InvalidOptionError, match="keeps something"):
         store.set_policy("runs/*", expire_after="1d")

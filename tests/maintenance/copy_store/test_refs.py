@@ -204,7 +204,7 @@ def test_globs() -> None:
 
 def test_a_glob_that_fits_nothing() -> None:
     target = Watched(empty())
-    with pytest.raises(NotFoundError, match=r"fits 'run/\*' \(refs: runs/a, runs/b, paper\)"):
+    with pytest.raises(NotFoundError, match=r"matches 'run/\*' \(refs: runs/a, runs/b, paper\)"):
         copy(reopen(build()), open_over(target), refs=["runs/*", "run/*"])
     assert target.writes() == []
     with pytest.raises(NotFoundError, match="it has no refs yet"):
@@ -266,7 +266,7 @@ def test_diverged() -> None:
     source.checkout("runs/b")
     source.put_snapshot(state(9), ref="runs/b", step=9)
     before = target.log("runs/a")
-    with pytest.raises(ConflictError, match="'runs/a' went apart") as caught:
+    with pytest.raises(ConflictError, match="'runs/a' diverged") as caught:
         copy(source, target)
     assert caught.value.object_id == "runs/a"
     assert target.log("runs/a") == before
@@ -311,7 +311,7 @@ def test_another_branch_of_that_name() -> None:
     copy(source, target, refs="runs/b")
     source.forget("runs/b")
     source.put_snapshot(state(6), ref="runs/b", step=6, expect=None)
-    with pytest.raises(ConflictError, match="went apart"):
+    with pytest.raises(ConflictError, match="diverged"):
         copy(source, target, refs="runs/b")
 
 
