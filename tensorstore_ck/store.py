@@ -991,4 +991,6 @@ def open_store(
     )
 
 
-__all__ = ["ANY", "LAST_SEEN", "Store", "open_store"]
+open = open_store  # noqa: A001 - `tsck.open` reads as `gzip.open` does
+
+__all__ = ["ANY", "LAST_SEEN", "Store", "open", "open_store"]

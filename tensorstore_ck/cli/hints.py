@@ -43,15 +43,15 @@ def store_arguments(
 
 def complete(context: click.Context, text: str, arguments: Sequence[str]) -> str:
     """`text`, with `arguments` added to each command in it that works on a store; of one that names its store not what names another."""
-    root = context.find_root().command
-    commands = root.commands if isinstance(root, click.Group) else {}
+    root = context.find_root()
     pairs = list(zip(arguments[::2], arguments[1::2], strict=True))
     storage = [word for option, value in pairs if option == "--storage-option" for word in (option, value)]
     state = [word for option, value in pairs if option == "--state-dir" for word in (option, value)]
 
     def completed(found: re.Match[str]) -> str:
         name, rest = found.groups()
-        takes_store = name in commands and any(parameter.name == "store" for parameter in commands[name].params)
+        command = root.command.get_command(root, name) if isinstance(root.command, click.Group) else None
+        takes_store = command is not None and any(parameter.name == "store" for parameter in command.params)
         names_store = bool({"-s", "--store"} & set(rest.split()))
         more = arguments if not names_store else [*(storage if "://" in rest else ()), *state]
         return f"`tsck {name}{rest} {shlex.join(more)}`" if takes_store and more else found[0]

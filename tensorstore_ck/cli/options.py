@@ -6,7 +6,7 @@ the command line, the environment variables named here and the file of allowed p
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast, get_args
@@ -125,24 +125,6 @@ class StoreChoice:
     def open_backend(self) -> Backend:
         """The place alone, where there may be no store (yet, or any more)."""
         return open_backend(self.require_url(), self.storage_options, no_sync=self.no_sync)
-
-
-_LEADING: Final = ("-s", "--store", "--storage-option", "--cache-dir", "--state-dir", "--rollback", "--allow-place")
-_LEADING_FLAGS: Final = ("--json", "--single-writer-unsafe", "--no-sync")
-
-
-def split_leading(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The options of `store_options` that stand before the command, with their values; and the rest."""
-    at = 0
-    while at < len(arguments):
-        name, equals, _ = arguments[at].partition("=")
-        if arguments[at] in _LEADING:
-            at += 2
-        elif arguments[at] in _LEADING_FLAGS or (equals and name in _LEADING) or (name.startswith("-s") and not name.startswith("--")):
-            at += 1
-        else:
-            break
-    return list(arguments[:at]), list(arguments[at:])
 
 
 def command(short_help: str, *examples: str) -> Callable[[Callable[..., None]], click.Command]:

@@ -11,13 +11,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from pathlib import PurePath
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from tensorstore_ck.common.units import human_bytes
-from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.redaction import one_line, redacted
+
+if TYPE_CHECKING:
+    from tensorstore_ck.log.snapshot import Snapshot
 
 _COLOURS: Final = re.compile("(" + "|".join(re.escape(code) for code in ("\x1b[0m", "\x1b[1m", "\x1b[31m", "\x1b[32m")) + ")")
 """Those of `bold`, `red`, `green`, and their end."""
@@ -90,12 +92,12 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
     return " ".join(f"{printable(name)}={short_number(value)}" for name, value in sorted(metrics.items()))
 
 
-def mark_text(snapshot: Snapshot) -> str:
+def mark_text(snapshot: "Snapshot") -> str:
     """``bad: reason``, or nothing."""
     return ": ".join(printable(text) for text in (snapshot.mark, snapshot.reason) if text) if snapshot.mark else ""
 
 
-def bad_if_marked(snapshot: Snapshot) -> Callable[[str], str]:
+def bad_if_marked(snapshot: "Snapshot") -> Callable[[str], str]:
     """Colours the row of a snapshot that is marked."""
     return red if snapshot.mark else str
 
@@ -146,7 +148,7 @@ def indented(lines: Iterable[str]) -> list[str]:
 
 
 def snapshot_table(
-    snapshots: Sequence[Snapshot],
+    snapshots: "Sequence[Snapshot]",
     names: Sequence[str] | None = None,
     title: str = "REF",
     kept_by: Mapping[str, Sequence[str]] | None = None,
@@ -173,20 +175,22 @@ def snapshot_table(
     return table(header, rows, right={"STEP", "SIZE", "NEW"}, styles=[bad_if_marked(snapshot) for snapshot in snapshots])
 
 
-def snapshot_line(what: str, snapshot: Snapshot) -> str:
+def snapshot_line(what: str, snapshot: "Snapshot") -> str:
     """One line for a command that made or moved something."""
     step = "" if snapshot.step is None else f", step {snapshot.step}"
     mark = f", {red(mark_text(snapshot))}" if snapshot.mark else ""
     return f"{what} {short_root(snapshot.root)}{step}{mark}"
 
 
-def put_sizes(snapshot: Snapshot) -> str:
+def put_sizes(snapshot: "Snapshot") -> str:
     """What a put added. A small state can add more than its own size: packs and parts have an index."""
     return f"  ({human_bytes(snapshot.logical_bytes)}; the store grew by {human_bytes(snapshot.new_bytes)})"
 
 
 def _plain(value: Any) -> Any:
     """What JSON can hold: dataclasses and named tuples as objects, numbers that are not finite as text, bytes as hex."""
+    from tensorstore_ck.log.snapshot import Snapshot  # noqa: PLC0415 - loads numpy, and errors are printed without it
+
     if isinstance(value, Snapshot):
         return {**{field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}, "time": iso_time(value.time_ns)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 import tensorstore_ck as tsck_package
-from tensorstore_ck.cli import main
 from tests.cli.conftest import Tsck
+from tests.cli.everycommand import commands
 
 
 def test_init_makes_a_store_once(tsck: Tsck) -> None:
@@ -294,9 +294,9 @@ def test_gc_and_fsck_go_no_faster_than_told(history: Tsck, command: tuple[str, s
     assert rates == [100_000_000, 100_000_000]
 
 
-@pytest.mark.parametrize("name", [*main.commands])
+@pytest.mark.parametrize("name", [*commands()])
 def test_help_is_a_sentence_and_an_example(tsck: Tsck, name: str) -> None:
-    command = main.commands[name]
+    command = commands()[name]
     assert command.get_short_help_str().endswith((".", "?"))
     shown = tsck(name, "--help")
     assert shown.code == 0

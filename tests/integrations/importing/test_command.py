@@ -11,7 +11,6 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from tensorstore_ck.cli import main
-from tensorstore_ck.cli.cmd_import import import_
 
 
 class Result(NamedTuple):
@@ -30,7 +29,6 @@ class Own:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tsck:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(main.commands, "import", import_)
 
     def run(*args: str) -> Result:
         env = {"TSCK_CACHE_DIR": str(tmp_path / "cache"), "TSCK_STORE": "ck"}
