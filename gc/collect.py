@@ -34,10 +34,10 @@ def run_gc(engine: Engine, options: GcOptions | None = None, *, dry_run: bool = 
         UnreadableError: something that is held cannot be read, so that nobody knows what it needs.
         GcRefusedError: more would go than `options.max_delete`, or the backend's clock is too far from ours.
         UnsafeBackendError: the backend does not keep what gc's safety rests on.
-        InvalidOptionError: `options.max_bytes_per_second` is no rate.
+        InvalidOptionError: `options.rate_limit` is no rate.
     """
     options = options or GcOptions()
-    return _Gc(engine.limited_to(options.max_bytes_per_second), options, dry_run, progress or ignore_progress).run()
+    return _Gc(engine.limited_to(options.rate_limit), options, dry_run, progress or ignore_progress).run()
 
 
 class _Gc:
@@ -191,7 +191,7 @@ class _Gc:
         view = self._engine.log.view()
         left = set(listed) - set(deleted)
         entries = sorted({state.n for key, state in view.objects() if state.swept and key not in left})
-        old = [n for n in entries if self._is_older_entry(n, self._options.settle_seconds)]
+        old = [n for n in entries if self._is_older_entry(n, self._options.tombstone_seconds)]
         if old and old[-1] > view.horizon():
             self._engine.log.append(lambda view: [Op.settle(old[-1])] if old[-1] > view.horizon() else [])
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
+from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import InvalidOptionError
 
@@ -16,6 +17,7 @@ Progress = Callable[[str, int, int], None]
 """Called with (what is being done, done, of how many)."""
 
 
+@renamed_argument(max_bytes_per_second="rate_limit", settle_seconds="tombstone_seconds")
 @dataclass(frozen=True, slots=True)
 class GcOptions:
     """How gc decides. None of it bears on safety: whatever is given, nothing that is held is freed."""
@@ -32,14 +34,14 @@ class GcOptions:
     """Packs of which a smaller fraction is live are rewritten; 0: none."""
     compact_bytes: int = 256 << 30
     """At most so many live bytes are rewritten in one run, those first that free most."""
-    settle_seconds: float = 7 * DAY_SECONDS
+    tombstone_seconds: float = 7 * DAY_SECONDS
     """Tombstones are kept for that long: a save that slept longer starts anew."""
-    max_bytes_per_second: float | None = None
-    """Reads no more than that, and writes no more than that, so that jobs keep their bandwidth; None: as fast as it goes."""
+    rate_limit: float | str | None = None
+    """Reads no more than this a second, and writes no more: ``"100MB"``, or bytes; None: no limit."""
 
     def __post_init__(self) -> None:
         """Raises `InvalidOptionError` for what makes no sense."""
-        for name in ("min_age_seconds", "grace_seconds", "undo_window_seconds", "settle_seconds", "compact_bytes"):
+        for name in ("min_age_seconds", "grace_seconds", "undo_window_seconds", "tombstone_seconds", "compact_bytes"):
             if not getattr(self, name) >= 0:
                 raise InvalidOptionError(f"{name} must not be negative", object_id=name)
         for name in ("max_delete", "compact_below"):

@@ -81,4 +81,5 @@ from .training.checkpointing import (
 from .training.progress_line import ProgressLine as ProgressLine
 from .training.sample_cursor import SampleCursor as SampleCursor
 
+__all__: list[str]
 __version__: str

@@ -980,7 +980,7 @@ def open_store(
             state_dir=state_dir,
             staging=staging,
             min_free=min_free,
-            max_bytes_per_second=max_bytes_per_second,
+            rate_limit=max_bytes_per_second,
             codec=codec,
             delta=delta,
             read_only=read_only,

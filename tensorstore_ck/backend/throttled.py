@@ -34,15 +34,15 @@ def limited(
     return cast(Backend, ThrottledBackend(backend, writes=writes, reads=reads, min_free=min_free, sleep=sleep))
 
 
-def limited_to(backend: Backend, bytes_per_second: float | None) -> Backend:
+def limited_to(backend: Backend, rate: float | str | None) -> Backend:
     """`backend`, that reads no more than so much and writes no more than so much; None: no limit.
 
     Raises:
         InvalidOptionError: not a rate.
     """
-    if bytes_per_second is None:
+    if rate is None:
         return backend
-    return limited(backend, writes=RateLimit(bytes_per_second), reads=RateLimit(bytes_per_second))
+    return limited(backend, writes=RateLimit(rate), reads=RateLimit(rate))
 
 
 class ThrottledBackend:

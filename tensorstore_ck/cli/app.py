@@ -78,6 +78,15 @@ COMMANDS: Final = {
 }
 """Each command, in the order that a newcomer meets them, and its module, which is loaded when the command is asked for."""
 ALIASES: Final = {"checkout": "get"}
+RENAMED_OPTIONS: Final = {
+    "allow-bad": "allow-marked",
+    "daily": "growth-per-day",
+    "leave-out": "exclude",
+    "select": "include",
+    "skip": "exclude",
+    "take-places": "claim-locations",
+}
+"""Options' earlier spellings, which work for one more release."""
 
 
 class Program(click.Group):
@@ -92,7 +101,7 @@ class Program(click.Group):
         name = ALIASES.get(cmd_name, cmd_name)
         if name not in self.commands and name in COMMANDS:
             module = importlib.import_module(f"tensorstore_ck.cli.{COMMANDS[name]}")
-            self.commands |= {each.name: each for each in vars(module).values() if isinstance(each, click.Command) and each.name}
+            self.commands.update((each.name, each) for each in vars(module).values() if isinstance(each, click.Command) and each.name)
         return self.commands.get(name)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
@@ -170,6 +179,13 @@ def _arranged(arguments: list[str]) -> list[str]:
     return []
 
 
+def _renamed(option: str) -> str:
+    """The spelling of an option today. click asks for each that a command line has."""
+    if option in RENAMED_OPTIONS:
+        say(f"tsck: --{option} is deprecated: use --{RENAMED_OPTIONS[option]}", err=True)
+    return RENAMED_OPTIONS.get(option, option)
+
+
 def _fail(kind: str, message: str, object_id: str, *, as_json: bool) -> None:
     if as_json:
         emit({"error": {"kind": kind, "message": redacted(message), "object": object_id}}, (), as_json=True)
@@ -195,7 +211,10 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     say(f"tsck: warning: {printable(complete(str(message)))}", err=True)
 
 
-@click.group(cls=Program, help=HELP, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+_SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "token_normalize_func": _renamed}
+
+
+@click.group(cls=Program, help=HELP, epilog=EXIT_CODES, context_settings=_SETTINGS)
 @click.version_option(tensorstore_ck.__version__, prog_name="tsck", message="%(prog)s %(version)s")
 def main() -> None:
     """The entry point of ``tsck``."""

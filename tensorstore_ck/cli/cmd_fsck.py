@@ -77,7 +77,7 @@ def fsck(
             choice.make_portable(engine)
             executor = stack.enter_context(DaskCluster(dask))
         bar = stack.enter_context(Bar("checking"))
-        options = FsckOptions(read_data, sample, max_time, max_bytes_per_second=rate_limit)
+        options = FsckOptions(read_data, sample, max_time, rate_limit=rate_limit)
         if options.reads_data:
             options = replace(options, progress=bar)
         repaired: RepairReport | None = None

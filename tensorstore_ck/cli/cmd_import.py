@@ -31,7 +31,7 @@ def named_metric(text: str) -> tuple[str, float | str]:
     "tsck import ./dcp-step-5000/ --ref runs/old --step 5000",
     "tsck import --history 'old/*.pt' --step-from name --metric val_loss=key:val_loss --ref runs/old",
     "tsck import --history 'lightning/*.ckpt' --step-from key:global_step --ref runs/old",
-    "tsck import checkpoint.ckpt --ref runs/old --leave-out 'hyper_parameters.*' --dry-run",
+    "tsck import checkpoint.ckpt --ref runs/old --exclude 'hyper_parameters.*' --dry-run",
 )
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path())
 @click.option("--ref", required=True, metavar="NAME", help="The branch to put it on; made if it does not exist.")
@@ -48,7 +48,7 @@ def named_metric(text: str) -> tuple[str, float | str]:
     help="A number to rank by, e.g. val_loss=2.3; with --history also val_loss=key:PATH, read from each file (repeatable).",
 )
 @click.option("--metadata", metavar="NAME=VALUE", type=named_value, multiple=True, help="What the run knows, JSON or text (repeatable).")
-@click.option("--leave-out", metavar="GLOB", multiple=True, help="What not to import, e.g. 'hyper_parameters.*' (repeatable).")
+@click.option("--exclude", metavar="GLOB", multiple=True, help="What not to import, e.g. 'hyper_parameters.*' (repeatable).")
 @click.option("--dry-run", is_flag=True, help="Say what would be imported, and write nothing.")
 @codec_option
 @store_options(writes=True)
@@ -63,7 +63,7 @@ def import_(
     step: int | None,
     metrics: tuple[tuple[str, float | str], ...],
     metadata: tuple[tuple[str, object], ...],
-    leave_out: tuple[str, ...],
+    exclude: tuple[str, ...],
     dry_run: bool,
     codec: CodecName,
     as_json: bool,
@@ -81,7 +81,7 @@ def import_(
             raise click.UsageError(f"{'--as-one' if as_one else '--step'} is for a single snapshot, and --history makes several.")
         if step_from is None:
             raise click.UsageError("--history needs --step-from name, or --step-from key:PATH such as key:global_step.")
-        asked = import_history.AskedHistory(paths, ref, step_from, dict(metrics), dict(metadata), leave_out)
+        asked = import_history.AskedHistory(paths, ref, step_from, dict(metrics), dict(metadata), exclude)
         import_history.run(asked, choice, codec, dry_run=dry_run, as_json=as_json)
         return
     if step_from is not None:
@@ -94,9 +94,9 @@ def import_(
     from tensorstore_ck.integrations.importing import import_checkpoint, inspect_checkpoint  # noqa: PLC0415 - loads torch
 
     (path,) = paths
-    with import_history.hinting(choice, path, ref, leave_out):
+    with import_history.hinting(choice, path, ref, exclude):
         if dry_run:
-            contents = inspect_checkpoint(path, leave_out=leave_out, as_one=as_one)
+            contents = inspect_checkpoint(path, exclude=exclude, as_one=as_one)
             emit({"snapshot": None, "contents": contents}, [*_lines(contents), "nothing was written (--dry-run)"], as_json=as_json)
             return
         with Bar("importing") as bar, choice.open(bar, codec) as store:
@@ -108,7 +108,7 @@ def import_(
                 step=step,
                 metrics=numbers,
                 metadata=dict(metadata),
-                leave_out=leave_out,
+                exclude=exclude,
                 as_one=as_one,
                 expect=head,
                 started=lambda contents: bar.expect(contents.tensor_bytes),

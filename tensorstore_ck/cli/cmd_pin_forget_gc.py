@@ -4,9 +4,9 @@ import sys
 
 import click
 
-from tensorstore_ck.cli.cmd_policy import verdict_lines
+from tensorstore_ck.cli.cmd_policy import apply_policies
 from tensorstore_ck.cli.options import StoreChoice, command, fraction, rate_option, seconds, store_options
-from tensorstore_ck.cli.output import counted, emit, indented, iso_time, printable, short_root, snapshot_line, table
+from tensorstore_ck.cli.output import counted, emit, indented, iso_time, printable, say, short_root, snapshot_line, table
 from tensorstore_ck.cli.progress import Phases
 from tensorstore_ck.cli.space import space_lines
 from tensorstore_ck.common.units import human_bytes
@@ -68,24 +68,22 @@ def unpin(address: str, owner: str | None, choice: StoreChoice, *, as_json: bool
 @command(
     "Take snapshots out of the history.",
     "tsck forget runs/gpt@900 runs/gpt@1000",
-    "tsck forget --dry-run",
-    "tsck forget --by-policy",
     "tsck forget",
 )
 @click.argument("addresses", metavar="[ADDRESS]...", nargs=-1)
-@click.option("--by-policy", is_flag=True, help="What the policies let go, of all branches or the given ones.")
-@click.option("--dry-run", is_flag=True, help="Only tell what the policies would let go, and why each snapshot stays or goes.")
+@click.option("--by-policy", is_flag=True, hidden=True)
+@click.option("--dry-run", is_flag=True, hidden=True)
 @store_options(writes=True)
 def forget(addresses: tuple[str, ...], choice: StoreChoice, *, by_policy: bool, dry_run: bool, as_json: bool) -> None:
-    """Take snapshots (REF@STEP, REF~N, a root) out of their branches' histories, or whole branches and tags; or what policies let go.
+    """Take snapshots (REF@STEP, REF~N, a root) out of their branches' histories, or remove whole branches and tags.
 
     `tsck undo` brings them back for a day; then `tsck gc` frees what nothing else holds. Without ADDRESS list what can be undone.
     """
-    with choice.open(read_only=dry_run or not (addresses or by_policy)) as store:
-        if by_policy or dry_run:
-            report = store.retain(*addresses, dry_run=dry_run)
-            emit(report, map(choice.complete, verdict_lines(report)), as_json=as_json)
-            return
+    if by_policy or dry_run:
+        say(f"tsck: {'--by-policy' if by_policy else '--dry-run'} is deprecated: use `tsck policy apply`", err=True)
+        apply_policies(choice, addresses, dry_run=dry_run, as_json=as_json)
+        return
+    with choice.open(read_only=not addresses) as store:
         found = store.forget(*addresses) if addresses else store.forgotten()
     nothing = "nothing was forgotten that can be undone"
     emit(found, _forgotten_lines(found, "forgot" if addresses else "") or [nothing], as_json=as_json)
@@ -163,7 +161,7 @@ def gc(
         undo_window_seconds=undo_window,
         max_delete=max_delete,
         compact_below=compact_below,
-        max_bytes_per_second=rate_limit,
+        rate_limit=rate_limit,
     )
     with choice.open(read_only=dry_run) as store, Phases(sys.stderr) as phases:
         report = store.gc(options, dry_run=dry_run, progress=phases)

@@ -1,6 +1,6 @@
-"""The command policy: rules of what stays, set, shown and tried out; and what they say of snapshots, as `tsck forget` shows it too."""
+"""The command policy: rules of what stays, set, shown and tried out; and applied."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -15,6 +15,7 @@ from tensorstore_ck.log.retention import Policy
 from tensorstore_ck.maintenance.apply_policies import RetentionReport
 
 RULES: Final = "keep_last=5 keep_best=3:val_loss:min keep_every=1000 keep_every_seconds=6h keep_steps=1000,5000 keep_first=yes"
+ACTIONS: Final = ("show", "set", "test", "apply", "remove")
 MAX_SHOWN: Final = 60
 
 
@@ -22,16 +23,18 @@ MAX_SHOWN: Final = 60
     "What stays of branches, by rule.",
     "tsck policy set 'runs/*' keep_last=5 keep_best=3:val_loss:min expire_after=30d",
     "tsck policy show",
+    "tsck policy apply --dry-run",
     "tsck policy set 'runs/*' recode_after=7d move_after=30d:s3://cold/ckpt?storage_class=GLACIER_IR",
     "tsck policy test runs/gpt keep_last=2 keep_every=1000",
     "tsck policy remove 'runs/*'",
 )
-@click.argument("action", type=click.Choice(["show", "set", "test", "remove"]), default="show", metavar="[show|set|test|remove]")
+@click.argument("action", type=click.Choice(ACTIONS), default="show", metavar=f"[{'|'.join(ACTIONS)}]")
 @click.argument("target", required=False, metavar="[GLOB|REF]")
 @click.argument("rules", nargs=-1, metavar="[RULE=VALUE]...")
+@click.option("--dry-run", is_flag=True, help="With apply: only print why each snapshot stays or goes.")
 @store_options(writes=True)
-def policy(action: str, target: str | None, rules: tuple[str, ...], choice: StoreChoice, *, as_json: bool) -> None:
-    """Say what stays of the histories of branches; with each put, and with `tsck forget --by-policy`, the rest is let go.
+def policy(action: str, target: str | None, rules: tuple[str, ...], choice: StoreChoice, *, dry_run: bool, as_json: bool) -> None:
+    """Set retention rules for branches; each save applies those of its branch, and `apply` those of all branches or of each REF.
 
     Rules: keep_last=5, keep_best=3:val_loss:min (more metrics, joined by ','), keep_every=1000 (steps), keep_every_seconds=6h,
     keep_steps=1000,5000, keep_first=yes, keep_younger=7d: what any of them keeps stays. Limits on that: expire_after=30d, max_bytes=2TB.
@@ -39,6 +42,11 @@ def policy(action: str, target: str | None, rules: tuple[str, ...], choice: Stor
     What stays ages, by `tsck tier`: recode_after=7d, move_after=30d:s3://cold/ckpt (more stages, joined by ','). This user's commands on
     this host are then allowed to use that place; others may need --allow-place.
     """
+    if dry_run and action != "apply":
+        raise click.UsageError("--dry-run is for apply.")
+    if action == "apply":
+        apply_policies(choice, rules if target is None else (target, *rules), dry_run=dry_run, as_json=as_json)
+        return
     if (target is None) != (action == "show"):
         raise click.UsageError("`show` is for all policies; `set`, `test` and `remove` need to be told which GLOB or REF.")
     if bool(rules) != (action == "set") and action != "test":
@@ -56,10 +64,17 @@ def policy(action: str, target: str | None, rules: tuple[str, ...], choice: Stor
             emit({"removed": target}, [f"nothing is said of {printable(str(target))} any more"], as_json=as_json)
         elif action == "test":
             report = store.retain(str(target), dry_run=True, rules=said or None)
-            emit(report, map(choice.complete, verdict_lines(report)), as_json=as_json)
+            emit(report, map(choice.complete, _verdict_lines(report)), as_json=as_json)
         else:
             found = store.policies()
             emit({glob: each.encode() for glob, each in found.items()}, map(choice.complete, _policy_lines(found)), as_json=as_json)
+
+
+def apply_policies(choice: StoreChoice, refs: Sequence[str], *, dry_run: bool, as_json: bool) -> None:
+    """Forgets what the policies no longer keep, and prints the reasons."""
+    with choice.open(read_only=dry_run) as store:
+        report = store.retain(*refs, dry_run=dry_run)
+    emit(report, map(choice.complete, _verdict_lines(report)), as_json=as_json)
 
 
 def _rules(words: tuple[str, ...]) -> dict[str, object]:
@@ -106,7 +121,7 @@ def _policy_lines(found: Mapping[str, Policy]) -> Iterator[str]:
     yield from table(["REFS", "WHAT STAYS"], [[printable(glob), printable(str(each))] for glob, each in found.items()]) if found else ()
 
 
-def verdict_lines(report: RetentionReport) -> Iterator[str]:
+def _verdict_lines(report: RetentionReport) -> Iterator[str]:
     """What stays and what goes, and why."""
     if not report.branches:
         yield "no policy is for any of these branches: all stays (see `tsck policy`)"

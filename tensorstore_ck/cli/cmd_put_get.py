@@ -57,26 +57,28 @@ def put(
     emit(snapshot, [snapshot_line(f"{printable(ref)} is now at", snapshot) + put_sizes(snapshot)], as_json=as_json)
 
 
-@command("Write a snapshot to a model file.", "tsck get runs/gpt out.safetensors --select 'model.*'", "tsck get runs/gpt@1000 step-1000.pt")
+@command(
+    "Write a snapshot to a model file.", "tsck get runs/gpt out.safetensors --include 'model.*'", "tsck get runs/gpt@1000 step-1000.pt"
+)
 @click.argument("address")
 @click.argument("file", type=click.Path())
-@click.option("--select", metavar="GLOB", multiple=True, help="Only tensors whose names fit, e.g. 'model.*' (repeatable).")
+@click.option("--include", metavar="GLOB", multiple=True, help="Only tensors whose names match, e.g. 'model.*' (repeatable).")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
-@click.option("--allow-bad", is_flag=True, help="Also a snapshot that is marked bad or damaged.")
+@click.option("--allow-marked", is_flag=True, help="Also a snapshot that is marked bad or damaged.")
 @store_options()
-def get(address: str, file: str, select: tuple[str, ...], choice: StoreChoice, *, force: bool, allow_bad: bool, as_json: bool) -> None:
+def get(address: str, file: str, include: tuple[str, ...], choice: StoreChoice, *, force: bool, allow_marked: bool, as_json: bool) -> None:
     """Write the snapshot at ADDRESS to FILE, every byte verified: .safetensors holds its tensors, .pt or .pth all of it."""
     from tensorstore_ck.cli.model_files import check_target, save_file  # noqa: PLC0415 - only put and get need torch
 
     check_target(file, overwrite=force)
     with Bar("getting") as bar, choice.look(bar) as store:
         snapshot = store.resolve(address)
-        if not allow_bad:
-            refuse_marked(snapshot, address, "give --allow-bad")
+        if not allow_marked:
+            refuse_marked(snapshot, address, "give --allow-marked")
         metadata = store.show(snapshot.root).metadata
         bar.expect(snapshot.logical_bytes)
         # By its root, since a branch may have moved meanwhile.
-        state = store.checkout(snapshot.root, select=list(select) or None, allow_bad=allow_bad)
+        state = store.checkout(snapshot.root, select=list(include) or None, allow_bad=allow_marked)
     left_out = save_file(state, file, metadata, overwrite=force)
     lines = [snapshot_line(f"wrote {printable(file)} from", snapshot)]
     if left_out:

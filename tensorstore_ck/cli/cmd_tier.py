@@ -16,17 +16,17 @@ MAX_SHOWN = 40
 
 @command("Move and encode old snapshots, as policies say.", "tsck tier --dry-run", "tsck tier --rate-limit 200MB")
 @click.option("--dry-run", is_flag=True, help="Only tell what would be done.")
-@click.option("--take-places", is_flag=True, help="The store itself was moved, and is the only one: what it moved elsewhere is its own.")
+@click.option("--claim-locations", is_flag=True, help="This store was moved, and no copy of it is in use: its moved packs are its own.")
 @rate_option
 @store_options(writes=True)
-def tier(choice: StoreChoice, *, dry_run: bool, take_places: bool, rate_limit: float | None, as_json: bool) -> None:
+def tier(choice: StoreChoice, *, dry_run: bool, claim_locations: bool, rate_limit: float | None, as_json: bool) -> None:
     """Do what policies say of age (recode_after=7d move_after=30d:URL): encode packs smaller, move them to colder places, or back.
 
     A pack goes where the youngest snapshot that needs it lets it go; what is pinned comes back. All is read through this store as before,
     wherever it lies. What was replaced goes with the next `tsck gc`. From any host, beside jobs; may be killed and run again.
     """
     with choice.open(read_only=dry_run) as store, Phases(sys.stderr) as phases:
-        report = store.tier(dry_run=dry_run, take_places=take_places, max_bytes_per_second=rate_limit, progress=phases)
+        report = store.tier(dry_run=dry_run, take_places=claim_locations, max_bytes_per_second=rate_limit, progress=phases)
     emit(report, map(choice.complete, _lines(report)), as_json=as_json)
 
 

@@ -26,7 +26,7 @@ class AskedHistory:
     step_from: str
     metrics: Mapping[str, float | str]
     metadata: Mapping[str, object]
-    leave_out: Sequence[str]
+    exclude: Sequence[str]
 
 
 def run(asked: AskedHistory, choice: StoreChoice, codec: CodecName, *, dry_run: bool, as_json: bool) -> None:
@@ -34,7 +34,7 @@ def run(asked: AskedHistory, choice: StoreChoice, codec: CodecName, *, dry_run: 
     from tensorstore_ck.integrations.importing import import_history, inspect_history  # noqa: PLC0415 - loads torch
 
     if dry_run:
-        plan = inspect_history(asked.paths, step_from=asked.step_from, metrics=asked.metrics, leave_out=asked.leave_out)
+        plan = inspect_history(asked.paths, step_from=asked.step_from, metrics=asked.metrics, exclude=asked.exclude)
         document = {"plan": plan, "steps": []}
         emit(document, [*_plan_lines(plan), f"{counted(len(plan), 'snapshot')}; nothing was written (--dry-run)"], as_json=as_json)
         return
@@ -59,7 +59,7 @@ def run(asked: AskedHistory, choice: StoreChoice, codec: CodecName, *, dry_run: 
             step_from=asked.step_from,
             metrics=asked.metrics,
             metadata=asked.metadata,
-            leave_out=asked.leave_out,
+            exclude=asked.exclude,
             planned=planned,
             imported=imported,
         )
@@ -70,7 +70,7 @@ def run(asked: AskedHistory, choice: StoreChoice, codec: CodecName, *, dry_run: 
 
 
 @contextmanager
-def hinting(choice: StoreChoice, path: str, ref: str, leave_out: Sequence[str]) -> Iterator[None]:
+def hinting(choice: StoreChoice, path: str, ref: str, exclude: Sequence[str]) -> Iterator[None]:
     """Where a folder is refused because it is of several steps: says the command that imports it, so that it can be copied."""
     from tensorstore_ck.integrations.importing import SeveralStepsError  # noqa: PLC0415 - loads torch
 
@@ -78,7 +78,7 @@ def hinting(choice: StoreChoice, path: str, ref: str, leave_out: Sequence[str]) 
         yield
     except SeveralStepsError as exc:
         store = ["-s", choice.url] if choice.url and choice.url != os.environ.get(STORE_VARIABLE) else []
-        left_out = [word for glob in leave_out for word in ("--leave-out", glob)]
+        left_out = [word for glob in exclude for word in ("--exclude", glob)]
         words = ["tsck", "import", "--history", *exc.paths(path), "--step-from", exc.step_from, "--ref", ref, *left_out, *store]
         exc.args = (exc.message(shlex.join(words)),)
         raise

@@ -1,1 +1,1 @@
-"""What every area uses and none owns: ids, units, threads, retries, free space, rate limits. Knows no store."""
+"""What every area uses and none owns: ids, units, threads, retries, free space, rate limits, deprecated spellings. Knows no store."""

@@ -153,13 +153,13 @@ class Engine:
                     self._moved.popitem(last=False)
         return moved
 
-    def limited_to(self, bytes_per_second: float | None) -> Self:
+    def limited_to(self, rate: float | str | None) -> Self:
         """The same open store, whose backend reads no faster, and writes no faster; None: itself. The log is not slowed down.
 
         Raises:
             InvalidOptionError: not a rate.
         """
-        return self if bytes_per_second is None else replace(self, backend=limited_to(self.backend, bytes_per_second))
+        return self if rate is None else replace(self, backend=limited_to(self.backend, rate))
 
     def of_store(self) -> "Self":
         """The same without the staging disk, for whoever looks after the store: a copy here must not hide damage there."""

@@ -125,8 +125,8 @@ def test_annotate_and_mark(history: Tsck) -> None:
     assert "bad: loss spike" in history("log", "runs/gpt").out
     refused = history("get", "runs/gpt", "out.safetensors")
     assert refused.code == 36
-    assert "--allow-bad" in refused.err
-    assert history("get", "runs/gpt", "out.safetensors", "--allow-bad").code == 0
+    assert "--allow-marked" in refused.err
+    assert history("get", "runs/gpt", "out.safetensors", "--allow-marked").code == 0
     assert history("mark", "runs/gpt", "--clear").code == 0
     assert "MARK" not in history("log", "runs/gpt").out
 

@@ -83,15 +83,15 @@ def test_policies(history: Tsck) -> None:
     assert history("policy", "--json").json["runs/*"]["keep_best"] == [[2, "none", "min"], [1, "acc", "max"]]
     history("put", "model.safetensors", "--ref", "runs/gpt", "--step", "3")
     assert [snapshot["step"] for snapshot in history("log", "runs/gpt", "--json").json] == [3, 2]
-    told = history("forget", "--dry-run").out
+    told = history("policy", "apply", "--dry-run").out
     assert "runs/gpt: 2 snapshots, by runs/*" in told
     assert "0 snapshots would go" in told
     history("undo", "runs/gpt@1")
-    planned = history("forget", "--dry-run", "--json").json
+    planned = history("policy", "apply", "--dry-run", "--json").json
     assert [(each["snapshot"]["step"], each["stays"]) for each in planned["branches"][0]["snapshots"]] == [(1, False), (2, True), (3, True)]
-    assert "1 snapshot went" in history("forget", "--by-policy").out
+    assert "1 snapshot went" in history("policy", "apply", "runs/gpt").out
     assert "nothing is said of runs/* any more" in history("policy", "remove", "runs/*").out
-    assert "no policy is for any of these branches" in history("forget", "--dry-run").out
+    assert "no policy is for any of these branches" in history("policy", "apply", "--dry-run").out
 
 
 @pytest.mark.parametrize(
@@ -108,6 +108,8 @@ def test_policies(history: Tsck) -> None:
         (("remove", "runs/*"), 25, "there is no policy"),
         (("test", "nope"), 25, "there is no branch"),
         (("test",), 2, "need to be told"),
+        (("test", "runs/gpt", "--dry-run"), 2, "for apply"),
+        (("apply", "nope"), 25, "there is no branch"),
         (("show", "runs/*"), 2, "for all policies"),
         (("remove", "runs/*", "keep_last=1"), 2, "RULE=VALUE is for set"),
     ],

@@ -8,7 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from tensorstore_ck.cli.output import counted, emit, facts, iso_time, printable, table
-from tensorstore_ck.common.units import human_bytes
+from tensorstore_ck.common.units import human_bytes, parse_rate
+from tensorstore_ck.errors import InvalidOptionError
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,17 @@ from tensorstore_ck.common.units import human_bytes
 )
 def test_human_bytes(count: int, text: str) -> None:
     assert human_bytes(count) == text
+
+
+@pytest.mark.parametrize(("text", "rate"), [("100MB", 1e8), ("1.5 GiB/s", 1.5 * 2**30), (0.5, 0.5), (7, 7)])
+def test_rates(text: Any, rate: float) -> None:
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("wrong", ["", "fast", "-1MB", "0", "inf", 0, -1.0, float("inf"), float("nan")])
+def test_what_is_no_rate(wrong: Any) -> None:
+    with pytest.raises(InvalidOptionError, match="rate limit"):
+        parse_rate(wrong)
 
 
 def test_times_are_utc_whatever_the_clock_said() -> None:

@@ -119,7 +119,7 @@ class ColdTierBackend:
             if mark is not None and mark.url != self._own.url:
                 raise GcRefusedError(
                     f"the packs at {url} were moved there by the store at {mark.url}, and this one is at {self._own.url}. If one is a copy "
-                    "of the other's files, both need them. If this is the only one, and was moved itself: `tsck tier --take-places`",
+                    "of the other's files, both need them. If this is the only one, and was moved itself: `tsck tier --claim-locations`",
                     object_id=url,
                 )
 

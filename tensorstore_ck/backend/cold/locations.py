@@ -94,7 +94,7 @@ def read_mark(backend: Backend) -> OwnerMarker | None:
         found = json.loads(data)
         return OwnerMarker(str(found["store"]), str(found["url"]))
     except (ValueError, KeyError, TypeError, RecursionError) as exc:
-        raise CorruptObjectError(f"{MARK_NAME} in {backend.url} is damaged: `tsck tier --take-places` writes it anew") from exc
+        raise CorruptObjectError(f"{MARK_NAME} in {backend.url} is damaged: `tsck tier --claim-locations` writes it anew") from exc
 
 
 def write_mark(backend: Backend, mark: OwnerMarker) -> None:

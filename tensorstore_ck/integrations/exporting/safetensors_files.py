@@ -119,14 +119,14 @@ def _entries(content: SnapshotContent, tree: Tree) -> list[_Entry]:
             unknown.append(f"{leaf.path} ({form.dtype})")
         elif leaf.path == _RESERVED:
             raise UnsupportedValueError(
-                f"safetensors keeps the name {_RESERVED!r} for itself: leave that tensor out with --skip {_RESERVED} (skip=)",
+                f"safetensors keeps the name {_RESERVED!r} for itself: leave that tensor out with --exclude {_RESERVED} (exclude=)",
                 object_id=_RESERVED,
             )
         else:
             entries.append(_Entry(leaf, form, dtype))
     if unknown:
         raise UnsupportedValueError(
-            f"safetensors has no dtype for {listed(unknown)}: leave out what you do not need with --skip NAME (skip=), or export as torch "
+            f"safetensors has no dtype for {listed(unknown)}: leave it out with --exclude NAME (exclude=), or export as torch "
             "or dcp, which hold all dtypes",
             object_id=unknown[0].partition(" ")[0],
         )
@@ -162,7 +162,7 @@ def _header(entries: Sequence[_Entry], texts: Mapping[str, str], shown: str) -> 
     if len(text) > MAX_HEADER_BYTES:
         raise UnsupportedValueError(
             f"{shown}: {len(entries):,} names take {len(text):,} bytes, and readers accept {MAX_HEADER_BYTES:,} in a file: export to a "
-            "folder with a smaller --max-file-size, or a part with --select",
+            "folder with a smaller --max-file-size, or a part with --include",
             object_id=shown,
         )
     return len(text).to_bytes(8, "little") + text

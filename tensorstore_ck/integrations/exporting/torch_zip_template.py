@@ -76,7 +76,7 @@ def skeleton(state: object, path: str) -> TorchZipTemplate:
         with torch.serialization.skip_data():
             torch.save(state, file, pickle_module=pickling)  # type: ignore[arg-type]
     except (RuntimeError, pickle.PicklingError, TypeError, KeyError, AttributeError) as exc:
-        raise UnsupportedValueError(f"torch cannot save {path}: {exc}; leave that out with --skip (skip=)", object_id=path) from exc
+        raise UnsupportedValueError(f"torch cannot save {path}: {exc}; leave that out with --exclude (exclude=)", object_id=path) from exc
     filled = [(key, storage) for key, storage in pickling.storages.items() if storage.nbytes()]
     if [storage.nbytes() for _, storage in filled] != [size for _, size in file.rooms]:
         raise _strange("it has other tensors than were saved")
@@ -103,7 +103,7 @@ def require_savable(tensors: Iterable[tuple[torch.Tensor, str]], shown: str) -> 
             unknown.append(f"{name} ({tensor.dtype})")
     if unknown:
         raise UnsupportedValueError(
-            f"torch.save does not know the dtype of {listed(unknown)}: leave out what you do not need with --skip NAME (skip=)",
+            f"torch.save does not know the dtype of {listed(unknown)}: leave out what you do not need with --exclude NAME (exclude=)",
             object_id=unknown[0].partition(" ")[0],
         )
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.publish import AnyHead
 from tensorstore_ck.format.record import NOTE
@@ -48,6 +49,7 @@ class Imported(NamedTuple):
     contents: CheckpointContents
 
 
+@renamed_argument(leave_out="exclude")
 def import_checkpoint(
     store: Store,
     path: str | os.PathLike[str],
@@ -56,7 +58,7 @@ def import_checkpoint(
     step: int | None = None,
     metrics: Mapping[str, float] | None = None,
     metadata: Mapping[str, object] | None = None,
-    leave_out: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     as_one: bool = False,
     expect: str | Snapshot | AnyHead | LastSeen | None = LAST_SEEN,
     parent: str | Snapshot | LastSeen | None = LAST_SEEN,
@@ -74,7 +76,7 @@ def import_checkpoint(
         step: The training step, instead of the one that the checkpoint says it has.
         metrics: Numbers to rank by.
         metadata: What the run knows, beside what the checkpoint says about itself.
-        leave_out: Globs over paths such as ``hyper_parameters.*``: what fits is not imported.
+        exclude: Globs over paths such as ``hyper_parameters.*``: what fits is not imported.
         as_one: Import a folder as one snapshot even if its files are checkpoints of several steps.
         expect: As in `Store.put_snapshot`.
         parent: Likewise.
@@ -87,7 +89,7 @@ def import_checkpoint(
         CorruptObjectError: it is damaged, incomplete, or contradicts itself. Nothing was put.
         ConflictError: the ref is elsewhere; nothing was put.
     """
-    with opened(path, leave_out, as_one=as_one) as (contents, captured, files, _):
+    with opened(path, exclude, as_one=as_one) as (contents, captured, files, _):
         started(contents)
         snapshot = put_captured(
             store,
@@ -102,9 +104,10 @@ def import_checkpoint(
     return Imported(snapshot, contents)
 
 
-def inspect_checkpoint(path: str | os.PathLike[str], *, leave_out: Sequence[str] = (), as_one: bool = False) -> CheckpointContents:
+@renamed_argument(leave_out="exclude")
+def inspect_checkpoint(path: str | os.PathLike[str], *, exclude: Sequence[str] = (), as_one: bool = False) -> CheckpointContents:
     """What `import_checkpoint` would import, with the same errors; checksums of tensors aside, which only an import reads."""
-    with opened(path, leave_out, as_one=as_one) as found:
+    with opened(path, exclude, as_one=as_one) as found:
         return found.contents
 
 
@@ -118,13 +121,13 @@ class Opened(NamedTuple):
 
 
 @contextmanager
-def opened(path: str | os.PathLike[str], leave_out: Sequence[str] = (), *, as_one: bool = False) -> Iterator[Opened]:
+def opened(path: str | os.PathLike[str], exclude: Sequence[str] = (), *, as_one: bool = False) -> Iterator[Opened]:
     """A checkpoint, taken apart; its bytes are read when they are stored, which must be before the context ends."""
     origin = os.path.abspath(os.fspath(path))
     with Files() as files:
         known = PickleAllowlist()
         found = find_state(files, origin, known, as_one=as_one)
-        settled = settle(found.state, leave_out, found.unknown, origin, known.parsed_bytes)
+        settled = settle(found.state, exclude, found.unknown, origin, known.parsed_bytes)
         captured = capture(settled.state)
         tensors = captured.layout.tensors
         contents = CheckpointContents(

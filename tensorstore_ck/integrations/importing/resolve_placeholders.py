@@ -36,12 +36,12 @@ class ResolvedState(NamedTuple):
     """Paths."""
 
 
-def settle(state: Any, leave_out: Sequence[str], unknown: Mapping[str, str], origin: str, parsed_bytes: int) -> ResolvedState:
+def settle(state: Any, exclude: Sequence[str], unknown: Mapping[str, str], origin: str, parsed_bytes: int) -> ResolvedState:
     """The state, without what is to be left out.
 
     Args:
         state: What was read.
-        leave_out: Globs over paths, as `select` has them.
+        exclude: Globs over paths, as `select` has them.
         unknown: Names in pickles that nobody knows -> the file. Each must be in the state, where its path tells what it is.
         origin: What messages call the whole.
         parsed_bytes: What its pickles and headers take.
@@ -50,7 +50,7 @@ def settle(state: Any, leave_out: Sequence[str], unknown: Mapping[str, str], ori
         UnsupportedValueError: it holds things that would have to be run to be made, or is nested too deep, or endless.
         MismatchError: a glob fits nothing.
     """
-    walk = _Resolver(leave_out, origin)
+    walk = _Resolver(exclude, origin)
     walk.bound(state, parsed_bytes)
     settled = walk.visit(state, "")
     walk.require_all_told(unknown)
@@ -58,10 +58,10 @@ def settle(state: Any, leave_out: Sequence[str], unknown: Mapping[str, str], ori
 
 
 class _Resolver:
-    def __init__(self, leave_out: Sequence[str], origin: str) -> None:
+    def __init__(self, exclude: Sequence[str], origin: str) -> None:
         self.left_out: list[str] = []
         self._origin = origin
-        self._patterns = {glob: re.compile(f"{fnmatch.translate(glob)}|{fnmatch.translate(glob + '.*')}") for glob in leave_out}
+        self._patterns = {glob: re.compile(f"{fnmatch.translate(glob)}|{fnmatch.translate(glob + '.*')}") for glob in exclude}
         self._unused = set(self._patterns)
         self._refused: dict[str, list[str]] = {}
         self._seen: set[str] = set()
@@ -89,7 +89,7 @@ class _Resolver:
         first = next(iter(self._refused.values()))[0]
         raise UnsupportedValueError(
             f"{self._origin} holds objects that only their own code could make, and nothing in a checkpoint is ever run: {shown}"
-            f"{f' and {more} more kinds' if more > 0 else ''}; leave them out (--leave-out '{first}'), or load it where you trust it "
+            f"{f' and {more} more kinds' if more > 0 else ''}; leave them out (--exclude '{first}'), or load it where you trust it "
             "and save plain values",
             object_id=first,
         )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
+from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import open_engine
@@ -30,12 +31,13 @@ class OpenStore(Protocol):
         """What it works on."""
 
 
+@renamed_argument(rate_limit_bytes_per_second="rate_limit")
 def copy(
     source: str | os.PathLike[str] | OpenStore,
     target: str | os.PathLike[str] | OpenStore,
     *,
     refs: str | Sequence[str] = (),
-    rate_limit_bytes_per_second: float | None = None,
+    rate_limit: float | str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> CopyReport:
     """Copies branches with their histories, and tags, from one store to another; only blocks that the target lacks travel.
@@ -46,7 +48,7 @@ def copy(
         source: A URL, or an open store.
         target: Likewise; the store must be there.
         refs: Globs over names of branches and tags, like ``runs/*``; all of them by default.
-        rate_limit_bytes_per_second: Neither reads nor writes more blocks than that.
+        rate_limit: Reads, and writes, no more than that a second: ``"100MB"``, or bytes.
         progress: Told of the content that has to be copied.
 
     Raises:
@@ -56,7 +58,7 @@ def copy(
         NotFoundError: a glob fits no ref.
     """
     globs = (refs,) if isinstance(refs, str) else tuple(refs)
-    pace = Pace.limited(rate_limit_bytes_per_second)
+    pace = Pace.limited(rate_limit)
     with ExitStack() as stack:
         engines = _engine(source, stack, read_only=True), _engine(target, stack)
         report = copy_refs(*engines, refs=globs, pace=pace, progress=progress)

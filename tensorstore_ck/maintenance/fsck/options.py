@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.errors import InvalidOptionError
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
 
+@renamed_argument(max_bytes_per_second="rate_limit")
 @dataclass(frozen=True, slots=True)
 class FsckOptions:
     """The structure is always checked whole: log, records, parts, extents, packs' footers. The rest says how much data is read, too."""
@@ -20,8 +22,8 @@ class FsckOptions:
     max_seconds: float | None = None
     """Only as much, in that order, as fits into this time; the next such run goes on from there."""
     progress: Progress | None = None
-    max_bytes_per_second: float | None = None
-    """Reads no more than that, and repair writes no more than that, so that jobs keep their bandwidth; None: as fast as it goes."""
+    rate_limit: float | str | None = None
+    """Reads no more than this a second, and repair writes no more: ``"100MB"``, or bytes; None: no limit."""
 
     def __post_init__(self) -> None:
         """Raises `InvalidOptionError` for what makes no sense."""

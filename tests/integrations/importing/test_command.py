@@ -57,7 +57,7 @@ def test_import(run: Tsck) -> None:
 
 def test_a_dry_run_writes_nothing(run: Tsck) -> None:
     torch.save({"a": torch.ones(5), "b": 1, "c": Path("x"), "d": Path("y"), "own": Own()}, "a.pt")
-    done = run("import", "a.pt", "--ref", "new", "--dry-run", "--leave-out", "own")
+    done = run("import", "a.pt", "--ref", "new", "--dry-run", "--exclude", "own")
     assert done.out.splitlines() == [
         "found a torch file: 1 tensor (20 B), 3 other values",
         "converted: pathlib.PosixPath, read as text (2 times)",

@@ -62,7 +62,7 @@ def test_rate_limit() -> None:
 @pytest.mark.parametrize("rate", [0, -1, float("inf"), float("nan")])
 def test_no_rate(rate: float) -> None:
     with pytest.raises(InvalidOptionError, match="rate limit"):
-        copy(reopen(build()), open_over(empty()), rate_limit_bytes_per_second=rate)
+        copy(reopen(build()), open_over(empty()), rate_limit=rate)
 
 
 @pytest.mark.parametrize("limited", ["reads", "writes"])
