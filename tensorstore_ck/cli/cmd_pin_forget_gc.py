@@ -1,13 +1,11 @@
 """Commands that say what stays and what goes: pin, unpin, forget, undo, gc."""
 
-import sys
-
 import click
 
 from tensorstore_ck.cli.cmd_policy import apply_policies
 from tensorstore_ck.cli.options import StoreChoice, command, fraction, rate_option, seconds, store_options
 from tensorstore_ck.cli.output import counted, emit, indented, iso_time, printable, say, short_root, snapshot_line, table
-from tensorstore_ck.cli.progress import Phases
+from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.cli.space import space_lines
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.gc import GcOptions, GcReport
@@ -163,8 +161,8 @@ def gc(
         compact_below=compact_below,
         rate_limit=rate_limit,
     )
-    with choice.open(read_only=dry_run) as store, Phases(sys.stderr) as phases:
-        report = store.gc(options, dry_run=dry_run, progress=phases)
+    with choice.open(read_only=dry_run) as store, Bar() as bar:
+        report = store.gc(options, dry_run=dry_run, progress=bar.phase)
     document = {"report": report, "freed_bytes": report.freed_bytes}
     emit(document, [*map(choice.complete, _gc_lines(report)), *space_lines(choice, _space_said(report))], as_json=as_json)
 

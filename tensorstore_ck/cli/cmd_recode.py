@@ -1,13 +1,12 @@
 """The command that makes old snapshots smaller: recode."""
 
-import sys
 from collections.abc import Iterator
 
 import click
 
 from tensorstore_ck.cli.options import StoreChoice, command, rate_option, seconds, store_options
 from tensorstore_ck.cli.output import counted, emit, indented, printable, table
-from tensorstore_ck.cli.progress import Phases
+from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.gc.recode import RecodeReport
 
@@ -40,9 +39,9 @@ def recode(
     """
     if everything == bool(addresses):
         raise click.UsageError("Give branches or snapshots, or --all.")
-    with choice.open(read_only=dry_run) as store, Phases(sys.stderr) as phases:
+    with choice.open(read_only=dry_run) as store, Bar() as bar:
         report = store.recode(
-            *addresses, codec=codec, older_than=older_than, dry_run=dry_run, max_bytes_per_second=rate_limit, progress=phases
+            *addresses, codec=codec, older_than=older_than, dry_run=dry_run, max_bytes_per_second=rate_limit, progress=bar.phase
         )
     emit(report, map(choice.complete, _lines(report)), as_json=as_json)
 

@@ -1,13 +1,12 @@
 """The command tier: old snapshots go to colder places and get smaller, as policies say."""
 
-import sys
 from collections.abc import Iterator
 
 import click
 
 from tensorstore_ck.cli.options import StoreChoice, command, rate_option, store_options
 from tensorstore_ck.cli.output import counted, emit, indented, printable, table
-from tensorstore_ck.cli.progress import Phases
+from tensorstore_ck.cli.progress import Bar
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.gc.tiering import TierReport
 
@@ -25,8 +24,8 @@ def tier(choice: StoreChoice, *, dry_run: bool, claim_locations: bool, rate_limi
     A pack goes where the youngest snapshot that needs it lets it go; what is pinned comes back. All is read through this store as before,
     wherever it lies. What was replaced goes with the next `tsck gc`. From any host, beside jobs; may be killed and run again.
     """
-    with choice.open(read_only=dry_run) as store, Phases(sys.stderr) as phases:
-        report = store.tier(dry_run=dry_run, take_places=claim_locations, max_bytes_per_second=rate_limit, progress=phases)
+    with choice.open(read_only=dry_run) as store, Bar() as bar:
+        report = store.tier(dry_run=dry_run, take_places=claim_locations, max_bytes_per_second=rate_limit, progress=bar.phase)
     emit(report, map(choice.complete, _lines(report)), as_json=as_json)
 
 
