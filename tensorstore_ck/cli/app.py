@@ -17,7 +17,7 @@ import click
 import tensorstore_ck
 from tensorstore_ck.cli import exit_codes
 from tensorstore_ck.cli.hints import COMPLETE
-from tensorstore_ck.cli.output import emit, printable, say
+from tensorstore_ck.cli.output import clear_line, emit, printable, say
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.redaction import redacted
 
@@ -197,8 +197,7 @@ class _Lines(logging.Handler):
     """Prints what goes to the log as warnings are printed, and takes away the progress bar that the terminal's last line may be."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if sys.stderr.isatty():
-            click.echo("\r\x1b[K", nl=False, err=True)
+        clear_line()
         say(f"tsck: warning: {printable(record.getMessage())}", err=True)
         for line in logging.Formatter().formatException(record.exc_info).splitlines() if record.exc_info else ():
             say(line, err=True)

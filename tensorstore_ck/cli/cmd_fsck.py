@@ -10,7 +10,6 @@ import click
 from tensorstore_ck.cli.options import StoreChoice, command, fraction, named_value, rate_option, seconds, store_options
 from tensorstore_ck.cli.output import counted, emit, green, iso_time, printable, red
 from tensorstore_ck.cli.progress import Bar
-from tensorstore_ck.cli.space import space_lines
 from tensorstore_ck.common.executor import DaskCluster
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.engine import Engine
@@ -93,7 +92,7 @@ def fsck(
             report = _completed(run_fsck(engine, options, executor=executor), choice)
     lines = [f"freed {printable(name)}" for name in aborted] + (_repair_lines(repaired) if repaired else [])
     lines += _fsck_lines(report, repaired.before if repaired else report, options)
-    lines += space_lines(choice, report.freeable.said() if report.freeable is not None else ())
+    lines += choice.advice_lines(report.freeable.said() if report.freeable is not None else ())
     document = {"ok": report.ok, "report": report, "aborted_uploads": aborted, **({"repair": repaired} if repaired else {})}
     emit(document, lines, as_json=as_json)
     if not report.ok:

@@ -6,7 +6,6 @@ from tensorstore_ck.cli.cmd_policy import apply_policies
 from tensorstore_ck.cli.options import StoreChoice, command, fraction, rate_option, seconds, store_options
 from tensorstore_ck.cli.output import counted, emit, indented, iso_time, printable, say, short_root, snapshot_line, table
 from tensorstore_ck.cli.progress import Bar
-from tensorstore_ck.cli.space import space_lines
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.gc import GcOptions, GcReport
 from tensorstore_ck.log.snapshot import PinnedSnapshot, Snapshot
@@ -164,7 +163,7 @@ def gc(
     with choice.open(read_only=dry_run) as store, Bar() as bar:
         report = store.gc(options, dry_run=dry_run, progress=bar.phase)
     document = {"report": report, "freed_bytes": report.freed_bytes}
-    emit(document, [*map(choice.complete, _gc_lines(report)), *space_lines(choice, _space_said(report))], as_json=as_json)
+    emit(document, [*map(choice.complete, _gc_lines(report)), *choice.advice_lines(_space_said(report))], as_json=as_json)
 
 
 def _gc_lines(report: GcReport) -> list[str]:

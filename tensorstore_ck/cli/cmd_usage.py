@@ -7,7 +7,6 @@ import click
 
 from tensorstore_ck.cli.options import StoreChoice, command, store_options
 from tensorstore_ck.cli.output import emit, printable, short_root, table
-from tensorstore_ck.cli.space import space_lines
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.gc.usage import CodecUsage, PackUsage, SnapshotUsage, Usage
 
@@ -45,7 +44,7 @@ def usage(choice: StoreChoice, *, snapshots: bool, jobs: bool, packs: bool, code
         header = ["REF", "SNAPSHOTS", *SIZES]
         rows = [[printable(ref.ref), str(ref.snapshots), *_sizes(ref), human_bytes(ref.exclusive_bytes)] for ref in found.refs]
         lines = _table(header, [*rows, ["all refs", str(found.snapshots), *_sizes(found), ""]])
-    emit(found, [*lines, "", *map(choice.complete, _store_lines(found)), *space_lines(choice, found.freeable.said())], as_json=as_json)
+    emit(found, [*lines, "", *map(choice.complete, _store_lines(found)), *choice.advice_lines(found.freeable.said())], as_json=as_json)
 
 
 def _sizes(held: object) -> list[str]:

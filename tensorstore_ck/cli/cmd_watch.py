@@ -8,7 +8,7 @@ from contextlib import closing
 import click
 
 from tensorstore_ck.cli.options import StoreChoice, command, seconds, store_options
-from tensorstore_ck.cli.output import json_line, printable, say, snapshot_line
+from tensorstore_ck.cli.output import emit_line, printable, say, snapshot_line
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.maintenance.watch import PIN_SECONDS
@@ -48,7 +48,7 @@ def watch(
     options = {"since_step": since_step, "newest_only": newest_only, "pin_for": held, "poll_seconds": poll}
     with choice.open(read_only=held is None) as store, closing(store.watch(ref, **options)) as watched:
         for number, snapshot in enumerate(watched, start=1):
-            click.echo(json_line(snapshot)) if as_json else say(snapshot_line("published", snapshot))
+            emit_line(snapshot) if as_json else say(snapshot_line("published", snapshot))
             if words is not None:
                 _run(words, snapshot, choice.require_url())
             if number == count:

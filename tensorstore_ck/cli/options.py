@@ -6,7 +6,7 @@ the command line, the environment variables named here and the file of allowed p
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast, get_args
@@ -22,6 +22,7 @@ from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.cli.allowed_locations import read_places
 from tensorstore_ck.cli.hints import COMPLETE, complete, store_arguments
+from tensorstore_ck.cli.output import printable
 from tensorstore_ck.cli.progress import Bar, CountingBackend
 from tensorstore_ck.common.units import parse_bytes, parse_seconds
 from tensorstore_ck.engine.engine import Engine
@@ -122,8 +123,13 @@ class StoreChoice:
         """The places that packs of the store may lie at, besides those that need no word."""
         return (*self.places, *read_places())
 
+    def advice_lines(self, advice: Iterable[str]) -> list[str]:
+        """Lines with commands in them, without this command's storage options, which may be secrets."""
+        lines = [printable(line) for line in advice]
+        return [*lines, "(add the --storage-option of this command to each of these)"] if lines and self.storage_options else lines
+
     def open_backend(self) -> Backend:
-        """The place alone, where there may be no store (yet, or any more)."""
+        """The backend alone, for commands that work where there is no store."""
         return open_backend(self.require_url(), self.storage_options, no_sync=self.no_sync)
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from pathlib import PurePath
@@ -43,9 +44,15 @@ def say(line: str, *, err: bool = False) -> None:
     click.echo("".join(part if number % 2 else printable(part) for number, part in enumerate(parts)), err=err)
 
 
-def json_line(document: object) -> str:
-    """A document on one line, for what goes on and on."""
-    return _escaped(json.dumps(_plain(document), ensure_ascii=False))
+def emit_line(document: object) -> None:
+    """Prints a document on one line, for a command that prints one after another."""
+    click.echo(_escaped(json.dumps(_plain(document), ensure_ascii=False)))
+
+
+def clear_line() -> None:
+    """Removes the progress bar that may be on the terminal's last line; the next report draws it again."""
+    if sys.stderr.isatty():
+        click.echo("\r\x1b[K", nl=False, err=True)
 
 
 def _escaped(document: str) -> str:

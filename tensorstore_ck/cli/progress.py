@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from tensorstore_ck.backend.protocol import Backend, ObjectWriter
-from tensorstore_ck.cli.output import printable, say
+from tensorstore_ck.cli.output import clear_line, printable, say
 from tensorstore_ck.common.buffers import Buffer
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Bar:
         """Prints a line on stdout, above the bar."""
         with self._lock:
             if self._bar is not None:
-                sys.stderr.write("\r\x1b[K")
+                clear_line()
             say(line)
 
     def _show(self, done: int) -> None:

@@ -1,12 +1,15 @@
 """Units, times, tables and JSON."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import pytest
 from click.testing import CliRunner
 
+from tensorstore_ck.cli import output
 from tensorstore_ck.cli.output import counted, emit, facts, iso_time, printable, table
 from tensorstore_ck.common.units import human_bytes, parse_rate
 from tensorstore_ck.errors import InvalidOptionError
@@ -37,6 +40,12 @@ def test_rates(text: Any, rate: float) -> None:
 def test_what_is_no_rate(wrong: Any) -> None:
     with pytest.raises(InvalidOptionError, match="rate limit"):
         parse_rate(wrong)
+
+
+def test_commands_print_by_these_functions_alone() -> None:
+    printing = re.compile(r"\bprint\(|\becho\(|sys\.std(?:out|err)\.write")
+    folder = Path(output.__file__).parent
+    assert [path.name for path in folder.glob("*.py") if printing.search(path.read_text())] == ["output.py"]
 
 
 def test_times_are_utc_whatever_the_clock_said() -> None:
