@@ -1,4 +1,4 @@
-"""The `tsck` command group: which commands there are, and how an error leaves the process.
+"""The `tsck` command group: its commands, and how errors become exit codes.
 
 Every `StoreError` becomes one line on stderr (with ``--json``: a document on stdout) and its kind's exit code; 2 is a
 misuse of the command line, 130 an interrupt. Anything else is a bug, and keeps its traceback.
@@ -21,15 +21,15 @@ from tensorstore_ck.cli.output import clear_line, emit, printable, say
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.redaction import redacted
 
-LISTS: Final = "`tsck branch` lists branches, `tsck tag` tags, `tsck log` snapshots, and `tsck show ADDRESS` what is in one."
+LISTS: Final = "`tsck branch` lists branches, `tsck tag` tags, `tsck log` snapshots, and `tsck show ADDRESS` the content of one."
 HELP: Final = """Keep every snapshot of training state in one store that never holds the same bytes twice.
 
 \b
 A first look:
   tsck init ./ckpt                                      make a store
   tsck put model.safetensors --ref runs/gpt -s ./ckpt   store a file as a snapshot
-  tsck log runs/gpt -s ./ckpt                           see what is there
-  tsck get runs/gpt~1 old.safetensors -s ./ckpt         bring one back
+  tsck log runs/gpt -s ./ckpt                           list the snapshots
+  tsck get runs/gpt~1 old.safetensors -s ./ckpt         write one to a file
 
 \b
 An ADDRESS names a snapshot:
@@ -105,7 +105,7 @@ class Program(click.Group):
         return self.commands.get(name)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does it; of a command that is not there, says which one may be meant."""
+        """As click does; for an unknown command, names similar ones."""
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             close = [f"`tsck {found}`" for found in difflib.get_close_matches(name, [*COMMANDS, *ALIASES], 3)]
@@ -136,7 +136,7 @@ class Program(click.Group):
             _fail("usage", f"{exc.format_message()} {advice[0].upper()}{advice[1:]}", where, as_json=as_json)
             return exit_codes.USAGE
         except click.Abort:
-            _fail("interrupted", "interrupted; what was not published yet is not visible", "", as_json=as_json)
+            _fail("interrupted", "interrupted; unpublished snapshots are not visible", "", as_json=as_json)
             return exit_codes.INTERRUPTED
         except StoreError as exc:
             _fail(exc.kind, str(exc), exc.object_id, as_json=as_json)
@@ -194,7 +194,7 @@ def _fail(kind: str, message: str, object_id: str, *, as_json: bool) -> None:
 
 
 class _Lines(logging.Handler):
-    """Prints what goes to the log as warnings are printed, and takes away the progress bar that the terminal's last line may be."""
+    """Prints log records as warnings are printed."""
 
     def emit(self, record: logging.LogRecord) -> None:
         clear_line()
@@ -204,7 +204,7 @@ class _Lines(logging.Handler):
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """A warning as a user wants it: what it says, not where the code is."""
+    """Prints a warning's text, without the place in the code."""
     context = click.get_current_context(silent=True)
     complete: Callable[[str], str] = str if context is None else context.meta.get(COMPLETE, str)
     say(f"tsck: warning: {printable(complete(str(message)))}", err=True)

@@ -1,4 +1,4 @@
-"""The command that leaves the store again: export. Loads torch when it runs, and only then."""
+"""The command export: a snapshot as files of other programs. Loads torch when it runs."""
 
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +20,7 @@ def file_size(text: str) -> int:
     """As `byte_count`, but at least one byte."""
     size = byte_count(text)
     if size == 0:
-        raise click.BadParameter(f"{text!r} is no size: write 500MB, 5GB or 4GiB.")
+        raise click.BadParameter(f"{text!r} is not a size: write 500MB, 5GB or 4GiB.")
     return size
 
 
@@ -32,7 +32,9 @@ def file_size(text: str) -> int:
 )
 @click.argument("address")
 @click.argument("path", metavar="DIR", type=click.Path())
-@click.option("--to", "format_", type=click.Choice(_FORMATS), required=True, help="safetensors: tensors by name. torch, dcp: all of it.")
+@click.option(
+    "--to", "format_", type=click.Choice(_FORMATS), required=True, help="safetensors: tensors by name. torch, dcp: the whole state."
+)
 @click.option("--include", metavar="GLOB", multiple=True, help="Only names that match, e.g. 'model.*' (repeatable).")
 @click.option("--exclude", metavar="GLOB", multiple=True, help="No names that match, e.g. 'optimizer.*' (repeatable).")
 @click.option("--max-file-size", metavar="SIZE", type=file_size, default="5GB", show_default=True, help="Split larger files of a folder.")
@@ -52,9 +54,9 @@ def export(
     allow_marked: bool,
     as_json: bool,
 ) -> None:
-    """Write the snapshot at ADDRESS to DIR, every byte verified, and read back from the files.
+    """Write the snapshot at ADDRESS to DIR. Every byte is verified, and read back from the files.
 
-    DIR becomes a folder; with a name that ends in .safetensors or .pt it is that one file. It is whole, or not there.
+    DIR becomes a folder, or one file if its name ends in .safetensors or .pt. It is complete, or does not exist.
     """
     from tensorstore_ck.integrations.exporting import export_snapshot  # noqa: PLC0415 - loads torch
 

@@ -1,4 +1,4 @@
-"""The command policy: rules of what stays, set, shown and tried out; and applied."""
+"""The command policy: retention rules, set, shown, tried and applied."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ MAX_SHOWN: Final = 60
 
 
 @command(
-    "What stays of branches, by rule.",
+    "Set retention rules for branches.",
     "tsck policy set 'runs/*' keep_last=5 keep_best=3:val_loss:min expire_after=30d",
     "tsck policy show",
     "tsck policy apply --dry-run",
@@ -37,10 +37,10 @@ def policy(action: str, target: str | None, rules: tuple[str, ...], choice: Stor
     """Set retention rules for branches; each save applies those of its branch, and `apply` those of all branches or of each REF.
 
     Rules: keep_last=5, keep_best=3:val_loss:min (more metrics, joined by ','), keep_every=1000 (steps), keep_every_seconds=6h,
-    keep_steps=1000,5000, keep_first=yes, keep_younger=7d: what any of them keeps stays. Limits on that: expire_after=30d, max_bytes=2TB.
-    The newest, a fallback beside it, and what is tagged or pinned stay always. `test REF` says what the policies, or RULEs, would do.
-    What stays ages, by `tsck tier`: recode_after=7d, move_after=30d:s3://cold/ckpt (more stages, joined by ','). This user's commands on
-    this host are then allowed to use that place; others may need --allow-place.
+    keep_steps=1000,5000, keep_first=yes, keep_younger=7d: a snapshot stays if any of them keeps it. Limits on that: expire_after=30d,
+    max_bytes=2TB. The newest, a second one as a fallback, and tagged or pinned snapshots always stay. `test REF` shows what the policies,
+    or RULEs, would do. `tsck tier` applies the age rules: recode_after=7d, move_after=30d:s3://cold/ckpt (more stages, joined by ','). This
+    user's commands on this host may then use that location; others may need --allow-place.
     """
     if dry_run and action != "apply":
         raise click.UsageError("--dry-run is for apply.")
@@ -48,22 +48,22 @@ def policy(action: str, target: str | None, rules: tuple[str, ...], choice: Stor
         apply_policies(choice, rules if target is None else (target, *rules), dry_run=dry_run, as_json=as_json)
         return
     if (target is None) != (action == "show"):
-        raise click.UsageError("`show` is for all policies; `set`, `test` and `remove` need to be told which GLOB or REF.")
+        raise click.UsageError("`show` lists all policies; `set`, `test` and `remove` need a GLOB or REF.")
     if bool(rules) != (action == "set") and action != "test":
-        raise click.UsageError("RULE=VALUE is for set, which needs one at least, and for test.")
-    said = _rules(rules)
-    named = [url for url in _urls(said) if can_allow(url)] if action == "set" else []
-    choice = replace(choice, places=(*choice.places, *named))  # who names a place here allows it
+        raise click.UsageError("RULE=VALUE is for set, which needs at least one, and for test.")
+    values = _rules(rules)
+    named = [url for url in _urls(values) if can_allow(url)] if action == "set" else []
+    choice = replace(choice, places=(*choice.places, *named))  # setting a policy allows its locations
     with choice.open(read_only=action in ("show", "test")) as store:
         if action == "set":
-            made = store.set_policy(str(target), **said)
+            made = store.set_policy(str(target), **values)
             note_places([url for url in named if not is_allowed(url, store.engine.backend.url, read_places())])
             emit({"glob": target, "policy": made.encode()}, [f"{printable(str(target))}: {made}"], as_json=as_json)
         elif action == "remove":
             store.remove_policy(str(target))
-            emit({"removed": target}, [f"nothing is said of {printable(str(target))} any more"], as_json=as_json)
+            emit({"removed": target}, [f"removed the policy for {printable(str(target))}"], as_json=as_json)
         elif action == "test":
-            report = store.retain(str(target), dry_run=True, rules=said or None)
+            report = store.retain(str(target), dry_run=True, rules=values or None)
             emit(report, map(choice.complete, _verdict_lines(report)), as_json=as_json)
         else:
             found = store.policies()
@@ -84,13 +84,13 @@ def _rules(words: tuple[str, ...]) -> dict[str, object]:
         if not equals or not value:
             raise click.UsageError(f"{word!r} is not RULE=VALUE, such as: {RULES}")
         if name in found:
-            raise click.UsageError(f"{name} is said twice")
+            raise click.UsageError(f"{name} is given twice")
         found[name] = _value(name, value)
     return found
 
 
 def _value(name: str, text: str) -> object:
-    """As `Store.set_policy` takes it; what cannot be one stays text, which is then refused."""
+    """A value for `Store.set_policy`; text that does not parse is passed on, and refused there."""
     if name in ("keep_last", "keep_every"):
         return int(text) if text.isdecimal() else text
     if name == "keep_steps":
@@ -104,8 +104,8 @@ def _value(name: str, text: str) -> object:
     return text
 
 
-def _urls(said: Mapping[str, object]) -> list[str]:
-    stages = said.get("move_after")
+def _urls(values: Mapping[str, object]) -> list[str]:
+    stages = values.get("move_after")
     return [stage[1] for stage in stages if len(stage) == 2] if isinstance(stages, list) else []
 
 
@@ -117,14 +117,14 @@ def _best(text: str) -> tuple[object, ...]:
 
 def _policy_lines(found: Mapping[str, Policy]) -> Iterator[str]:
     if not found:
-        yield f"no policies, so all stays: `tsck policy set 'runs/*' {RULES.partition(' keep_every')[0]}` makes one"
+        yield f"no policies, so every snapshot stays: `tsck policy set 'runs/*' {RULES.partition(' keep_every')[0]}` makes one"
     yield from table(["REFS", "WHAT STAYS"], [[printable(glob), printable(str(each))] for glob, each in found.items()]) if found else ()
 
 
 def _verdict_lines(report: RetentionReport) -> Iterator[str]:
-    """What stays and what goes, and why."""
+    """Which snapshots stay or go, and why."""
     if not report.branches:
-        yield "no policy is for any of these branches: all stays (see `tsck policy`)"
+        yield "no policy matches these branches: every snapshot stays (see `tsck policy`)"
         return
     for branch in report.branches:
         yield f"{printable(branch.ref)}: {counted(len(branch.snapshots), 'snapshot')}, by {', '.join(map(printable, branch.policies))}"

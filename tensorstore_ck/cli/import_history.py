@@ -1,4 +1,4 @@
-"""What `tsck import --history` does: several checkpoints, one snapshot each. And the hint to it where a folder needs it."""
+"""`tsck import --history`: several checkpoints, one snapshot each; and the hint to use it."""
 
 import os
 import shlex
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AskedHistory:
-    """What is to be imported: the arguments of `importing.import_history`."""
+    """The arguments of `importing.import_history`."""
 
     paths: Sequence[str]
     ref: str
@@ -30,7 +30,7 @@ class AskedHistory:
 
 
 def run(asked: AskedHistory, choice: StoreChoice, codec: CodecName, *, dry_run: bool, as_json: bool) -> None:
-    """Imports it, and says of each checkpoint what became of it as soon as that is known."""
+    """Imports the checkpoints, and prints the outcome of each at once."""
     from tensorstore_ck.integrations.importing import import_history, inspect_history  # noqa: PLC0415 - loads torch
 
     if dry_run:
@@ -71,7 +71,7 @@ def run(asked: AskedHistory, choice: StoreChoice, codec: CodecName, *, dry_run: 
 
 @contextmanager
 def hinting(choice: StoreChoice, path: str, ref: str, exclude: Sequence[str]) -> Iterator[None]:
-    """Where a folder is refused because it is of several steps: says the command that imports it, so that it can be copied."""
+    """Adds the command that imports a folder to the error that refuses it because it holds several steps."""
     from tensorstore_ck.integrations.importing import SeveralStepsError  # noqa: PLC0415 - loads torch
 
     try:

@@ -1,7 +1,7 @@
-"""What commands print: aligned tables and human units for people, one JSON document for programs.
+"""Prints what commands return: aligned tables for people, one JSON document for programs.
 
-Everything that comes from a store is untrusted: control characters are escaped before they reach a terminal. Colours are
-click's, which drops them where stdout is no terminal.
+Text from a store is untrusted: control characters are escaped before they reach a terminal. click removes the colours if stdout is no
+terminal.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from tensorstore_ck.log.snapshot import Snapshot
 
 _COLOURS: Final = re.compile("(" + "|".join(re.escape(code) for code in ("\x1b[0m", "\x1b[1m", "\x1b[31m", "\x1b[32m")) + ")")
-"""Those of `bold`, `red`, `green`, and their end."""
+"""The codes of `bold`, `red`, `green`, and of their end."""
 _NOT_ASCII: Final = re.compile(r"[^\n\x20-\x7e]")
 ROOT_DIGITS: Final = 12
-"""Of a root in a table; 8 are enough for an address."""
+"""How many digits of a root a table shows; 8 are enough for an address."""
 
 
 def emit(document: object, lines: Iterable[str], *, as_json: bool) -> None:
-    """Prints a command's result in the form that was asked for."""
+    """Prints a command's result, as text or as JSON."""
     if as_json:
         click.echo(_escaped(json.dumps(_plain(document), indent=2, ensure_ascii=False)))
     else:
@@ -39,7 +39,7 @@ def emit(document: object, lines: Iterable[str], *, as_json: bool) -> None:
 
 
 def say(line: str, *, err: bool = False) -> None:
-    """Prints one line of text: nothing of it but our own colours does anything to a terminal, and no secret of a URL is in it."""
+    """Prints one line of text, without secrets of URLs; only our own colours act on a terminal."""
     parts = _COLOURS.split(redacted(line))
     click.echo("".join(part if number % 2 else printable(part) for number, part in enumerate(parts)), err=err)
 
@@ -56,7 +56,7 @@ def clear_line() -> None:
 
 
 def _escaped(document: str) -> str:
-    """JSON of which a terminal shows every character, and obeys none."""
+    """JSON without control characters."""
     return _NOT_ASCII.sub(lambda found: found[0] if found[0].isprintable() else _json_escape(found[0]), document)
 
 
@@ -68,7 +68,7 @@ def iso_time(time_ns: int) -> str:
     """Nanoseconds since 1970 -> ``2026-01-31T12:00:00Z``."""
     try:
         return datetime.fromtimestamp(time_ns // 1_000_000_000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    except (OverflowError, OSError, ValueError):  # a clock can say anything
+    except (OverflowError, OSError, ValueError):  # the clock was wrong
         return f"{time_ns} ns"
 
 
@@ -110,12 +110,12 @@ def bad_if_marked(snapshot: "Snapshot") -> Callable[[str], str]:
 
 
 def red(text: str) -> str:
-    """For what is wrong."""
+    """For errors."""
     return click.style(text, fg="red")
 
 
 def green(text: str) -> str:
-    """For what is right."""
+    """For success."""
     return click.style(text, fg="green")
 
 
@@ -127,9 +127,9 @@ def bold(text: str) -> str:
 def table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Set[str] = frozenset(), styles: Sequence[Callable[[str], str]] = ()
 ) -> list[str]:
-    """Aligned columns under a heading; those named in `right` end on one edge, and columns that are empty throughout are left out.
+    """Aligned columns under a heading, without empty columns; those in `right` are right-aligned.
 
-    `styles` colours whole rows, after they are padded.
+    `styles` colours whole rows.
     """
     kept = [at for at, title in enumerate(header) if not rows or any(row[at] for row in rows) or at == 0]
     widths = {at: max(len(header[at]), *(len(row[at]) for row in rows), 0) for at in kept}
@@ -143,7 +143,7 @@ def table(
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """``name  value`` lines, the values aligned; those without a value are left out."""
+    """``name  value`` lines with aligned values, without empty ones."""
     kept = [(name, value) for name, value in pairs if value]
     width = max((len(name) for name, _ in kept), default=0)
     return [f"{bold(name.ljust(width))}  {value}" for name, value in kept]
@@ -160,7 +160,7 @@ def snapshot_table(
     title: str = "REF",
     kept_by: Mapping[str, Sequence[str]] | None = None,
 ) -> list[str]:
-    """A row for each snapshot, led by a column `names` where given; `kept_by`: what to say of some, by id."""
+    """A row for each snapshot, after a column of `names` if given; `kept_by`: id -> what keeps the snapshot."""
     header = ["ROOT", "STEP", "TIME (UTC)", "SIZE", "NEW", "METRICS", "MARK"]
     rows = [
         [
@@ -183,19 +183,19 @@ def snapshot_table(
 
 
 def snapshot_line(what: str, snapshot: "Snapshot") -> str:
-    """One line for a command that made or moved something."""
+    """The snapshot that a command made or moved, on one line."""
     step = "" if snapshot.step is None else f", step {snapshot.step}"
     mark = f", {red(mark_text(snapshot))}" if snapshot.mark else ""
     return f"{what} {short_root(snapshot.root)}{step}{mark}"
 
 
 def put_sizes(snapshot: "Snapshot") -> str:
-    """What a put added. A small state can add more than its own size: packs and parts have an index."""
+    """What a save added. A small state can add more than its own size: packs and parts have an index."""
     return f"  ({human_bytes(snapshot.logical_bytes)}; the store grew by {human_bytes(snapshot.new_bytes)})"
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold: dataclasses and named tuples as objects, numbers that are not finite as text, bytes as hex."""
+    """A value for JSON: dataclasses and named tuples as objects, numbers that are not finite as text, bytes as hex."""
     from tensorstore_ck.log.snapshot import Snapshot  # noqa: PLC0415 - loads numpy, and errors are printed without it
 
     if isinstance(value, Snapshot):

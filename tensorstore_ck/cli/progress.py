@@ -89,7 +89,7 @@ def _started(label: str) -> "Progress":
 
 
 class CountingBackend:
-    """A backend that tells a bar how many bytes of blocks went through it; everything else is the backend's own."""
+    """A backend that reports the bytes of blocks that it reads and writes to a bar."""
 
     def __init__(self, backend: Backend, bar: Bar) -> None:
         self._backend, self._bar = backend, bar

@@ -251,7 +251,7 @@ def little_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_probe_foretells_a_snapshot(history: Tsck, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     text = history("probe", "ck", "--size", "20MB", "--ranks", "12").out
-    assert "A snapshot of 19.1 MiB by 12 ranks, nothing of which is in the store yet:" in text
+    assert "A snapshot of 19.1 MiB by 12 ranks, with no block in the store yet:" in text
     assert "s with all ranks on this host" in text
     assert "/s by 8 ranks on this host" in text
     assert "are free: it fits" in text
@@ -267,7 +267,7 @@ def test_probe_ends_with_no_space_where_it_does_not_fit(history: Tsck) -> None:
     assert "it does NOT fit" in probed.out
 
 
-@pytest.mark.parametrize(("options", "said"), [(("--ranks", "8"), "--ranks is for --size"), (("--size", "much"), "is no size")])
+@pytest.mark.parametrize(("options", "said"), [(("--ranks", "8"), "--ranks is for --size"), (("--size", "much"), "is not a size")])
 def test_probe_takes_sizes(tsck: Tsck, options: tuple[str, str], said: str) -> None:
     refused = tsck("probe", "ck", *options)
     assert refused.code == 2

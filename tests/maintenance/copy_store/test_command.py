@@ -254,7 +254,7 @@ def test_a_head_that_is_marked_damaged(tmp_path: Path) -> None:
 )
 def test_rates(text: str, rate: float | None) -> None:
     if rate is None:
-        with pytest.raises(click.BadParameter, match="is no rate"):
+        with pytest.raises(click.BadParameter, match="is not a rate"):
             byte_rate(text)
     else:
         assert byte_rate(text) == rate
