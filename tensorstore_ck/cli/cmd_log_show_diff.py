@@ -94,7 +94,7 @@ def _details_lines(details: SnapshotDetails, limit: int | None) -> list[str]:
         costs = [[printable(it.name), *_cost(it)] for it in details.groups[:limit]]
         lines += [
             "",
-            "sizes",
+            "space used",
             *indented(table(["GROUP", "SIZE", "STORED", "RATIO", "CODECS"], costs, right={"SIZE", "STORED", "RATIO"})),
         ]
         lines += _rest(len(details.groups) - len(costs))

@@ -107,7 +107,7 @@ def test_show_never_says_that_more_of_it_is_new_than_there_is(history: Tsck) -> 
     snapshot = history("show", "runs/gpt~1", "--json").json["snapshot"]
     assert snapshot["new_bytes"] > snapshot["logical_bytes"], "a small state, and its index"
     (size,) = [line for line in history("show", "runs/gpt~1").out.splitlines() if line.startswith("size")]
-    assert re.fullmatch(r"size +39\.1 KiB, stored as [\d.]+ KiB; the put made the store grow by [\d.]+ KiB", size)
+    assert re.fullmatch(r"size +39\.1 KiB, stored as [\d.]+ KiB; the save made the store grow by [\d.]+ KiB", size)
     put = history("put", "model.safetensors", "--ref", "again").out
     assert re.search(r"\(39\.1 KiB; the store grew by [\d.]+ K?i?B\)$", put.strip())
 
