@@ -35,10 +35,10 @@ def run_gc(engine: Engine, options: GcOptions | None = None, *, dry_run: bool = 
         UnreadableError: a held snapshot cannot be read, so what it needs is unknown.
         GcRefusedError: more than `options.max_delete` would be deleted, or the backend's clock is too far from this host's.
         UnsafeBackendError: the backend does not create objects exclusively.
-        InvalidOptionError: `options.max_bytes_per_second` is not a rate.
+        InvalidOptionError: `options.rate_limit` is not a rate.
     """
     options = options or GcOptions()
-    return _Gc(engine.limited_to(options.max_bytes_per_second), options, dry_run, progress or ignore_progress).run()
+    return _Gc(engine.limited_to(options.rate_limit), options, dry_run, progress or ignore_progress).run()
 
 
 class _Gc:
@@ -192,7 +192,7 @@ class _Gc:
         view = self._engine.log.view()
         left = set(listed) - set(deleted)
         entries = sorted({state.n for key, state in view.objects() if state.swept and key not in left})
-        old = [n for n in entries if self._is_older_entry(n, self._options.settle_seconds)]
+        old = [n for n in entries if self._is_older_entry(n, self._options.tombstone_seconds)]
         if old and old[-1] > view.horizon():
             self._engine.log.append(lambda view: [Op.truncate_tombstones(old[-1])] if old[-1] > view.horizon() else [])
 

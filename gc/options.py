@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 from typing import Final
 
+from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.errors import InvalidOptionError
 
 DAY_SECONDS: Final = 86_400.0
 
 
+@renamed_argument(max_bytes_per_second="rate_limit", settle_seconds="tombstone_seconds")
 @dataclass(frozen=True, slots=True)
 class GcOptions:
     """No option affects safety: gc never frees what something holds."""
@@ -24,14 +26,14 @@ class GcOptions:
     """Packs with a smaller live share are rewritten; 0: none."""
     compact_bytes: int = 256 << 30
     """Live bytes that one run rewrites at most, in the order of what they free."""
-    settle_seconds: float = 7 * DAY_SECONDS
+    tombstone_seconds: float = 7 * DAY_SECONDS
     """Tombstones are kept for this time. A save that slept longer starts again."""
-    max_bytes_per_second: float | None = None
-    """Limit of reads, and of writes, so that jobs keep their bandwidth; None: no limit."""
+    rate_limit: float | str | None = None
+    """Limit of reads, and of writes, so that jobs keep their bandwidth: ``"100MB"``, or bytes per second; None: no limit."""
 
     def __post_init__(self) -> None:
         """Raises `InvalidOptionError` for an invalid value."""
-        for name in ("min_age_seconds", "grace_seconds", "undo_window_seconds", "settle_seconds", "compact_bytes"):
+        for name in ("min_age_seconds", "grace_seconds", "undo_window_seconds", "tombstone_seconds", "compact_bytes"):
             if not getattr(self, name) >= 0:
                 raise InvalidOptionError(f"{name} must not be negative", object_id=name)
         for name in ("max_delete", "compact_below"):

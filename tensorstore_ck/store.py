@@ -980,7 +980,7 @@ def open_store(
             state_dir=state_dir,
             staging=staging,
             min_free=min_free,
-            max_bytes_per_second=max_bytes_per_second,
+            rate_limit=max_bytes_per_second,
             codec=codec,
             delta=delta,
             read_only=read_only,
@@ -991,4 +991,6 @@ def open_store(
     )
 
 
-__all__ = ["ANY", "LAST_SEEN", "Store", "open_store"]
+open = open_store  # noqa: A001 - `tsck.open` reads as `gzip.open` does
+
+__all__ = ["ANY", "LAST_SEEN", "Store", "open", "open_store"]

@@ -35,15 +35,15 @@ def throttled(
     return cast(Backend, ThrottledBackend(backend, writes=writes, reads=reads, min_free=min_free, sleep=sleep))
 
 
-def throttled_to(backend: Backend, bytes_per_second: float | None) -> Backend:
+def throttled_to(backend: Backend, rate: float | str | None) -> Backend:
     """`backend` with this limit for reads, and the same for writes; None: no limit.
 
     Raises:
         InvalidOptionError: not a rate.
     """
-    if bytes_per_second is None:
+    if rate is None:
         return backend
-    return throttled(backend, writes=RateLimit(bytes_per_second), reads=RateLimit(bytes_per_second))
+    return throttled(backend, writes=RateLimit(rate), reads=RateLimit(rate))
 
 
 class ThrottledBackend:

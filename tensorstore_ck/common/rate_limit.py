@@ -3,24 +3,23 @@
 Its users wait: `backend.throttled` for plain reads and writes, `backend.staging.upload_pass` for uploads from a staging disk.
 """
 
-import math
 import threading
 import time
 from collections.abc import Callable
 from typing import Final
 
-from tensorstore_ck.errors import InvalidOptionError
+from tensorstore_ck.common.units import parse_rate
 
 BURST_SECONDS: Final = 0.25
 """Unused capacity is kept this long."""
 
 
 class RateLimit:
-    """Lets `bytes_per_second` pass, for all threads together."""
+    """Lets `rate` pass, for all threads together: bytes per second, or text such as ``100MB``."""
 
     def __init__(
         self,
-        bytes_per_second: float,
+        rate: float | str,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -29,9 +28,7 @@ class RateLimit:
         Raises:
             InvalidOptionError: not a rate.
         """
-        if not 0 < bytes_per_second < math.inf:
-            raise InvalidOptionError(f"a rate limit must be more than 0 bytes per second, not {bytes_per_second}", object_id="rate limit")
-        self._rate = self._whole = bytes_per_second
+        self._rate = self._whole = parse_rate(rate)
         self._clock = clock
         self._lock = threading.Lock()
         self._free_at = clock()

@@ -3,6 +3,7 @@
 Times: ``90s``, ``10m``, ``1h``, ``30d``, ``2w``. Sizes: ``50GB`` is 50 * 10**9, ``1.5GiB`` is 1.5 * 2**30; 1536 is written ``1.5 KiB``.
 """
 
+import math
 import re
 from datetime import timedelta
 from typing import Final
@@ -44,6 +45,18 @@ def parse_bytes(value: object, what: str) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     raise InvalidOptionError(f"{what} must be a size like 500MB, 10GB or 1.5GiB, not {value!r}", object_id=what)
+
+
+def parse_rate(value: float | str) -> float:
+    """The bytes per second that ``100MB``, ``1.5GiB/s`` or a number stands for.
+
+    Raises:
+        InvalidOptionError: it stands for none.
+    """
+    rate = parse_bytes(value.strip().removesuffix("/s"), "rate limit") if isinstance(value, str) else value
+    if not 0 < rate < math.inf:
+        raise InvalidOptionError(f"a rate limit must be more than 0 bytes per second, not {value}", object_id="rate limit")
+    return rate
 
 
 def human_bytes(count: int) -> str:

@@ -149,13 +149,13 @@ class Engine:
                     self._moved.popitem(last=False)
         return moved
 
-    def limited_to(self, bytes_per_second: float | None) -> Self:
+    def limited_to(self, rate: float | str | None) -> Self:
         """The same open store with a limit on its backend's reads and writes, not on the log; None: no limit.
 
         Raises:
             InvalidOptionError: not a rate.
         """
-        return self if bytes_per_second is None else replace(self, backend=throttled_to(self.backend, bytes_per_second))
+        return self if rate is None else replace(self, backend=throttled_to(self.backend, rate))
 
     def of_store(self) -> "Self":
         """The same without the staging disk, for maintenance: a staged copy must not hide damage in the store."""

@@ -50,7 +50,7 @@ def open_engine(
     cache_dir: str | os.PathLike[str] | None = None,
     staging: str | os.PathLike[str] | Staging | None = None,
     min_free: str | int = 0,
-    max_bytes_per_second: float | None = None,
+    rate_limit: float | str | None = None,
     codec: CodecOption = "auto",
     delta: DeltaOption = None,
     read_only: bool = False,
@@ -67,7 +67,7 @@ def open_engine(
         name = "create" if create else "staging"
         raise InvalidOptionError(f"{name}= is for stores that are written to: leave it out with read_only=True", object_id=name)
     kept, codecs, allowed = MinFree.parse(min_free), CodecPolicy(codec, delta), parse_allowed(places)
-    limit = None if max_bytes_per_second is None else RateLimit(max_bytes_per_second)
+    limit = None if rate_limit is None else RateLimit(rate_limit)
     observers = logged_observers()
     backend = open_backend(url, storage_options, no_sync=no_sync, on_wait=observers.emit)
     if read_only:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE
 from tensorstore_ck.engine.write.suspicious_save import Unchanged
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
@@ -183,13 +184,14 @@ class TrainingState:
         state, rank_state = self._sides(store, group, timeout, with_gradients=gradients)
         return store.put_snapshot_async(state, ref=ref, group=group, rank_state=rank_state, **options)
 
+    @renamed_argument(allow_bad="allow_marked")
     def restore(
         self,
         store: "ReadOnlyStore",
         address: str,
         *,
         group: "ProcessGroup | DeviceMesh | None" = None,
-        allow_bad: bool = False,
+        allow_marked: bool = False,
         broadcast: bool = False,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Snapshot | None:
@@ -211,7 +213,7 @@ class TrainingState:
         store.finish_staged(address, group, timeout_seconds=timeout_seconds)
         if find_resume_point(store, address, group, timeout_seconds) is None:
             return None
-        options: dict[str, Any] = {"group": group, "broadcast": broadcast, "allow_bad": allow_bad, "timeout_seconds": timeout_seconds}
+        options: dict[str, Any] = {"group": group, "broadcast": broadcast, "allow_bad": allow_marked, "timeout_seconds": timeout_seconds}
         old, found = store.restoring(address, partial(self._read, address, ranks, broadcast), **options)
         self._warn(f"{address!r} (step {found.step})", old, ranks)
         return found

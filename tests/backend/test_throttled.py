@@ -235,7 +235,7 @@ def meters(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Meter]]:
 
 def test_fsck_reads_no_faster_than_told(meters: list[Meter]) -> None:
     store = reopen(build())
-    report = store.fsck(FsckOptions(read_data=True, max_bytes_per_second=5e6))
+    report = store.fsck(FsckOptions(read_data=True, rate_limit=5e6))
     writes, reads = meters
     assert report.ok
     assert (writes.rate, reads.rate, writes.count) == (5e6, 5e6, 0)
@@ -247,7 +247,7 @@ def test_gc_reads_and_writes_no_faster_than_told(meters: list[Meter]) -> None:
     store.forget("runs/b")
     store.forget("runs/a@1")  # whose pack is still needed, in part
     log_bytes = len([*store.engine.backend.list("log/")])
-    report = store.gc(GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=1, max_bytes_per_second=5e6))
+    report = store.gc(GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=1, rate_limit=5e6))
     writes, reads = meters
     assert report.rewritten
     assert (writes.rate, reads.rate, writes.count) == (5e6, 5e6, report.written_bytes)
@@ -257,7 +257,7 @@ def test_gc_reads_and_writes_no_faster_than_told(meters: list[Meter]) -> None:
 
 def test_an_open_store_stays_as_fast_as_it_was(meters: list[Meter]) -> None:
     store = reopen(build())
-    store.gc(GcOptions(max_bytes_per_second=5e6))
+    store.gc(GcOptions(rate_limit=5e6))
     before = [meter.count for meter in meters]
     store.put_snapshot({"x": bytes(100_000)}, ref="runs/c")
     assert [meter.count for meter in meters] == before
@@ -268,7 +268,7 @@ def test_repair_limits_both_stores(meters: list[Meter]) -> None:
     store, other = reopen(build(codec="raw")), reopen(build(codec="raw"))
     (pack, *_) = [found for found in store.engine.backend.list("packs/") if found.size_bytes > 10_000]
     store.engine.backend.replace(pack.name, bytes(pack.size_bytes))
-    report = run_repair(store.engine, FsckOptions(read_data=True, max_bytes_per_second=5e6), other=other.engine)
+    report = run_repair(store.engine, FsckOptions(read_data=True, rate_limit=5e6), other=other.engine)
     assert len(meters) == 4
     assert report.ok
     assert meters[3].count > 0  # the other store's reads
@@ -279,4 +279,4 @@ def test_work_elsewhere_cannot_be_limited() -> None:
         is_remote = True
 
     with pytest.raises(InvalidOptionError, match="this process only"):
-        run_fsck(reopen(build()).engine, FsckOptions(read_data=True, max_bytes_per_second=5e6), executor=Elsewhere(1))
+        run_fsck(reopen(build()).engine, FsckOptions(read_data=True, rate_limit=5e6), executor=Elsewhere(1))

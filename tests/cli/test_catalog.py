@@ -32,11 +32,11 @@ def test_sync_find_and_show(catalog: Tsck, tmp_path: Path) -> None:
     assert "2.25" in row
     assert count == "1 snapshot"
     assert "as of 2" in as_of
-    assert "`tsck catalog sync` brings in what came since" in as_of
+    assert "`tsck catalog sync` adds newer ones" in as_of
 
     catalog("tag", "v1", "runs/gpt~1")
     catalog("mark", "runs/gpt~1", "--reason", "diverged")
-    assert "no snapshot fits" in catalog("find", "tag = 'v1'").out
+    assert "no snapshot matches" in catalog("find", "tag = 'v1'").out
     assert "2 entries read, 0 snapshots, up to entry 4" in catalog("catalog", "sync").out
     line = catalog("find", "tag = 'v1'", "--sort", "val_loss", "--desc").out.splitlines()[1]
     assert "bad: diverged" in line

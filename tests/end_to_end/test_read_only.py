@@ -48,7 +48,7 @@ LOOKS = [
     ("tag",),
     ("pin",),
     ("forget",),
-    ("forget", "--dry-run"),
+    ("policy", "apply", "--dry-run"),
     ("policy", "show"),
     ("policy", "test", "runs/gpt", "keep_last=1"),
     ("gc", "--dry-run"),

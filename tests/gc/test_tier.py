@@ -319,7 +319,7 @@ def test_a_copy_of_the_files_frees_nothing_that_the_original_needs() -> None:
     require_sound(copy, {"run@0": states["run@0"]})
     copy.forget("run")
     for free in (lambda: copy.gc(AT_ONCE), copy.tier):
-        with pytest.raises(GcRefusedError, match=r"--take-places"):
+        with pytest.raises(GcRefusedError, match=r"--claim-locations"):
             free()
     require_sound(places.open(), states)
     copy.undo("run")

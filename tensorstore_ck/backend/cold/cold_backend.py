@@ -120,7 +120,7 @@ class ColdTierBackend:
             if mark is not None and mark.url != self._own.url:
                 raise GcRefusedError(
                     f"the store at {mark.url} moved the packs to {url}, and this store is at {self._own.url}. If one is a copy of the "
-                    "other's files, both need them. If this is the only one, and was itself moved: `tsck tier --take-places`",
+                    "other's files, both need them. If this is the only one, and was itself moved: `tsck tier --claim-locations`",
                     object_id=url,
                 )
 

@@ -94,7 +94,7 @@ def read_marker(backend: Backend) -> OwnerMarker | None:
         found = json.loads(data)
         return OwnerMarker(str(found["store"]), str(found["url"]))
     except (ValueError, KeyError, TypeError, RecursionError) as exc:
-        raise CorruptObjectError(f"{MARKER_NAME} in {backend.url} is damaged: `tsck tier --take-places` writes it again") from exc
+        raise CorruptObjectError(f"{MARKER_NAME} in {backend.url} is damaged: `tsck tier --claim-locations` writes it again") from exc
 
 
 def write_marker(backend: Backend, marker: OwnerMarker) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import ConflictError, MismatchError, StoreError
@@ -49,6 +50,7 @@ from tensorstore_ck.store import ReadOnlyStore
 _CPU: Final = torch.device("cpu")
 
 
+@renamed_argument(allow_bad="allow_marked")
 class Reader(StorageReader):
     """A `StorageReader` over a store: ``dcp.load(state, storage_reader=Reader("./ckpt", "runs/gpt@1000"))``.
 
@@ -58,7 +60,7 @@ class Reader(StorageReader):
     """
 
     def __init__(
-        self, store: str | os.PathLike[str] | ReadOnlyStore, address: str | None = None, *, allow_bad: bool = False, **open_options: Any
+        self, store: str | os.PathLike[str] | ReadOnlyStore, address: str | None = None, *, allow_marked: bool = False, **open_options: Any
     ) -> None:
         """Opens nothing yet.
 
@@ -66,11 +68,11 @@ class Reader(StorageReader):
             store: The store's URL, or an open `Store`.
             address: A branch, tag, root, ``ref@step`` or ``ref~n``; by default the ``checkpoint_id``. With a branch here, a
                 ``checkpoint_id`` that ends with a number means that step of it.
-            allow_bad: Also read a snapshot that is marked ``bad`` or ``damaged``.
+            allow_marked: Also read a snapshot that is marked ``bad`` or ``damaged``.
             open_options: For `tensorstore_ck.open`.
         """
         self._target = DcpTarget(store, address, open_options)
-        self._allow_bad = allow_bad
+        self._allow_marked = allow_marked
         self._checkpoint_id: CheckpointId = None
         self.snapshot: Snapshot | None = None
         """The snapshot that is read, once it is known."""
@@ -189,8 +191,8 @@ class Reader(StorageReader):
         store.engine.log.sync()
         found = resolve(store.engine.log.view(), address)
         snapshot = Snapshot.from_info(found.info)
-        if not self._allow_bad:
-            refuse_marked(snapshot, address, "pass allow_bad=True")
+        if not self._allow_marked:
+            refuse_marked(snapshot, address, "pass allow_marked=True")
         self._content = open_snapshot(store.engine, found.info)
         metadata = self._describe(address)
         self.snapshot = snapshot

@@ -113,7 +113,7 @@ def require_disk_space(folder: str, needed_bytes: int, path: str) -> None:
     if needed_bytes + MARGIN_BYTES > free:
         raise NoSpaceError(
             f"{path} needs {needed_bytes:,} bytes, and {free:,} are free there: free space, choose another disk, or export a part with "
-            "--select (select=)",
+            "--include (select=)",
             object_id=path,
         )
 

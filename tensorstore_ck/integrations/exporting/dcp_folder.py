@@ -94,7 +94,7 @@ def _plan(state: Any, shown: str) -> tuple[DefaultSavePlanner, SavePlan, Metadat
     except ValueError as exc:
         raise UnsupportedValueError(
             f"DCP cannot hold this state ({exc}): its names are str(key) joined by dots, and two of them would be equal; exclude one with "
-            "--skip (skip=), or export as torch",
+            "--exclude (exclude=), or export as torch",
             object_id=shown,
         ) from exc
     return planner, plan, metadata
@@ -110,7 +110,7 @@ def _require_sizes(plan: SavePlan) -> None:
             unknown.append(f"{item.index.fqn} ({item.tensor_data.properties.dtype})" if item.tensor_data else item.index.fqn)
     if unknown:
         raise UnsupportedValueError(
-            f"DCP cannot hold the dtype of {listed(unknown)}: exclude what you do not need with --skip NAME (skip=), or export as torch",
+            f"DCP cannot hold the dtype of {listed(unknown)}: leave it out with --exclude NAME (exclude=), or export as torch",
             object_id=unknown[0].partition(" ")[0],
         )
 

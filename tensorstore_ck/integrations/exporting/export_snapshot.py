@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Final, Literal, get_args
 
+from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.engine.read.snapshot_reader import open_snapshot
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.format.record import STORE_KEY, decode_metadata, record_name
@@ -26,6 +27,7 @@ MAX_FILE_BYTES: Final = 5_000_000_000
 """The size at which Hugging Face splits models."""
 
 
+@renamed_argument(skip="exclude", allow_bad="allow_marked")
 def export_snapshot(
     store: ReadOnlyStore,
     address: str,
@@ -33,10 +35,10 @@ def export_snapshot(
     *,
     format: Format,  # noqa: A002 - what users call it
     select: Sequence[str] | None = None,
-    skip: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
-    allow_bad: bool = False,
+    allow_marked: bool = False,
 ) -> ExportReport:
     """Writes the snapshot at `address` as files of another program, within bounded memory.
 
@@ -49,10 +51,10 @@ def export_snapshot(
         path: The folder to create; or a single file, if it ends in ``.safetensors``, ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``.
         format: ``safetensors``: tensors by name. ``torch``: everything, for `torch.load`. ``dcp``: for `torch.distributed.checkpoint`.
         select: Globs over names such as ``model.*``: export only what matches.
-        skip: Globs over names: export everything else.
+        exclude: Globs over names: export everything else.
         max_file_bytes: Split larger files of a folder, between tensors. A torch file is never split.
         overwrite: Replace an earlier export.
-        allow_bad: Export even a snapshot that is marked ``bad`` or ``damaged``.
+        allow_marked: Export even a snapshot that is marked ``bad`` or ``damaged``.
 
     Raises:
         AlreadyExistsError: `path` exists, and `overwrite` is false, or it is no export.
@@ -67,10 +69,10 @@ def export_snapshot(
     engine.log.sync()
     info = resolve(engine.log.view(), address).info
     snapshot = Snapshot.from_info(info)
-    if not allow_bad:
-        refuse_marked(snapshot, address, "pass allow_bad=True (--allow-bad)")
+    if not allow_marked:
+        refuse_marked(snapshot, address, "pass allow_marked=True (--allow-marked)")
     content = open_snapshot(engine, info)
-    tree = _chosen(parse(content.layout, len(content.values)), select, skip)
+    tree = _chosen(parse(content.layout, len(content.values)), select, exclude)
     metadata = decode_metadata(engine.read_record(info), record_name(info.ulid))
     metadata.pop(STORE_KEY, None)  # the store's own note
     with atomic_folder(target, overwrite=overwrite) as folder:
@@ -100,8 +102,8 @@ def _writer(format: Format) -> Callable[[ExportJob], WrittenExport]:  # noqa: A0
     return write_dcp
 
 
-def _chosen(tree: Tree, select: Sequence[str] | None, skip: Sequence[str]) -> Tree:
-    """The selected part of a state, without the skipped part.
+def _chosen(tree: Tree, select: Sequence[str] | None, exclude: Sequence[str]) -> Tree:
+    """The selected part of a state, without the excluded part.
 
     Raises:
         MismatchError: a glob matches nothing, or nothing is left.
@@ -110,24 +112,24 @@ def _chosen(tree: Tree, select: Sequence[str] | None, skip: Sequence[str]) -> Tr
         selection = Selection(select)
         selection.require_used(tree)
         tree = selection.prune(tree) or tree
-    if skip:
-        Selection(skip).require_used(tree)
-        globs = [skip] if isinstance(skip, str) else skip
+    if exclude:
+        Selection(exclude).require_used(tree)
+        globs = [exclude] if isinstance(exclude, str) else exclude
         patterns = re.compile("|".join(f"(?:{fnmatch.translate(glob)}|{fnmatch.translate(glob + '.*')})" for glob in globs))
         left = _without(tree, patterns)
         if left is None:
-            raise MismatchError("nothing is left to export: --skip (skip=) matches everything", object_id="skip")
+            raise MismatchError("nothing is left to export: --exclude (exclude=) matches everything", object_id="exclude")
         tree = left
     return tree
 
 
-def _without(tree: Tree, skipped: re.Pattern[str]) -> Tree | None:
+def _without(tree: Tree, excluded: re.Pattern[str]) -> Tree | None:
     """The inverse of `Selection.prune`: drops dict entries; elements of lists and tuples become None."""
     if isinstance(tree, Leaf):
-        return None if tree is not UNSELECTED and skipped.match(tree.path) else tree
+        return None if tree is not UNSELECTED and excluded.match(tree.path) else tree
     if not tree.children:
-        return None if skipped.match(tree.path) else tree
-    kept = [_without(child, skipped) for child in tree.children]
+        return None if excluded.match(tree.path) else tree
+    kept = [_without(child, excluded) for child in tree.children]
     if not any(kept):
         return None
     if all(one is other for one, other in zip(kept, tree.children, strict=True)):

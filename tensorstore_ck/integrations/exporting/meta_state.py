@@ -105,7 +105,7 @@ class MetaState:
             if dtype != tensor.dtype and address:
                 raise UnsupportedValueError(
                     f"{first!r} and {leaf.path!r} share memory as {dtype} and {tensor.dtype}, which torch.save cannot hold: leave one out "
-                    "with --skip (skip=), or export as safetensors or dcp, which give each its own copy",
+                    "with --exclude (exclude=), or export as safetensors or dcp, which give each its own copy",
                     object_id=leaf.path,
                 )
 

@@ -92,14 +92,14 @@ def _entries(content: SnapshotContent, tree: Tree) -> list[_Entry]:
             unknown.append(f"{leaf.path} ({form.dtype})")
         elif leaf.path == METADATA:
             raise UnsupportedValueError(
-                f"safetensors reserves the name {METADATA!r}: exclude that tensor with --skip {METADATA} (skip=)",
+                f"safetensors reserves the name {METADATA!r}: exclude that tensor with --exclude {METADATA} (exclude=)",
                 object_id=METADATA,
             )
         else:
             entries.append(_Entry(leaf, form, dtype))
     if unknown:
         raise UnsupportedValueError(
-            f"safetensors has no dtype for {listed(unknown)}: exclude what you do not need with --skip NAME (skip=), or export as torch "
+            f"safetensors has no dtype for {listed(unknown)}: leave it out with --exclude NAME (exclude=), or export as torch "
             "or dcp, which hold all dtypes",
             object_id=unknown[0].partition(" ")[0],
         )
@@ -123,7 +123,7 @@ def _header(entries: Sequence[_Entry], texts: Mapping[str, str], shown: str) -> 
     if len(text) > MAX_HEADER_BYTES:
         raise UnsupportedValueError(
             f"{shown}: the header of {len(entries):,} names has {len(text):,} bytes, and readers accept {MAX_HEADER_BYTES:,}: export to a "
-            "folder with a smaller --max-file-size, or a part with --select",
+            "folder with a smaller --max-file-size, or a part with --include",
             object_id=shown,
         )
     return len(text).to_bytes(8, "little") + text

@@ -76,7 +76,7 @@ def build_template(state: object, path: str) -> TorchZipTemplate:
         with torch.serialization.skip_data():
             torch.save(state, file, pickle_module=pickling)  # type: ignore[arg-type]
     except (RuntimeError, pickle.PicklingError, TypeError, KeyError, AttributeError) as exc:
-        raise UnsupportedValueError(f"torch cannot save {path}: {exc}; exclude that with --skip (skip=)", object_id=path) from exc
+        raise UnsupportedValueError(f"torch cannot save {path}: {exc}; exclude that with --exclude (exclude=)", object_id=path) from exc
     filled = [(key, storage) for key, storage in pickling.storages.items() if storage.nbytes()]
     if [storage.nbytes() for _, storage in filled] != [size for _, size in file.gaps]:
         raise _unknown_file_layout("it has different tensors")
@@ -103,7 +103,7 @@ def require_savable(tensors: Iterable[tuple[torch.Tensor, str]], shown: str) -> 
             unknown.append(f"{name} ({tensor.dtype})")
     if unknown:
         raise UnsupportedValueError(
-            f"torch.save does not support the dtype of {listed(unknown)}: exclude what you do not need with --skip NAME (skip=)",
+            f"torch.save does not support the dtype of {listed(unknown)}: exclude what you do not need with --exclude NAME (exclude=)",
             object_id=unknown[0].partition(" ")[0],
         )
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.publish import AnyHead
 from tensorstore_ck.format.record import STORE_KEY
@@ -48,6 +49,7 @@ class Imported(NamedTuple):
     contents: CheckpointContents
 
 
+@renamed_argument(leave_out="exclude")
 def import_checkpoint(
     store: Store,
     path: str | os.PathLike[str],
@@ -56,7 +58,7 @@ def import_checkpoint(
     step: int | None = None,
     metrics: Mapping[str, float] | None = None,
     metadata: Mapping[str, object] | None = None,
-    leave_out: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     as_one: bool = False,
     expect: str | Snapshot | AnyHead | LastSeen | None = LAST_SEEN,
     parent: str | Snapshot | LastSeen | None = LAST_SEEN,
@@ -74,7 +76,7 @@ def import_checkpoint(
         step: The training step; by default the checkpoint's own.
         metrics: Numbers to rank by.
         metadata: Added to the checkpoint's own metadata.
-        leave_out: Globs over paths such as ``hyper_parameters.*``, which are not imported.
+        exclude: Globs over paths such as ``hyper_parameters.*``, which are not imported.
         as_one: Import a folder as one snapshot even if its files are checkpoints of several steps.
         expect: See `Store.put_snapshot`.
         parent: See `Store.put_snapshot`.
@@ -87,7 +89,7 @@ def import_checkpoint(
         CorruptObjectError: the checkpoint is damaged, incomplete or inconsistent. Nothing was stored.
         ConflictError: the ref is elsewhere; nothing was stored.
     """
-    with opened(path, leave_out, as_one=as_one) as (contents, captured, files, _):
+    with opened(path, exclude, as_one=as_one) as (contents, captured, files, _):
         started(contents)
         snapshot = put_captured(
             store,
@@ -102,9 +104,9 @@ def import_checkpoint(
     return Imported(snapshot, contents)
 
 
-def inspect_checkpoint(path: str | os.PathLike[str], *, leave_out: Sequence[str] = (), as_one: bool = False) -> CheckpointContents:
+def inspect_checkpoint(path: str | os.PathLike[str], *, exclude: Sequence[str] = (), as_one: bool = False) -> CheckpointContents:
     """What `import_checkpoint` would import, with the same errors, except for checksums of tensors."""
-    with opened(path, leave_out, as_one=as_one) as found:
+    with opened(path, exclude, as_one=as_one) as found:
         return found.contents
 
 
@@ -118,13 +120,13 @@ class Opened(NamedTuple):
 
 
 @contextmanager
-def opened(path: str | os.PathLike[str], leave_out: Sequence[str] = (), *, as_one: bool = False) -> Iterator[Opened]:
+def opened(path: str | os.PathLike[str], exclude: Sequence[str] = (), *, as_one: bool = False) -> Iterator[Opened]:
     """A parsed checkpoint; its tensors are read while they are stored, which must be before the context ends."""
     origin = os.path.abspath(os.fspath(path))
     with Files() as files:
         known = PickleAllowlist()
         found = find_state(files, origin, known, as_one=as_one)
-        resolved = resolve_placeholders(found.state, leave_out, found.unknown, origin, known.parsed_bytes)
+        resolved = resolve_placeholders(found.state, exclude, found.unknown, origin, known.parsed_bytes)
         captured = capture(resolved.state)
         tensors = captured.layout.tensors
         contents = CheckpointContents(

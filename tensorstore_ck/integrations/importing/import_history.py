@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.engine.write.publish import check_expected
 from tensorstore_ck.errors import AmbiguousAddressError, InvalidOptionError, MismatchError, NotFoundError, SnapshotAbortedError
 from tensorstore_ck.format.record import check_metrics, encode_metadata
@@ -47,6 +48,7 @@ class ImportedStep:
     """It was already on the branch, with the same content."""
 
 
+@renamed_argument(leave_out="exclude")
 def import_history(
     store: Store,
     paths: Paths,
@@ -55,7 +57,7 @@ def import_history(
     step_from: str,
     metrics: Mapping[str, str | float] | None = None,
     metadata: Mapping[str, object] | None = None,
-    leave_out: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     planned: Callable[[Sequence[PlannedImport]], None] = lambda plan: None,
     imported: Callable[[ImportedStep], None] = lambda step: None,
 ) -> tuple[ImportedStep, ...]:
@@ -72,7 +74,7 @@ def import_history(
             checkpoint, such as ``key:trainer.global_step``.
         metrics: Name -> ``key:PATH``, or a number for all.
         metadata: For all snapshots.
-        leave_out: See `import_checkpoint`.
+        exclude: See `import_checkpoint`.
         planned: Called once, with the plan, before anything is stored.
         imported: Called with each step, when it is published or found.
 
@@ -85,7 +87,7 @@ def import_history(
     """
     validate_ref_name(ref)
     encode_metadata(metadata)
-    plan = inspect_history(paths, step_from=step_from, metrics=metrics, leave_out=leave_out)
+    plan = inspect_history(paths, step_from=step_from, metrics=metrics, exclude=exclude)
     view = _synced(store)
     branch = view.branch(ref)
     check_expected(store.engine, view, ref, branch.root if branch else None)
@@ -93,7 +95,7 @@ def import_history(
     planned(plan)
     done = []
     for each in plan:
-        with opened(each.path, leave_out) as found:
+        with opened(each.path, exclude) as found:
             _require_unchanged(each, found, step_from, metrics or {})
             step = _import_one(store, each, found, ref, metadata or {})
         imported(step)
@@ -101,8 +103,9 @@ def import_history(
     return tuple(done)
 
 
+@renamed_argument(leave_out="exclude")
 def inspect_history(
-    paths: Paths, *, step_from: str, metrics: Mapping[str, str | float] | None = None, leave_out: Sequence[str] = ()
+    paths: Paths, *, step_from: str, metrics: Mapping[str, str | float] | None = None, exclude: Sequence[str] = ()
 ) -> tuple[PlannedImport, ...]:
     """What `import_history` would import, in order, with the same errors; reads no tensors."""
     _check_arguments(step_from, metrics)
@@ -110,7 +113,7 @@ def inspect_history(
     step_of = _steps_of_names(origins) if step_from == "name" else {}
     plan: dict[int, PlannedImport] = {}
     for origin in origins:
-        with opened(origin, leave_out) as found:
+        with opened(origin, exclude) as found:
             step = step_of[origin] if step_of else step_at(found.state, step_from.removeprefix(KEY), origin)
             each = PlannedImport(origin, step, _metrics(found, metrics or {}, origin), found.contents)
         other = plan.setdefault(step, each)

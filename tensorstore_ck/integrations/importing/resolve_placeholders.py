@@ -36,12 +36,12 @@ class ResolvedState(NamedTuple):
     """Paths."""
 
 
-def resolve_placeholders(state: Any, leave_out: Sequence[str], unknown: Mapping[str, str], origin: str, parsed_bytes: int) -> ResolvedState:
+def resolve_placeholders(state: Any, exclude: Sequence[str], unknown: Mapping[str, str], origin: str, parsed_bytes: int) -> ResolvedState:
     """The final state, without excluded paths.
 
     Args:
         state: As read, with placeholders.
-        leave_out: Globs over paths, as in `select`.
+        exclude: Globs over paths, as in `select`.
         unknown: Names in pickles that are not allowed -> the file. Each must occur in the state, for a message with its path.
         origin: The name of the checkpoint in messages.
         parsed_bytes: The size of its pickles and headers.
@@ -50,7 +50,7 @@ def resolve_placeholders(state: Any, leave_out: Sequence[str], unknown: Mapping[
         UnsupportedValueError: it holds objects that only their own code could create, or is nested too deep or too large.
         MismatchError: a glob matches nothing.
     """
-    resolver = _Resolver(leave_out, origin)
+    resolver = _Resolver(exclude, origin)
     resolver.bound(state, parsed_bytes)
     resolved = resolver.visit(state, "")
     resolver.raise_on_leftovers(unknown)
@@ -58,10 +58,10 @@ def resolve_placeholders(state: Any, leave_out: Sequence[str], unknown: Mapping[
 
 
 class _Resolver:
-    def __init__(self, leave_out: Sequence[str], origin: str) -> None:
+    def __init__(self, exclude: Sequence[str], origin: str) -> None:
         self.left_out: list[str] = []
         self._origin = origin
-        self._patterns = {glob: re.compile(f"{fnmatch.translate(glob)}|{fnmatch.translate(glob + '.*')}") for glob in leave_out}
+        self._patterns = {glob: re.compile(f"{fnmatch.translate(glob)}|{fnmatch.translate(glob + '.*')}") for glob in exclude}
         self._unused = set(self._patterns)
         self._refused: dict[str, list[str]] = {}
         self._seen: set[str] = set()
@@ -88,7 +88,7 @@ class _Resolver:
         first = next(iter(self._refused.values()))[0]
         raise UnsupportedValueError(
             f"{self._origin} holds objects that only their own code could create, and nothing in a checkpoint is ever run: {shown}"
-            f"{f' and {more} more kinds' if more > 0 else ''}; exclude them (--leave-out '{first}'), or load it where you trust it "
+            f"{f' and {more} more kinds' if more > 0 else ''}; exclude them (--exclude '{first}'), or load it where you trust it "
             "and save plain values",
             object_id=first,
         )

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
+from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.common.rate_limit import RateLimit
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.opening import open_engine
@@ -31,12 +32,13 @@ class OpenStore(Protocol):
         """The engine that it works on."""
 
 
+@renamed_argument(rate_limit_bytes_per_second="rate_limit")
 def copy(
     source: str | os.PathLike[str] | OpenStore,
     target: str | os.PathLike[str] | OpenStore,
     *,
     refs: str | Sequence[str] = (),
-    rate_limit_bytes_per_second: float | None = None,
+    rate_limit: float | str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> CopyReport:
     """Copies branches with their histories, and tags, from one store to another; only blocks that the target lacks are transferred.
@@ -47,7 +49,7 @@ def copy(
         source: A URL, or an open store.
         target: A URL of an existing store, or an open store.
         refs: Globs over names of branches and tags, like ``runs/*``; all of them by default.
-        rate_limit_bytes_per_second: Limit of reads, and of writes, of blocks.
+        rate_limit: Limit of reads, and of writes, of blocks: ``"100MB"``, or bytes per second.
         progress: Receives the progress of the copied content.
 
     Raises:
@@ -57,7 +59,7 @@ def copy(
         NotFoundError: a glob matches no ref.
     """
     globs = (refs,) if isinstance(refs, str) else tuple(refs)
-    pace = Pace.limited(rate_limit_bytes_per_second)
+    pace = Pace.limited(rate_limit)
     with ExitStack() as stack:
         engines = _engine(source, stack, read_only=True), _engine(target, stack)
         report = copy_refs(*engines, refs=globs, pace=pace, progress=progress)

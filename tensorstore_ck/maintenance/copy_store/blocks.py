@@ -67,9 +67,9 @@ class Pace(NamedTuple):
         return not failed.is_set()
 
     @classmethod
-    def limited(cls, bytes_per_second: float | None) -> "Pace | None":
+    def limited(cls, rate: float | str | None) -> "Pace | None":
         """The same for both; None: no limit."""
-        return None if bytes_per_second is None else cls(RateLimit(bytes_per_second), RateLimit(bytes_per_second))
+        return None if rate is None else cls(RateLimit(rate), RateLimit(rate))
 
 
 def cut_pieces(packs: Sequence[Ulid], blocks: Blocks) -> Iterator[CopyPiece]:

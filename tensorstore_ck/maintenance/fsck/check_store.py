@@ -71,11 +71,11 @@ def run_fsck(
         InvalidOptionError: an invalid rate limit, or one for a remote executor.
     """
     options = options or FsckOptions(read_data=read_data, progress=progress)
-    if options.max_bytes_per_second is not None and executor is not None and executor.is_remote:
+    if options.rate_limit is not None and executor is not None and executor.is_remote:
         raise InvalidOptionError(
             "a rate limit holds for this process only: leave it out, or check without the cluster", object_id="rate limit"
         )
-    return Fsck(engine.limited_to(options.max_bytes_per_second), options, executor=executor).run()
+    return Fsck(engine.limited_to(options.rate_limit), options, executor=executor).run()
 
 
 class StoredObjects(NamedTuple):

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.errors import InvalidOptionError
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, total bytes)."""
 
 
+@renamed_argument(max_bytes_per_second="rate_limit")
 @dataclass(frozen=True, slots=True)
 class FsckOptions:
     """How much data fsck reads. It always checks the whole structure: log, records, parts, extents, footers of packs."""
@@ -20,7 +22,7 @@ class FsckOptions:
     max_seconds: float | None = None
     """Read in that order until this time is over; the next such run continues there."""
     progress: Progress | None = None
-    max_bytes_per_second: float | None = None
+    rate_limit: float | None = None
     """Limit of reads, and of repair's writes, so that jobs keep their bandwidth; None: no limit."""
 
     def __post_init__(self) -> None:

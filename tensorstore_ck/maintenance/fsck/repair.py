@@ -81,7 +81,7 @@ def run_repair(engine: Engine, options: FsckOptions | None = None, *, other: Eng
     """
     engine.require_writable()
     options = options or FsckOptions()
-    rate = options.max_bytes_per_second
+    rate = options.rate_limit
     return _Repair(engine.limited_to(rate), options, None if other is None else other.limited_to(rate)).run()
 
 

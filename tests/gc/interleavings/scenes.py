@@ -180,6 +180,6 @@ def collector(name: str, *, table: MemoryTable | None = None, compact: bool = Fa
         undo_window_seconds=0,
         max_delete=1,
         compact_below=0.9 if compact else 0,
-        settle_seconds=0 if settle else 1e9,
+        tombstone_seconds=0 if settle else 1e9,
     )
     return Actor(name, lambda process: run_gc(process.engine(), options).deleted, table, FAILED)

@@ -121,7 +121,7 @@ def test_bytes_that_never_came(store: tsck.Store, kind: Any, tmp_path: Path, mon
 
     monkeypatch.setattr(byte_routing._FanOutTarget, "write", lose)
     with pytest.raises(CorruptObjectError, match="was not written"):
-        export_snapshot(store, "run", tmp_path / "out", format=kind, skip=["b.turned"])
+        export_snapshot(store, "run", tmp_path / "out", format=kind, exclude=["b.turned"])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -225,10 +225,10 @@ def test_folders_that_cannot_be_written(store: tsck.Store, kind: Any, tmp_path: 
 
 def test_a_marked_snapshot(store: tsck.Store, kind: Any, tmp_path: Path) -> None:
     store.mark("run", reason="diverged")
-    with pytest.raises(SnapshotMarkedBadError, match=r"diverged.*--allow-bad"):
+    with pytest.raises(SnapshotMarkedBadError, match=r"diverged.*--allow-marked"):
         export_snapshot(store, "run", tmp_path / "out", format=kind)
     assert list(tmp_path.iterdir()) == []
-    export_snapshot(store, "run", tmp_path / "out", format=kind, allow_bad=True)
+    export_snapshot(store, "run", tmp_path / "out", format=kind, allow_marked=True)
 
 
 def test_bad_options(store: tsck.Store, tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_bad_options(store: tsck.Store, tmp_path: Path) -> None:
         export_snapshot(store, "run", out, format="dcp", max_file_bytes=0)
     with pytest.raises(NotFoundError):
         export_snapshot(store, "nope", out, format="dcp")
-    for bad in ({"select": ["nope.*"]}, {"skip": ["nope.*"]}, {"skip": ["*"]}):
+    for bad in ({"select": ["nope.*"]}, {"exclude": ["nope.*"]}, {"exclude": ["*"]}):
         with pytest.raises(MismatchError):
             export_snapshot(store, "run", out, format="dcp", **bad)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []

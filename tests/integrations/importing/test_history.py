@@ -285,7 +285,7 @@ def test_what_is_there_must_come_from_the_file(store: tsck.Store, tmp_path: Path
     with pytest.raises(tsck.MismatchError, match=r"new@10 is already on the branch, and differs from .*step_10\.pt"):
         tsck.import_history(store, str(tmp_path / "old/*.pt"), ref="new", step_from="name")
     with pytest.raises(tsck.MismatchError, match="other values were excluded"):
-        tsck.import_history(store, str(tmp_path / "old/step_5.pt"), ref="new", step_from="name", leave_out=["val_loss"])
+        tsck.import_history(store, str(tmp_path / "old/step_5.pt"), ref="new", step_from="name", exclude=["val_loss"])
     assert len(store.log("new")) == 3
 
 
