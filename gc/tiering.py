@@ -65,10 +65,10 @@ class _TierPlan(NamedTuple):
     """Pack to rewrite -> (target location, whether to encode it smaller)."""
 
 
-def run_tiering(engine: Engine, *, dry_run: bool = False, take_places: bool = False, progress: Progress | None = None) -> TierReport:
+def run_tiering(engine: Engine, *, dry_run: bool = False, claim_locations: bool = False, progress: Progress | None = None) -> TierReport:
     """Moves and re-encodes packs as the policies ask.
 
-    `take_places` first claims packs at other locations for this store, in case it is a copy of the store that moved them.
+    `claim_locations` first claims packs at other locations for this store, in case it is a copy of the store that moved them.
 
     Raises:
         GcRefusedError: the packs at other locations belong to another store.
@@ -87,7 +87,7 @@ def run_tiering(engine: Engine, *, dry_run: bool = False, take_places: bool = Fa
         engine.log.sync()
     else:
         engine.log.verify()
-    if take_places and not dry_run:
+    if claim_locations and not dry_run:
         engine.placed.claim_all()
     if not dry_run:
         engine.placed.require_owner()

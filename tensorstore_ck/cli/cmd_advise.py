@@ -44,7 +44,13 @@ def advise(
     """Compute how often the job of the branch REF should save to lose least time to saves, failures and restarts."""
     with choice.look() as store:
         found = store.advise(
-            ref, stall=stall, lag=lag, restart=restart, mtbf=mtbf, bytes_per_second=bandwidth, bytes_per_day=growth_per_day
+            ref,
+            stall_seconds=stall,
+            lag_seconds=lag,
+            restart_seconds=restart,
+            mtbf_seconds=mtbf,
+            bandwidth=bandwidth,
+            bytes_per_day=growth_per_day,
         )
     if plot is not None:
         draw(found, plot)

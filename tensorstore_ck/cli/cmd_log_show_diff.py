@@ -44,7 +44,7 @@ def log(ref: str | None, limit: int | None, choice: StoreChoice, *, metric: str 
         raise click.UsageError("--output is for --plot.")
     with choice.look() as store:
         snapshots = store.log(ref, limit=limit)
-        kept_by = store.kept_by(ref) if ref else {}
+        kept_by = store.explain_retention(ref) if ref else {}
     if metric is not None:
         points = metric_points(snapshots, metric)
         if output is not None:

@@ -63,7 +63,7 @@ def policy(action: str, target: str | None, rules: tuple[str, ...], choice: Stor
             store.remove_policy(str(target))
             emit({"removed": target}, [f"removed the policy for {printable(str(target))}"], as_json=as_json)
         elif action == "test":
-            report = store.retain(str(target), dry_run=True, rules=values or None)
+            report = store.apply_policies(str(target), dry_run=True, rules=values or None)
             emit(report, map(choice.complete, _verdict_lines(report)), as_json=as_json)
         else:
             found = store.policies()
@@ -73,7 +73,7 @@ def policy(action: str, target: str | None, rules: tuple[str, ...], choice: Stor
 def apply_policies(choice: StoreChoice, refs: Sequence[str], *, dry_run: bool, as_json: bool) -> None:
     """Forgets what the policies no longer keep, and prints the reasons."""
     with choice.open(read_only=dry_run) as store:
-        report = store.retain(*refs, dry_run=dry_run)
+        report = store.apply_policies(*refs, dry_run=dry_run)
     emit(report, map(choice.complete, _verdict_lines(report)), as_json=as_json)
 
 

@@ -78,7 +78,7 @@ def get(address: str, file: str, include: tuple[str, ...], choice: StoreChoice, 
         metadata = store.show(snapshot.root).metadata
         bar.expect(snapshot.logical_bytes)
         # by its root: the branch may have moved meanwhile
-        state = store.checkout(snapshot.root, select=list(include) or None, allow_bad=allow_marked)
+        state = store.checkout(snapshot.root, select=list(include) or None, allow_marked=allow_marked)
     left_out = save_file(state, file, metadata, overwrite=force)
     lines = [snapshot_line(f"wrote {printable(file)} from", snapshot)]
     if left_out:

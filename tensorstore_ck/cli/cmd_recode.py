@@ -42,9 +42,7 @@ def recode(
     if everything == bool(addresses):
         raise click.UsageError("Give branches or snapshots, or --all.")
     with choice.open(read_only=dry_run) as store, Bar() as bar:
-        report = store.recode(
-            *addresses, codec=codec, older_than=older_than, dry_run=dry_run, max_bytes_per_second=rate_limit, progress=bar.phase
-        )
+        report = store.recode(*addresses, codec=codec, older_than=older_than, dry_run=dry_run, rate_limit=rate_limit, progress=bar.phase)
     emit(report, map(choice.complete, _lines(report)), as_json=as_json)
 
 

@@ -25,7 +25,7 @@ def tier(choice: StoreChoice, *, dry_run: bool, claim_locations: bool, rate_limi
     before. The next `tsck gc` frees the replaced packs. Jobs may run meanwhile; may be killed at any time and run again.
     """
     with choice.open(read_only=dry_run) as store, Bar() as bar:
-        report = store.tier(dry_run=dry_run, take_places=claim_locations, max_bytes_per_second=rate_limit, progress=bar.phase)
+        report = store.migrate_tiers(dry_run=dry_run, claim_locations=claim_locations, rate_limit=rate_limit, progress=bar.phase)
     emit(report, map(choice.complete, _lines(report)), as_json=as_json)
 
 

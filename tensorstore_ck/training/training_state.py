@@ -213,7 +213,7 @@ class TrainingState:
         store.finish_staged(address, group, timeout_seconds=timeout_seconds)
         if find_resume_point(store, address, group, timeout_seconds) is None:
             return None
-        options: dict[str, Any] = {"group": group, "broadcast": broadcast, "allow_bad": allow_marked, "timeout_seconds": timeout_seconds}
+        options: dict[str, Any] = {"group": group, "broadcast": broadcast, "allow_marked": allow_marked, "timeout_seconds": timeout_seconds}
         old, found = store.restoring(address, partial(self._read, address, ranks, broadcast), **options)
         self._warn(f"{address!r} (step {found.step})", old, ranks)
         return found

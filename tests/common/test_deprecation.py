@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,3 +87,17 @@ def test_public_options(call: Any, options: dict[str, Any]) -> None:
 def test_public_functions(call: Any, option: str) -> None:
     with pytest.warns(DeprecationWarning, match=rf"{call.__name__}\({option}=\) is now "), pytest.raises(TypeError, match="missing"):
         call(**{option: None})
+
+
+def test_the_store(tmp_path: Path) -> None:
+    with pytest.warns(DeprecationWarning, match=r"open_store\(max_bytes_per_second=\) is now rate_limit="):
+        store = tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache", max_bytes_per_second=1e9)
+    with store:
+        store.put_snapshot({"x": 1}, ref="a", step=1)
+        with pytest.warns(DeprecationWarning, match="is now allow_marked="):
+            assert store.checkout("a", allow_bad=True) == {"x": 1}
+        for old, arguments in {"streams": ("a",), "kept_by": ("a",), "retain": (), "tier": ()}.items():
+            with pytest.warns(DeprecationWarning, match=rf"^{old}\(\) is now "):
+                getattr(store, old)(*arguments)
+        with pytest.warns(DeprecationWarning, match="is now"):
+            store.advise("a", stall=1.0, mtbf=3600.0, bytes_per_second=1e9)

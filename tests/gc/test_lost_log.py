@@ -20,7 +20,7 @@ from tests.gc.stores import AT_ONCE
 CALLS: dict[str, Callable[[tsck.Store], object]] = {
     "gc": lambda store: store.gc(AT_ONCE),
     "gc dry run": lambda store: store.gc(AT_ONCE, dry_run=True),
-    "tier": lambda store: store.tier(),
+    "tier": lambda store: store.migrate_tiers(),
     "put": lambda store: store.put_snapshot({"w": torch.ones(9)}, ref="r"),
     "forget": lambda store: store.forget("r"),
     "checkout": lambda store: store.checkout("r"),

@@ -143,7 +143,7 @@ def restore(folder: str, kind: str, ranks: int, address: str, options: dict[str,
     if snapshot is None:
         return None
     found = job.gathered(), job.cursor.position, job.drawn()
-    seeds = store.streams(address, group=group_of(ranks), timeout_seconds=TIMEOUT_SECONDS)
+    seeds = store.random_streams(address, group=group_of(ranks), timeout_seconds=TIMEOUT_SECONDS)
     for _ in range(2):
         job.step()
     return *found, job.gathered(), job.loader.next_batch().tolist(), snapshot.step, said, seeds

@@ -58,7 +58,7 @@ def count_rank_states(engine: Engine, info: SnapshotInfo, world_size: int | None
     if world_size not in (None, ranks):
         raise MismatchError(
             f"{what} has the states of {ranks} ranks, and there are {world_size} now. Say whose each takes with rank_state_map=, seed "
-            "new random streams with store.streams(), and keep a loader's position as a SampleCursor in the state that all ranks share",
+            "new random streams with store.random_streams(), and keep a loader's position as a SampleCursor in the shared state",
             object_id=info.root.hex(),
         )
     return ranks

@@ -104,6 +104,7 @@ def import_checkpoint(
     return Imported(snapshot, contents)
 
 
+@renamed_argument(leave_out="exclude")
 def inspect_checkpoint(path: str | os.PathLike[str], *, exclude: Sequence[str] = (), as_one: bool = False) -> CheckpointContents:
     """What `import_checkpoint` would import, with the same errors, except for checksums of tensors."""
     with opened(path, exclude, as_one=as_one) as found:

@@ -19,7 +19,7 @@ SLOW_SAVE = """
 import torch
 import tensorstore_ck as tsck
 
-with tsck.open("./ckpt", max_bytes_per_second=4_000_000) as store:
+with tsck.open("./ckpt", rate_limit=4_000_000) as store:
     store.checkout("runs/one")
     store.put_snapshot({"w": torch.randn(6_000_000)}, ref="runs/one", step=40)
 """

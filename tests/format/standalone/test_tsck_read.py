@@ -318,7 +318,7 @@ def test_packs_that_were_moved_to_another_folder(store: tsck.Store, folder: Path
     store.set_policy("*", move_after=("1s", str(tmp_path / "cold")))
     clock = store.engine.clock
     store.engine.clock = lambda: clock() + 10**12
-    store.tier()
+    store.migrate_tiers()
     store.gc(tsck.GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1))
     assert not [path for path in (folder / "packs").rglob("*") if path.is_file()]
     assert_same(store, "runs/a", exported(folder, "runs/a", tmp_path / "out.safetensors"))

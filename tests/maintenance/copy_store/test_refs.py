@@ -145,7 +145,7 @@ def test_only_new_blocks_travel() -> None:
     source_backend, target_backend = build(codec="raw"), empty()
     copy(reopen(source_backend), open_over(target_backend))
     with reopen(source_backend) as store:
-        store.checkout("runs/a", allow_bad=True)
+        store.checkout("runs/a", allow_marked=True)
         new = store.put_snapshot({**state(3), "weight": torch.full((1500,), 9.0)}, ref="runs/a", step=6, codec="raw")
     source = Watched(source_backend)
     report = copy(open_over(source), open_over(target_backend))  # without a cache: by what the parent's part says
@@ -259,9 +259,9 @@ def test_a_target_that_is_no_store(tmp_path: Path) -> None:
 def test_diverged() -> None:
     source, target = reopen(build()), open_over(empty())
     copy(source, target)
-    target.checkout("runs/a", allow_bad=True)
+    target.checkout("runs/a", allow_marked=True)
     target.put_snapshot(state(7), ref="runs/a", step=7)
-    source.checkout("runs/a", allow_bad=True)
+    source.checkout("runs/a", allow_marked=True)
     source.put_snapshot(state(8), ref="runs/a", step=8)
     source.checkout("runs/b")
     source.put_snapshot(state(9), ref="runs/b", step=9)

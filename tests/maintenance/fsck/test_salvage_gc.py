@@ -110,7 +110,7 @@ def assert_restorable(store: Store, steps: set[int | None]) -> None:
     infos = {info.step: info for info in store.engine.log.view().snapshots()}
     assert steps <= set(infos)
     for step, info in infos.items():
-        assert is_exact(store.checkout(info.root.hex(), allow_bad=True), step or 0)
+        assert is_exact(store.checkout(info.root.hex(), allow_marked=True), step or 0)
     assert store.fsck(read_data=True).ok
 
 
@@ -458,7 +458,7 @@ def flip_first_block(backend: Backend, pack: ObjectKey) -> None:
 
 def assert_exact(store: Store) -> None:
     for info in view_of(store.engine.backend).snapshots():
-        assert is_exact(store.checkout(info.root.hex(), allow_bad=True), info.step or 0)
+        assert is_exact(store.checkout(info.root.hex(), allow_marked=True), info.step or 0)
 
 
 def test_a_damaged_moved_object_is_not_used() -> None:
