@@ -94,7 +94,7 @@ def advise(
         value = said if said is not None else measured.get(name, _ASSUMED[name])
         if value is None:
             raise InvalidOptionError(
-                f"it is unknown how long a save of {address!r} blocks training: give stall (--stall), or save with Checkpointer",
+                f"it is unknown how long a save of {address!r} blocks training: give stall_seconds= (--stall), or save with Checkpointer",
                 object_id=name,
             )
         values[name], sources[name] = value, "given" if said is not None else "measured" if name in measured else "assumed"

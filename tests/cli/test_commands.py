@@ -320,7 +320,7 @@ def test_advise_tells_and_draws(history: Tsck, tmp_path: Path, monkeypatch: pyte
     assert "ETTR = t / (" in told
     assert history("advise", "runs/gpt", "--stall", "2s", "--json").json["costs"]["stall"] == 2.0
     unknown = history("advise", "runs/gpt")
-    assert (unknown.code, "give stall (--stall)" in unknown.err) == (22, True)
+    assert (unknown.code, "give stall_seconds= (--stall)" in unknown.err) == (22, True)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)
         missing = history("advise", "runs/gpt", "--stall", "2s", "--plot", "x.png")

@@ -90,8 +90,9 @@ def test_public_functions(call: Any, option: str) -> None:
 
 
 def test_the_store(tmp_path: Path) -> None:
+    make: Any = tsck.open
     with pytest.warns(DeprecationWarning, match=r"open_store\(max_bytes_per_second=\) is now rate_limit="):
-        store = tsck.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache", max_bytes_per_second=1e9)
+        store: Any = make(tmp_path / "store", create=True, cache_dir=tmp_path / "cache", max_bytes_per_second=1e9)
     with store:
         store.put_snapshot({"x": 1}, ref="a", step=1)
         with pytest.warns(DeprecationWarning, match="is now allow_marked="):

@@ -25,7 +25,7 @@ def store() -> Iterator[tsck.Store]:
 def test_what_it_goes_by(store: tsck.Store) -> None:
     found = store.advise("run", stall_seconds=2.0, restart_seconds=60.0)
     assert found.costs == SaveCosts(2.0, 0.0, 60.0, 4 * 3600.0)
-    assert found.sources == {"stall_seconds": "given", "lag_seconds": "assumed", "restart_seconds": "given", "mtbf_seconds": "assumed"}
+    assert found.sources == {"stall": "given", "lag": "assumed", "restart": "given", "mtbf": "assumed"}
     assert found.interval == pytest.approx(600)
     assert found.best_interval == pytest.approx(best(found.costs))
     assert found.ettr_now == pytest.approx(ettr(600, found.costs))
@@ -46,9 +46,9 @@ def test_failures_are_counted_where_they_were_noted() -> None:
             clock.advance(1000)
         found = store.advise("run", stall_seconds=1.0)
         assert (found.costs.mtbf, found.sources["mtbf"]) == (1000.0, "measured")
-        with pytest.raises(InvalidOptionError, match=r"give stall .*Checkpointer"):
+        with pytest.raises(InvalidOptionError, match=r"give stall_seconds= .*Checkpointer"):
             store.advise("run")
-        note["costs"] = {"stall_seconds": 3.0, "restart_seconds": 40.0}
+        note["costs"] = {"stall": 3.0, "restart": 40.0}
         store.put_snapshot(state(9), ref="run", step=9, metadata={"checkpointer": note})
         found = store.advise("run", restart_seconds=50.0)
     assert found.costs[:3] == (3.0, 0.0, 50.0)
