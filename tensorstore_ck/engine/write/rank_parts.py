@@ -130,8 +130,9 @@ def publish_parts(
 
 def condemned_of_ranks(engine: Engine, view: RefTable, snapshot: Ulid, ranks: Sequence[RankParts]) -> Objects:
     """What must be rescued at this head: what the ranks found, unless the log has moved objects since one of them looked."""
-    since = min(rank.checked for rank in ranks)
-    if not any(op.name in MOVES_OBJECTS for entry in engine.log.entries(since + 1) for op in entry.ops):
+    since, head = min(rank.checked for rank in ranks), view.head()
+    newer = engine.log.entries(since + 1) if head is not None and head.n > since else ()
+    if not any(op.name in MOVES_OBJECTS for entry in newer for op in entry.ops):
         return Objects(key for rank in ranks for key in rank.condemned)
     try:
         parts = [(ulid, read_part(engine, ulid)) for ulid in ulids_of(ranks)]

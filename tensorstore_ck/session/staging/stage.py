@@ -107,10 +107,10 @@ class StagingDestination:
         *,
         rank: int = 0,
         ranks: int = 1,
-        stop: Callable[[], None] = lambda: None,
+        stop: Callable[[], None] | None = None,
         is_offline: bool = False,
     ) -> None:
-        """`links`: what was borrowed of `chain`. `stop` is called while others' parts are uploaded; what it raises gives the save up."""
+        """`links`: what was borrowed of `chain`. `stop`, of ranks: called while parts are uploaded; its error ends the save."""
         self.is_offline = is_offline
         self._store = engine
         self._tier = tier
@@ -138,7 +138,7 @@ class StagingDestination:
 
     def begin(self, request: PutRequest) -> None:
         """Finds the base, which all ranks find alike."""
-        if self._ranks > 1:
+        if self._stop is not None:
             self._store.log.sync()
         self._base = None if self.is_offline else base_of(self._store.log.view(), request)
 
@@ -151,6 +151,7 @@ class StagingDestination:
 
     def wrote(self, request: PutRequest) -> None:
         """What others need to open the snapshot goes to the store at once: it is small."""
+        assert self._stop is not None
         self._tier.uploader.upload(self._small(), stop=self._stop)
         self._write_manifest(request, None)
 
@@ -163,7 +164,7 @@ class StagingDestination:
             SnapshotAbortedError: another rank has given it up.
             SnapshotExpiredError: gc has freed something that it shares.
         """
-        sealed, base, is_alone = record.encode(), self._base.ulid if self._base is not None else None, self._ranks == 1
+        sealed, base, is_alone = record.encode(), self._base.ulid if self._base is not None else None, self._stop is None
         (self.engine if is_alone else self._store).backend.put(record_name(txn), sealed)
         lead = PublishingLead(sealed, parts, self._accepts, base, self._links.txns, mark)
         self._write_manifest(request, lead)
