@@ -3,7 +3,6 @@
 import json
 import os
 import pty
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -107,8 +106,8 @@ def test_a_closed_pipe_is_quiet(history: Tsck, tmp_path: Path) -> None:
 
 
 def test_an_interrupted_process_ends_with_130(history: Tsck, tmp_path: Path) -> None:
-    code = "import os, signal\nfrom tensorstore_ck.store import Store\n"
-    code += f"Store.log = lambda *_, **__: os.kill(os.getpid(), {int(signal.SIGINT)})\n"
+    code = "import signal\nfrom tensorstore_ck.store import Store\n"
+    code += "Store.log = lambda *_, **__: signal.raise_signal(signal.SIGINT)\n"  # in this thread: handled before the call returns
     code += "from tensorstore_ck.cli import main\nmain(['log'])"
     done = _python(tmp_path, "-c", code)
     assert done.returncode == 130

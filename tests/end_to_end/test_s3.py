@@ -241,7 +241,7 @@ def test_a_fault_that_stays_is_told(
 
 
 @quick_server
-@pytest.mark.timeout(effort(300, 3000))
+@pytest.mark.timeout(effort(600, 3000))
 def test_many_faults(open_store: Open, proxy: ChaosProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that resumes after each error: the ref is at the old or the new snapshot, and what was acknowledged stays."""
     monkeypatch.setattr("tensorstore_ck.log.log.RESEND_DELAYS", (0.0, 0.0))

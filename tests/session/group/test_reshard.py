@@ -21,9 +21,6 @@ from tensorstore_ck.engine.read.block_reader import MAX_GAP_BYTES
 from tests.session.group.boxed import Boxed
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, local_of, make_store, opened
 
-pytestmark = pytest.mark.timeout(300)
-
-
 # --- what is spread, and how --------------------------------------------------------------------------------------------
 
 

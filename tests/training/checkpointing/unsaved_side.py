@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import tensorstore_ck as tsck
+from tests.effort import PATIENCE_SECONDS
 from tests.end_to_end.crash.faulty import Faults, FaultyBackend
 from tests.session.group.pool import GROUPS
 
@@ -27,7 +28,7 @@ def run(folder: str, trouble: str, asynchronous: bool, ranks: int) -> tuple[int,
     write = store.engine.backend.put
 
     def put(*args: Any, **options: Any) -> Any:
-        gate.wait(30)
+        gate.wait(PATIENCE_SECONDS)
         return write(*args, **options)
 
     store.engine.backend.put = put  # type: ignore[method-assign]
