@@ -30,6 +30,11 @@ SECONDS: defaultdict[str, float] = defaultdict(float)
 WORKERS: set[str] = set()
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.get_closest_marker("s3"):
+        item.add_marker("slow")
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     SECONDS[suite_of(report.nodeid, is_slow="slow" in report.keywords)] += report.duration
     WORKERS.add(getattr(report, "worker_id", "this process"))

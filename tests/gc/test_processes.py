@@ -135,7 +135,7 @@ def nursery() -> Iterator[Nursery]:
     assert process.returncode == 0
 
 
-@pytest.fixture(params=["local", pytest.param("seaweedfs", marks=[pytest.mark.s3, pytest.mark.slow])])
+@pytest.fixture(params=["local", pytest.param("seaweedfs", marks=pytest.mark.s3)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, dict[str, Any]]:
     if request.param == "local":
         return str(tmp_path / "store"), {}

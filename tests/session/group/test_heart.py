@@ -119,10 +119,10 @@ def test_a_thread_that_is_not_to_be_had_is_no_error(monkeypatch: pytest.MonkeyPa
 SCRIPT = """
 import os, sys
 import torch.distributed as dist
-from tensorstore_ck.session.group.liveness import Heart
+from tensorstore_ck.session.group.liveness import Heartbeat
 
 store = dist.TCPStore("127.0.0.1", 0, 1, True)
-heart = Heart(store)
+heart = Heartbeat(store)
 heart("alive/0", 0.0001)
 pids = []
 for _ in range(2):
@@ -177,6 +177,7 @@ def put(folder: str, step: int, slow: int = -1, wakes: int = 0) -> str:
     return snapshot.root
 
 
+@pytest.mark.slow
 def test_slow_ranks_are_waited_for_and_suspended_ones_are_not_and_train_on(folder: Path, pool: Pool) -> None:
     """Nothing but their silence can end the second put in time."""
     (root,) = set(pool.run(put, str(folder), 1, ranks=3))

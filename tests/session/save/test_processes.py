@@ -18,7 +18,7 @@ from tests.session.save.nursery import DEADLINE_SECONDS, Nursery, heard
 from tests.session.save.places import MIB, check, put_beside
 
 dist: Any = torch.distributed
-pytestmark = pytest.mark.timeout(3 * DEADLINE_SECONDS)
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

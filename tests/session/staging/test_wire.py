@@ -91,6 +91,7 @@ def run(path: Path, endpoint: str, proxy: ChaosProxy, faults: list[Fault]) -> No
         assert report.ok, report.findings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [Fault.STATUS_503, Fault.LOSE_REPLY, Fault.LOSE_REQUEST])
 def test_faults(tmp_path: Path, moto_server: S3Server, proxy: ChaosProxy, fault: Fault) -> None:
     run(tmp_path, moto_server.endpoint, proxy, [fault])

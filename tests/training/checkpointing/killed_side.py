@@ -104,7 +104,7 @@ def _train(rank: Rank, group: Any, state: object, tensors: Callable[[], Iterable
             when=tsck.every_steps(EVERY),
             group=group,
             lead_steps=2,
-            timeout_seconds=10.0,
+            timeout_seconds=PATIENCE_SECONDS / 2,
             max_unsaved_seconds=1e-3,
         )
         resumed = ckpt.resume()

@@ -148,6 +148,7 @@ def test_by_default_an_hour_or_ten_intervals(tmp_path: Path, interval: float, at
     assert at < job.clock.now - began <= at + 2 * interval
 
 
+@pytest.mark.slow
 def test_a_staged_save_that_is_never_published_counts(tmp_path: Path) -> None:
     """Its upload is tried again and again: nothing has failed."""
     job = Job(tmp_path, staging=tmp_path / "stage", max_unsaved_seconds=100)
