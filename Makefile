@@ -1,4 +1,4 @@
-# On a fresh clone: `make demo` shows what this is, `make test` says whether it works. Needs Python 3.11 or newer; everything else
+# On a fresh clone: `make demo` shows what this is, `make test` says within 10 minutes whether it works. Needs Python 3.11 or newer; everything else
 # goes into .venv. pip's own settings and environment variables hold, for example for an index with CPU-only builds of torch.
 
 PYTHON ?= python3
@@ -7,20 +7,26 @@ INSTALLED := .venv/.installed
 TESTS ?= tests
 
 NEWEST := .venv-newest-torch
-EXTRAS := s3,safetensors,dask,otel,plot,postgres
+EXTRAS := s3,gcs,azure,safetensors,dask,otel,plot,postgres
 
-.PHONY: demo test soak test-newest-torch lint package clean
+.PHONY: demo test test-slow soak test-newest-torch lint package clean
 
 demo: $(INSTALLED)
 	rm -rf .demo
 	$(BIN)/python -m examples.demo --folder .demo
 
-test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 
-# As far as each test goes before a release: two hours or so.
-soak: export SOAK = 1
-soak: test
+test: $(INSTALLED)
+	$(PYTEST) -m "not slow" $(TESTS)
+
+# Kills, enumerations, real ranks and servers: half an hour. CONTRIBUTING.md has a table of the suites.
+test-slow: $(INSTALLED)
+	$(PYTEST) -m slow $(TESTS)
+
+# Every test as far as it goes, before a release: two hours or so.
+soak: $(INSTALLED)
+	SOAK=1 $(PYTEST) $(TESTS)
 
 # torch.distributed.checkpoint beside ours, states and imports on the newest torch of the index: gigabytes of CUDA, so by hand. pip's own
 # settings hold; the project's other packages are the pinned ones.

@@ -1,13 +1,9 @@
-"""Fixtures for servers and ranks, each started once per session, when a test first asks for it; and an end to what CI waits for.
-
-With ``TEST_MINUTES`` what is marked slow comes last, and what would begin after so many minutes is skipped, and told: on a machine that is
-slow today CI still ends in its time. `make test` by itself runs all.
-"""
+"""Fixtures for servers and ranks, each started once per session, when a test first asks for it; and what each suite took."""
 
 import importlib.util
 import os
 import shutil
-import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +12,7 @@ import hypothesis
 import pytest
 
 from tests import servers
+from tests.effort import BUDGET_MINUTES, SOAK, suite_of
 
 if TYPE_CHECKING:
     from tests.session.group.pool import Pool
@@ -26,20 +23,30 @@ hypothesis.settings.register_profile(
 )  # a machine that is slow today is not a defect
 hypothesis.settings.load_profile("untimed")
 
-MINUTES = float(os.environ.get("TEST_MINUTES", "inf"))
-BEGAN = time.monotonic()
-
 os.environ["XDG_STATE_HOME"] = os.devnull  # what is seen of logs is noted nowhere: not in the home of who runs the tests, nor of copies
 
+SECONDS: defaultdict[str, float] = defaultdict(float)
+"""By suite."""
+WORKERS: set[str] = set()
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if float("inf") > MINUTES:
-        items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.get_closest_marker("s3"):
+        item.add_marker("slow")
 
 
-def pytest_runtest_setup() -> None:
-    if time.monotonic() > BEGAN + 60 * MINUTES:
-        pytest.skip(f"out of time: it would have begun after TEST_MINUTES={MINUTES:g}; `make test` runs it")
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    SECONDS[suite_of(report.nodeid, is_slow="slow" in report.keywords)] += report.duration
+    WORKERS.add(getattr(report, "worker_id", "this process"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A suite over its budget is seen here; it fails nothing."""
+    terminalreporter.section("suites")
+    for suite, seconds in sorted(SECONDS.items()):
+        minutes, budget = seconds / 60 / len(WORKERS), BUDGET_MINUTES[suite]
+        over = ", OVER ITS BUDGET" if minutes > budget and not SOAK else ""
+        terminalreporter.line(f"{suite}: {seconds:.0f} s of tests, {minutes:.1f} of {budget} minutes with {len(WORKERS)} at a time{over}")
 
 
 @pytest.fixture(scope="session")

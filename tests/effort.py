@@ -1,4 +1,4 @@
-"""How far tests go that could go on for ever: far enough for each change; and as far as ``make soak`` says, before a release."""
+"""How far tests go that could go on for ever, how long they wait for what must come, and what each suite may take."""
 
 import os
 from typing import Final, TypeVar
@@ -7,7 +7,29 @@ T = TypeVar("T")
 
 SOAK: Final = bool(os.environ.get("SOAK"))
 
+PATIENCE_SECONDS: Final = 120.0
+"""How long a test waits for what must come before it says that it does not: no measure of how fast the machine is."""
+
+BUDGET_MINUTES: Final = {"core": 10, "faults": 15, "ranks": 8, "trainers": 12}
+"""What each suite may take on two quiet cores; the table in CONTRIBUTING.md has them too."""
+
+_SLOW_SUITES: Final = {
+    "tests/session/": "ranks",
+    "tests/state/": "ranks",
+    "tests/training/": "trainers",
+    "tests/integrations/": "trainers",
+    "tests/end_to_end/scripts/test_torchrun": "trainers",
+}
+"""By the beginning of a test's id; the other slow ones are `faults`."""
+
 
 def effort(usual: T, soak: T) -> T:
-    """One or the other."""
+    """One or, in `make soak`, the other."""
     return soak if SOAK else usual
+
+
+def suite_of(nodeid: str, *, is_slow: bool) -> str:
+    """The suite that a test belongs to."""
+    if not is_slow:
+        return "core"
+    return next((suite for beginning, suite in _SLOW_SUITES.items() if nodeid.startswith(beginning)), "faults")

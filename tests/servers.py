@@ -19,10 +19,11 @@ from typing import Any
 
 import botocore.session
 
+from tests.effort import PATIENCE_SECONDS
+
 BUCKET = "bucket"
 KEY = "AKIATEST"
 SECRET = "sekret123"
-START_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ def _process(command: Sequence[str], cwd: Path | None = None) -> Iterator["subpr
 
 def _wait(process: "subprocess.Popen[bytes]", port: int, prepare: Callable[[], object]) -> None:
     """Repeats `prepare` until it passes."""
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         if process.poll() is not None:
             raise RuntimeError(f"{process.args!r} ended with {process.returncode}")

@@ -190,6 +190,7 @@ NO_FAULTS = {  # of these requests: the reply has no body that could break off, 
 CASES = [(kind, fault) for kind in REPEATED for fault in PASSING if fault not in {Fault.HANG_AFTER, *NO_FAULTS.get(kind, ())}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "fault"), CASES, ids=lambda value: getattr(value, "name", value))
 def test_one_fault_costs_nothing(kind: str, fault: Fault, backend: S3Backend, direct: Backend, proxy: ChaosProxy) -> None:
     method, marker, act = REPEATED[kind]

@@ -28,6 +28,7 @@ from tensorstore_ck.errors import (
 )
 from tensorstore_ck.log import Op
 from tests.catalog.made import publish
+from tests.effort import PATIENCE_SECONDS
 from tests.gc.stores import AT_ONCE, open_store, state
 
 
@@ -188,7 +189,7 @@ def test_without_a_library_the_error_says_what_to_install(monkeypatch: pytest.Mo
 
 def test_nothing_else_loads_it() -> None:
     code = "import sys, tensorstore_ck, tensorstore_ck.cli; print({'sqlalchemy', 'psycopg'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS)
     assert done.stdout == "set()\n"
 
 

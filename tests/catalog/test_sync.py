@@ -20,6 +20,7 @@ from tensorstore_ck.log import table_keys
 from tensorstore_ck.maintenance.salvage import salvage
 from tensorstore_ck.store import Store
 from tests.catalog.made import dump, publish
+from tests.effort import PATIENCE_SECONDS
 from tests.gc.stores import open_store
 
 ROOT = Path(tsck.__file__).parents[1]
@@ -75,7 +76,7 @@ def test_processes_at_once_that_make_the_catalog(store: Store, tmp_path: Path, n
     for step in range(60, 80):
         publish(store, "runs/b", step, {"loss": step})
     for process in processes:
-        out, _ = process.communicate(timeout=100)
+        out, _ = process.communicate(timeout=PATIENCE_SECONDS)
         assert (process.returncode, 60 <= int(out) <= 80) == (0, True)
     with Catalog(url) as catalog:
         catalog.sync(store)
@@ -105,7 +106,7 @@ def test_killed_in_the_middle_the_next_goes_on(store: Store, tmp_path: Path, new
         publish(store, "runs/a", step, {"loss": step})
     url = new_url()
     process = start(store, tmp_path, url, "3")
-    process.communicate(timeout=100)
+    process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == -signal.SIGKILL
     with Catalog(url) as catalog:
         assert len(catalog.find()) == 15, "three batches of five were committed, and nothing of the fourth"

@@ -10,6 +10,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.catalog import Catalog, SyncOutcome
 from tensorstore_ck.store import Store
 from tests.catalog.made import publish
+from tests.effort import PATIENCE_SECONDS
 
 STORES = 6
 
@@ -62,7 +63,7 @@ def test_several_at_a_time_but_not_more(url: str, urls: list[str], open_store: C
     def open_together(url: str) -> Store:
         under_way.add(url)
         most.append(len(under_way))
-        meeting.wait(60)  # which three must come to
+        meeting.wait(PATIENCE_SECONDS)  # which three must come to
         under_way.discard(url)
         return open_store(url)
 

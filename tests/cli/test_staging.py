@@ -20,6 +20,7 @@ from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.sealed import pack_body
 from tensorstore_ck.session.staging.manifest import Manifest, decode_manifest
 from tests.cli.conftest import Tsck
+from tests.effort import PATIENCE_SECONDS
 from tests.session.staging.neighbours import ON_FILES, OTHER, Users
 
 DISK = ("--staging", "stage")
@@ -41,7 +42,7 @@ def stage(folder: Path, *steps: int, published: bool = True) -> None:
     for step in steps:
         store.put_snapshot_async(state_of(step), ref="job", step=step, codec="raw")
     for pending in store.pending():
-        pending.staged.wait(30)
+        pending.staged.wait(PATIENCE_SECONDS)
     assert [pending.step for pending in store.drain(0).staged] == list(steps)
     store.close()
 

@@ -14,8 +14,9 @@ from click.testing import CliRunner
 
 import tensorstore_ck as tsck
 from tensorstore_ck.cli import main
+from tests.effort import PATIENCE_SECONDS
 
-CHILD_SECONDS = 60
+CHILD_SECONDS = PATIENCE_SECONDS
 
 
 @pytest.fixture

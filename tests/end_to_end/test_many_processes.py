@@ -16,6 +16,8 @@ import tensorstore_ck as tsck
 from tests.end_to_end.committer import ref_of
 from tests.servers import S3Server
 
+pytestmark = pytest.mark.slow
+
 WORKERS = 8
 HOSTS = 3
 """Workers share this many caches, as processes of so many hosts would."""
@@ -33,7 +35,7 @@ class Outcome:
         return [[line for line in lines if line["mode"] == mode] for lines in self.said]
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("seaweedfs", marks=[pytest.mark.s3, pytest.mark.slow])])
+@pytest.fixture(scope="module", params=["local", pytest.param("seaweedfs", marks=pytest.mark.s3)])
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     folder = tmp_path_factory.mktemp("many-processes")
     if request.param == "local":

@@ -27,6 +27,8 @@ from tests.backend.chaos import ChaosProxy, Fault, chaos_proxy
 from tests.backend.s3policies import Access, accesses, allows, enforced
 from tests.servers import BUCKET, ROLES, S3Server, role_options, seaweedfs
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parents[2] / "docs" / "operations"
 MIB = 1 << 20
 EVERYTHING = tsck.GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=0.9)
@@ -242,7 +244,6 @@ def test_a_writer_may_not(what: str) -> None:
 
 
 @pytest.mark.s3
-@pytest.mark.slow
 def test_a_server_that_enforces_identities(seaweedfs_site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_multipart_writer, "PIECE_BYTES", 5 * MIB)
     site = seaweedfs_site

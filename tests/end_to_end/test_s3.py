@@ -202,6 +202,7 @@ WRITES = ["/packs/", "/parts/", "/snapshots/", "/log/"]
 
 
 @quick_server
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [Fault.LOSE_REPLY, Fault.LOSE_REQUEST, Fault.STATUS_503])
 @pytest.mark.parametrize("folder", WRITES)
 def test_a_put_survives_one_fault(open_store: Open, proxy: ChaosProxy, folder: str, fault: Fault) -> None:
@@ -216,6 +217,7 @@ def test_a_put_survives_one_fault(open_store: Open, proxy: ChaosProxy, folder: s
 
 
 @quick_server
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [Fault.LOSE_REPLY, Fault.LOSE_REQUEST, Fault.STATUS_503])
 @pytest.mark.parametrize("folder", WRITES)
 def test_a_fault_that_stays_is_told(
@@ -240,8 +242,9 @@ def test_a_fault_that_stays_is_told(
     assert other.fsck(read_data=True).ok
 
 
+@pytest.mark.slow
 @quick_server
-@pytest.mark.timeout(effort(300, 3000))
+@pytest.mark.timeout(effort(600, 3000))
 def test_many_faults(open_store: Open, proxy: ChaosProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that resumes after each error: the ref is at the old or the new snapshot, and what was acknowledged stays."""
     monkeypatch.setattr("tensorstore_ck.log.log.RESEND_DELAYS", (0.0, 0.0))
@@ -321,6 +324,7 @@ def test_a_server_that_ignores_conditions(rclone_server: S3Server, tmp_path: Pat
         assert reader.fsck(read_data=True).ok
 
 
+@pytest.mark.slow
 def test_old_packs_go_to_another_prefix_and_storage_class(server: S3Server, url: str, open_store: Open) -> None:
     """Through a storage class of S3's, read by a host that knows nothing but the store's URL."""
     store = open_store()

@@ -12,6 +12,7 @@ from tensorstore_ck.common.processes import Process
 from tensorstore_ck.engine.object_ids import ObjectIds
 from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, PermissionDeniedError, StoreError
 from tensorstore_ck.format.writer_record import SERIES_SECONDS, WriterRecord, decode_writer_record, series_of, writer_record_name
+from tests.effort import PATIENCE_SECONDS
 from tests.gc.stores import Clock
 
 PROCESS = Process("node7/0123abcd", "boot", "pid:[4026532222]", 42, 4711)
@@ -25,7 +26,7 @@ class Slow(MemoryBackend):
         self.may_go_on = threading.Event()
 
     def put(self, name: str, data: Buffer) -> None:
-        assert self.may_go_on.wait(30)
+        assert self.may_go_on.wait(PATIENCE_SECONDS)
         super().put(name, data)
 
 
@@ -39,7 +40,7 @@ def source(backend: MemoryBackend, clock: Clock | None = None) -> ObjectIds:
 
 def written(ids: ObjectIds) -> None:
     assert ids._thread is not None
-    ids._thread.join(30)
+    ids._thread.join(PATIENCE_SECONDS)
 
 
 def test_all_names_of_a_process_are_of_the_series_that_its_record_tells() -> None:

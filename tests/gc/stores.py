@@ -18,6 +18,7 @@ from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.log.cache import MemoryTable, Table
 from tensorstore_ck.store import Store
+from tests.effort import PATIENCE_SECONDS
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 
 AT_ONCE = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1)
@@ -170,6 +171,6 @@ def leave_orphans(backend: Backend, state: State, *, process: Process | None = N
     if store.engine.put_ids is not None:
         store.engine.put_ids()
         assert store.engine.put_ids._thread is not None
-        store.engine.put_ids._thread.join(30)
+        store.engine.put_ids._thread.join(PATIENCE_SECONDS)
     with pytest.raises(Death):
         store.put_snapshot(state, ref="orphaned")

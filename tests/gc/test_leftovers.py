@@ -21,6 +21,7 @@ from tensorstore_ck.common.processes import Process, this_process
 from tensorstore_ck.format.writer_record import SERIES_SECONDS, series_of
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.store import Store
+from tests.effort import PATIENCE_SECONDS
 from tests.end_to_end.crash.faulty import Faults, FaultyBackend
 from tests.gc.stores import Clock, contents, counts, leave_orphans, open_store, require_sound, sizes, state
 
@@ -80,7 +81,7 @@ def put_in_child(url: Path, cache: Path, step: int, what: str, strike: Callable[
 
         def strike_once_recorded(*_: object) -> None:
             assert ids._thread is not None
-            ids._thread.join(30)
+            ids._thread.join(PATIENCE_SECONDS)
             strike(store)
 
         faults = Strikes(what, strike_once_recorded, after=after)
@@ -289,7 +290,7 @@ def test_records_do_not_pile_up(us: Process, ended: Process) -> None:
     ids = store.engine.put_ids
     assert ids is not None
     assert ids._thread is not None
-    ids._thread.join(30)
+    ids._thread.join(PATIENCE_SECONDS)
     leave_orphans(backend, state(2), process=ended._replace(host="elsewhere/1"))
     assert len(records(backend)) == 2
     clock.advance(SERIES_SECONDS + DAY)

@@ -27,12 +27,12 @@ from tensorstore_ck.format.pack import ENTRY_DTYPE, HEADER, TRAILER
 from tensorstore_ck.gc import GcOptions
 from tensorstore_ck.gc.listing import list_objects
 from tensorstore_ck.log import FOLDERS, ObjectKey
-from tests.effort import effort
+from tests.effort import PATIENCE_SECONDS, effort
 from tests.gc.worker import GAVE_UP, WRITERS, Job, Nursery, digest, heard
 from tests.servers import S3Server
 
 MINUTES = float(os.environ.get("GC_MINUTES", effort("0.2", "0.5")))
-MAX_WAIT_SECONDS = 120
+MAX_WAIT_SECONDS = 2 * PATIENCE_SECONDS
 ENOUGH = 5
 """Snapshots that each writer must have forgotten before the end."""
 EVERYTHING = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1, compact_below=1)
@@ -131,11 +131,11 @@ def nursery() -> Iterator[Nursery]:
         try:
             yield Nursery(process.stdin, process.stdout)
         finally:
-            process.communicate(timeout=60)
+            process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0
 
 
-@pytest.fixture(params=["local", pytest.param("seaweedfs", marks=[pytest.mark.s3, pytest.mark.slow])])
+@pytest.fixture(params=["local", pytest.param("seaweedfs", marks=pytest.mark.s3)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, dict[str, Any]]:
     if request.param == "local":
         return str(tmp_path / "store"), {}

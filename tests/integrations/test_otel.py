@@ -10,6 +10,7 @@ import pytest
 
 from tensorstore_ck.errors import MissingExtraError
 from tensorstore_ck.events import KINDS, Event, Kind, Observers
+from tests.effort import PATIENCE_SECONDS
 
 pytest.importorskip("opentelemetry.sdk")
 
@@ -182,5 +183,5 @@ def test_without_opentelemetry_the_error_says_what_to_install(monkeypatch: pytes
 
 def test_nothing_else_loads_opentelemetry() -> None:
     code = "import sys, tensorstore_ck, tensorstore_ck.events, tensorstore_ck.training.progress_line; print('opentelemetry' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS)
     assert done.stdout == "False\n"

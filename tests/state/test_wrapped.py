@@ -13,6 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import tensorstore_ck as tsck
 from tensorstore_ck.state.wrapper_subclasses import OUTER_KEY
+from tests.effort import PATIENCE_SECONDS
 
 CONFIGS = (
     "Int8WeightOnlyConfig",
@@ -178,7 +179,7 @@ with tsck.open({store.url!r}) as store:
         print(exc)
 print("torchao" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     assert "torch.Size([128, 256])" in done.stdout, done.stderr
     assert "import torchao.quantization first" in done.stdout
     assert done.stdout.endswith("False\n")

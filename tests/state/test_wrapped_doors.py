@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.timeout(120)]
+from tests.effort import PATIENCE_SECONDS
 
 PROGRAM = """
 import os
@@ -114,7 +114,7 @@ DOORS = (
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path_factory.mktemp("doors"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     return {door: text for door, _, text in (each.partition("\n") for each in done.stdout.split("door: ")[1:])}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tensorstore_ck.events import KINDS, LEVELS, Event, Kind, Observers, event_text, log_event
+from tests.effort import PATIENCE_SECONDS
 
 VALUES: dict[str, Any] = {
     "root": "9f86d081" * 8,
@@ -133,5 +134,5 @@ from tensorstore_ck.events import Event, log_event
 log_event(Event("dropped", "", "runs/gpt", 7, 0, 0, {"reason": "skipped"}))
 log_event(Event("published", "", "runs/gpt", 7, 0, 0, {}))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS)
     assert (done.stdout, done.stderr) == ("", "dropped runs/gpt@7: no memory was free for it\n")

@@ -12,7 +12,7 @@ from torch import nn
 from tensorstore_ck.training import TrainingState
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, opened
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 EXPERTS = 4
 
 

@@ -15,7 +15,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.training import EnvironmentChangedWarning, TrainingState, buffers
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, opened
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 KINDS = ("plain", "fsdp2", "ddp")
 BIG = buffers.BIG_BYTES // 4 + 1
 

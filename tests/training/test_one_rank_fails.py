@@ -12,9 +12,10 @@ import tensorstore_ck as tsck
 from tensorstore_ck.session.group.attempt import Round
 from tensorstore_ck.session.group.channel import Channel, ChannelError
 from tensorstore_ck.training import TrainingState
+from tests.effort import PATIENCE_SECONDS
 from tests.session.group.pool import GROUPS, Pool, make_store
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 SECONDS = 3.0
 Told = list[str]
 
@@ -51,7 +52,7 @@ def put_all(folder: str, how: str, before: Callable[[int, Loader], object]) -> t
                 if how == "put":
                     training.put(store, step=step, **options)
                 else:
-                    training.put_async(store, step=step, **options).wait(20)
+                    training.put_async(store, step=step, **options).wait(PATIENCE_SECONDS)
             except tsck.StoreError as exc:
                 told.append(f"{step}: {exc}")
             dist.barrier(GROUPS[2])

@@ -10,6 +10,7 @@ import pytest
 from tensorstore_ck.common.put_progress import STAGES, Progress
 from tensorstore_ck.events import Event, Observers
 from tensorstore_ck.training.progress_line import ProgressLine
+from tests.effort import PATIENCE_SECONDS
 
 CLEAR = "\r\x1b[K"
 MIB = 1 << 20
@@ -161,14 +162,14 @@ def test_a_terminal_that_takes_nothing_holds_up_nobody(monkeypatch: pytest.Monke
     class Stopped(Terminal):
         def write(self, text: str) -> int:
             writing.set()
-            assert stopped.wait(60)
+            assert stopped.wait(PATIENCE_SECONDS)
             return len(text)
 
     store = FakeStore(Put("gpt", 1, progress("hash")))
     with ProgressLine(store, Stopped()):
-        assert writing.wait(60)
+        assert writing.wait(PATIENCE_SECONDS)
         store.observers.emit(dropped("r"))  # returns
     stopped.set()
     for thread in threading.enumerate():
         if thread.name == "tsck-progress":
-            thread.join(60)
+            thread.join(PATIENCE_SECONDS)

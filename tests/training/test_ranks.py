@@ -21,7 +21,7 @@ from tensorstore_ck.training import EnvironmentChangedWarning, TrainingState, ve
 from tests.session.group.pool import GROUPS, RANKS, TIMEOUT_SECONDS, Pool, opened
 from tests.training.job import Loader, seed
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 PUT_BY = 4
 
 

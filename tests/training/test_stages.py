@@ -18,7 +18,7 @@ import tensorstore_ck as tsck
 from tensorstore_ck.training import TrainingState
 from tests.session.group.pool import GROUPS, RANKS, TIMEOUT_SECONDS, Pool, opened
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 LAYERS, WIDTH, WORDS = 5, 8, 11
 
 

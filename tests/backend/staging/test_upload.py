@@ -24,6 +24,7 @@ from tensorstore_ck.errors import (
     StoreError,
 )
 from tests.backend.staging.places import PACK, PART, PieceStore, held, journals, staging, unsent
+from tests.effort import PATIENCE_SECONDS
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 
 OBJECTS = {PACK: random.Random(1).randbytes(3500), PART: b"part" * 75}
@@ -247,7 +248,7 @@ def test_sizes_of_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_pieces_go_side_by_side_but_no_more_than_allowed(tmp_path: Path) -> None:
     store = PieceStore()
-    together, under_way, most = threading.Barrier(3, timeout=20), [], []
+    together, under_way, most = threading.Barrier(3, timeout=PATIENCE_SECONDS), [], []
     original = store._upload_part
 
     def upload_part(**arguments: Any) -> dict[str, Any]:

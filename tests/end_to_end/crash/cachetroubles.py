@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from tests.effort import PATIENCE_SECONDS
+
 _HOLDER = """
 import sys
 from pathlib import Path
@@ -44,7 +46,7 @@ def stopped_sibling(cache: Path) -> Iterator[None]:
         yield
     finally:
         holder.send_signal(signal.SIGCONT)
-        holder.communicate(timeout=30)
+        holder.communicate(timeout=PATIENCE_SECONDS)
 
 
 @contextmanager

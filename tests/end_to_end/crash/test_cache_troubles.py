@@ -44,6 +44,7 @@ def caught() -> Iterator[list[warnings.WarningMessage]]:
         yield caught
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TROUBLES)
 @pytest.mark.parametrize("begins", [1, 10])
 def test_while_it_saves(tmp_path: Path, caught: list[warnings.WarningMessage], name: str, begins: int) -> None:

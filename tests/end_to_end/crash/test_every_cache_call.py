@@ -142,6 +142,7 @@ def play(folder: Path, scene: Callable[[Path], None], faults: CacheFaults, faili
     return [str(each.message) for each in caught]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["fails", "is locked once", "stays locked"])
 @pytest.mark.parametrize("name", SCENES)
 def test_whatever_the_cache_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fault: str) -> None:
@@ -169,6 +170,7 @@ def test_whatever_the_cache_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["put", "put_async"])
 def test_where_warnings_are_errors_no_save_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     scene, _ = SCENES[name]

@@ -41,7 +41,7 @@ def same(left: object, right: object) -> bool:
     return left == right
 
 
-@pytest.fixture(params=["memory", "local"])
+@pytest.fixture(params=["memory", pytest.param("local", marks=pytest.mark.slow)])
 def make_backend(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Backend]:
     count = 0
 

@@ -12,7 +12,7 @@ import torch
 import tensorstore_ck as tsck
 from tests.effort import effort
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(effort(300, 3000))]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(effort(600, 3000))]
 
 KILLS = effort(100, 2000)
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import tensorstore_ck as tsck
-from tests.effort import effort
+from tests.effort import PATIENCE_SECONDS, effort
 from tests.end_to_end.power.blocklog import Record, read_log
 
 DISK_BYTES = 96 << 20
@@ -44,11 +44,13 @@ def missing() -> str:
     return ""
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(effort(300, 3000)), pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(effort(600, 3000)), pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
 
 
 def run(*command: object) -> str:
-    return subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+    return subprocess.run(
+        [str(word) for word in command], check=True, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    ).stdout.strip()
 
 
 @contextlib.contextmanager
@@ -74,14 +76,14 @@ def logged_disk(work: Path) -> Iterator[Path]:
     command = [sys.executable, "-m", "tests.end_to_end.power.blocklog", str(folder), str(work / "log"), str(DISK_BYTES)]
     with subprocess.Popen(command, cwd=ROOT) as process:
         try:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + PATIENCE_SECONDS
             while not (folder / "disk").exists():
                 assert process.poll() is None, "the FUSE process ended"
                 assert time.monotonic() < deadline
                 os.sched_yield()
             yield folder
         finally:
-            subprocess.run(["fusermount", "-u", "-z", str(folder)], check=False, timeout=20)
+            subprocess.run(["fusermount", "-u", "-z", str(folder)], check=False, timeout=PATIENCE_SECONDS)
             process.kill()
 
 

@@ -14,7 +14,7 @@ import tensorstore_ck as tsck
 from examples.demo.compare import differences
 from tests.end_to_end.scripts.launch import REPOSITORY, Program, launched, torchrun
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 README = REPOSITORY / "README.md"
 RANKS = 2
 LINES = 45

@@ -11,7 +11,7 @@ from tests.end_to_end.walks.walk import Walk
 from tests.integrations.importing.same import require_same
 from tests.servers import BUCKET, KEY, SECRET, S3Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.s3]
+pytestmark = pytest.mark.s3
 
 JOB = """
 import sys

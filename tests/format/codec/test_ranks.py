@@ -11,7 +11,6 @@ from tests.format.codec.rank_side import full_state
 from tests.gc.stores import AT_ONCE
 from tests.session.group.pool import Pool, make_store
 
-pytestmark = pytest.mark.timeout(120)
 STEPS = 4
 
 

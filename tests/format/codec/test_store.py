@@ -14,6 +14,7 @@ from tensorstore_ck.common.ids import Ulid, parse_ulid
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.codec import CODECS_WITH_BASES
 from tensorstore_ck.gc.compact import read_footer
+from tests.effort import PATIENCE_SECONDS
 from tests.format.codec.training import SIZE, Training, put_steps, same
 
 Open = Callable[..., tsck.Store]
@@ -185,7 +186,7 @@ def test_weights_that_stay_when_their_masters_do_not(opened: Open, tmp_path: Pat
     with opened(codec="fast", **options) as store:
         for state in states:
             pending = store.put_snapshot_async(state, ref="run", step=state["step"])
-            (pending.staged if staged else pending).wait(60)
+            (pending.staged if staged else pending).wait(PATIENCE_SECONDS)
         store.drain(0)
     with opened(codec="fast", **({"staging": tmp_path / "staging"} if staged else {})) as store:
         for state in states:

@@ -27,6 +27,7 @@ from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.format.sharding import BoxBounds, Mesh, Shard
 from tensorstore_ck.maintenance.salvage import salvage
 from tensorstore_ck.state.registered_types import DTYPE_NAMES
+from tests.effort import PATIENCE_SECONDS
 from tests.format.golden.content import golden_state
 from tests.format.golden.test_golden import CODEC_ROOTS, CODECS, GOLDEN, ROOTS
 from tests.gc.relocated import footer_of, packs_of, relocate
@@ -56,7 +57,7 @@ class Exported(NamedTuple):
 def run_alone(*args: object) -> "subprocess.CompletedProcess[str]":
     """The script as a user runs it, where nothing but numpy, blake3 and lz4 can be imported."""
     return subprocess.run(
-        [sys.executable, "-I", "-c", ALONE, SCRIPT, *map(str, args)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-I", "-c", ALONE, SCRIPT, *map(str, args)], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
     )
 
 

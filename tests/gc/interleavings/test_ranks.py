@@ -1,9 +1,13 @@
 """Puts of many ranks, each of which checks its part at its own head: committed once or not at all, and all ranks are told the same."""
 
+import pytest
+
 from tests.gc.interleavings.ranks import rank
 from tests.gc.interleavings.scenes import collector, writer
 from tests.gc.interleavings.schedule import Case, explore
 from tests.gc.interleavings.test_gc import FALLIBLE, dying, in_batches, sparse, with_faults
+
+pytestmark = pytest.mark.slow
 
 
 def test_two_ranks() -> None:

@@ -25,6 +25,8 @@ from tests.gc.interleavings.scenes import Scene, collector, put_labels, user
 from tests.gc.interleavings.schedule import Case, Violation, explore, replay
 from tests.gc.interleavings.test_gc import FALLIBLE, GONE, dying, saver, settler, sparse
 
+pytestmark = pytest.mark.slow
+
 Patch = pytest.MonkeyPatch
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, Final
 
+import pytest
+
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.common.put_progress import PutMeter
 from tensorstore_ck.engine.engine import Engine
@@ -25,6 +27,8 @@ from tensorstore_ck.session.staging.staged_chain import StagedChain
 from tests.gc.interleavings.actor import Actor, Process
 from tests.gc.interleavings.scenes import FAILED, Scene, captured, collector, user
 from tests.gc.interleavings.schedule import FAULTS, explore
+
+pytestmark = pytest.mark.slow
 
 GONE: Final = (*FAILED, SnapshotExpiredError, NotFoundError, ConflictError, SnapshotAbortedError)
 

@@ -20,10 +20,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import tensorstore_ck as tsck
 from tensorstore_ck.integrations.dcp import Writer
+from tests.effort import PATIENCE_SECONDS
 from tests.integrations.dcp.dcp_states import causes
 from tests.session.group.pool import GROUPS, Pool
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 RANKS = 2
 
@@ -134,7 +135,7 @@ def test_in_a_process(tmp_path: Path) -> None:
         for rank in range(RANKS)
     ]
     for rank, process in enumerate(ranks):
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
         assert process.returncode == 0, err
         said = json.loads(out.splitlines()[-1])
         assert said["descriptors"][-1] <= said["descriptors"][1] + 1, f"rank {rank} keeps files open"

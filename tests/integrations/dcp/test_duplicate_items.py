@@ -22,7 +22,7 @@ from tensorstore_ck.integrations.dcp import Reader, Writer
 from tensorstore_ck.state.load_report import LoadWarning
 from tests.session.group.pool import GROUPS, Pool
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 OWN_NAME = "own name"
 

@@ -19,8 +19,6 @@ from tensorstore_ck.integrations.dcp import Reader, Writer
 from tests.integrations.dcp.dcp_states import causes, clear_plan_cache, difference
 from tests.session.group.pool import GROUPS, Pool
 
-pytestmark = pytest.mark.timeout(120)
-
 RANKS = 2
 WRITERS: dict[str, Writer] = {}
 """In a rank's process: they are kept for a whole run."""

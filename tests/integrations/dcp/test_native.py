@@ -16,7 +16,7 @@ from tests.integrations.dcp.dcp_states import blank, difference
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, make_store, opened
 from tests.session.group.test_reshard import WAYS, spoil, state_of
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 SEED = 7
 

@@ -14,8 +14,6 @@ from tests.session.group.boxed import Boxed
 from tests.session.group.pool import GROUPS, Pool
 from tests.session.group.test_reshard import WAYS, Flat, full_tensors, spoil, state_of
 
-pytestmark = pytest.mark.timeout(300)
-
 NOT_DCPS = {"strided and replicated 2x2", "3-D 2x2x2"}
 """A share in several boxes, which DCP cannot plan."""
 WAYS_OF_DCP = {

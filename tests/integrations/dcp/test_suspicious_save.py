@@ -17,7 +17,7 @@ from tensorstore_ck.integrations.dcp import Writer
 from tests.session.group.pool import GROUPS, Pool, make_store
 from tests.session.save.places import Scene, scene
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.fixture

@@ -21,9 +21,6 @@ from tests.integrations.dcp.dcp_states import clear_plan_cache, difference
 from tests.session.group.pool import GROUPS, Pool
 from tests.session.group.test_parallel_models import KINDS, gathered, require_same, side_of, training
 
-pytestmark = pytest.mark.timeout(120)
-
-
 # --- models and optimizers ----------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from tests.integrations.importing.same import require_same
 from tests.session.group.pool import GROUPS, RANKS, TIMEOUT_SECONDS, Pool, make_store, opened
 from tests.session.group.test_parallel_models import side_of, training
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 def save_and_put(folder: str, kind: str) -> int:

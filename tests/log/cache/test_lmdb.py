@@ -16,6 +16,7 @@ import pytest
 from tensorstore_ck.log.cache import Table, TableBusyError, TableDamagedError, batch_lock
 from tensorstore_ck.log.cache import lmdb_environment as environment_module
 from tensorstore_ck.log.cache.lmdb_table import open_lmdb_table
+from tests.effort import PATIENCE_SECONDS
 
 
 def fill(table: Table, count: int, prefix: bytes = b"k") -> None:
@@ -28,7 +29,9 @@ def in_another_process(folder: Path, code: str) -> subprocess.CompletedProcess[s
     program = "import sys; from pathlib import Path; from tensorstore_ck.log.cache.lmdb_table import open_lmdb_table\n"
     program += f"table = open_lmdb_table(Path({str(folder)!r}))\n" + textwrap.dedent(code)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
 
 
 def test_two_users_of_one_process_share_an_environment(tmp_path: Path) -> None:
@@ -159,7 +162,7 @@ def test_a_forked_child_has_a_table_of_its_own(tmp_path: Path) -> None:
 def test_importing_the_package_does_not_load_lmdb() -> None:
     program = "import sys, tensorstore_ck.log.cache; sys.exit('lmdb' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=PATIENCE_SECONDS)
 
 
 # --- damage ---------------------------------------------------------------------------------------------------------------
@@ -308,7 +311,7 @@ class Holder:
         return self.read()
 
     def end(self) -> None:
-        self.process.communicate(timeout=30)
+        self.process.communicate(timeout=PATIENCE_SECONDS)
 
 
 @pytest.fixture
@@ -400,7 +403,7 @@ def test_a_table_that_is_closed_before_a_batch_begins_touches_no_other_file(tmp_
         usable()
         if not has_looked.is_set():
             has_looked.set()
-            assert goes_on.wait(30)
+            assert goes_on.wait(PATIENCE_SECONDS)
 
     monkeypatch.setattr(environment, "_require_usable", look)
     errors: list[Exception] = []
@@ -413,7 +416,7 @@ def test_a_table_that_is_closed_before_a_batch_begins_touches_no_other_file(tmp_
 
     thread = threading.Thread(target=write)
     thread.start()
-    assert has_looked.wait(30)
+    assert has_looked.wait(PATIENCE_SECONDS)
     table.close()
     others = [(tmp_path / str(number)).open("w+b", buffering=0) for number in range(8)]
     for other in others:

@@ -104,7 +104,7 @@ def small(backend: Backend) -> Backend:
 
 @pytest.mark.parametrize("side", ["source", "target"])
 @pytest.mark.parametrize("mode", ["die-before", "die-after", "tear", "unavailable", "lost-reply"])
-@pytest.mark.parametrize("place", ["memory", "local"])
+@pytest.mark.parametrize("place", ["memory", pytest.param("local", marks=pytest.mark.slow)])
 def test_a_fault_at_every_call(side: str, mode: str, place: str, tmp_path: Path) -> None:
     source_backend = small(MemoryBackend())
     expected = contents(reopen(source_backend))

@@ -70,6 +70,7 @@ def test_intact_store_has_no_findings() -> None:
     assert report.data_bytes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_flipped_bytes(kind: str) -> None:
     for number, name in enumerate(of_kind(kind)):

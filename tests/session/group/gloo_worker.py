@@ -36,12 +36,13 @@ from tensorstore_ck.log import Log
 from tensorstore_ck.session.group import Channel, Group
 from tensorstore_ck.session.group.rank_put import RankPut
 from tensorstore_ck.session.save import group_put
+from tests.effort import PATIENCE_SECONDS
 
 dist: Any = torch.distributed
 """Its annotations lack most of what we use."""
 RANKS: Final = 8
 GRACE_SECONDS: Final = 1.0
-WAIT_SECONDS: Final = 60.0
+WAIT_SECONDS: Final = PATIENCE_SECONDS
 BUSY_FACTOR: Final = 4
 """On a machine that has other things to do, the ranks that live must still come in time."""
 

@@ -22,13 +22,13 @@ from torch.distributed.tensor import DTensor
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.format.store_config import CONFIG_NAME, new_config
+from tests.effort import PATIENCE_SECONDS
 from tests.session.group.boxed import boxes_of
 
 RANKS: Final = 8
 SIZES: Final = (1, 2, 3, 4, 8)
-SECONDS: Final = 40.0
-TIMEOUT_SECONDS: Final = 15.0
-"""Of puts and restores."""
+TIMEOUT_SECONDS: Final = PATIENCE_SECONDS / 2
+"""Of puts and restores, which say why before the test gives up."""
 BLOCK_BYTES: Final = 4096
 IMPORTED: Final = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "tensorstore_ck.state", "lmdb"]
 
@@ -43,9 +43,8 @@ class RemoteError(Exception):
 class Pool:
     """The ranks; a context manager."""
 
-    def __init__(self, ranks: int = RANKS, seconds: float = SECONDS) -> None:
+    def __init__(self, ranks: int = RANKS) -> None:
         self._ranks = ranks
-        self._seconds = seconds
 
     def __enter__(self) -> "Pool":
         context = multiprocessing.get_context("forkserver")
@@ -80,7 +79,7 @@ class Pool:
             pipe.send((function, args))
         answers = []
         for rank, pipe in enumerate(self._pipes[:ranks]):
-            assert pipe.poll(self._seconds), f"rank {rank} does not answer"
+            assert pipe.poll(PATIENCE_SECONDS), f"rank {rank} does not answer"
             answers.append(pipe.recv())
         return answers
 
@@ -100,7 +99,7 @@ class Pool:
 def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    timeout = timedelta(seconds=SECONDS)
+    timeout = timedelta(seconds=PATIENCE_SECONDS)
     store = dist.TCPStore("127.0.0.1", port, timeout=timeout)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
     sizes = [size for size in SIZES if size < ranks]

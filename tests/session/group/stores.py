@@ -19,6 +19,7 @@ from tensorstore_ck.session.group.channel import KeyValue
 from tensorstore_ck.session.group.group import Group
 from tensorstore_ck.session.group.rank_put import PreparedPut, RankStates, put_ranks
 from tensorstore_ck.store import Store
+from tests.effort import PATIENCE_SECONDS
 from tests.gc.stores import open_store
 from tests.session.group.states import Spreading, captured, whole
 
@@ -51,7 +52,9 @@ def put_all(
             group = Group(run, rank=rank, ranks=ranks, scope="test")
             request = PutRequest(ref, step, head.root if head else None, ANY, encode_metadata({}), {})
             states = RankStates(shared(rank), own(rank) if own is not None else None)
-            done[rank] = put_ranks(store.engine, group, lambda: PreparedPut(request, states), ref=request.ref, timeout=20, memory={})
+            done[rank] = put_ranks(
+                store.engine, group, lambda: PreparedPut(request, states), ref=request.ref, timeout=PATIENCE_SECONDS, memory={}
+            )
         except BaseException as exc:  # noqa: BLE001 - raised by the caller's thread
             done[rank] = exc
 

@@ -14,6 +14,7 @@ from tensorstore_ck.errors import SnapshotAbortedError, UnsupportedValueError
 from tensorstore_ck.format.sealed import Body, pack_body
 from tensorstore_ck.session.group import Channel, ChannelError, Group, KeyValue, Participant, StoreThread, open_group
 from tensorstore_ck.session.group.channel import BATCH, LONGEST_PAUSE, MAX_RECORD_BYTES, LateError
+from tests.effort import PATIENCE_SECONDS
 from tests.session.group.clock import Clock
 from tests.session.group.simulation import FakeStore
 
@@ -269,7 +270,7 @@ def test_the_thread_ends_with_its_owner() -> None:
     (thread,) = threads() - before
     del run
     gc.collect()
-    thread.join(20.0)
+    thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive()
 
 
@@ -309,9 +310,9 @@ def test_the_training_thread_uses_its_store_while_ours_waits(tcp: Any) -> None:
 
     waiter = threading.Thread(target=lambda: answer.append(run(wait, 60.0)))
     waiter.start()
-    begun.wait(20.0)
+    begun.wait(PATIENCE_SECONDS)
     tcp.set("from the training thread", b"x")
-    waiter.join(60.0)
+    waiter.join(PATIENCE_SECONDS)
     assert answer == [b"x"]
 
 
@@ -333,7 +334,7 @@ def test_an_attempt_leaves_the_store_of_the_training_thread_alone(tcp: Any) -> N
         watched.set(f"of training {number}", b"")
         assert watched.check([f"of training {number}"])
     put(StoreThread(dist.PrefixStore("default_pg", tcp)), 1)
-    first.join(60.0)
+    first.join(PATIENCE_SECONDS)
     assert len(endings) == 2
     assert endings[0] == endings[1]
     assert watched.clones == 1
@@ -360,7 +361,7 @@ def join(tcp: Any, ranks: int, *, attempts: int, fails: int | None = None) -> li
     def one(rank: int) -> None:
         group = Group(StoreThread(dist.PrefixStore("default_pg", tcp)), rank=rank, ranks=ranks, scope="s")
         for number in range(attempts):
-            attempt = group.begin("the put", object_id="main", timeout=30.0)
+            attempt = group.begin("the put", object_id="main", timeout=PATIENCE_SECONDS)
             duties = duties_of(log, attempt.txn, rank, ranks, fails=rank == fails and number == 0)
             try:
                 endings[rank].append(attempt.run(duties))
@@ -371,7 +372,7 @@ def join(tcp: Any, ranks: int, *, attempts: int, fails: int | None = None) -> li
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60.0)
+        thread.join(PATIENCE_SECONDS)
     return endings
 
 
@@ -392,7 +393,7 @@ def test_a_process_group() -> None:
     try:
         process_group = dist.group.WORLD
         assert process_group is not None
-        attempt = open_group(process_group, "s").begin("the put", object_id="main", timeout=20.0)
+        attempt = open_group(process_group, "s").begin("the put", object_id="main", timeout=PATIENCE_SECONDS)
         assert attempt.run(Participant(dict, dict, None, lambda hellos: {}, lambda dones: {"ranks": len(dones)})) == {"ranks": 1}
     finally:
         dist.destroy_process_group()

@@ -17,8 +17,6 @@ from tensorstore_ck.backend.local import LocalBackend
 from tensorstore_ck.errors import BackendUnavailableError
 from tests.session.group.pool import GROUPS, RANKS, TIMEOUT_SECONDS, Pool, opened
 
-pytestmark = pytest.mark.timeout(120)
-
 SIZE = 3
 
 

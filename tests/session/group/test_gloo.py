@@ -21,13 +21,14 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.gc import GcOptions
+from tests.effort import PATIENCE_SECONDS
 from tests.servers import S3Server
 from tests.session.group.gloo_worker import GRACE_SECONDS, POINTS, RANKS, Nursery, Play, full_tensors, heard
 
 TIMEOUT_SECONDS = 3.0
-SLACK_SECONDS = 20.0
+SLACK_SECONDS = PATIENCE_SECONDS
 """For a machine that has other things to do."""
-LIFE_SECONDS = 90.0
+LIFE_SECONDS = 2 * PATIENCE_SECONDS
 EVERYTHING = GcOptions(min_age_seconds=0, undo_window_seconds=0, max_delete=1)
 OF_RANK_0 = {
     "before go",
@@ -59,7 +60,7 @@ def nursery() -> Iterator[Nursery]:
         try:
             yield Nursery(process.stdin, process.stdout)
         finally:
-            process.communicate(timeout=60)
+            process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0
 
 

@@ -18,12 +18,13 @@ import torch.distributed as dist
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError
 from tensorstore_ck.session.group.liveness import Heartbeat
+from tests.effort import PATIENCE_SECONDS
 from tests.session.group.pool import GROUPS, Pool
 from tests.session.group.simulation import FakeStore
 
 c10d: Any = dist
 """Its annotations lack most of what we use."""
-SECONDS = 30.0
+SECONDS = PATIENCE_SECONDS
 OFTEN = 0.01
 DEAD_AFTER = 4.0
 
@@ -137,7 +138,7 @@ print("done")  # and ends while it beats
 
 
 def test_forked_children_and_the_process_itself_end_as_without_it() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=4 * SECONDS, check=False)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=SECONDS, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     assert "Error" not in done.stderr
 
@@ -176,6 +177,7 @@ def put(folder: str, step: int, slow: int = -1, wakes: int = 0) -> str:
     return snapshot.root
 
 
+@pytest.mark.slow
 def test_slow_ranks_are_waited_for_and_suspended_ones_are_not_and_train_on(folder: Path, pool: Pool) -> None:
     """Nothing but their silence can end the second put in time."""
     (root,) = set(pool.run(put, str(folder), 1, ranks=3))

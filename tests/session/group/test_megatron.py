@@ -12,8 +12,6 @@ import torch.distributed as dist
 import tensorstore_ck as tsck
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, opened
 
-pytestmark = pytest.mark.timeout(300)
-
 LAYERS: Final = 4
 
 

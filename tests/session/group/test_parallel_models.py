@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import tensorstore_ck as tsck
 from tests.session.group.pool import GROUPS, RANKS, TIMEOUT_SECONDS, Pool, opened
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def model_of(seed: int) -> nn.Sequential:

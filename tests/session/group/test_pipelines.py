@@ -17,9 +17,6 @@ import tensorstore_ck as tsck
 from tensorstore_ck.session.group import planning_round
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, local_of, opened
 
-pytestmark = pytest.mark.timeout(300)
-
-
 LAYERS = 4
 
 

@@ -13,6 +13,7 @@ from tensorstore_ck.errors import (
 )
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.store import Store
+from tests.effort import PATIENCE_SECONDS
 from tests.end_to_end.crash.faulty import Faults, FaultyBackend
 
 
@@ -67,7 +68,7 @@ def test_it_is_with_the_others_again(wrong: dict[str, Any], odd: int, monkeypatc
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60.0)
+        thread.join(PATIENCE_SECONDS)
     assert [len(ending) for ending in endings] == [2, 2]
     assert f"rank {odd}: " in endings[1 - odd][0]
     assert endings[0][1] == endings[1][1]

@@ -98,6 +98,7 @@ def test_rank_0_cannot_write_the_record() -> None:
     require_no_garbage(world.engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["die-before", "tear", "die-after"])
 @pytest.mark.parametrize("rank", LEADER_AND_FOLLOWER)
 def test_a_death_at_every_call_to_the_backend(rank: int, mode: str) -> None:
@@ -130,6 +131,7 @@ def test_a_death_at_every_call_to_the_backend(rank: int, mode: str) -> None:
     assert {"put snapshots", "create log"} <= struck or rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("mode", ["unavailable", "lost-reply", "unknown-lands-later"])
 @pytest.mark.parametrize("rank", LEADER_AND_FOLLOWER)
@@ -167,6 +169,7 @@ def require_agreement_or_doubt(rank: PutRank, world: World) -> None:
         assert 2 not in world.steps()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("are_alike", [True, False])
 @pytest.mark.parametrize("kind", ["die", "stall", "error"])
 @pytest.mark.parametrize("rank", LEADER_AND_FOLLOWER)
@@ -277,6 +280,7 @@ def require_readable(engine: Engine, step: int) -> None:
         assert bytes(memory) == expected.whole.tobytes(), (step, number)
 
 
+@pytest.mark.slow
 def test_step_1000_again_after_an_abort_and_a_rollback() -> None:
     """The late records of the first try are never taken for those of the second."""
     for stalled in range(RANKS):

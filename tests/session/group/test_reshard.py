@@ -21,9 +21,6 @@ from tensorstore_ck.engine.read.block_reader import MAX_GAP_BYTES
 from tests.session.group.boxed import Boxed
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, local_of, make_store, opened
 
-pytestmark = pytest.mark.timeout(300)
-
-
 # --- what is spread, and how --------------------------------------------------------------------------------------------
 
 
@@ -310,7 +307,14 @@ def covered(reads: list[tuple[str, int, int]]) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", ["fsdp 4", "tp 4, columns", "hsdp 2x4", "strided and replicated 2x2", "3-D 2x2x2", "ddp 4", "flat 3", "sharded tensor 4"]
+    "name",
+    [
+        *("fsdp 4", "3-D 2x2x2", "flat 3"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("tp 4, columns", "hsdp 2x4", "strided and replicated 2x2", "ddp 4", "sharded tensor 4")
+        ),
+    ],
 )
 def test_what_is_needed_is_read_once(pool: Pool, tmp_path: Path, name: str) -> None:
     """By each rank hardly more than it needs when the ranks are those that put; else whole blocks, each of them by one rank of a host."""

@@ -18,7 +18,7 @@ from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.maintenance.copy_store import copy as copy_snapshots
 from tensorstore_ck.maintenance.fsck.repair import run_repair
 from tests.gc.stores import open_store
-from tests.session.group.pool import GROUPS, Pool
+from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool
 from tests.session.group.states import Spreading, captured, whole
 from tests.session.group.stores import put_all, rank_state
 
@@ -48,7 +48,7 @@ def put(folder: str, *, with_own: bool) -> str:
 
 def own_state(folder: str, address: str, ranks: int, whose: str | None = None, rank: int | None = None) -> Any:
     return opened(folder).rank_state(
-        address, rank, group=GROUPS[ranks], rank_state_map=None if whose is None else WHOSE[whose], timeout_seconds=20
+        address, rank, group=GROUPS[ranks], rank_state_map=None if whose is None else WHOSE[whose], timeout_seconds=TIMEOUT_SECONDS
     )
 
 
@@ -57,7 +57,7 @@ def ranks_of(found: Any) -> Any:
 
 
 def new_streams(folder: str, address: str, ranks: int) -> tsck.Streams:
-    return opened(folder).random_streams(address, group=GROUPS[ranks], timeout_seconds=20)
+    return opened(folder).random_streams(address, group=GROUPS[ranks], timeout_seconds=TIMEOUT_SECONDS)
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,6 @@ from tests.session.group.wrappers import (
     whole,
 )
 
-pytestmark = [pytest.mark.timeout(300)]
-
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:

@@ -12,13 +12,12 @@ from tensorstore_ck.backend.staging import StagingFolder
 from tensorstore_ck.common.ids import Ulid, ulid_text
 from tensorstore_ck.session.peers import PeerLink, Replicator, connect, host_of_folder
 from tensorstore_ck.session.staging.manifest import manifest_key
-from tests.session.group.pool import GROUPS
+from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS
 
 STORE: Final = "11111111-2222-3333-4444-555555555555"
 PIECE_BYTES: Final = 4096
 SIZES: Final = (0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 5 * PIECE_BYTES + 7)
 CAPACITY_BYTES: Final = 1 << 30
-TIMEOUT_SECONDS: Final = 20.0
 
 Files = dict[str, bytes]
 Hook = Callable[[], object]

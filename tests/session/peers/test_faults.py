@@ -18,7 +18,8 @@ from tensorstore_ck.errors import BackendUnavailableError, SnapshotDroppedError
 from tensorstore_ck.session.peers import connect, host_of_folder
 from tensorstore_ck.session.peers.link import BACK, FORTH
 from tensorstore_ck.session.staging.manifest import manifest_key
-from tests.session.group.pool import GROUPS, IMPORTED, Pool
+from tests.effort import PATIENCE_SECONDS
+from tests.session.group.pool import GROUPS, IMPORTED, TIMEOUT_SECONDS, Pool
 from tests.session.peers.sides import (
     PIECE_BYTES,
     SIZES,
@@ -194,7 +195,7 @@ def _hostile(base: str, offers: Sequence[dict[str, Any]]) -> tuple[list[str], li
         return keys, own.warnings
     for host in (0, 1):
         os.makedirs(folder_at(base, host).path, exist_ok=True)
-    link = connect(GROUPS[2], [host_of_folder(folder_at(base, host).path) for host in (0, 1)], 1, base, timeout_seconds=20)
+    link = connect(GROUPS[2], [host_of_folder(folder_at(base, host).path) for host in (0, 1)], 1, base, timeout_seconds=TIMEOUT_SECONDS)
     refused = []
     for put, offer in enumerate(offers):
         link.send_record(1, FORTH, {"txn": put_id(put), **offer})
@@ -278,7 +279,7 @@ KILLED, RANKS = 3, 5
 
 def _until_killed(base: str, rank: int, port: int, ends: "Queue[tuple[int, str]]") -> None:
     store = dist.TCPStore("127.0.0.1", port)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=PATIENCE_SECONDS))
     own: Side = side(base, range(RANKS), 1, group=dist.group.WORLD)
     own.exchange(1, own.stage((100,), first=50))
 
@@ -303,9 +304,9 @@ def test_a_rank_that_is_killed_ends_it_in_its_block_and_half_a_copy_does_not_cou
     processes = [context.Process(target=_until_killed, args=(str(tmp_path), rank, store.port, ends)) for rank in range(RANKS)]
     for process in processes:
         process.start()
-    said = dict(ends.get(timeout=60) for _ in range(RANKS - 1))
+    said = dict(ends.get(timeout=PATIENCE_SECONDS) for _ in range(RANKS - 1))
     for process in processes:
-        process.join(30)
+        process.join(PATIENCE_SECONDS)
         process.kill()
     assert (said[0], said[1]) == (str([_key(1, 3)]), str([_key(0, 3)]))
     assert all("gets no copies on other hosts any more" in said[rank] for rank in (2, 4))

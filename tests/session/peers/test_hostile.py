@@ -17,7 +17,7 @@ from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.session.peers import PeerLink, connect, host_of_folder
 from tensorstore_ck.session.peers.link import BACK, FORTH, MAC_BYTES, MAX_RECORD_BYTES, PeerLostError
 from tensorstore_ck.session.staging.manifest import manifest_key
-from tests.session.group.pool import GROUPS, Pool
+from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool
 from tests.session.peers.sides import PIECE_BYTES, bytes_of, folder_at, lies_in, name_of, put_id, side
 
 HOSTS: Final = (0, 1)
@@ -144,7 +144,7 @@ ATTACKS: Final[dict[Attack, str]] = {
 
 def _attacked(base: str, number: int) -> tuple[str, list[str]]:
     if dist.get_rank() == 1:
-        return _victim(base, (1,), SHORT_SECONDS if list(ATTACKS)[number] is _stopping_midway else 20)
+        return _victim(base, (1,), SHORT_SECONDS if list(ATTACKS)[number] is _stopping_midway else TIMEOUT_SECONDS)
     with suppress(PeerLostError, RuntimeError):  # the other side breaks off
         list(ATTACKS)[number](_hostile_link(base))
     dist.barrier(GROUPS[2])
@@ -154,10 +154,10 @@ def _attacked(base: str, number: int) -> tuple[str, list[str]]:
 def _hostile_link(base: str) -> PeerLink:
     for host in HOSTS:
         os.makedirs(folder_at(base, host).path, exist_ok=True)
-    return connect(GROUPS[2], [host_of_folder(folder_at(base, host).path) for host in HOSTS], 1, base, timeout_seconds=20)
+    return connect(GROUPS[2], [host_of_folder(folder_at(base, host).path) for host in HOSTS], 1, base, timeout_seconds=TIMEOUT_SECONDS)
 
 
-def _victim(base: str, puts: Sequence[int], answer_seconds: float = 20) -> tuple[str, list[str]]:
+def _victim(base: str, puts: Sequence[int], answer_seconds: float = TIMEOUT_SECONDS) -> tuple[str, list[str]]:
     """Sends nothing, and looks at what comes."""
     own = side(base, HOSTS, 1, answer_seconds=answer_seconds)
     own.replicator._sending._targets = []

@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 import tensorstore_ck as tsck
 from tensorstore_ck.backend.staging import Uploader
+from tests.effort import PATIENCE_SECONDS
 
 RANKS: Final = 3
-SECONDS: Final = 60.0
+SECONDS: Final = PATIENCE_SECONDS
 
 
 def state(step: int) -> dict[str, Any]:

@@ -16,8 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-DEADLINE_SECONDS: Final = 40.0
-"""Of a scene, for a machine that has other things to do."""
+from tests.effort import PATIENCE_SECONDS
+
+DEADLINE_SECONDS: Final = PATIENCE_SECONDS
+"""Of a scene."""
 
 
 def watch(seconds: float) -> None:

@@ -14,10 +14,10 @@ from tensorstore_ck.events import Event
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
+from tests.effort import PATIENCE_SECONDS
 from tests.end_to_end.crash.faulty import Faults, FaultyBackend
 
-SECONDS: Final = 30.0
-"""After which a test is told that what it waits for does not come."""
+SECONDS: Final = PATIENCE_SECONDS
 MIB: Final = 1 << 20
 SIZE: Final = 200_000
 NEVER: Final = 0x7F

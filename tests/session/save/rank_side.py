@@ -16,10 +16,9 @@ from tensorstore_ck.errors import BackendUnavailableError
 from tensorstore_ck.events import Event
 from tensorstore_ck.state import capture_copy
 from tests.end_to_end.crash.faulty import FaultyBackend
-from tests.session.group.pool import GROUPS
+from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS
 from tests.session.save.places import MIB, SECONDS, Gate, Stop
 
-TIMEOUT_SECONDS = 15.0
 ROWS = 1000
 """Of a sharded tensor, which takes 1.5 MiB: a copy of a state takes one piece of the memory for captures, of 2 MiB."""
 COPY = 2 * MIB

@@ -157,7 +157,6 @@ def test_at_most_three_are_named(place: Scene, during_put: Any) -> None:
         place.store.put_snapshot(state, ref="job")
 
 
-@pytest.mark.timeout(120)
 def test_on_one_of_many_ranks(pool: Pool, tmp_path: Path) -> None:
     make_store(tmp_path, block_bytes=64 << 10)
     pool.run(rank_side.begin, str(tmp_path), 2, [None, None], ranks=2)

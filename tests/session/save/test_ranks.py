@@ -12,8 +12,6 @@ from tests.session.group.pool import Pool, make_store
 from tests.session.save import rank_side
 from tests.session.save.rank_side import Ending, full_tensors
 
-pytestmark = pytest.mark.timeout(120)
-
 Ask = Callable[..., list[Any]]
 
 

@@ -14,6 +14,7 @@ from tensorstore_ck.engine.opening import init_store, make_engine, read_config
 from tensorstore_ck.errors import BY_KIND, BackendUnavailableError
 from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.store import Store
+from tests.effort import PATIENCE_SECONDS
 
 
 class Flaky(MemoryBackend):
@@ -136,7 +137,7 @@ def test_a_wait_that_ends_too_early_does_not_put_twice(backend: Flaky) -> None:
         gate, write = threading.Event(), backend.put
 
         def put(*args: Any, **options: Any) -> Any:
-            gate.wait(30)
+            gate.wait(PATIENCE_SECONDS)
             return write(*args, **options)
 
         def call() -> tsck.Snapshot:

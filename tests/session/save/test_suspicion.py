@@ -402,7 +402,6 @@ def test_the_key_is_the_stores_own(place: Scene) -> None:
 # --- many ranks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(120)
 def test_ranks_judge_together(pool: Pool, tmp_path: Path) -> None:
     def put(step: int, moves: list[int], **options: Any) -> tuple[set[str], list[str]]:
         """How it ended, and what was warned of on any rank."""

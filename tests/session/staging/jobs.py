@@ -16,8 +16,8 @@ from tensorstore_ck.log import RefTable
 from tensorstore_ck.session.group import Group
 from tensorstore_ck.session.save import publish_staged_group, resume_staged
 from tests.session.group.pool import GROUPS
+from tests.session.group.pool import TIMEOUT_SECONDS as SECONDS
 
-SECONDS: Final = 20.0
 ELEMENTS: Final = 40_000
 DAY_SECONDS: Final = 86_400
 

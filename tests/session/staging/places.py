@@ -28,10 +28,10 @@ from tensorstore_ck.log.cache import MemoryTable
 from tensorstore_ck.session.save import PendingSnapshot
 from tensorstore_ck.store import Store
 from tests.backend.staging.places import FakeCreator, PieceStore
+from tests.effort import PATIENCE_SECONDS
 from tests.end_to_end.crash.faulty import Death, Faults, FaultyBackend
 
-SECONDS: Final = 30.0
-"""After which a test is told that what it waits for does not come."""
+SECONDS: Final = PATIENCE_SECONDS
 KIB: Final = 1 << 10
 NAP_SECONDS: Final = 0.002
 """Between tries."""

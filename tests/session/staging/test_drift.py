@@ -4,14 +4,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import tensorstore_ck as tsck
 from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS, Pool, make_store
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def put_staged(folder: str) -> Any:

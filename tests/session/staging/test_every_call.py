@@ -16,7 +16,7 @@ from tests.backend.staging.places import PieceStore
 from tests.end_to_end.crash.faulty import Faults
 from tests.session.staging.places import check, ended, process, require_all_well
 
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
 
 
 class Full(Faults):

@@ -13,6 +13,7 @@ import torch
 
 import tensorstore_ck as tsck
 from tensorstore_ck.errors import PermissionDeniedError
+from tests.effort import PATIENCE_SECONDS
 from tests.session.staging import neighbours
 from tests.session.staging.neighbours import FILES, FOLDERS, ON_FILES, ON_FOLDERS, OTHER, Attack, Users
 
@@ -64,7 +65,7 @@ def state_of(step: int) -> dict[str, Any]:
 def stage(url: Path, shared: Path, ref: str) -> None:
     """A job that ended when step 1 was staged."""
     with opened(url, tsck.Staging(shared, stagger_seconds=3600)) as store:
-        store.put_snapshot_async(state_of(1), ref=ref, step=1).staged.wait(30)
+        store.put_snapshot_async(state_of(1), ref=ref, step=1).staged.wait(PATIENCE_SECONDS)
         assert len(store.drain(0).staged) == 1
 
 
@@ -112,7 +113,7 @@ def test_what_was_staged_in_a_folder_that_was_too_open_is_published(url: Path, s
     with opened(url, shared) as store:
         assert store.checkout("open")["step"] == 1
         for pending in store.pending():
-            pending.wait(30)
+            pending.wait(PATIENCE_SECONDS)
         assert [each.step for each in store.log("open")] == [1]
     assert modes(root) == PRIVATE
 
@@ -125,7 +126,7 @@ def test_all_that_is_made_is_private(url: Path, tmp_path: Path) -> None:
         with opened(url, tmp_path / "scratch" / "stage") as store:
             store.checkout("private")
             for pending in store.pending():
-                pending.wait(30)
+                pending.wait(PATIENCE_SECONDS)
             assert (tmp_path / "scratch" / "stage" / store.engine.config.uuid / "copies/packs").exists()
             assert modes(tmp_path / "scratch" / "stage") == PRIVATE
     finally:
@@ -141,7 +142,7 @@ def test_a_folder_that_is_exchanged_while_it_is_used(url: Path, shared: Path, pr
         for name in ("unsent", "staged", "uploads", "copies"):
             (root / name).symlink_to(precious)
         (root / "users").symlink_to(precious / "notes")
-        store.put_snapshot_async(state_of(1), ref="exchanged", step=1).staged.wait(30)
+        store.put_snapshot_async(state_of(1), ref="exchanged", step=1).staged.wait(PATIENCE_SECONDS)
         assert len(store.drain(0).staged) == 1
     assert len(list((shared / "away" / "staged").iterdir())) == 1
 
@@ -154,7 +155,7 @@ def test_a_folder_that_was_deleted_is_made_anew(url: Path, shared: Path) -> None
             for name in files:
                 Path(folder, name).unlink()
             Path(folder).rmdir()
-        store.put_snapshot_async(state_of(1), ref="deleted", step=1).wait(30)
+        store.put_snapshot_async(state_of(1), ref="deleted", step=1).wait(PATIENCE_SECONDS)
     assert modes(root) == PRIVATE
 
 

@@ -14,9 +14,9 @@ from tensorstore_ck.backend import s3_multipart_writer
 from tensorstore_ck.common import retry
 from tensorstore_ck.log import log
 from tests.backend.chaos import ChaosProxy, Fault, Request, chaos_proxy, first
+from tests.effort import PATIENCE_SECONDS
 from tests.servers import BUCKET, S3Server, storage_options
 
-SECONDS = 60.0
 MIB = 1 << 20
 STEPS_PUT = (0, 1)
 FEW_TRIES = {"retries": {"max_attempts": 1, "mode": "legacy"}}
@@ -91,6 +91,7 @@ def run(path: Path, endpoint: str, proxy: ChaosProxy, faults: list[Fault]) -> No
         assert report.ok, report.findings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [Fault.STATUS_503, Fault.LOSE_REPLY, Fault.LOSE_REQUEST])
 def test_faults(tmp_path: Path, moto_server: S3Server, proxy: ChaosProxy, fault: Fault) -> None:
     run(tmp_path, moto_server.endpoint, proxy, [fault])
@@ -115,7 +116,7 @@ def test_what_a_job_left_is_uploaded_by_the_next_and_nothing_twice(tmp_path: Pat
     proxy.plan = until_the_second_piece
     with opened(tmp_path, url, proxy.url, staging=staging) as store:
         pending = store.put_snapshot_async(state_of(0), ref="job", step=0)
-        pending.staged.wait(SECONDS)
+        pending.staged.wait(PATIENCE_SECONDS)
         while not any("partNumber=2" in path for path in sent):
             pass
         assert [each.step for each in store.drain(0).staged] == [0]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tensorstore_ck as tsck
+from tests.effort import PATIENCE_SECONDS
 from tests.end_to_end.crash.faulty import Faults, FaultyBackend
 
 REF: Final = "job"
@@ -21,7 +22,7 @@ STEPS: Final = 24
 EVERY: Final = 2
 DONE, ENDED, RAISED = 0, 3, 4
 """Exit codes: the training is done; it was ended, as its saves fail; something else went wrong."""
-TIMEOUT: Final = timedelta(seconds=30)
+TIMEOUT: Final = timedelta(seconds=PATIENCE_SECONDS / 2)
 
 
 class Fault(NamedTuple):
@@ -103,7 +104,7 @@ def _train(rank: Rank, group: Any, state: object, tensors: Callable[[], Iterable
             when=tsck.every_steps(EVERY),
             group=group,
             lead_steps=2,
-            timeout_seconds=10.0,
+            timeout_seconds=PATIENCE_SECONDS / 2,
             max_unsaved_seconds=1e-3,
         )
         resumed = ckpt.resume()

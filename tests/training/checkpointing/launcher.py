@@ -5,15 +5,14 @@ import random
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 import tensorstore_ck as tsck
+from tests.effort import PATIENCE_SECONDS
 from tests.session.group.pool import IMPORTED
 from tests.training.checkpointing.killed_side import DONE, REF, Fault, Rank
-
-SECONDS: Final = 90.0
 
 
 class World(NamedTuple):
@@ -43,7 +42,7 @@ def exit_codes(function: Callable[..., object], folder: Path, world: World, faul
     alive = list(ranks)
     try:
         while alive:
-            ready = wait([each.sentinel for each in alive], SECONDS)
+            ready = wait([each.sentinel for each in alive], PATIENCE_SECONDS)
             assert ready, f"a rank hangs; {told(folder)}"
             ended = [each for each in alive if each.sentinel in ready]
             alive = [each for each in alive if each not in ended]

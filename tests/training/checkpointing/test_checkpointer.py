@@ -201,7 +201,6 @@ def test_steps_that_go_back_are_refused(store: tsck.Store) -> None:
 # --- many ranks -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
@@ -227,7 +226,6 @@ def test_all_ranks_save_at_the_same_steps(pool: Pool, tmp_path: Path, name: str,
     assert resumed == [(last, 2000.0 * last * (last + 1) / 2, [])] * 2
 
 
-@pytest.mark.timeout(120)
 def test_all_ranks_pass_over_what_one_finds_damaged(pool: Pool, tmp_path: Path) -> None:
     make_store(tmp_path)
     pool.run(rank_side.run, str(tmp_path), "steps", 2, ranks=2)

@@ -17,14 +17,12 @@ WORLD = World(RANKS, range(RANKS))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_job_that_is_killed_goes_on_from_what_was_safe(tmp_path: Path) -> None:
     make_store(tmp_path)
     assert run_until_done(run, tmp_path, lambda _: WORLD, random.Random(18), kills=5, calls=50)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("broken", range(RANKS))
 def test_a_job_whose_store_stays_away_on_one_rank_ends(tmp_path: Path, broken: int) -> None:
     """Each rank ends by itself, and says why, long before the last step."""

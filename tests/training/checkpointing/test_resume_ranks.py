@@ -8,7 +8,6 @@ import tensorstore_ck as tsck
 from tests.session.group.pool import Pool, make_store
 from tests.training.checkpointing import resume_side
 
-pytestmark = pytest.mark.timeout(120)
 KINDS = ["TrainingState", "plain"]
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import os
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -109,7 +108,7 @@ def test_a_signal_is_answered_once() -> None:
         when = tsck.on_preemption(signal.SIGUSR1)
         [told] = when.decided()
         assert not told.wants()
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
         assert told.wants()
         assert came == [signal.SIGUSR1], "whoever was told before still is"
         told.since = 7

@@ -148,6 +148,7 @@ def test_by_default_an_hour_or_ten_intervals(tmp_path: Path, interval: float, at
     assert at < job.clock.now - began <= at + 2 * interval
 
 
+@pytest.mark.slow
 def test_a_staged_save_that_is_never_published_counts(tmp_path: Path) -> None:
     """Its upload is tried again and again: nothing has failed."""
     job = Job(tmp_path, staging=tmp_path / "stage", max_unsaved_seconds=100)
@@ -186,7 +187,6 @@ def test_a_limit_that_is_no_time(tmp_path: Path, seconds: Any) -> None:
 # --- many ranks -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize(
     "trouble",
@@ -215,7 +215,6 @@ def test_all_ranks_end_after_the_same_step(pool: Pool, tmp_path: Path, asynchron
         assert (steps, ended[0] < 40) == ([4], True)
 
 
-@pytest.mark.timeout(120)
 def test_an_end_that_was_told_counts_no_more_once_the_save_is_published(pool: Pool, tmp_path: Path) -> None:
     """Rank 0 says at step 9 that all end at step 12; the save of step 8 is published at step 10."""
     make_store(tmp_path)

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 import tensorstore_ck as tsck
+from tests.effort import PATIENCE_SECONDS
 from tests.end_to_end.crash.faulty import Faults, FaultyBackend
-from tests.session.group.pool import GROUPS
+from tests.session.group.pool import GROUPS, TIMEOUT_SECONDS
 
 LEAD_STEPS = 3
 SECONDS_A_STEP = 10.0
@@ -27,7 +28,7 @@ def run(folder: str, trouble: str, asynchronous: bool, ranks: int) -> tuple[int,
     write = store.engine.backend.put
 
     def put(*args: Any, **options: Any) -> Any:
-        gate.wait(30)
+        gate.wait(PATIENCE_SECONDS)
         return write(*args, **options)
 
     store.engine.backend.put = put  # type: ignore[method-assign]
@@ -44,7 +45,7 @@ def run(folder: str, trouble: str, asynchronous: bool, ranks: int) -> tuple[int,
             asynchronous=asynchronous,
             lead_steps=LEAD_STEPS,
             max_unsaved_seconds=120.0,
-            timeout_seconds=10.0,
+            timeout_seconds=TIMEOUT_SECONDS,
             unchanged="ok",
             clock=lambda: now[0] if rank == 0 else 0.0,  # what other clocks say does not count
         )

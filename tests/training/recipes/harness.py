@@ -34,12 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import tensorstore_ck as tsck
-from tests.session.group.pool import Pool
-
-SECONDS: Final = 60.0
-"""Of one call on all ranks, by which a recipe that hangs is known."""
-TIMEOUT_SECONDS: Final = 30.0
-"""Of puts and restores."""
+from tests.session.group.pool import TIMEOUT_SECONDS, Pool
 
 
 class Layout(NamedTuple):
@@ -321,7 +316,7 @@ class Worlds:
             AssertionError: it did not return on a rank.
         """
         if ranks not in self._pools:
-            self._pools[ranks] = Pool(ranks, SECONDS).__enter__()
+            self._pools[ranks] = Pool(ranks).__enter__()
         try:
             answers = self._pools[ranks].ask(function, *args, ranks=ranks)
         except (AssertionError, EOFError, OSError) as exc:

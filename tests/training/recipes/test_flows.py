@@ -17,7 +17,7 @@ import tensorstore_ck as tsck
 from tests.training.recipes.dense import Block, adamw
 from tests.training.recipes.harness import FLAT, TIMEOUT_SECONDS, Worlds, difference, gathered, mesh_of, opened, state_of, step, united
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 Model = tuple[nn.Module, torch.optim.Optimizer]
 

@@ -13,7 +13,7 @@ from tests.training.recipes import dense, experts, optimizers, own, pipelines  #
 from tests.training.recipes.harness import RECIPES, Layout
 from tests.training.recipes.killed_side import run
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 KILLS = effort(2, 4)
 FORMS = {"state": 25, "training": 50}

@@ -7,7 +7,7 @@ import pytest
 from tests.training.recipes import dense, experts, optimizers, own, pipelines  # noqa: F401 - they register their recipes
 from tests.training.recipes.harness import RECIPES, Worlds, run
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 import tensorstore_ck as tsck
 from tests.training.recipes.harness import TIMEOUT_SECONDS, Worlds, mesh_of, opened
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 RANKS = 4
 ODD = 2
