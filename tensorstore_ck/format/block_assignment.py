@@ -87,7 +87,7 @@ class BlockShare(NamedTuple):
     is_inline: bool
 
 
-def alike(layout_of: bytes, rank: int, ranks: int) -> tuple[int, ...]:
+def ranks_with_layout(layout_of: bytes, rank: int, ranks: int) -> tuple[int, ...]:
     """The ranks that have the same layout as `rank`, in order."""
     if not layout_of:
         return tuple(range(ranks))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tensorstore_ck.common.ids import DIGEST_BYTES
 from tensorstore_ck.errors import CorruptObjectError, FormatVersionError
 from tensorstore_ck.format import tree, values
-from tensorstore_ck.format.block_assignment import alike, decode_regions, every_region, regions, shares
+from tensorstore_ck.format.block_assignment import decode_regions, every_region, ranks_with_layout, regions, shares
 from tensorstore_ck.format.layout import Explicit, Layout
 from tensorstore_ck.format.part import Part, decode_values
 from tensorstore_ck.format.part_index import PartIndex
@@ -101,7 +101,7 @@ def use(decoded: object) -> None:
 def plan_of(layout: Layout, part: Part) -> None:
     """What a reader does with a part of many ranks, and what it checks first."""
     if part.world_size == 6 and part.rank < 6:
-        ranks = alike(part.layout_of or b"", part.rank, 6)
+        ranks = ranks_with_layout(part.layout_of or b"", part.rank, 6)
         plan = PartIndex(layout, part, ranks, 4 << 20, "a part")
         told = {each.tensor: each.boxes for each in decode_regions(layout, part.regions, "a part")}
         for tensor in range(len(layout.tensors)):

@@ -19,7 +19,7 @@ from tensorstore_ck.engine.reachability import require_live, resolve
 from tensorstore_ck.engine.read.block_reader import BufferTarget, OpenPart, ReadBlocks, WantedBlock, deliver, read_blocks, wanted_blocks
 from tensorstore_ck.engine.read.box_copy import BoxTarget
 from tensorstore_ck.errors import CorruptObjectError, DamageError, MismatchError, NotFoundError
-from tensorstore_ck.format.block_assignment import alike, decode_regions, every_region, first_ranks, row_boxes
+from tensorstore_ck.format.block_assignment import decode_regions, every_region, first_ranks, ranks_with_layout, row_boxes
 from tensorstore_ck.format.layout import Layout, decode_layout
 from tensorstore_ck.format.layout_merge import LayoutConflictError, MergedLayout
 from tensorstore_ck.format.part import Part, decode_values, part_name
@@ -125,7 +125,7 @@ class SnapshotReader:
             raise CorruptObjectError(
                 f"{self.name} is one of {self.world_size}, but there are {len(self.record.parts)}", object_id=self.name
             )
-        self._alike = (rank,) if self.part.layout_of is None else alike(self.part.layout_of, rank, self.world_size)
+        self._alike = (rank,) if self.part.layout_of is None else ranks_with_layout(self.part.layout_of, rank, self.world_size)
         nearest = sorted(self._alike, key=lambda other: abs(other + 0.5 - place * self.world_size))
         self._nearest = [*dict.fromkeys([nearest[0], rank, *nearest])]  # this one is open already
         self._blob_first = np.concatenate(([0], np.cumsum(self.part.blobs["blocks"], dtype=np.int64)))

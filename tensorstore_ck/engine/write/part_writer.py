@@ -54,7 +54,7 @@ class PartSlot(NamedTuple):
 
     rank: int
     world_size: int
-    alike: tuple[int, ...]
+    layout_ranks: tuple[int, ...]
     """The ranks that have the same layout, in order. The first of them stores the layout, and the values and large values of the state."""
     layout_of: bytes | None
     """See `Part.layout_of`."""
@@ -169,7 +169,7 @@ def write_blobs(captured: CapturedState, packs: PackWriter, slot: PartSlot, codi
     """Stores the layout and the large values, if this rank is the one that does."""
     encoder = Encoder(coding.mode)
     encoded_layout = captured.layout.encode()
-    is_first = slot.rank == slot.alike[0]
+    is_first = slot.rank == slot.layout_ranks[0]
     ids: list[Digest] = []
     blobs = np.zeros(1 + len(captured.blobs) if is_first else 1, BLOB_DTYPE)
     blobs["size"][0] = len(encoded_layout)
@@ -271,7 +271,7 @@ def inline_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> tupl
 
 def places_of(captured: CapturedState, slot: PartSlot, block_bytes: int) -> Iterator[tuple[int, int, BlockShare]]:
     """What this rank stores: the tensor, where in its source it begins, and how it is cut."""
-    held = regions(captured.layout, slot.rank, slot.alike, captured.explicit)
+    held = regions(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
     bases = source_offsets(captured, held)
     for share in shares(captured.layout, held, slot.rank, block_bytes):
         yield held[share.region].tensor, bases[share.region] + share.start, share
@@ -302,7 +302,7 @@ def store_part(
         slot.world_size,
         blobs.rows,
         b"".join(ids),
-        encode_values(captured.values if slot.rank == slot.alike[0] else ()),
+        encode_values(captured.values if slot.rank == slot.layout_ranks[0] else ()),
         tensors.inline,
         extents.packs,
         extents.rows,
@@ -311,7 +311,7 @@ def store_part(
         slot.layout_of,
         encode_regions(captured.explicit),
     )
-    if slot.rank == slot.alike[0]:
+    if slot.rank == slot.layout_ranks[0]:
         _require_readable(captured, layout, part, slot)
     ulid, encoded = engine.put_id(), part.encode()
     engine.backend.put(part_name(ulid), encoded)
@@ -330,7 +330,7 @@ def _require_readable(captured: CapturedState, layout: bytes, part: Part, slot: 
     budget = ParseBudget(FREE_BYTES // (2 * slot.world_size))
     encoded_bytes = int(part.extents["stored"][: int(part.blobs["blocks"].sum())].sum(dtype=np.int64))
     # gc may encode the layout anew, in fewer bytes: a quarter of today's is what the reader will find at least.
-    budget.add_stored(encoded_bytes // 4 + part.stored_bytes + (ULID_BYTES + DIGEST_BYTES) * len(slot.alike))
+    budget.add_stored(encoded_bytes // 4 + part.stored_bytes + (ULID_BYTES + DIGEST_BYTES) * len(slot.layout_ranks))
     size_bytes = sum(map(len, bodies))
     if size_bytes <= budget.most_items(size_bytes):
         return  # even if each byte was an item
@@ -367,7 +367,7 @@ def _cuts_of_frozen(captured: CapturedState, slot: PartSlot, block_bytes: int) -
     """Which blocks of each frozen tensor this rank stores: another rank may store them at the next put."""
     cuts: dict[int, list[tuple[object, ...]]] = {}
     if captured.frozen:
-        held = regions(captured.layout, slot.rank, slot.alike, captured.explicit)
+        held = regions(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
         for share in shares(captured.layout, held, slot.rank, block_bytes):
             region = held[share.region]
             if region.tensor in captured.frozen:

@@ -4,12 +4,12 @@ Knows no torch and no formats: a process group is anything with a rank, a size a
 an end. `Group` counts the attempts of a process group, `Round` is one of them, and the caller does the work in `Participant`.
 """
 
-from tensorstore_ck.session.group.attempt import GRACE_SECONDS, Round
 from tensorstore_ck.session.group.channel import Channel, ChannelError, KeyValue, StoreRunner
 from tensorstore_ck.session.group.group import Group, StoreThread, open_group
 from tensorstore_ck.session.group.liveness import DEAD_AFTER_SECONDS
 from tensorstore_ck.session.group.participant import Participant
-from tensorstore_ck.session.group.rank_messages import disagreements, named_ranks
+from tensorstore_ck.session.group.rank_messages import mismatches, named_ranks
+from tensorstore_ck.session.group.round import GRACE_SECONDS, Round
 
 __all__ = [
     "DEAD_AFTER_SECONDS",
@@ -22,7 +22,7 @@ __all__ = [
     "Round",
     "StoreRunner",
     "StoreThread",
-    "disagreements",
+    "mismatches",
     "named_ranks",
     "open_group",
 ]

@@ -11,23 +11,23 @@ from tensorstore_ck.session.group.replica_check import ReplicaDigests, differenc
 class RankDryRun(RankPut):
     """One rank's side. All is compared but what only the written parts tell of states that cannot be united."""
 
-    def duties(self) -> Participant:
+    def participant(self) -> Participant:
         """For an attempt, which leaves nothing in the log."""
-        return Participant(self.hello, self.work, None, self.compare, self.commit)
+        return Participant(self.propose, self.execute, None, self.compare, self.commit)
 
-    def work(self, go: Body) -> Body:
+    def execute(self, go: Body) -> Body:
         """Plans the put, and hashes what this rank holds with others."""
         if go["explain"]:
-            return super().work(go)
+            return super().execute(go)
         self._states = self._states._replace(shared=self._planning.follow(go, self._states.shared))
         slot = self.take_slot()
-        return {"replicas": self._digests(slot).record(), "told_bytes": self._told_bytes(slot)}
+        return {"replicas": self._digests(slot).record(), "reported_bytes": self._reported_bytes(slot)}
 
     def commit(self, records: list[Body]) -> Body:
         """Compares that: the size of the snapshot in bytes."""
-        self.require_told_alike(records)
+        self.require_same_options(records)
         digests = [ReplicaDigests.of_record(take(record, "replicas", dict)) for record in records]
         problem = differences(digests, [None if self._planning.layout_of else self._states.shared.layout] * len(digests))
         if problem:
             raise MismatchError(problem + in_the_job(self._group.in_job), object_id="state")
-        return {"bytes": self._states.shared.logical_bytes + sum(take_count(record, "told_bytes") for record in records)}
+        return {"bytes": self._states.shared.logical_bytes + sum(take_count(record, "reported_bytes") for record in records)}

@@ -18,7 +18,7 @@ from tensorstore_ck.format.block_assignment import Region, regions
 from tensorstore_ck.format.layout import Layout, Sharding, TensorSpec
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.session.group.mixed_regions import CompleteCut, MeshSpread
-from tensorstore_ck.session.group.planned_state import NOTHING, StoredRegions, source_at, told_by, without_copies
+from tensorstore_ck.session.group.planned_state import NOTHING, StoredRegions, reported_by, source_at, without_copies
 from tensorstore_ck.session.group.put_plan import SOLE, PlanMemory
 
 PIECE_ELEMENTS: Final = 1 << 20
@@ -69,10 +69,10 @@ class ReportedRegions(NamedTuple):
     digest: bytes
 
 
-def told_digests(captured: CapturedState, known: PlanMemory, rank: int, share: RegionShare) -> list[ReportedRegions]:
+def reported_digests(captured: CapturedState, known: PlanMemory, rank: int, share: RegionShare) -> list[ReportedRegions]:
     """Of each region that other ranks tell as well, in the same order on each of them; `captured` is this rank's own state, as it came."""
     held: list[tuple[tuple[int, BoxBounds], ReportedRegions]] = []
-    for tensor, mine, boxes, said in told_by(captured, known, rank):
+    for tensor, mine, boxes, said in reported_by(captured, known, rank):
         start = 0
         for box, number in zip(boxes, said, strict=True):
             size_bytes = prod(box.sizes) * captured.layout.tensors[mine].item_bytes
@@ -80,7 +80,7 @@ def told_digests(captured: CapturedState, known: PlanMemory, rank: int, share: R
                 key = bytes(derived_hash("told set of ranks", (number >> 1).to_bytes(4, "little"))[:8])
                 held.append(((tensor, box), ReportedRegions(key, tensor, _digest(captured.sources[mine], start, start + size_bytes))))
             start += size_bytes
-    return [told for _, told in sorted(held)]
+    return [reported for _, reported in sorted(held)]
 
 
 def sums_of(captured: CapturedState, known: PlanMemory, rank: int, share: RegionShare) -> list[RegionSum]:
@@ -88,7 +88,7 @@ def sums_of(captured: CapturedState, known: PlanMemory, rank: int, share: Region
     layout = known.plan.layout
     if not known.plan.compared or layout is None:
         return []
-    told = {each.tensor: without_copies(captured, each) for each in told_by(captured, known, rank)}
+    reported = {each.tensor: without_copies(captured, each) for each in reported_by(captured, known, rank)}
     cuts_of = {each.tensor: each.cuts for each in known.plan.compared if share.has(each.tensor)}
     found: dict[int, RegionSum] = {}
     for place in known.places:
@@ -99,7 +99,7 @@ def sums_of(captured: CapturedState, known: PlanMemory, rank: int, share: Region
             if isinstance(cut.spread, MeshSpread):
                 held, source = _regions(spec, cut.spread, rank, cut), source_at(captured, layout, place)
             else:
-                kept = told.get(tensor, StoredRegions(NOTHING, ()))
+                kept = reported.get(tensor, StoredRegions(NOTHING, ()))
                 held, source = [Region(tensor, *box, cut.spread == "flat", (rank,)) for box in kept.boxes], kept.source
             start = total = 0
             for region in held:

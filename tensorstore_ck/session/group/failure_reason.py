@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.errors import BY_KIND, ConflictError, DamageError, InputError, SnapshotAbortedError, StoreError
 from tensorstore_ck.format.sealed import Body, take
-from tensorstore_ck.session.group.rank_messages import MAX_TEXT, error_text, sayings, shortened
+from tensorstore_ck.session.group.rank_messages import MAX_TEXT, describe_ranks, error_text, shortened
 
 LASTING: Final = (InputError, DamageError, ConflictError)
 """Of errors of several classes the first that is here counts: what a user must change helps, whatever else there is; and damage that was
@@ -36,7 +36,7 @@ class FailureReason(NamedTuple):
     def of_ranks(cls, said: Mapping[int, "FailureReason"], in_job: Sequence[int] | None = None) -> "FailureReason":
         """What several ranks say, as one: of the first class of `LASTING` that is there, and of its lowest rank."""
         first = min(said, key=lambda rank: (said[rank]._order(), rank))
-        return said[first]._replace(text=sayings({rank: each.text for rank, each in said.items()}, in_job))
+        return said[first]._replace(text=describe_ranks({rank: each.text for rank, each in said.items()}, in_job))
 
     def _order(self) -> int:
         kind = BY_KIND.get(self.kind, SnapshotAbortedError)

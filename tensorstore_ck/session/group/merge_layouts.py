@@ -17,8 +17,8 @@ from tensorstore_ck.format.sharding import BoxBounds, Mesh
 from tensorstore_ck.format.tree import Branch, Leaf, Tree, leaves, parse
 from tensorstore_ck.format.values import describe
 from tensorstore_ck.session.group.mixed_regions import CompleteCut, MeshSpread, NotOneTensorError, Spread, cuts_of
-from tensorstore_ck.session.group.rank_kinds import RankKind, Told
-from tensorstore_ck.session.group.rank_messages import sayings
+from tensorstore_ck.session.group.rank_kinds import RankKind, ReportedBoxes
+from tensorstore_ck.session.group.rank_messages import describe_ranks
 from tensorstore_ck.session.group.region_claims import Held, gap, once
 
 _DICTS: Final = ("d", "o", "f")
@@ -83,7 +83,7 @@ class UnitedState(NamedTuple):
     layout: Layout
     holes: Sequence[ValueHole]
     compared: Sequence[ComparedTensor]
-    told: Sequence[ReportedRegionsTensor]
+    reported: Sequence[ReportedRegionsTensor]
     """In the order of the layout."""
 
 
@@ -96,19 +96,19 @@ class _Member:
     """Side -> the leaf there: a tensor, or a view that has become one."""
 
 
-def unite(kinds: Sequence[RankKind], told: Told) -> UnitedState:
+def unite(kinds: Sequence[RankKind], reported: ReportedBoxes) -> UnitedState:
     """The state that all ranks have together.
 
     Raises:
         MisfitError: they have different things at one path, or do not hold a tensor in full.
     """
-    return _Uniting(kinds, told).result()
+    return _Uniting(kinds, reported).result()
 
 
 class _Uniting:
-    def __init__(self, kinds: Sequence[RankKind], told: Told) -> None:
+    def __init__(self, kinds: Sequence[RankKind], reported: ReportedBoxes) -> None:
         self._kinds = kinds
-        self._boxes = {rank: {each.tensor: each.boxes for each in explicit} for rank, explicit in told.items()}
+        self._boxes = {rank: {each.tensor: each.boxes for each in explicit} for rank, explicit in reported.items()}
         self._members: list[_Member] = []
         self._number_of: dict[tuple[int, int], int] = {}
         """(side, its tensor) -> the united one that has its name."""
@@ -131,7 +131,7 @@ class _Uniting:
             if leaf.kind == "tensor":
                 names.setdefault(leaf.index, leaf.path)
         taken = {leaf.path for leaf in leaves(parsed)}
-        tensors, spreads, compared, told = [], list[LayoutSpread](), [], list[ReportedRegionsTensor]()
+        tensors, spreads, compared, reported = [], list[LayoutSpread](), [], list[ReportedRegionsTensor]()
         meshes: dict[Mesh, int] = {}
         found: dict[tuple[tuple[int, LayoutSpread], ...], tuple[list[CompleteCut], LayoutSpread]] = {}
         """Many tensors are held alike, and a mesh may have thousands of ranks."""
@@ -143,13 +143,13 @@ class _Uniting:
                 cuts = self._cuts(spec, member)
                 found[key] = cuts, self._as_stored(cuts[0], meshes)
             cuts, spread = found[key]
-            told += self._told(spec, member, cuts)
+            reported += self._reported(spec, member, cuts)
             if len(cuts) > 1:
                 compared.append(ComparedTensor(number, tuple(cuts)))
             spreads.append(spread)
             tensors.append(spec)
         layout = Layout(tensors, tree, self._storages(), list(meshes), spreads if any(each is not None for each in spreads) else ())
-        return UnitedState(layout, self._holes, compared, told)
+        return UnitedState(layout, self._holes, compared, reported)
 
     # --- the tree -----------------------------------------------------------------------------------------------------
 
@@ -282,7 +282,7 @@ class _Uniting:
             return None
         return Sharding(meshes.setdefault(cut.spread.mesh, len(meshes)), cut.spread.placements)
 
-    def _told(self, spec: TensorSpec, member: _Member, cuts: Sequence[CompleteCut]) -> list[ReportedRegionsTensor]:
+    def _reported(self, spec: TensorSpec, member: _Member, cuts: Sequence[CompleteCut]) -> list[ReportedRegionsTensor]:
         """What ranks tell of a tensor, for each cut."""
         found = []
         for cut in cuts:
@@ -369,7 +369,7 @@ def _path(trees: Sequence[tuple[int, Tree]]) -> str:
 
 def _each(kinds: Sequence[RankKind], what: Mapping[int, str]) -> str:
     """What the ranks of each side have."""
-    return sayings({rank: text for side, text in what.items() for rank in kinds[side].ranks})
+    return describe_ranks({rank: text for side, text in what.items() for rank in kinds[side].ranks})
 
 
 def _what(tree: Tree) -> str:

@@ -47,7 +47,7 @@ def cuts_of(sides: Sequence[tuple[tuple[int, ...], Spread]]) -> list[CompleteCut
         NotOneTensorError: a rank of a mesh does not hold the tensor on it.
     """
     whole: set[int] = set()
-    told: dict[Literal["boxes", "flat"], set[int]] = {}
+    reported: dict[Literal["boxes", "flat"], set[int]] = {}
     meshes: dict[MeshSpread, set[int]] = {}
     for ranks, spread in sides:
         if spread is None:
@@ -55,7 +55,7 @@ def cuts_of(sides: Sequence[tuple[tuple[int, ...], Spread]]) -> list[CompleteCut
         elif isinstance(spread, MeshSpread):
             meshes.setdefault(spread, set()).update(ranks)
         else:
-            told.setdefault(spread, set()).update(ranks)
+            reported.setdefault(spread, set()).update(ranks)
     _check_complete(meshes, {rank: spread for ranks, spread in sides for rank in ranks})
     alike: dict[tuple[tuple[int, ...], tuple[Placement, ...]], list[MeshSpread]] = {}
     for placed in meshes:
@@ -64,7 +64,7 @@ def cuts_of(sides: Sequence[tuple[tuple[int, ...], Spread]]) -> list[CompleteCut
             whole |= set(placed.mesh.ranks)
         else:
             alike.setdefault((tuple(extent for extent, _ in shards), tuple(shard for _, shard in shards)), []).append(placed)
-    found = [CompleteCut(spread, tuple(sorted(ranks))) for spread, ranks in told.items()]
+    found = [CompleteCut(spread, tuple(sorted(ranks))) for spread, ranks in reported.items()]
     for (_, shard), several in alike.items():
         merged = several[0] if len(several) == 1 else _side_by_side(several, shard)
         found.append(CompleteCut(merged, tuple(sorted(merged.mesh.ranks))))

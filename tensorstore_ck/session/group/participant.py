@@ -9,15 +9,15 @@ from tensorstore_ck.format.sealed import Body
 class Participant(NamedTuple):
     """What the caller does in an attempt. Records are small maps of what msgpack has; an error that one raises ends the attempt."""
 
-    hello: Callable[[], Body]
+    propose: Callable[[], Body]
     """What this rank is about to do."""
-    work: Callable[[Body], Body]
+    execute: Callable[[Body], Body]
     """Does this rank's part, durably, and says what came of it; gets the record of `compare`."""
-    settle: Callable[[str], Body | None] | None
+    resolve: Callable[[str], Body | None] | None
     """Has the log say "abort" unless it says "put" already; the outcome's record if put, None if aborted. The reason is for people.
     None for what leaves nothing in the log."""
     compare: Callable[[list[Body]], Body | str]
-    """On rank 0, with the hellos of all ranks in order: what to tell all; or, in words, why their states cannot be one. An input error
+    """On rank 0, with the proposals of all ranks in order: what to tell all; or, in words, why their states cannot be one. An input error
     that it raises is that of all ranks, whatever it is about."""
     commit: Callable[[list[Body]], Body]
     """On rank 0, with what came of the work of all ranks, in order: appends the put to the log; the outcome's record."""

@@ -27,7 +27,7 @@ def planned(
     layout = known.plan.layout
     if layout is None and not known.plan.sets:
         return captured
-    kept = {each.tensor: without_copies(captured, each) for each in told_by(captured, known, rank)}
+    kept = {each.tensor: without_copies(captured, each) for each in reported_by(captured, known, rank)}
     if layout is None:
         sources = [kept[number].source if number in kept else source for number, source in enumerate(captured.sources)]
         return captured._replace(sources=sources, explicit=[Explicit(tensor, each.boxes) for tensor, each in sorted(kept.items())])
@@ -58,7 +58,7 @@ class ReportedTensor(NamedTuple):
     """What the plan says of each: see `PutPlan.sets`."""
 
 
-def told_by(captured: CapturedState, known: PlanMemory, rank: int) -> list[ReportedTensor]:
+def reported_by(captured: CapturedState, known: PlanMemory, rank: int) -> list[ReportedTensor]:
     """The tensors whose regions a rank tells, in the order of the planned layout."""
     boxes = {each.tensor: each.boxes for each in captured.explicit}
     if known.plan.layout is None:
@@ -74,13 +74,13 @@ def told_by(captured: CapturedState, known: PlanMemory, rank: int) -> list[Repor
     return found
 
 
-def without_copies(captured: CapturedState, told: ReportedTensor) -> StoredRegions:
+def without_copies(captured: CapturedState, reported: ReportedTensor) -> StoredRegions:
     """Without the regions that another rank stores."""
-    source, boxes = captured.sources[told.mine], told.boxes
-    own = [said == SOLE or bool(said & KEEPS) for said in told.said]
+    source, boxes = captured.sources[reported.mine], reported.boxes
+    own = [said == SOLE or bool(said & KEEPS) for said in reported.said]
     if all(own):
         return StoredRegions(source, boxes)
-    pieces = _pieces(boxes, own, captured.layout.tensors[told.mine].item_bytes)
+    pieces = _pieces(boxes, own, captured.layout.tensors[reported.mine].item_bytes)
     return StoredRegions(_Some(source, pieces), tuple(box for box, is_own in zip(boxes, own, strict=True) if is_own))
 
 

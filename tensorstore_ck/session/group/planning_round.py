@@ -12,17 +12,17 @@ import numpy as np
 from tensorstore_ck.common.ids import DIGEST_BYTES, block_id, derived_hash
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.errors import MismatchError
-from tensorstore_ck.format.block_assignment import alike, decode_regions, encode_regions
+from tensorstore_ck.format.block_assignment import decode_regions, encode_regions, ranks_with_layout
 from tensorstore_ck.format.layout import Layout, layout_id
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, take_digest
-from tensorstore_ck.session.group.attempt import Round
-from tensorstore_ck.session.group.duplicate_regions import RegionShare, RegionSum, ReportedRegions, sums_of, told_digests
+from tensorstore_ck.session.group.duplicate_regions import RegionShare, RegionSum, ReportedRegions, reported_digests, sums_of
 from tensorstore_ck.session.group.failure_reason import FailureReason, RankRefusedError
 from tensorstore_ck.session.group.merge_layouts import LayoutMismatchError, difference, values_of
 from tensorstore_ck.session.group.planned_state import places_of, planned
 from tensorstore_ck.session.group.put_plan import Memory, PlanMemory, PutPlan, decode_plan, plan_of, remember
 from tensorstore_ck.session.group.rank_kinds import RankKind, decode_kind, encode_kind
 from tensorstore_ck.session.group.rank_messages import in_the_job
+from tensorstore_ck.session.group.round import Round
 
 
 class Planning:
@@ -45,7 +45,7 @@ class Planning:
         self._regions: Sequence[bytes] = ()
         self._own: CapturedState
 
-    def hello(self, shared: CapturedState) -> Body:
+    def propose(self, shared: CapturedState) -> Body:
         """What this rank says of its state."""
         self._known = dict(self._memory)  # as told: puts beside this one may have the memory forget
         return {
@@ -62,11 +62,11 @@ class Planning:
             RefusedError: on rank 0, the ranks cannot put one snapshot together.
         """
         self._own = shared
-        self._key, is_known, tellers = take_digest(go, "key"), take(go, "is_known", bool), list(map(int, take(go, "tellers", list)))
+        self._key, is_known, reporters = take_digest(go, "key"), take(go, "is_known", bool), list(map(int, take(go, "reporters", list)))
         self.turn, self.layout_of = take_count(go, "turn"), take(go, "layout_of", bytes)
         there = take(go, "blobs", bytes)
-        told = self._attempt.ask("kinds", tellers, lambda: encode_kind(shared, with_layout=not is_known, known_blobs=there))
-        values, blobs = self._lead(told, shared, is_known=is_known, differ=take(go, "differ", bool)) if self._rank == 0 else ([], [])
+        reported = self._attempt.ask("kinds", reporters, lambda: encode_kind(shared, with_layout=not is_known, known_blobs=there))
+        values, blobs = self._lead(reported, shared, is_known=is_known, differ=take(go, "differ", bool)) if self._rank == 0 else ([], [])
         known = self._known.get(self._key, PlanMemory(PutPlan()))
         if not is_known:
             answer = self._attempt.answer("plan", known.plan.encode() if self._rank == 0 else None)
@@ -80,9 +80,9 @@ class Planning:
             self.layout_of = b""
         return planned(shared, known, self._rank, values, blobs)
 
-    def told_digests(self) -> list[ReportedRegions]:
+    def reported_digests(self) -> list[ReportedRegions]:
         """See `copies.told_digests`."""
-        return told_digests(self._own, self._used, self._rank, RegionShare(self.turn))
+        return reported_digests(self._own, self._used, self._rank, RegionShare(self.turn))
 
     def sums(self) -> list[RegionSum]:
         """See `copies.sums_of`."""
@@ -90,33 +90,33 @@ class Planning:
 
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 
-    def compare(self, hellos: Sequence[Body], shared: CapturedState) -> Body:
+    def compare(self, proposals: Sequence[Body], shared: CapturedState) -> Body:
         """What is to be told, and by whom; `shared` is the state of rank 0."""
         numbers: dict[bytes, int] = {}
-        layout_of = [numbers.setdefault(take_digest(hello, "layout"), len(numbers)) for hello in hellos]
+        layout_of = [numbers.setdefault(take_digest(proposal, "layout"), len(numbers)) for proposal in proposals]
         self.layout_of = np.array(layout_of, "<u2").tobytes() if len(numbers) > 1 else b""
-        self._regions = [take(hello, "regions", bytes) for hello in hellos]
+        self._regions = [take(proposal, "regions", bytes) for proposal in proposals]
         key = derived_hash("layouts of a put", *numbers, self.layout_of, *self._regions)
         known = self._known.get(key)
-        is_known = known is not None and all(_has(take(hello, "plans", bytes), key) for hello in hellos)
+        is_known = known is not None and all(_has(take(proposal, "plans", bytes), key) for proposal in proposals)
         first: dict[int, int] = {}
         for rank, number in enumerate(layout_of):
             first.setdefault(number, rank)
-        odd = next((rank for rank, number in enumerate(layout_of) if hellos[rank]["values"] != hellos[first[number]]["values"]), None)
+        odd = next((rank for rank, number in enumerate(layout_of) if proposals[rank]["values"] != proposals[first[number]]["values"]), None)
         if odd is not None:
-            tellers, is_known = [first[layout_of[odd]], odd], False
+            reporters, is_known = [first[layout_of[odd]], odd], False
         elif len(numbers) == 1:
-            tellers, is_known = [], is_known or not any(self._regions)
+            reporters, is_known = [], is_known or not any(self._regions)
         else:
-            tellers = [*first.values()]
+            reporters = [*first.values()]
         return {
             "key": key,
             "turn": 0 if known is None else known.turn,
             "layout_of": self.layout_of,
             "is_known": is_known,
-            "tellers": tellers,
+            "reporters": reporters,
             "differ": odd is not None,
-            "blobs": b"".join(map(block_id, shared.blobs)) if tellers else b"",
+            "blobs": b"".join(map(block_id, shared.blobs)) if reporters else b"",
         }
 
     def count(self) -> None:
@@ -124,10 +124,10 @@ class Planning:
         self._used.turn += 1
         remember(self._memory, self._key, self._used)
 
-    def _lead(self, told: Mapping[int, bytes], shared: CapturedState, *, is_known: bool, differ: bool) -> tuple[list[Any], list[bytes]]:
+    def _lead(self, reported: Mapping[int, bytes], shared: CapturedState, *, is_known: bool, differ: bool) -> tuple[list[Any], list[bytes]]:
         """Has a plan; the values of the state of all ranks, if that is united, and the large ones."""
         known = self._known.get(self._key)
-        kinds = self._kinds(told, shared, is_known=is_known)
+        kinds = self._kinds(reported, shared, is_known=is_known)
         try:
             if differ:
                 raise difference(*kinds)
@@ -135,25 +135,25 @@ class Planning:
                 explicit = {rank: decode_regions(kind.layout, self._regions[rank], f"rank {rank}") for kind in kinds for rank in kind.ranks}
                 turn, known = self.turn, plan_of(kinds, explicit)
                 known.turn = turn
-            told_values = ([], []) if known is None or known.united is None else values_of(known.united, kinds)
+            merged_values = ([], []) if known is None or known.united is None else values_of(known.united, kinds)
             if known is not None and not is_known:
                 self._known[self._key] = known
                 remember(self._memory, self._key, known)
-            return told_values
+            return merged_values
         except LayoutMismatchError as exc:
             raise RankRefusedError(FailureReason(str(exc) + in_the_job(self._in_job), MismatchError.kind, exc.path)) from exc
 
-    def _kinds(self, told: Mapping[int, bytes], shared: CapturedState, *, is_known: bool) -> list[RankKind]:
+    def _kinds(self, reported: Mapping[int, bytes], shared: CapturedState, *, is_known: bool) -> list[RankKind]:
         """The kinds of ranks that told; or that of all, if none had to."""
         found = []
-        for rank in told or (0,):
-            ranks = alike(self.layout_of, rank, self._ranks)
-            ranks = ranks if len({*ranks} & {*told}) < 2 else (rank,)
+        for rank in reported or (0,):
+            ranks = ranks_with_layout(self.layout_of, rank, self._ranks)
+            ranks = ranks if len({*ranks} & {*reported}) < 2 else (rank,)
             if rank == 0:
                 ids = [*map(block_id, shared.blobs)]
                 found.append(RankKind(ranks, shared.layout, shared.values, dict(enumerate(shared.blobs)), ids))
             else:
-                found.append(decode_kind(told[rank], ranks, Layout((), None) if is_known else None))
+                found.append(decode_kind(reported[rank], ranks, Layout((), None) if is_known else None))
         return found
 
 

@@ -10,7 +10,7 @@ from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.session.group import DEAD_AFTER_SECONDS, Group, Participant, open_group
 from tensorstore_ck.session.group.channel import StoreRunner
 from tensorstore_ck.session.group.host_shared_reads import host_key
-from tensorstore_ck.session.group.matching_arguments import require_alike
+from tensorstore_ck.session.group.matching_arguments import require_same
 from tensorstore_ck.session.group.put_plan import Memory
 
 if TYPE_CHECKING:
@@ -69,16 +69,16 @@ class ProcessGroups:
         known = self._gathered.setdefault(group, {})
         attempt = self.of(group)[0].begin(title, object_id=title, timeout=timeout_seconds)
 
-        def compare(hellos: list[Body]) -> Body:
-            are_known = all(take(hello, "known", bool) for hello in hellos)
-            return {"values": None if are_known else [take(hello, "value", bytes) for hello in hellos]}
+        def compare(proposals: list[Body]) -> Body:
+            are_known = all(take(proposal, "known", bool) for proposal in proposals)
+            return {"values": None if are_known else [take(proposal, "value", bytes) for proposal in proposals]}
 
-        def work(go: Body) -> Body:
+        def execute(go: Body) -> Body:
             if go["values"] is not None:
                 known[title] = take(go, "values", list)
             return {}
 
-        attempt.run(Participant(lambda: {"known": title in known, "value": value()}, work, None, compare, lambda _: {}))
+        attempt.run(Participant(lambda: {"known": title in known, "value": value()}, execute, None, compare, lambda _: {}))
         return known[title]
 
     def broadcast(self, group: "ProcessGroup", title: str, value: Callable[[], bytes], *, timeout_seconds: float) -> bytes:
@@ -87,15 +87,15 @@ class ProcessGroups:
         attempt = own.begin(title, object_id=title, timeout=timeout_seconds)
         values: list[bytes] = []
 
-        def work(go: Body) -> Body:
+        def execute(go: Body) -> Body:
             values.append(take(go, "value", bytes))
             return {}
 
-        def compare(hellos: list[Body]) -> Body:
-            require_alike(hellos, ("title",), own.in_job)
+        def compare(proposals: list[Body]) -> Body:
+            require_same(proposals, ("title",), own.in_job)
             return {"value": value()}
 
-        attempt.run(Participant(lambda: {"title": title}, work, None, compare, lambda _: {}))
+        attempt.run(Participant(lambda: {"title": title}, execute, None, compare, lambda _: {}))
         return values[0]
 
     def runner(self, group: "ProcessGroup") -> StoreRunner:

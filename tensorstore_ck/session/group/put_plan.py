@@ -21,7 +21,7 @@ from tensorstore_ck.format.sharding import Mesh, Shard
 from tensorstore_ck.format.tree import Leaf
 from tensorstore_ck.session.group.merge_layouts import ComparedTensor, ReportedRegionsTensor, UnitedState, unite
 from tensorstore_ck.session.group.mixed_regions import CompleteCut, MeshSpread
-from tensorstore_ck.session.group.rank_kinds import ZIP_LEVEL, RankKind, Told, can_stay_apart
+from tensorstore_ck.session.group.rank_kinds import ZIP_LEVEL, RankKind, ReportedBoxes, can_stay_apart
 from tensorstore_ck.session.group.region_claims import claims
 
 MAX_PLANS: Final = 8
@@ -114,28 +114,28 @@ def decode_plan(data: bytes) -> PutPlan:
         raise CorruptObjectError(f"the plan of a put is malformed: {exc}", object_id="plan") from exc
 
 
-def plan_of(kinds: Sequence[RankKind], told: Told) -> PlanMemory:
+def plan_of(kinds: Sequence[RankKind], reported: ReportedBoxes) -> PlanMemory:
     """Plans a put.
 
     Raises:
         MisfitError: the ranks cannot put one snapshot together.
     """
     if len(kinds) == 1:
-        return PlanMemory(PutPlan("same", sets=_sets(_told_of(kinds[0], told), len(kinds[0].ranks))))
-    united = unite(kinds, told)
-    if can_stay_apart(kinds, told):
+        return PlanMemory(PutPlan("same", sets=_sets(_reported_of(kinds[0], reported), len(kinds[0].ranks))))
+    united = unite(kinds, reported)
+    if can_stay_apart(kinds, reported):
         return PlanMemory(PutPlan("apart"), united=united)
-    sets = _sets(united.told, sum(len(kind.ranks) for kind in kinds))
+    sets = _sets(united.reported, sum(len(kind.ranks) for kind in kinds))
     return PlanMemory(PutPlan("united", united.layout, len(united.holes), united.compared, sets), united=united)
 
 
-def _told_of(kind: RankKind, told: Told) -> list[ReportedRegionsTensor]:
+def _reported_of(kind: RankKind, reported: ReportedBoxes) -> list[ReportedRegionsTensor]:
     """The tensors whose regions the ranks of the only kind tell.
 
     Raises:
         MisfitError: one of them is not held in full.
     """
-    boxes = {rank: {each.tensor: each.boxes for each in told.get(rank, ())} for rank in kind.ranks}
+    boxes = {rank: {each.tensor: each.boxes for each in reported.get(rank, ())} for rank in kind.ranks}
     found = []
     for tensor, spread in enumerate(kind.layout.spreads):
         if isinstance(spread, str):
@@ -146,14 +146,14 @@ def _told_of(kind: RankKind, told: Told) -> list[ReportedRegionsTensor]:
     return found
 
 
-def _sets(told: Sequence[ReportedRegionsTensor], ranks: int) -> list[bytes]:
+def _sets(reported: Sequence[ReportedRegionsTensor], ranks: int) -> list[bytes]:
     """See `PutPlan.sets`."""
-    found = claims((each.spec, each.held) for each in told)
+    found = claims((each.spec, each.held) for each in reported)
     if not any(found):
         return []
     numbers: dict[tuple[int, ...], int] = {}
     said: list[list[int]] = [[] for _ in range(ranks)]
-    for each, claimed in zip(told, found, strict=True):
+    for each, claimed in zip(reported, found, strict=True):
         for rank, boxes in each.boxes.items():
             for box in boxes:
                 claim = claimed.get(box)

@@ -22,7 +22,7 @@ MAX_SHARE_TWICE: Final = 1 / 10
 """Of the bytes of a put: what kinds of ranks may store once each, although several have it."""
 ZIP_LEVEL: Final = 1
 
-Told = Mapping[int, Sequence[Explicit]]
+ReportedBoxes = Mapping[int, Sequence[Explicit]]
 """Rank -> its regions of tensors whose regions do not follow from its layout."""
 
 
@@ -81,7 +81,7 @@ def decode_kind(data: bytes, ranks: tuple[int, ...], layout: Layout | None) -> R
         raise CorruptObjectError(f"{name} is malformed: {exc}", object_id=name) from exc
 
 
-def can_stay_apart(kinds: Sequence[RankKind], told: Told) -> bool:
+def can_stay_apart(kinds: Sequence[RankKind], reported: ReportedBoxes) -> bool:
     """Whether each kind can have a layout of its own in the snapshot, without storing much twice.
 
     That is so when no tensor is spread over ranks of several kinds, and what several kinds have is the same to them.
@@ -90,7 +90,7 @@ def can_stay_apart(kinds: Sequence[RankKind], told: Told) -> bool:
         own = set(kind.ranks)
         if not all(own.issuperset(mesh.ranks) for mesh in kind.layout.meshes):
             return False
-        if uncovered(kind.layout, {rank: told.get(rank, ()) for rank in kind.ranks}):
+        if uncovered(kind.layout, {rank: reported.get(rank, ()) for rank in kind.ranks}):
             return False
     try:
         union = MergedLayout(kinds)
@@ -100,7 +100,7 @@ def can_stay_apart(kinds: Sequence[RankKind], told: Told) -> bool:
         return False
     twice = 0
     for places in union.shared.values():
-        if len({_cut(kinds[side], number, told) for side, number in places}) > 1:
+        if len({_cut(kinds[side], number, reported) for side, number in places}) > 1:
             return False
         side, number = places[0]
         twice += (len(places) - 1) * kinds[side].layout.tensors[number].size_bytes
@@ -108,10 +108,10 @@ def can_stay_apart(kinds: Sequence[RankKind], told: Told) -> bool:
     return twice <= max(MIN_RUN_BYTES, once * MAX_SHARE_TWICE)
 
 
-def _cut(kind: RankKind, tensor: int, told: Told) -> frozenset[tuple[bool, tuple[int, ...], tuple[int, ...]]]:
+def _cut(kind: RankKind, tensor: int, reported: ReportedBoxes) -> frozenset[tuple[bool, tuple[int, ...], tuple[int, ...]]]:
     """In which regions the ranks of a kind hold a tensor."""
 
     def boxes_of(rank: int, tensor: int) -> Sequence[BoxBounds]:
-        return next((each.boxes for each in told.get(rank, ()) if each.tensor == tensor), ())
+        return next((each.boxes for each in reported.get(rank, ()) if each.tensor == tensor), ())
 
     return frozenset((each.is_flat, each.offsets, each.sizes) for each in every_region(kind.layout, tensor, kind.ranks, boxes_of))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 MAX_RUNS: Final = 8
-MAX_SAYINGS: Final = 4
+MAX_GROUPS: Final = 4
 DIFFER: Final = "the ranks differ in"
 MAX_TEXT: Final = 4096
 """Of what one rank says."""
@@ -54,25 +54,25 @@ def unheard(ranks: Sequence[int], seconds: float, in_job: Sequence[int] | None =
     return f"{who} have not been heard of for {seconds:.0f} s: they ended, were killed or suspended, or their hosts are gone"
 
 
-def sayings(said: Mapping[int, str], in_job: Sequence[int] | None = None) -> str:
+def describe_ranks(said: Mapping[int, str], in_job: Sequence[int] | None = None) -> str:
     """What ranks said, those who said the same together: ``rank 3: NoSpaceError: ...; ranks 5-7: ...``."""
     who: dict[str, list[int]] = {}
     for rank in sorted(said):
         who.setdefault(said[rank], []).append(rank)
-    first, others = list(who.items())[:MAX_SAYINGS], list(who.items())[MAX_SAYINGS:]
+    first, others = list(who.items())[:MAX_GROUPS], list(who.items())[MAX_GROUPS:]
     shown = [f"{named_ranks(ranks, in_job)}: {shortened(text, MAX_TOTAL // len(first))}" for text, ranks in first]
     rest = [rank for _, ranks in others for rank in ranks]
     return "; ".join([*shown, f"{named_ranks(rest, in_job)}: something else"] if rest else shown)
 
 
-def disagreements(records: Sequence[Mapping[str, Any]], keys: Sequence[str], in_job: Sequence[int] | None = None) -> str:
+def mismatches(records: Sequence[Mapping[str, Any]], keys: Sequence[str], in_job: Sequence[int] | None = None) -> str:
     """Which of `keys` have not one value in the records of all ranks (in rank order), and who says what; empty when all agree."""
     texts = []
     for key in keys:
         first = records[0].get(key)
         if any(record.get(key) != first for record in records):
             said = {rank: _shown(record.get(key)) for rank, record in enumerate(records)}
-            texts.append(f"{DIFFER} {key}: {sayings(said, in_job)}")
+            texts.append(f"{DIFFER} {key}: {describe_ranks(said, in_job)}")
     return "; ".join(texts)
 
 

@@ -19,27 +19,27 @@ from tensorstore_ck.engine.write.rank_parts import RankParts, checked_parts, rec
 from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings, merged
 from tensorstore_ck.errors import MismatchError
-from tensorstore_ck.format.block_assignment import alike, first_ranks
+from tensorstore_ck.format.block_assignment import first_ranks, ranks_with_layout
 from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.random_streams import RULE
 from tensorstore_ck.format.record import Record
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, take_digest, unpack_body
 from tensorstore_ck.log import Op, RefTable, SnapshotInfo
 from tensorstore_ck.session.group import replica_drift
-from tensorstore_ck.session.group.attempt import Round
 from tensorstore_ck.session.group.group import Group
-from tensorstore_ck.session.group.matching_arguments import Differing, require_alike, telling
+from tensorstore_ck.session.group.matching_arguments import Differing, describe_options, require_same
 from tensorstore_ck.session.group.participant import Participant
 from tensorstore_ck.session.group.pipeline_stages import PipelineStage, contradiction
 from tensorstore_ck.session.group.planning_round import Planning
 from tensorstore_ck.session.group.put_plan import Memory
-from tensorstore_ck.session.group.rank_messages import Verbatim, disagreements, in_the_job
+from tensorstore_ck.session.group.rank_messages import Verbatim, in_the_job, mismatches
 from tensorstore_ck.session.group.replica_check import ReplicaDigests, differences, digests_of
+from tensorstore_ck.session.group.round import Round
 
 COMPARED: Final = ("ref", "step", "parent", "expect", "rank_state")
 HASHED: Final = ("metadata", "metrics")
 
-TOLD: Final = ("snapshot", "root", "record", "logical_bytes", "new_bytes")
+REPORTED: Final = ("snapshot", "root", "record", "logical_bytes", "new_bytes")
 
 
 class RankStates(NamedTuple):
@@ -58,34 +58,34 @@ class PreparedPut(NamedTuple):
     states: RankStates
 
 
-class RankDone(NamedTuple):
+class RankResult(NamedTuple):
     """What a rank tells of its work."""
 
     parts: RankParts
-    told_bytes: int
+    reported_bytes: int
     """Logical bytes that rank 0 does not know."""
     replicas: ReplicaDigests | None
-    sightings: replica_drift.ReplicaHashes | None
+    replica_hashes: replica_drift.ReplicaHashes | None
     findings: SaveFindings
 
     def record(self) -> Body:
         """As it travels."""
         return {
             "parts": self.parts.record(),
-            "told_bytes": self.told_bytes,
+            "reported_bytes": self.reported_bytes,
             "replicas": self.replicas and self.replicas.record(),
-            "sightings": self.sightings and self.sightings.record(),
+            "replica_hashes": self.replica_hashes and self.replica_hashes.record(),
             "findings": self.findings.record(),
         }
 
     @classmethod
-    def of_record(cls, record: Body) -> "RankDone":
+    def of_record(cls, record: Body) -> "RankResult":
         """What `record` made."""
         return cls(
             RankParts.of_record(take(record, "parts", dict)),
-            take_count(record, "told_bytes"),
+            take_count(record, "reported_bytes"),
             None if record.get("replicas") is None else ReplicaDigests.of_record(take(record, "replicas", dict)),
-            None if record.get("sightings") is None else replica_drift.ReplicaHashes.of_record(take(record, "sightings", dict)),
+            None if record.get("replica_hashes") is None else replica_drift.ReplicaHashes.of_record(take(record, "replica_hashes", dict)),
             SaveFindings.of_record(take(record, "findings", dict)),
         )
 
@@ -131,7 +131,7 @@ def run_put(
         UndecidedError: on this rank alone: the log could not be asked for the outcome.
     """
     put = RankPut(engine, group, prepare, attempt=attempt, memory=memory, meter=meter, destination=destination)
-    outcome = attempt.run(put.duties())
+    outcome = attempt.run(put.participant())
     info = put.published(outcome)
     put.keep(info, outcome)
     return info
@@ -165,13 +165,13 @@ class RankPut:
         self._slot: PartSlot
         self._written: list[WrittenPart] = []
 
-    def duties(self) -> Participant:
+    def participant(self) -> Participant:
         """For an attempt."""
-        return Participant(self.hello, self.work, self.settle, self.compare, self.commit)
+        return Participant(self.propose, self.execute, self.resolve, self.compare, self.commit)
 
-    # --- duties of every rank -----------------------------------------------------------------------------------------
+    # --- every rank -------------------------------------------------------------------------------------------------------
 
-    def hello(self) -> Body:
+    def propose(self) -> Body:
         """What this rank is about to put."""
         self._engine.require_writable()
         self._request, self._states = self._prepare()  # here, so that all learn at once when it cannot be stored
@@ -186,20 +186,20 @@ class RankPut:
             "metadata": derived_hash("metadata of a put", request.metadata),
             "metrics": derived_hash("metrics of a put", pack_body(sorted(request.metrics.items()))),
             "rank_state": self._states.own is not None,
-        } | self._planning.hello(shared)
+        } | self._planning.propose(shared)
 
-    def work(self, go: Body) -> Body:
+    def execute(self, go: Body) -> Body:
         """Writes this rank's part; or tells what it came with, where that differs."""
         if go["explain"]:
-            return telling(self._told_options()) if self._group.rank in go["explain"] else {}
+            return describe_options(self._described_options()) if self._group.rank in go["explain"] else {}
         self.follow(go)
         self._destination.begin(self._request)
         self._states = self._states._replace(shared=self._planning.follow(go, self._states.shared))
-        done = retry_expired(self._write).record()
+        result = retry_expired(self._write).record()
         self._destination.wrote(self._request)
-        return done
+        return result
 
-    def _told_options(self) -> Body:
+    def _described_options(self) -> Body:
         request = self._request
         return {"metadata": unpack_body(memoryview(request.metadata), "metadata"), "metrics": request.metrics}
 
@@ -207,7 +207,7 @@ class RankPut:
         """All ranks look for blocks in the snapshot that rank 0 does: it alone has it held while one is staged."""
         self._request = self._request._replace(base=None if go["nearest"] is None else take_digest(go, "nearest"))
 
-    def settle(self, reason: str) -> Body | None:
+    def resolve(self, reason: str) -> Body | None:
         """The outcome is what the log says first."""
 
         def abort(view: RefTable) -> list[Op]:
@@ -251,11 +251,11 @@ class RankPut:
             if rank == self._group.rank:
                 replica_drift.keep_copy(engine, self._states.shared, self._slot, info, owner)
         if self._group.rank == 0 and any(rank for rank, _ in pairs):
-            replica_drift.tell_all(pairs, info)
+            replica_drift.warn_of_drift(pairs, info)
         if self._differing_copies:
             warnings.warn(f"the snapshot of step {info.step} is marked as drift: {self._differing_copies}", stacklevel=2)
 
-    def _write(self) -> "RankDone":
+    def _write(self) -> "RankResult":
         engine, rank, ranks, own = self._destination.engine, self._group.rank, self._group.ranks, self._states.own
         turn, slot = self._planning.turn, self.take_slot()
         anchor = engine.log.sync().n
@@ -268,76 +268,81 @@ class RankPut:
             self._written.append(write(own, known, slot=alone))
         block_bytes = engine.config.block_bytes
         replicas = self._digests(slot, only_copies=bool(turn))
-        sightings = replica_drift.sightings_of(self._states.shared, slot, self._written[0].part, block_bytes, turn) if turn else None
+        replica_hashes = replica_drift.hash_replicas(self._states.shared, slot, self._written[0].part, block_bytes, turn) if turn else None
         findings = self._request.examine(engine, self._written[0], self._states.shared)
-        return RankDone(checked_parts(engine, self._written, anchor), self._told_bytes(slot), replicas, sightings, findings)
+        return RankResult(checked_parts(engine, self._written, anchor), self._reported_bytes(slot), replicas, replica_hashes, findings)
 
     def take_slot(self) -> PartSlot:
         """This rank's place among all, by their layouts."""
         rank, ranks, layout_of = self._group.rank, self._group.ranks, self._planning.layout_of
-        self._slot = PartSlot(rank, ranks, alike(layout_of, rank, ranks), layout_of)
+        self._slot = PartSlot(rank, ranks, ranks_with_layout(layout_of, rank, ranks), layout_of)
         return self._slot
 
     def _digests(self, slot: PartSlot, *, only_copies: bool = False) -> ReplicaDigests:
         """Of all that this rank holds with others; or `only_copies`, of which `drift` knows nothing: a share of them at each put."""
-        told, sums = self._planning.told_digests(), self._planning.sums()
+        reported, sums = self._planning.reported_digests(), self._planning.sums()
         block_bytes = self._engine.config.block_bytes
-        return digests_of(self._states.shared, slot, block_bytes, told, only_told=only_copies)._replace(sums=sums)
+        return digests_of(self._states.shared, slot, block_bytes, reported, only_reported=only_copies)._replace(sums=sums)
 
-    def _told_bytes(self, slot: PartSlot) -> int:
+    def _reported_bytes(self, slot: PartSlot) -> int:
         """Logical bytes that rank 0 does not know: of this rank's own state, and of a layout that begins with this rank."""
         own, shared = self._states.own, self._states.shared
-        return (own.logical_bytes if own is not None else 0) + (shared.logical_bytes if slot.rank == slot.alike[0] > 0 else 0)
+        return (own.logical_bytes if own is not None else 0) + (shared.logical_bytes if slot.rank == slot.layout_ranks[0] > 0 else 0)
 
-    # --- duties of rank 0 ---------------------------------------------------------------------------------------------
+    # --- rank 0 -----------------------------------------------------------------------------------------------------------
 
-    def compare(self, hellos: list[Body]) -> Body | str:
+    def compare(self, proposals: list[Body]) -> Body | str:
         """That all ranks put the same."""
-        if disagreements(hellos, COMPARED):
-            require_alike([self._in_words(hello) for hello in hellos], COMPARED, self._group.in_job)
-        self._differing = Differing(hellos, HASHED)
-        plan = self._planning.compare(hellos, self._states.shared)
-        return plan | {"nearest": self._request.nearest, "explain": self._differing.tellers}
+        if mismatches(proposals, COMPARED):
+            require_same([self._in_words(proposal) for proposal in proposals], COMPARED, self._group.in_job)
+        self._differing = Differing(proposals, HASHED)
+        plan = self._planning.compare(proposals, self._states.shared)
+        return plan | {"nearest": self._request.nearest, "explain": self._differing.reporters}
 
-    def _in_words(self, hello: Body) -> Body:
+    def _in_words(self, proposal: Body) -> Body:
         """The same, with snapshots by the names that people know, as far as this rank knows them."""
         view = self._engine.log.view()
-        known = {key: view.by_root(hello[key]) for key in ("parent", "expect") if isinstance(hello.get(key), bytes)}
+        known = {key: view.by_root(proposal[key]) for key in ("parent", "expect") if isinstance(proposal.get(key), bytes)}
         at = {key: "" if info is None or info.step is None else f"@{info.step}" for key, info in known.items()}
-        return hello | {key: Verbatim(f"{info.root.hex()[:16]} ({info.ref}{at[key]})") for key, info in known.items() if info is not None}
+        return proposal | {
+            key: Verbatim(f"{info.root.hex()[:16]} ({info.ref}{at[key]})") for key, info in known.items() if info is not None
+        }
 
     def commit(self, records: list[Body]) -> Body:
         """Appends the entry for all."""
-        self.require_told_alike(records)
-        dones = [RankDone.of_record(record) for record in records]
-        problem = self._difference(dones)
+        self.require_same_options(records)
+        results = [RankResult.of_record(record) for record in records]
+        problem = self._difference(results)
         if problem and not self._planning.turn:
             raise MismatchError(problem + in_the_job(self._group.in_job), object_id=self._request.ref)
         self._differing_copies = problem
         self._planning.count()
-        self._request = self._request.judged(self._engine, merged([done.findings for done in dones]))
-        drifted = replica_drift.drifted([done.sightings for done in dones])
+        self._request = self._request.judged(self._engine, merged([result.findings for result in results]))
+        drifted = replica_drift.drifted([result.replica_hashes for result in results])
         with self._meter.timed("commit"):
-            n = self._append(dones, drifted)
+            n = self._append(results, drifted)
         return self._outcome(n) | {"drift": [[*pair] for pair in drifted]}
 
-    def require_told_alike(self, records: Sequence[Body]) -> None:
+    def require_same_options(self, records: Sequence[Body]) -> None:
         """Refuses what `compare` found to differ, now that a few ranks have told what it is.
 
         Raises:
             InvalidOptionError: it does.
         """
-        if self._differing.tellers:
-            raise self._differing.error({rank: records[rank] for rank in self._differing.tellers}, self._group.in_job)
+        if self._differing.reporters:
+            raise self._differing.error({rank: records[rank] for rank in self._differing.reporters}, self._group.in_job)
 
-    def _append(self, dones: Sequence[RankDone], drifted: Sequence[tuple[int, int]]) -> int:
+    def _append(self, results: Sequence[RankResult], drifted: Sequence[tuple[int, int]]) -> int:
         """Says so in the log: the number of the entry."""
-        record = self._record(dones)
-        parts = [done.parts for done in dones]
+        record = self._record(results)
+        parts = [result.parts for result in results]
         return self._destination.commit(self._request, record, parts, self._txn, self._mark(drifted)).n
 
-    def _record(self, dones: Sequence[RankDone]) -> Record:
-        parts, logical = [done.parts for done in dones], self._states.shared.logical_bytes + sum(done.told_bytes for done in dones)
+    def _record(self, results: Sequence[RankResult]) -> Record:
+        parts, logical = (
+            [result.parts for result in results],
+            self._states.shared.logical_bytes + sum(result.reported_bytes for result in results),
+        )
         return record_of(self._engine, self._request, parts, logical_bytes=logical, streams="" if self._states.own is None else RULE)
 
     def _mark(self, drifted: Sequence[tuple[int, int]]) -> tuple[str, str] | None:
@@ -349,17 +354,17 @@ class RankPut:
         """What all ranks are told of the snapshot that entry `n` is about."""
         entry = next(self._engine.log.entries(n))
         op = next(op for op in entry.ops if op.name in ("put", "staged") and op.fields["txn"] == self._txn)
-        return {key: op.fields[key] for key in TOLD} | {"n": n, "time_ns": entry.time_ns}
+        return {key: op.fields[key] for key in REPORTED} | {"n": n, "time_ns": entry.time_ns}
 
-    def _difference(self, dones: Sequence[RankDone]) -> str:
+    def _difference(self, results: Sequence[RankResult]) -> str:
         """Which ranks that should hold the same do not, in words; empty when all do."""
         layouts: dict[int, Layout] = {}
         stages: list[PipelineStage] = []
         layout_of = self._planning.layout_of
         for first in first_ranks(layout_of) if layout_of and not self._planning.turn else ():
-            own = alike(layout_of, first, len(dones))
-            stages.append(PipelineStage(self._engine, own, [dones[rank].parts.ulids[0] for rank in own]))
+            own = ranks_with_layout(layout_of, first, len(results))
+            stages.append(PipelineStage(self._engine, own, [results[rank].parts.ulids[0] for rank in own]))
             layouts |= dict.fromkeys(own, stages[-1].layout)
-        digests = [done.replicas or ReplicaDigests({}, b"") for done in dones]
-        problem = differences(digests, [layouts.get(rank, self._states.shared.layout) for rank in range(len(dones))])
+        digests = [result.replicas or ReplicaDigests({}, b"") for result in results]
+        problem = differences(digests, [layouts.get(rank, self._states.shared.layout) for rank in range(len(results))])
         return problem or (contradiction(stages) if stages else "")

@@ -25,12 +25,12 @@ class RegionClaim(NamedTuple):
     """The rank that stores it."""
 
 
-def uncovered(layout: Layout, told: Mapping[int, Sequence[Explicit]]) -> str:
+def uncovered(layout: Layout, reported: Mapping[int, Sequence[Explicit]]) -> str:
     """Which tensor is not held exactly once by the ranks with a layout, in words; empty when all are.
 
-    `told`: rank -> its regions of tensors whose regions do not follow from the layout.
+    `reported`: rank -> its regions of tensors whose regions do not follow from the layout.
     """
-    held = held_of(told)
+    held = held_of(reported)
     for tensor, spread in enumerate(layout.spreads):
         problem = gap(layout.tensors[tensor], held.get(tensor, ()), is_flat=spread == "flat") if isinstance(spread, str) else ""
         if problem:
@@ -38,10 +38,10 @@ def uncovered(layout: Layout, told: Mapping[int, Sequence[Explicit]]) -> str:
     return ""
 
 
-def held_of(told: Mapping[int, Sequence[Explicit]]) -> dict[int, list[Held]]:
+def held_of(reported: Mapping[int, Sequence[Explicit]]) -> dict[int, list[Held]]:
     """Tensor -> its regions, and who holds them."""
     held: dict[int, list[Held]] = {}
-    for rank, explicit in told.items():
+    for rank, explicit in reported.items():
         for tensor, boxes in explicit:
             held.setdefault(tensor, []).extend((rank, box) for box in boxes)
     return held

@@ -56,11 +56,11 @@ class ReplicaDigests(NamedTuple):
 
 
 def digests_of(
-    captured: CapturedState, slot: PartSlot, block_bytes: int, told: Sequence[ReportedRegions] = (), *, only_told: bool = False
+    captured: CapturedState, slot: PartSlot, block_bytes: int, reported: Sequence[ReportedRegions] = (), *, only_reported: bool = False
 ) -> ReplicaDigests:
-    """Hashes all that this rank holds with others, in the blocks that it is stored in; `told` was hashed already."""
+    """Hashes all that this rank holds with others, in the blocks that it is stored in; `reported` was hashed already."""
     tensors = captured.layout.tensors
-    held = [] if only_told else regions(captured.layout, slot.rank, slot.alike, captured.explicit)
+    held = [] if only_reported else regions(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
     found: dict[int, bytes] = {}
     ends: dict[int, int] = {}
     tasks: list[tuple[int, int, list[int]]] = []
@@ -87,7 +87,7 @@ def digests_of(
         region = held[number]
         of_sets.setdefault(key_of(region.replicas), []).append(found[number])
         buckets[bucket_of(region.tensor, captured.layout, slot.world_size)] ^= int.from_bytes(found[number][:CHECKSUM_BYTES], "little")
-    for key, tensor, hashed in told:
+    for key, tensor, hashed in reported:
         of_sets.setdefault(key, []).append(hashed)
         buckets[bucket_of(tensor, captured.layout, slot.world_size)] ^= int.from_bytes(hashed[:CHECKSUM_BYTES], "little")
     sets = {key: bytes(derived_hash("set of replicas", *several)[:DIGEST_BYTES]) for key, several in of_sets.items()}

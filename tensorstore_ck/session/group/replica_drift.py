@@ -71,10 +71,10 @@ def watched(replicas: Sequence[int], rank: int, turn: int) -> int:
     return replicas[(replicas.index(rank) - 1 - turn % (len(replicas) - 1)) % len(replicas)]
 
 
-def sightings_of(captured: CapturedState, slot: PartSlot, part: Part, block_bytes: int, turn: int) -> ReplicaHashes:
+def hash_replicas(captured: CapturedState, slot: PartSlot, part: Part, block_bytes: int, turn: int) -> ReplicaHashes:
     """Tells what this rank wrote, by the ids of its part; and hashes what it holds of what another one writes."""
     sets = _sets(captured, slot)
-    plan = PartIndex(captured.layout, part, slot.alike, block_bytes, "the part of this rank")
+    plan = PartIndex(captured.layout, part, slot.layout_ranks, block_bytes, "the part of this rank")
     written = {}
     for replicas, several in sets.items():
         ids = [each for held in several for each in _stored_ids(part, plan, held.region)[1]]
@@ -92,8 +92,8 @@ def sightings_of(captured: CapturedState, slot: PartSlot, part: Part, block_byte
 def drifted(said: Sequence[ReplicaHashes | None]) -> list[tuple[int, int]]:
     """(rank, who wrote what it has in another way), for each that has."""
     found = set()
-    for rank, sightings in enumerate(said):
-        for owner, key, digest in sightings.seen if sightings is not None else ():
+    for rank, replica_hashes in enumerate(said):
+        for owner, key, digest in replica_hashes.seen if replica_hashes is not None else ():
             other = said[owner] if 0 <= owner < len(said) else None
             if other is not None and other.written.get(key) != digest:
                 found.add((rank, owner))
@@ -124,7 +124,7 @@ def keep_copy(engine: Engine, captured: CapturedState, slot: PartSlot, info: Sna
 
 
 def _sets(captured: CapturedState, slot: PartSlot) -> dict[tuple[int, ...], list[_Held]]:
-    held = regions(captured.layout, slot.rank, slot.alike, captured.explicit)
+    held = regions(captured.layout, slot.rank, slot.layout_ranks, captured.explicit)
     sets: dict[tuple[int, ...], list[_Held]] = {}
     for region, start in zip(held, source_offsets(captured, held), strict=True):
         if len(region.replicas) > 1:
@@ -171,7 +171,7 @@ def _differing(engine: Engine, captured: CapturedState, slot: PartSlot, info: Sn
     """The regions of which the owner wrote something else."""
     part = engine.read_part(engine.read_record(info), owner)
     block_bytes = engine.config.block_bytes
-    plan = PartIndex(captured.layout, part, slot.alike, block_bytes, f"the part of rank {owner}")
+    plan = PartIndex(captured.layout, part, slot.layout_ranks, block_bytes, f"the part of rank {owner}")
     found = []
     for replicas, several in _sets(captured, slot).items():
         runs = _runs(captured.layout, several, owner, block_bytes) if owner in replicas else []
@@ -219,7 +219,7 @@ class _From:
         return self._source.read(self._start + start, self._start + stop)
 
 
-def tell_all(pairs: Sequence[tuple[int, int]], info: SnapshotInfo) -> None:
+def warn_of_drift(pairs: Sequence[tuple[int, int]], info: SnapshotInfo) -> None:
     """Warns whoever looks at the first rank; those that differ warn themselves, see `keep_copy`."""
     step = "" if info.step is None else f" of step {info.step}"
     warnings.warn(

@@ -27,7 +27,7 @@ class CaptureMemory:
         self._changed = changed
         self.arena: Arena | None = None
 
-    def try_take(self, item: QueuedPut) -> "Slot | None":
+    def try_take(self, queued: QueuedPut) -> "Slot | None":
         """Memory for one capture; None if there is none now.
 
         Raises:
@@ -35,34 +35,34 @@ class CaptureMemory:
         """
         if self.arena is None:
             self.arena = self._open_arena()
-        needed, limit = item.job.needed_bytes, self.arena.limit_bytes
+        needed, limit = queued.put.needed_bytes, self.arena.limit_bytes
         if needed > limit:
             raise NoSpaceError(
-                f"the put of {item.course} needs {human_bytes(needed)} of host memory to capture into, and host_memory_bytes is "
+                f"the put of {queued.status} needs {human_bytes(needed)} of host memory to capture into, and host_memory_bytes is "
                 f"{human_bytes(limit)}: raise it, name what does not change in frozen=, or use put_snapshot, which copies nothing",
                 object_id="host_memory_bytes",
             )
         return self.arena.take(needed)
 
-    def wait(self, item: QueuedPut, under_way: int) -> None:
+    def wait(self, queued: QueuedPut, under_way: int) -> None:
         """Waits until something may have come free.
 
         Raises:
             WaitTimeoutError: it has waited for as long as other ranks wait for it.
         """
-        began, patience = time.monotonic(), item.job.patience_seconds
-        item.waited_for = item.waited_for or under_way
-        left = SAY_SECONDS if patience is None else max(0.0, patience - item.waited_seconds)
+        began, patience = time.monotonic(), queued.put.patience_seconds
+        queued.waited_for = queued.waited_for or under_way
+        left = SAY_SECONDS if patience is None else max(0.0, patience - queued.waited_seconds)
         self._changed.wait(min(left, SAY_SECONDS))
-        was_quiet = item.waited_seconds < SAY_SECONDS
-        item.waited_seconds += time.monotonic() - began
-        if was_quiet and item.waited_seconds >= SAY_SECONDS:
-            _logger.warning("training waits for memory to capture %s into: %d puts are under way", item.course, item.waited_for)
-        if patience is not None and item.waited_seconds >= patience:
+        was_quiet = queued.waited_seconds < SAY_SECONDS
+        queued.waited_seconds += time.monotonic() - began
+        if was_quiet and queued.waited_seconds >= SAY_SECONDS:
+            _logger.warning("training waits for memory to capture %s into: %d puts are under way", queued.status, queued.waited_for)
+        if patience is not None and queued.waited_seconds >= patience:
             raise WaitTimeoutError(
-                f"no memory came free for the put of {item.course} in {patience:g} s: the other ranks would not wait longer; put less "
+                f"no memory came free for the put of {queued.status} in {patience:g} s: the other ranks would not wait longer; put less "
                 "often, raise host_memory_bytes, or pass on_full='skip'",
-                object_id=item.job.ref,
+                object_id=queued.put.ref,
             )
 
     @property

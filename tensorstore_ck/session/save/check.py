@@ -41,7 +41,7 @@ def check_ranks(
 
     tensor_bytes = None
     try:
-        outcome = attempt.run(RankDryRun(engine, own, prepare, attempt=attempt, memory={}).duties())
+        outcome = attempt.run(RankDryRun(engine, own, prepare, attempt=attempt, memory={}).participant())
         tensor_bytes = take_count(outcome, "bytes")
     except (UnsupportedValueError, InvalidOptionError, MismatchError) as exc:
         problems = problems or [StateProblem(exc.object_id, str(exc))]

@@ -17,17 +17,17 @@ PEER_SECONDS: Final = 600.0
 _logger: Final = logging.getLogger("tensorstore_ck")
 
 
-def connect_peers(handle: SaveContext, tier: StagingTier, group: "ProcessGroup", timeout_seconds: float) -> None:
+def connect_peers(context: SaveContext, tier: StagingTier, group: "ProcessGroup", timeout_seconds: float) -> None:
     """Connects this rank with those that keep copies of its files; all ranks of `group` call it, once. Without them no put fails."""
     from tensorstore_ck.session.peers import Replicator, connect, host_of_folder  # noqa: PLC0415 - loads torch
 
     title = "the search for the hosts of each rank's staging disk"
-    hosts = handle.groups.all_gather(group, title, lambda: host_of_folder(tier.folder.path), timeout_seconds=timeout_seconds)
+    hosts = context.groups.all_gather(group, title, lambda: host_of_folder(tier.folder.path), timeout_seconds=timeout_seconds)
     copies = tier.options.replicate_to_peers
-    name = f"{handle.engine.config.uuid}/{ulid_text(handle.groups.of(group)[0].nonce)}"
+    name = f"{context.engine.config.uuid}/{ulid_text(context.groups.of(group)[0].nonce)}"
     try:
         link = connect(group, hosts, copies, name, timeout_seconds=min(timeout_seconds, PEER_SECONDS))
     except BackendUnavailableError as exc:
         _logger.warning("%s", exc)
         return
-    handle.replicators[group] = Replicator(link, tier.folder, hosts, copies)
+    context.replicators[group] = Replicator(link, tier.folder, hosts, copies)

@@ -41,7 +41,7 @@ class SaveContext:
     """What a store handle gives to its puts."""
 
     engine: Engine
-    seen: RefFence
+    fence: RefFence
     groups: ProcessGroups
     wait_for_upload: Callable[[], bool]
     """Waits until an upload has ended; False if there is none."""
@@ -54,15 +54,15 @@ class SaveContext:
 
     def chain(self, ref: str) -> StagedChain:
         """What was staged on a ref."""
-        return self.chains.setdefault(ref, StagedChain(lambda: self.seen.current(ref)))
+        return self.chains.setdefault(ref, StagedChain(lambda: self.fence.current(ref)))
 
     def published(self, ref: str, txn: Ulid, root: Digest) -> None:
         """A staged put of this handle is on its ref."""
-        if self.seen.knows(ref):  # else this process has only finished what another one began
-            self.seen.note_published(ref, root)
+        if self.fence.knows(ref):  # else this process has only finished what another one began
+            self.fence.note_published(ref, root)
         self.chain(ref).remove(txn)
 
-    def note_speed(self, course: PutStatus) -> None:
+    def note_speed(self, status: PutStatus) -> None:
         """Notes how long the store took to write what a put gave it, for the next puts to choose a codec by.
 
         Says nothing of file systems, whose reads come from the page cache however slow their writes are, nor of a store whose writes a
@@ -70,12 +70,12 @@ class SaveContext:
         """
         if self.engine.backend.is_local or self.engine.limit is not None:
             return
-        meter, cores = course.meter, cpu_threads()
+        meter, cores = status.meter, cpu_threads()
         hashing = meter.seconds_per_byte("hash", cores)
         if hashing:
             self.engine.codecs.note_written(meter.snapshot().stage_bytes["write"], meter.seconds_per_byte("write", cores) / hashing)
 
-    def make_room(self, ref: str, needed_bytes: int) -> None:
+    def reserve_space(self, ref: str, needed_bytes: int) -> None:
         """Makes sure that a put has room: on the staging disk, if need be by waiting for uploads; else in the store.
 
         In the store a ref's first put needs all its bytes; later ones mostly share, and what they need shows while they write.
@@ -85,7 +85,7 @@ class SaveContext:
         """
         engine, tier = self.engine, self.engine.tier
         if tier is None:
-            require_room(engine.backend, engine.min_free, 0 if self.seen.knows(ref) else needed_bytes, f"the put to {ref!r}")
+            require_room(engine.backend, engine.min_free, 0 if self.fence.knows(ref) else needed_bytes, f"the put to {ref!r}")
             return
         while True:
             try:
@@ -96,29 +96,29 @@ class SaveContext:
             else:
                 return
 
-    def upload(self, course: PutStatus, tier: StagingTier, manifest: Manifest, stop: Callable[[], None]) -> None:
+    def upload(self, status: PutStatus, tier: StagingTier, manifest: Manifest, stop: Callable[[], None]) -> None:
         """Brings what one rank has staged into the store; what is there already is not sent again."""
-        meter, window = course.meter, tier.options.stagger_seconds
+        meter, window = status.meter, tier.options.stagger_seconds
         meter.expect("upload", manifest.size_bytes)
-        course.pause(window * (manifest.rank / manifest.ranks + zlib.crc32(manifest.ref.encode()) / (1 << 32)) % window if window else 0.0)
+        status.pause(window * (manifest.rank / manifest.ranks + zlib.crc32(manifest.ref.encode()) / (1 << 32)) % window if window else 0.0)
         with meter.timed("upload"):
             tier.uploader.upload(
                 manifest.names,
                 stop=stop,
                 on_bytes=lambda count: meter.count("upload", count),
-                on_retry=lambda exc, seconds: self.retried(course, "an upload", exc, seconds),
+                on_retry=lambda exc, seconds: self.retried(status, "an upload", exc, seconds),
             )
 
-    def clean_up(self, tier: StagingTier, manifests: Sequence[Manifest], course: PutStatus, *, published: bool) -> None:
+    def clean_up(self, tier: StagingTier, manifests: Sequence[Manifest], status: PutStatus, *, published: bool) -> None:
         """Frees what the staging disk has of a put that is published or given up. A disk that fails does not change how the put ended."""
         try:
             for manifest in manifests:
                 clean_up(tier, manifest, published=published, needed=() if published else self.chain(manifest.ref).needed(manifest.txn))
         except StoreError as exc:
             how = "published" if published else "given up"
-            _logger.warning("%s is %s; the next process that opens the store with this staging disk frees it there: %s", course, how, exc)
+            _logger.warning("%s is %s; the next process that opens the store with this staging disk frees it there: %s", status, how, exc)
 
-    def patiently(self, course: PutStatus, what: str, action: Callable[[], T]) -> T:
+    def retry_until_dropped(self, status: PutStatus, what: str, action: Callable[[], T]) -> T:
         """What `action` returns; while the backend does not answer it is done again, until the put is asked to give up."""
         for attempt in range(1_000_000):
             try:
@@ -127,11 +127,11 @@ class SaveContext:
                 if isinstance(exc, UndecidedError) and self.engine.single_writer:
                     raise  # where creates are not exclusive, nobody may go on before a person has looked
                 delay = min(LONGEST_PAUSE_SECONDS, 0.5 * 2 ** min(attempt, 8)) * random.uniform(0.5, 1)  # noqa: S311 - jitter
-                self.retried(course, what, exc, delay)
-                course.pause(delay)
+                self.retried(status, what, exc, delay)
+                status.pause(delay)
         raise AssertionError("unreachable")
 
-    def retried(self, course: PutStatus, what: str, error: Exception, delay_seconds: float) -> None:
+    def retried(self, status: PutStatus, what: str, error: Exception, delay_seconds: float) -> None:
         """Tells of a passing fault."""
         fields: dict[str, float | str] = {"what": what, "error": str(error), "delay_seconds": delay_seconds}
-        self.engine.observers.emit(Event("retried", course.id, course.ref, course.step, course.rank, time.time_ns(), fields))
+        self.engine.observers.emit(Event("retried", status.id, status.ref, status.step, status.rank, time.time_ns(), fields))

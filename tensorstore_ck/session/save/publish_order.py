@@ -22,16 +22,16 @@ _logger: Final = logging.getLogger("tensorstore_ck")
 class PublishedInOrder(ABC):
     """A staged put that is neither published nor given up."""
 
-    def __init__(self, handle: SaveContext, txn: Ulid, ref: str, step: int | None) -> None:
+    def __init__(self, context: SaveContext, txn: Ulid, ref: str, step: int | None) -> None:
         """From here on, later puts of this handle to the ref wait for it."""
-        self._handle = handle
+        self._context = context
         self._txn = txn
         self._ref = ref
         self._step = step
-        self._unpublished = handle.unpublished.setdefault(ref, [])
+        self._unpublished = context.unpublished.setdefault(ref, [])
         self._unpublished.append(self)
 
-    def publish(self, course: PutStatus) -> SnapshotInfo:
+    def publish(self, status: PutStatus) -> SnapshotInfo:
         """Publishes what was staged on the ref before it, and then uploads and publishes this one.
 
         Raises:
@@ -41,21 +41,21 @@ class PublishedInOrder(ABC):
         """
         waiting = list(self._unpublished)
         for earlier in waiting[: waiting.index(self) if self in waiting else 0]:
-            if self.is_given_up_alone(course):
+            if self.is_given_up_alone(status):
                 break
             try:
-                earlier.publish_before(course)
+                earlier.publish_before(status)
             except StoreError:
-                if not self.is_given_up_alone(course):
+                if not self.is_given_up_alone(status):
                     raise
-        return self.publish_one(course)
+        return self.publish_one(status)
 
     @abstractmethod
-    def publish_one(self, course: PutStatus) -> SnapshotInfo:
+    def publish_one(self, status: PutStatus) -> SnapshotInfo:
         """Uploads and publishes this one; `publish` says what it raises."""
 
     @abstractmethod
-    def is_given_up_alone(self, course: PutStatus) -> bool:
+    def is_given_up_alone(self, status: PutStatus) -> bool:
         """Whether it is given up on request, which needs no other put and no other rank."""
 
     def publish_before(self, later: PutStatus) -> None:
@@ -85,6 +85,6 @@ class PublishedInOrder(ABC):
 
     def ended(self) -> None:
         """It is published or given up: no put waits for it any more."""
-        self._handle.chain(self._ref).remove(self._txn)
+        self._context.chain(self._ref).remove(self._txn)
         with suppress(ValueError):
             self._unpublished.remove(self)

@@ -36,26 +36,26 @@ class SinglePut:
 
     def __init__(
         self,
-        handle: SaveContext,
+        context: SaveContext,
         number: int,
-        ask: Callable[[], PutOptions],
+        check_options: Callable[[], PutOptions],
         take_apart: Callable[[], RankStates],
         *,
         ref: str,
         step: int | None,
     ) -> None:
-        """`ask` checks what is said of the save, and `take_apart` makes bytes of its state; each is called once."""
+        """`check_options` checks what is said of the save, and `take_apart` makes bytes of its state; each is called once."""
         self.number = number
         self.ref, self.step = ref, step
-        self._handle = handle
-        self._ask = ask
+        self._context = context
+        self._check_options = check_options
         self._capture: Callable[[], RankStates] | None = take_apart
-        self._asked: PutOptions | None = None
+        self._options: PutOptions | None = None
         self._states: RankStates | None = None
         self._staged: PublishedInOrder | None = None
 
     def prepare(self) -> None:
-        """Takes the state apart, before anybody is asked for anything.
+        """Takes the state apart, before anybody is options for anything.
 
         Raises:
             StoreError: it cannot be saved.
@@ -65,120 +65,120 @@ class SinglePut:
         self.frozen_bytes = sum(each.sources[tensor].size_bytes for each in self._captured() for tensor in each.frozen)
 
     def check_known(self) -> None:
-        """Refuses what cannot be published by what this host knows of the log, if nothing is under way on this handle.
+        """Refuses what cannot be published by what this host knows of the log, if nothing is under way on this context.
 
         Raises:
             ConflictError: the ref is not where it must be.
             InvalidOptionError: see `RefFence.check_step`.
         """
-        assert self._asked is not None
-        engine, seen, view = self._handle.engine, self._handle.seen, self._handle.engine.log.view()
-        seen.check_step(engine, view, self._asked)
-        check_expected(engine, view, self.ref, seen.expected(view, self.ref, self._asked.expect))
+        assert self._options is not None
+        engine, fence, view = self._context.engine, self._context.fence, self._context.engine.log.view()
+        fence.check_step(engine, view, self._options)
+        check_expected(engine, view, self.ref, fence.expected(view, self.ref, self._options.expect))
 
-    def agree(self, decide: Callable[[], Admission]) -> Admission:
-        """No other process is asked."""
-        return decide()
+    def decide(self, admit: Callable[[], Admission]) -> Admission:
+        """No other process is options."""
+        return admit()
 
-    def leave(self) -> None:
+    def skip(self) -> None:
         """No other process waits."""
 
-    def refuse(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """No other process waits."""
 
-    def hold(self, slot: Slot) -> None:
+    def capture_into(self, slot: Slot) -> None:
         """Copies what was taken apart."""
-        assert self._asked is not None
+        assert self._options is not None
         copies, start = [], 0
-        sampling, self._asked = self._asked.sampling_of_copies(self.number)
+        sampling, self._options = self._options.sampling_of_copies(self.number)
         for each in self._captured():
             copies.append(copy_captured(each, slot, skip=each.frozen, threads=cpu_threads(), start_bytes=start, sampling=sampling))
             start += copied_bytes(each, each.frozen)
         self._states = RankStates(copies[0], copies[1] if len(copies) > 1 else None)
 
-    def run(self, course: PutStatus) -> SnapshotInfo | None:
+    def run(self, status: PutStatus) -> SnapshotInfo | None:
         """Stores it, on the staging disk where there is one."""
-        tier, seen = self._handle.engine.tier, self._handle.seen
+        tier, fence = self._context.engine.tier, self._context.fence
         if tier is not None:
-            root, self._staged = self._stage(tier, course)
-            seen.note_staged(self.ref, root)
+            root, self._staged = self._stage(tier, status)
+            fence.note_staged(self.ref, root)
             return None
-        info = self._store(course)
-        self._handle.note_speed(course)
-        seen.note(self.ref, info.root, info.root)
+        info = self._store(status)
+        self._context.note_speed(status)
+        fence.note(self.ref, info.root, info.root)
         return info
 
-    def replicate(self, course: PutStatus) -> None:
+    def replicate(self, status: PutStatus) -> None:
         """There are no other hosts."""
 
-    def publish(self, course: PutStatus) -> SnapshotInfo:
+    def publish(self, status: PutStatus) -> SnapshotInfo:
         """Uploads what was staged, and publishes it."""
         assert self._staged is not None
-        return self._staged.publish(course)
+        return self._staged.publish(status)
 
     # --- what ranks do in another way ---------------------------------------------------------------------------------
 
-    def _store(self, course: PutStatus) -> SnapshotInfo:
-        engine = self._handle.engine
+    def _store(self, status: PutStatus) -> SnapshotInfo:
+        engine = self._context.engine
         with freeable_said(engine):
-            asked, captured = self._begin(course)
-            request = self._handle.seen.as_of_now(engine, asked)
+            options, captured = self._begin(status)
+            request = self._context.fence.at_head(engine, options)
             check_expected(engine, engine.log.view(), request.ref, request.expect)
-            return put(engine, captured, request, course.meter)
+            return put(engine, captured, request, status.meter)
 
-    def _stage(self, tier: StagingTier, course: PutStatus) -> tuple[Digest, PublishedInOrder]:
+    def _stage(self, tier: StagingTier, status: PutStatus) -> tuple[Digest, PublishedInOrder]:
         """Stages it: the root, and what is left to do."""
-        engine, seen = self._handle.engine, self._handle.seen
+        engine, fence = self._context.engine, self._context.fence
 
         def request() -> tuple[PutRequest, bool]:
             """What is saved, and whether the store does not answer: then it is staged all the same, by what is known of the log."""
             try:
-                return seen.as_of_now(engine, asked), False
+                return fence.at_head(engine, options), False
             except BackendUnavailableError:
-                return seen.as_of_now(engine, asked, sync=False), True
+                return fence.at_head(engine, options, sync=False), True
 
         with freeable_said(engine):
-            asked, captured = self._begin(course)
-            staged = stage(engine, tier, captured, request, chain=self._handle.chain(self.ref), meter=course.meter)
-        publisher = PublishStaged(self._handle, tier, [staged.manifest])
+            options, captured = self._begin(status)
+            staged = stage(engine, tier, captured, request, chain=self._context.chain(self.ref), meter=status.meter)
+        publisher = PublishStaged(self._context, tier, [staged.manifest])
         publisher.announce_soon()
         return staged.info.root, publisher
 
-    def _begin(self, course: PutStatus) -> tuple[PutOptions, CapturedState]:
-        course.check()
-        asked, states = self._take_apart()
-        course.meter.expect("hash", states.shared.logical_bytes)
-        self._require_space(states.shared.logical_bytes, course)
-        return asked, states.shared
+    def _begin(self, status: PutStatus) -> tuple[PutOptions, CapturedState]:
+        status.check()
+        options, states = self._take_apart()
+        status.meter.expect("hash", states.shared.logical_bytes)
+        self._require_space(states.shared.logical_bytes, status)
+        return options, states.shared
 
-    def _require_space(self, needed_bytes: int, course: PutStatus) -> None:
-        """See `SaveContext.make_room`. What could not be published before uses space until it is."""
+    def _require_space(self, needed_bytes: int, status: PutStatus) -> None:
+        """See `SaveContext.reserve_space`. What could not be published before uses space until it is."""
         while True:
             try:
-                self._handle.make_room(self.ref, needed_bytes)
+                self._context.reserve_space(self.ref, needed_bytes)
             except NoSpaceError:
-                if not self._publish_left(course):
+                if not self._publish_left(status):
                     raise
             else:
                 return
 
-    def _publish_left(self, course: PutStatus) -> bool:
+    def _publish_left(self, status: PutStatus) -> bool:
         """Publishes a save whose publication failed before; whether one is published or given up now."""
-        for staged in [puts[0] for puts in self._handle.unpublished.values() if puts and isinstance(puts[0], PublishStaged)]:
+        for staged in [puts[0] for puts in self._context.unpublished.values() if puts and isinstance(puts[0], PublishStaged)]:
             with suppress(StoreError):  # it stays; its error was raised before
-                staged.publish_before(course)
+                staged.publish_before(status)
                 return True
         return False
 
     # --- what both have in common -------------------------------------------------------------------------------------
 
     def _take_apart(self) -> tuple[PutOptions, RankStates]:
-        if self._asked is None:
-            self._asked = self._ask()
+        if self._options is None:
+            self._options = self._check_options()
         if self._states is None:
             assert self._capture is not None
             self._states, self._capture = self._capture(), None  # which holds the caller's state
-        return self._asked, self._states
+        return self._options, self._states
 
     def _captured(self) -> list[CapturedState]:
         assert self._states is not None

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class Admission(NamedTuple):
     """What is decided about a put before it is captured."""
 
-    goes: bool
-    drops: tuple[int, ...] = ()
+    admitted: bool
+    dropped: tuple[int, ...] = ()
     """Numbers of queued puts that are given up for it."""
     failed: int = 0
     """The number of an earlier put, whose error is raised instead."""
@@ -39,7 +39,7 @@ class StagedPut(Protocol):
     def rank(self) -> int:
         """Of this process."""
 
-    def publish(self, course: PutStatus) -> SnapshotInfo:
+    def publish(self, status: PutStatus) -> SnapshotInfo:
         """Uploads what was staged, and publishes it."""
 
 
@@ -58,20 +58,20 @@ class Put(StagedPut, Protocol):
     def patience_seconds(self) -> float | None:
         """How long it may wait for memory; None: for ever."""
 
-    def replicate(self, course: PutStatus) -> None:
+    def replicate(self, status: PutStatus) -> None:
         """Has what was staged kept on other hosts as well, where that is wanted; never fails."""
 
-    def agree(self, decide: Callable[[], Admission]) -> Admission:
-        """What `decide` says on the rank that decides."""
+    def decide(self, admit: Callable[[], Admission]) -> Admission:
+        """What `admit` says on the rank that decides."""
 
-    def leave(self) -> None:
+    def skip(self) -> None:
         """It does not take place, as all ranks know."""
 
-    def refuse(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """This rank cannot: the others are told. May raise what came of it."""
 
-    def hold(self, slot: "Slot") -> None:
+    def capture_into(self, slot: "Slot") -> None:
         """Copies the state: it may be mutated afterwards."""
 
-    def run(self, course: PutStatus) -> SnapshotInfo | None:
+    def run(self, status: PutStatus) -> SnapshotInfo | None:
         """Stores what was captured, and publishes it; or only stages it, and returns None."""

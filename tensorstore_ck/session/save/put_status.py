@@ -20,7 +20,7 @@ from tensorstore_ck.log.snapshot import Snapshot
 _logger: Final = logging.getLogger("tensorstore_ck")
 
 
-class Stage(IntEnum):
+class PutMilestone(IntEnum):
     """Milestones, in order."""
 
     CAPTURED = 1
@@ -39,7 +39,7 @@ class PutStatus:
         self.meter: PutMeter = _Cancellable(self)
         self.snapshot: Snapshot | None = None
         self.error: BaseException | None = None
-        self.is_told = False
+        self.is_raised = False
         """Whether the error was raised to somebody."""
         self.dropped = ""
         """Why it was or will be given up on request."""
@@ -50,14 +50,14 @@ class PutStatus:
         self._pid = os.getpid()
         self._on_drop: Callable[[], object] = _nothing
         self._changed = threading.Condition()
-        self._callbacks: list[tuple[Stage, Callable[[], object]]] = []
+        self._callbacks: list[tuple[PutMilestone, Callable[[], object]]] = []
 
     def __str__(self) -> str:
         return self.ref if self.step is None else f"{self.ref}@{self.step}"
 
     # --- what happens to it -------------------------------------------------------------------------------------------
 
-    def reach(self, stage: Stage) -> None:
+    def reach(self, stage: PutMilestone) -> None:
         """It has passed a milestone, and those before."""
         with self._changed:
             self._reached = max(self._reached, stage)
@@ -66,7 +66,7 @@ class PutStatus:
     def succeed(self, snapshot: Snapshot) -> None:
         """It is published."""
         with self._changed:
-            self.snapshot, self._reached, self._ended = snapshot, Stage.PUBLISHED, True
+            self.snapshot, self._reached, self._ended = snapshot, PutMilestone.PUBLISHED, True
             self._on_drop = _nothing
         self._tell()
 
@@ -75,7 +75,7 @@ class PutStatus:
         with self._changed:
             self.error, self._ended = error, True
             self._on_drop = _nothing
-            self.is_told |= isinstance(error, SnapshotDroppedError)  # the user asked for it
+            self.is_raised |= isinstance(error, SnapshotDroppedError)  # the user asked for it
         self._tell()
 
     def drop(self, reason: str) -> bool:
@@ -119,11 +119,11 @@ class PutStatus:
         """Whether nothing more happens to it."""
         return self._ended
 
-    def has_reached(self, stage: Stage) -> bool:
+    def has_reached(self, stage: PutMilestone) -> bool:
         """Whether it has passed a milestone."""
         return self._reached >= stage
 
-    def wait(self, stage: Stage, timeout_seconds: float | None) -> None:
+    def wait(self, stage: PutMilestone, timeout_seconds: float | None) -> None:
         """Waits for a milestone.
 
         Raises:
@@ -141,7 +141,7 @@ class PutStatus:
                 )
             if self.has_reached(stage):
                 return
-            self.is_told = True
+            self.is_raised = True
         assert self.error is not None
         raise self.error
 
@@ -150,7 +150,7 @@ class PutStatus:
         with self._changed:
             return self._changed.wait_for(lambda: self._ended, timeout_seconds)
 
-    def call_when_settled(self, stage: Stage, callback: Callable[[], object]) -> None:
+    def call_when_settled(self, stage: PutMilestone, callback: Callable[[], object]) -> None:
         """Calls back once it is known whether the milestone is reached; at once if it is known already."""
         with self._changed:
             if not self._is_settled(stage):
@@ -158,7 +158,7 @@ class PutStatus:
                 return
         _call(callback)
 
-    def _is_settled(self, stage: Stage) -> bool:
+    def _is_settled(self, stage: PutMilestone) -> bool:
         return self._ended or self._reached >= stage
 
     def _tell(self) -> None:
@@ -173,13 +173,13 @@ class PutStatus:
 class _Cancellable(PutMeter):
     """A meter that gives the work up when the put was dropped."""
 
-    def __init__(self, course: PutStatus) -> None:
+    def __init__(self, status: PutStatus) -> None:
         super().__init__()
-        self._course = course
+        self._status = status
 
     def timed(self, stage: MeterStage, done_bytes: int = 0) -> _GeneratorContextManager[None]:
         """See `PutMeter`."""
-        self._course.check()
+        self._status.check()
         return super().timed(stage, done_bytes)
 
 

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 class QueuedPut:
     """A put in the queue."""
 
-    def __init__(self, job: Put, called: float, *, is_beside: bool) -> None:
-        self.job = job
-        self.number = job.number
-        self.course = PutStatus(job.ref, job.step, job.rank)
+    def __init__(self, put: Put, called: float, *, is_background: bool) -> None:
+        self.put = put
+        self.number = put.number
+        self.status = PutStatus(put.ref, put.step, put.rank)
         self.slot: Slot | None = None
-        self.is_beside = is_beside
+        self.is_background = is_background
         """Whether nobody waits for it."""
         self.waited_seconds = 0.0
         """For memory."""
@@ -41,14 +41,14 @@ class QueuedPut:
 
     def forget_state(self, error: BaseException | None = None) -> None:
         """It is over: what is held of it, the frames of its `error` among that, holds the state no longer."""
-        del self.job
+        del self.put
         while error is not None:
             traceback.clear_frames(error.__traceback__)
             error = error.__cause__ or error.__context__
 
     def sizes(self, snapshot: Snapshot) -> dict[str, int | float]:
         """What an event says of what was published."""
-        went = self.course.meter.snapshot().stage_bytes
+        went = self.status.meter.snapshot().stage_bytes
         hashed, new, written = went["hash"], went["encode"], went["write"]
         return {
             "stall_seconds": self.stall_seconds,

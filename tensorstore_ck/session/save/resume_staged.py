@@ -35,16 +35,16 @@ RESUME, PUBLISHED, LOST, WAIT = "resume", "published", "lost", "wait"
 
 
 class ResumedPut:
-    """See `UploadJob`."""
+    """See `StagedPut`."""
 
     def __init__(self, put: PublishStaged | PublishStagedGroup, ref: str, step: int | None, rank: int) -> None:
         self.number = 0
         self.ref, self.step, self.rank = ref, step, rank
         self._put = put
 
-    def publish(self, course: PutStatus) -> SnapshotInfo:
+    def publish(self, status: PutStatus) -> SnapshotInfo:
         """Uploads what was staged, and publishes it."""
-        return self._put.publish(course)
+        return self._put.publish(status)
 
 
 def find_manifests(folder: StagingFolder) -> list[Manifest]:
@@ -63,14 +63,14 @@ def sweep(tier: StagingTier) -> None:
         tier.uploader.drop(tier.folder.unnamed({name for manifest in found for name in manifest.names}))
 
 
-def resume_alone(handle: SaveContext, tier: StagingTier) -> list[ResumedPut]:
+def resume_alone(context: SaveContext, tier: StagingTier) -> list[ResumedPut]:
     """What single processes have left."""
     tier.folder.enter(lambda: sweep(tier))
-    return [_resumed(handle, tier, [manifest]) for manifest in find_manifests(tier.folder) if manifest.ranks == 1 and manifest.lead]
+    return [_resumed(context, tier, [manifest]) for manifest in find_manifests(tier.folder) if manifest.ranks == 1 and manifest.lead]
 
 
 def resume_here(
-    handle: SaveContext, tier: StagingTier, is_wanted: Callable[[Sequence[Manifest]], bool] = lambda _: True
+    context: SaveContext, tier: StagingTier, is_wanted: Callable[[Sequence[Manifest]], bool] = lambda _: True
 ) -> list[ResumedPut]:
     """What lies on this disk in full, whoever left it: for one process that ends what no job goes on with.
 
@@ -80,50 +80,50 @@ def resume_here(
     found: dict[Ulid, list[Manifest]] = {}
     for manifest in find_manifests(tier.folder):
         found.setdefault(manifest.txn, []).append(manifest)
-    return [_resumed(handle, tier, each) for each in found.values() if each[0].lead and len(each) == each[0].ranks and is_wanted(each)]
+    return [_resumed(context, tier, each) for each in found.values() if each[0].lead and len(each) == each[0].ranks and is_wanted(each)]
 
 
-def _resumed(handle: SaveContext, tier: StagingTier, manifests: Sequence[Manifest]) -> ResumedPut:
+def _resumed(context: SaveContext, tier: StagingTier, manifests: Sequence[Manifest]) -> ResumedPut:
     first = manifests[0]
     assert first.lead is not None
     record = decode_record(first.lead.record, record_name(first.txn))
     names = frozenset(name for manifest in manifests for name in manifest.names)
-    handle.chain(first.ref).add(StagedLink(first.txn, record.root(), {}, names, None))
-    put = PublishStaged(handle, tier, manifests)
+    context.chain(first.ref).add(StagedLink(first.txn, record.root(), {}, names, None))
+    put = PublishStaged(context, tier, manifests)
     put.announce_soon()
     return ResumedPut(put, first.ref, first.step, 0)
 
 
-def resume_ranks(handle: SaveContext, tier: StagingTier, group: "ProcessGroup", timeout_seconds: float) -> list[ResumedPut]:
+def resume_ranks(context: SaveContext, tier: StagingTier, group: "ProcessGroup", timeout_seconds: float) -> list[ResumedPut]:
     """What groups of ranks have left; all ranks of `group` call it."""
-    own, _ = handle.groups.of(group)
+    own, _ = context.groups.of(group)
     title = "the search for what was staged before"
     here: dict[tuple[bytes, int], Manifest] = {}
-    jobs: list[ResumedPut] = []
+    puts: list[ResumedPut] = []
 
-    def hello() -> Body:
+    def propose() -> Body:
         """Looks at the disk here, so that a disk that fails is told to all."""
         here.update(((manifest.txn, manifest.rank), manifest) for manifest in find_manifests(tier.folder) if manifest.ranks > 1)
         return {"found": [[*key, here[key].ranks] for key in sorted(here)]}
 
-    def compare(hellos: list[Body]) -> Body:
-        handle.engine.log.sync()
-        view = handle.engine.log.view()
-        verdicts = [_verdict(handle.engine, view, txn, finders) for txn, finders in _finders(hellos).items()]
+    def compare(proposals: list[Body]) -> Body:
+        context.engine.log.sync()
+        view = context.engine.log.view()
+        verdicts = [_verdict(context.engine, view, txn, finders) for txn, finders in _finders(proposals).items()]
         return {"found": [verdict for _, verdict in sorted(verdicts, key=lambda each: each[0])]}
 
-    def work(go: Body) -> Body:
-        handle.engine.log.sync()
+    def execute(go: Body) -> Body:
+        context.engine.log.sync()
         for txn, verdict, owners in take(go, "found", list):
             mine = [here[txn, rank] for rank, finder in owners if finder == own.rank]
             others = [here[txn, rank] for rank, finder in owners if finder != own.rank and (txn, rank) in here]
-            info = handle.engine.log.view().staged(txn)
+            info = context.engine.log.view().staged(txn)
             if verdict == RESUME and info is not None:
                 names = frozenset(name for each in mine for name in each.names)
-                handle.chain(info.ref).add(StagedLink(Ulid(txn), info.root, {}, names, None))
+                context.chain(info.ref).add(StagedLink(Ulid(txn), info.root, {}, names, None))
                 put = PublishStagedGroup(
-                    handle,
-                    handle.groups.publishing(group),
+                    context,
+                    context.groups.publishing(group),
                     Ulid(txn),
                     info.ref,
                     mine,
@@ -131,15 +131,15 @@ def resume_ranks(handle: SaveContext, tier: StagingTier, group: "ProcessGroup", 
                     timeout_seconds=timeout_seconds,
                     on_end=partial(_drop_copies, tier, others),
                 )
-                jobs.append(ResumedPut(put, info.ref, info.step, own.rank))
+                puts.append(ResumedPut(put, info.ref, info.step, own.rank))
             elif verdict in (PUBLISHED, LOST):
                 for manifest in (*mine, *others):
                     clean_up(tier, manifest, published=verdict == PUBLISHED)
         return {}
 
     attempt = own.begin(title, object_id=title, timeout=timeout_seconds)
-    attempt.run(Participant(hello, work, None, compare, lambda _: {}))
-    return jobs
+    attempt.run(Participant(propose, execute, None, compare, lambda _: {}))
+    return puts
 
 
 def _drop_copies(tier: StagingTier, manifests: Sequence[Manifest]) -> None:
@@ -156,9 +156,9 @@ class _Finders(NamedTuple):
     """Rank that staged -> the first rank that sees its manifest."""
 
 
-def _finders(hellos: Sequence[Body]) -> dict[bytes, _Finders]:
+def _finders(proposals: Sequence[Body]) -> dict[bytes, _Finders]:
     found: dict[bytes, _Finders] = {}
-    for finder, said in enumerate(hellos):
+    for finder, said in enumerate(proposals):
         for txn, rank, ranks in take(said, "found", list):
             found.setdefault(txn, _Finders(ranks, {})).owners.setdefault(rank, finder)
     return found

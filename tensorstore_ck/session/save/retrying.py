@@ -15,7 +15,7 @@ T = TypeVar("T")
 LONGEST_PAUSE_SECONDS: Final = 60.0
 
 
-def retrying(handle: SaveContext, call: Callable[[], T], *, attempts: int, pause_seconds: float) -> T:
+def retrying(context: SaveContext, call: Callable[[], T], *, attempts: int, pause_seconds: float) -> T:
     """See `Store.retrying`."""
     if isinstance(attempts, bool) or not isinstance(attempts, int) or attempts < 1:
         raise InvalidOptionError(f"attempts must be a whole number from 1 on, not {attempts!r}", object_id="attempts")
@@ -24,7 +24,7 @@ def retrying(handle: SaveContext, call: Callable[[], T], *, attempts: int, pause
         try:
             return call()
         except UndecidedError as exc:
-            found = _decided(handle, exc, pauses)
+            found = _decided(context, exc, pauses)
             if found is not None:
                 return cast(T, found)  # a put of which an UndecidedError tells returns a Snapshot
             if pause is None:
@@ -37,13 +37,13 @@ def retrying(handle: SaveContext, call: Callable[[], T], *, attempts: int, pause
     raise AssertionError("unreachable")
 
 
-def _decided(handle: SaveContext, error: UndecidedError, pauses: list[float]) -> Snapshot | None:
+def _decided(context: SaveContext, error: UndecidedError, pauses: list[float]) -> Snapshot | None:
     """The snapshot that a put has published; None: it never will, as the log says from now on.
 
     Raises:
         UndecidedError: that is still not known.
     """
-    engine, txn = handle.engine, Ulid(error.txn)
+    engine, txn = context.engine, Ulid(error.txn)
     if not txn or engine.single_writer or engine.tier is not None:
         raise error  # it was no put; or a late arrival could overwrite what comes after it; or it is staged, and not given up like that
     for pause in (*pauses, None):
@@ -58,6 +58,6 @@ def _decided(handle: SaveContext, error: UndecidedError, pauses: list[float]) ->
             if info is None:
                 return None
             engine.note_published()
-            handle.seen.note(info.ref, info.root, info.root)
+            context.fence.note(info.ref, info.root, info.root)
             return Snapshot.from_info(info)
     raise AssertionError("unreachable")

@@ -2,7 +2,7 @@
 a staging disk, for the one that has it copied to other hosts, and the one that uploads and publishes it.
 
 Memory is the only thing that can run out: whether a put waits for it, is skipped, or takes that of queued ones is decided before anything
-is captured, for many ranks by rank 0 alone (`Put.agree`), so that ranks never drop different snapshots. An error is kept until somebody
+is captured, for many ranks by rank 0 alone (`Put.decide`), so that ranks never drop different snapshots. An error is kept until somebody
 is told: by a wait, or by the next put. The thread lives only while there is work. Knows no torch and no store.
 """
 
@@ -21,9 +21,9 @@ from tensorstore_ck.session.save.capture_budget import CaptureMemory
 from tensorstore_ck.session.save.drain_report import DrainReport
 from tensorstore_ck.session.save.pending import PendingSnapshot
 from tensorstore_ck.session.save.put_protocol import Admission, Put, StagedPut
-from tensorstore_ck.session.save.put_status import PutStatus, Stage
+from tensorstore_ck.session.save.put_status import PutMilestone, PutStatus
 from tensorstore_ck.session.save.queued_put import QueuedPut
-from tensorstore_ck.session.save.unraised_errors import Untold, take_error
+from tensorstore_ck.session.save.unraised_errors import UnraisedErrors, pop_error
 from tensorstore_ck.session.save.worker import Worker
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class SaveQueue:
         self._copies: Worker[QueuedPut] = Worker("tsck-copy", self._changed, self._copy, self._broken)
         self._uploads: Worker[QueuedPut] = Worker("tsck-publish", self._changed, self._publish, self._broken)
         self._memory = CaptureMemory(self._open_arena, self._changed)
-        self._untold = Untold()
+        self._unraised = UnraisedErrors()
         self._safe: Snapshot | None = None
 
     def _enter(self) -> None:
@@ -77,46 +77,46 @@ class SaveQueue:
         if on_full not in ("block", "skip", "replace"):
             raise InvalidOptionError(f"on_full must be 'block', 'skip' or 'replace', not {on_full!r}", object_id="on_full")
         self._enter()
-        self.require_no_lane()
+        self.require_no_worker()
         called = time.monotonic()
-        job = make()
-        item = QueuedPut(job, called, is_beside=True)
-        pending = PendingSnapshot(item.course)
+        put = make()
+        queued = QueuedPut(put, called, is_background=True)
+        pending = PendingSnapshot(queued.status)
         try:
-            turn = job.agree(lambda: self._decide(item, on_full))
+            admission = put.decide(lambda: self._admit(queued, on_full))
         except BaseException:
-            self._let_go(item)
+            self._release(queued)
             raise
-        if turn.failed:
-            job.leave()
-            self._raise_error_of(turn.failed, job)
-        if not turn.goes:
-            job.leave()
-            self._end_dropped(item, "skipped")
+        if admission.failed:
+            put.skip()
+            self._raise_error_of(admission.failed, put)
+        if not admission.admitted:
+            put.skip()
+            self._end_dropped(queued, "skipped")
             return pending
         try:
-            for number in turn.drops:
+            for number in admission.dropped:
                 self._drop_before(number)
-            if item.slot is None:
-                item.slot = self._take(item)
-            self._tell_of_stall(item)
-            with item.course.meter.timed("capture", job.needed_bytes):
-                job.hold(item.slot)
-            item.captured = time.monotonic()
-            item.course.on_drop(lambda: self._let_go_if_waiting(item))
-            self._stores.put(item)
+            if queued.slot is None:
+                queued.slot = self._wait_for_memory(queued)
+            self._report_stall(queued)
+            with queued.status.meter.timed("capture", put.needed_bytes):
+                put.capture_into(queued.slot)
+            queued.captured = time.monotonic()
+            queued.status.on_drop(lambda: self._release_if_waiting(queued))
+            self._stores.put(queued)
         except BaseException as exc:
-            self._let_go(item)
-            job.refuse(exc)
+            self._release(queued)
+            put.fail(exc)
             raise
-        item.course.reach(Stage.CAPTURED)
+        queued.status.reach(PutMilestone.CAPTURED)
         self._emit(
-            item.course,
+            queued.status,
             "captured",
-            capture_seconds=item.course.meter.snapshot().stage_seconds["capture"],
-            stall_seconds=item.stall_seconds,
-            captured_bytes=job.needed_bytes,
-            frozen_bytes=job.frozen_bytes,
+            capture_seconds=queued.status.meter.snapshot().stage_seconds["capture"],
+            stall_seconds=queued.stall_seconds,
+            captured_bytes=put.needed_bytes,
+            frozen_bytes=put.frozen_bytes,
             **self._in_use(),
         )
         return pending
@@ -124,52 +124,52 @@ class SaveQueue:
     def run(self, make: Callable[[], Put]) -> Snapshot:
         """Puts in the caller's thread, after those under way; nothing is copied."""
         self._enter()
-        self.settle()
+        self.wait_idle()
         called = time.monotonic()
-        item = QueuedPut(make(), called, is_beside=False)
-        untold = self._first_untold()
-        if untold is not None:
-            error = take_error(untold)
-            item.job.refuse(error)
+        queued = QueuedPut(make(), called, is_background=False)
+        unraised = self._first_unraised()
+        if unraised is not None:
+            error = pop_error(unraised)
+            queued.put.fail(error)
             raise error
-        self._store(item)
-        if not item.course.has_ended:
-            self._publish(item)
-        item.course.wait(Stage.PUBLISHED, None)
-        assert item.course.snapshot is not None
-        return item.course.snapshot
+        self._store(queued)
+        if not queued.status.has_ended:
+            self._publish(queued)
+        queued.status.wait(PutMilestone.PUBLISHED, None)
+        assert queued.status.snapshot is not None
+        return queued.status.snapshot
 
     def pending(self) -> list[PendingSnapshot]:
         """The puts under way, oldest first."""
         self._enter()
-        return [PendingSnapshot(item.course) for item in self._items()]
+        return [PendingSnapshot(queued.status) for queued in self._queued()]
 
     def is_quiet(self) -> bool:
         """Whether nothing is under way, and nobody has to be told of an error."""
-        return not self._items() and self._first_untold() is None
+        return not self._queued() and self._first_unraised() is None
 
-    def resume(self, job: StagedPut) -> None:
+    def resume(self, put: StagedPut) -> None:
         """Goes on with what an earlier process staged."""
         self._enter()
-        item = QueuedPut(cast(Put, job), time.monotonic(), is_beside=True)
-        item.course.is_told = item.is_resumed = True
-        item.course.reach(Stage.STAGED)
-        self._uploads.put(item)
+        queued = QueuedPut(cast(Put, put), time.monotonic(), is_background=True)
+        queued.status.is_raised = queued.is_resumed = True
+        queued.status.reach(PutMilestone.STAGED)
+        self._uploads.put(queued)
 
-    def settle(self, *, uploads: bool = True) -> None:
+    def wait_idle(self, *, uploads: bool = True) -> None:
         """Waits until no put is under way; not for itself, in a callback of one."""
         self._enter()
-        if not self._is_on_a_lane():
+        if not self._is_on_a_worker():
             with self._changed:
                 self._changed.wait_for(self._is_idle if uploads else self._stores.is_idle)
 
-    def require_no_lane(self) -> None:
+    def require_no_worker(self) -> None:
         """Refuses what would wait for itself.
 
         Raises:
             InvalidOptionError: it is called in a callback of a put.
         """
-        if self._is_on_a_lane():
+        if self._is_on_a_worker():
             raise InvalidOptionError(
                 "a callback of a put cannot put beside the training, or with group=: it might wait for itself; do that in another thread",
                 object_id="put",
@@ -191,22 +191,22 @@ class SaveQueue:
         Giving up is waited for, too, but no longer than `give_up_seconds`. A callback of a put gets a report at once.
         """
         self._enter()
-        items = self._items()
-        if not self._is_on_a_lane():
+        puts = self._queued()
+        if not self._is_on_a_worker():
             with self._changed:
                 done = self._changed.wait_for(self._is_done, deadline_seconds)
             if not done:
-                for item in items:
-                    item.course.drop("abandoned")
+                for queued in puts:
+                    queued.status.drop("abandoned")
             with self._changed:
                 self._changed.wait_for(self._is_idle, give_up_seconds)
-        return DrainReport.of([item.course for item in items], self._safe)
+        return DrainReport.of([queued.status for queued in puts], self._safe)
 
     def leave_resumed(self) -> None:
         """What an earlier process staged is left on the disk, as far as it is not published yet."""
-        for item in self._uploads.items():
-            if item.is_resumed:
-                item.course.drop("abandoned")
+        for queued in self._uploads.items():
+            if queued.is_resumed:
+                queued.status.drop("abandoned")
 
     def close(self) -> None:
         """Finishes what is under way, and frees the memory; idempotent.
@@ -221,85 +221,85 @@ class SaveQueue:
             _logger.error("the store is closed with puts under way: %s", report)
         self._memory.close()
         with self._changed:
-            error = self._untold.take_all()
+            error = self._unraised.take_all()
         if error is not None:
             raise error
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _decide(self, item: QueuedPut, on_full: OnFull) -> Admission:
+    def _admit(self, queued: QueuedPut, on_full: OnFull) -> Admission:
         with self._changed:
-            untold = self._untold.first()
-            if untold is not None:
-                return Admission(goes=False, failed=untold.number)
-            drops: list[int] = []
-            while (slot := self._memory.try_take(item)) is None:
-                queued = next((each for each in self._stores.waiting() if not each.course.dropped), None)
+            unraised = self._unraised.first()
+            if unraised is not None:
+                return Admission(admitted=False, failed=unraised.number)
+            dropped: list[int] = []
+            while (slot := self._memory.try_take(queued)) is None:
+                oldest = next((each for each in self._stores.waiting() if not each.status.dropped), None)
                 if on_full == "skip":
-                    return Admission(goes=False)
-                if on_full == "replace" and queued is not None:
-                    queued.course.drop("replaced")
-                    drops.append(queued.number)
+                    return Admission(admitted=False)
+                if on_full == "replace" and oldest is not None:
+                    oldest.status.drop("replaced")
+                    dropped.append(oldest.number)
                 else:
-                    self._memory.wait(item, len(self._items()))
-            item.slot = slot
-            return Admission(True, tuple(drops))
+                    self._memory.wait(queued, len(self._queued()))
+            queued.slot = slot
+            return Admission(True, tuple(dropped))
 
-    def _take(self, item: QueuedPut) -> "Slot":
+    def _wait_for_memory(self, queued: QueuedPut) -> "Slot":
         """Memory for a put of which another rank said that it takes place."""
         with self._changed:
-            while (slot := self._memory.try_take(item)) is None:
-                self._memory.wait(item, len(self._items()))
+            while (slot := self._memory.try_take(queued)) is None:
+                self._memory.wait(queued, len(self._queued()))
             return slot
 
-    def _tell_of_stall(self, item: QueuedPut) -> None:
-        if item.waited_seconds:
-            self._emit(item.course, "stalled", stall_seconds=item.waited_seconds, queue_depth=item.waited_for)
+    def _report_stall(self, queued: QueuedPut) -> None:
+        if queued.waited_seconds:
+            self._emit(queued.status, "stalled", stall_seconds=queued.waited_seconds, queue_depth=queued.waited_for)
 
     def _drop_before(self, number: int) -> None:
         """Another rank's put of that number waits, and is given up; here it may be under way already."""
-        for item in self._stores.items():
-            if item.number == number:
-                item.course.drop("replaced")
+        for queued in self._stores.items():
+            if queued.number == number:
+                queued.status.drop("replaced")
 
-    def _let_go(self, item: QueuedPut) -> None:
-        item.release()
+    def _release(self, queued: QueuedPut) -> None:
+        queued.release()
         with self._changed:
             self._changed.notify_all()
 
-    def _let_go_if_waiting(self, item: QueuedPut) -> None:
+    def _release_if_waiting(self, queued: QueuedPut) -> None:
         """The memory of a put that was dropped is free at once; when its turn comes, all ranks learn that it was."""
         with self._changed:
-            if any(item is each for each in self._stores.waiting()):
-                self._let_go(item)
+            if any(queued is each for each in self._stores.waiting()):
+                self._release(queued)
 
-    def _end_dropped(self, item: QueuedPut, reason: str) -> None:
-        item.course.drop(reason)
-        item.course.is_ending = True
-        error = SnapshotDroppedError(f"the put of {item.course} was {reason}: host_memory_bytes is used up", object_id=item.course.ref)
-        item.course.fail(error)
-        self._emit(item.course, "dropped", reason=reason, **self._in_use())
+    def _end_dropped(self, queued: QueuedPut, reason: str) -> None:
+        queued.status.drop(reason)
+        queued.status.is_ending = True
+        error = SnapshotDroppedError(f"the put of {queued.status} was {reason}: host_memory_bytes is used up", object_id=queued.status.ref)
+        queued.status.fail(error)
+        self._emit(queued.status, "dropped", reason=reason, **self._in_use())
 
     # --- errors -------------------------------------------------------------------------------------------------------
 
-    def _first_untold(self) -> QueuedPut | None:
+    def _first_unraised(self) -> QueuedPut | None:
         with self._changed:
-            return self._untold.first()
+            return self._unraised.first()
 
-    def _raise_error_of(self, number: int, job: Put) -> NoReturn:
+    def _raise_error_of(self, number: int, put: Put) -> NoReturn:
         """Raises what rank 0 raises: the error of an earlier put, which this rank may not have met yet."""
         with self._changed:
-            self._changed.wait_for(lambda: not any(each.number == number for each in self._items()), RAISE_SECONDS)
-            item = self._untold.numbered(number)
-        if item is not None:
-            raise take_error(item)
+            self._changed.wait_for(lambda: not any(each.number == number for each in self._queued()), RAISE_SECONDS)
+            queued = self._unraised.numbered(number)
+        if queued is not None:
+            raise pop_error(queued)
         raise SnapshotAbortedError(
-            f"the put to {job.ref!r} did not take place: rank 0 raised what an earlier one failed with; try again", object_id=job.ref
+            f"the put to {put.ref!r} did not take place: rank 0 raised what an earlier one failed with; try again", object_id=put.ref
         )
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
-    def _items(self) -> list[QueuedPut]:
+    def _queued(self) -> list[QueuedPut]:
         with self._changed:
             return list(dict.fromkeys((*self._uploads.items(), *self._copies.items(), *self._stores.items())))
 
@@ -308,84 +308,86 @@ class SaveQueue:
 
     def _is_done(self) -> bool:
         """Whether nothing is under way but what was given up."""
-        return all(item.course.dropped == "abandoned" for item in self._items())
+        return all(queued.status.dropped == "abandoned" for queued in self._queued())
 
-    def _is_on_a_lane(self) -> bool:
+    def _is_on_a_worker(self) -> bool:
         return self._stores.is_mine() or self._copies.is_mine() or self._uploads.is_mine()
 
-    def _store(self, item: QueuedPut) -> None:
-        item.begun = time.monotonic()
+    def _store(self, queued: QueuedPut) -> None:
+        queued.begun = time.monotonic()
         try:
-            info = item.job.run(item.course)
+            info = queued.put.run(queued.status)
         except BaseException as exc:  # noqa: BLE001 - told to whoever waits, or to the next put
-            self._let_go(item)
-            self._fail(item, exc)
+            self._release(queued)
+            self._fail(queued, exc)
             return
-        self._let_go(item)
+        self._release(queued)
         if info is not None:
-            self._succeed(item, info)
+            self._succeed(queued, info)
             return
-        progress = item.course.meter.snapshot()
-        self._emit(item.course, "staged", write_seconds=progress.stage_seconds["write"], new_bytes=progress.stage_bytes["write"])
-        item.course.reach(Stage.STAGED)
-        if item.is_beside:
-            self._hand_over(item, self._copies, self._copy)
+        progress = queued.status.meter.snapshot()
+        self._emit(queued.status, "staged", write_seconds=progress.stage_seconds["write"], new_bytes=progress.stage_bytes["write"])
+        queued.status.reach(PutMilestone.STAGED)
+        if queued.is_background:
+            self._hand_over(queued, self._copies, self._copy)
 
     @staticmethod
-    def _broken(item: QueuedPut, exc: BaseException) -> None:
-        _logger.error("what is done after the put of %s failed", item.course, exc_info=exc)
-        if not item.course.has_ended:
-            item.course.fail(exc)
+    def _broken(queued: QueuedPut, exc: BaseException) -> None:
+        _logger.error("what is done after the put of %s failed", queued.status, exc_info=exc)
+        if not queued.status.has_ended:
+            queued.status.fail(exc)
 
-    def _copy(self, item: QueuedPut) -> None:
+    def _copy(self, queued: QueuedPut) -> None:
         try:
-            item.job.replicate(item.course)
+            queued.put.replicate(queued.status)
         finally:
-            self._hand_over(item, self._uploads, self._publish)
+            self._hand_over(queued, self._uploads, self._publish)
 
     @staticmethod
-    def _hand_over(item: QueuedPut, lane: Worker[QueuedPut], work: Callable[[QueuedPut], None]) -> None:
+    def _hand_over(queued: QueuedPut, worker: Worker[QueuedPut], work: Callable[[QueuedPut], None]) -> None:
         try:
-            lane.put(item)
+            worker.put(queued)
         except RuntimeError:  # no more threads, as while the interpreter ends
-            work(item)
+            work(queued)
 
-    def _publish(self, item: QueuedPut) -> None:
+    def _publish(self, queued: QueuedPut) -> None:
         try:
-            self._succeed(item, item.job.publish(item.course))
+            self._succeed(queued, queued.put.publish(queued.status))
         except BaseException as exc:  # noqa: BLE001 - likewise
-            self._fail(item, exc)
+            self._fail(queued, exc)
 
-    def _succeed(self, item: QueuedPut, info: SnapshotInfo) -> None:
+    def _succeed(self, queued: QueuedPut, info: SnapshotInfo) -> None:
         snapshot = self._safe = Snapshot.from_info(info)
-        item.course.is_ending = True
-        item.forget_state()
-        self._emit(item.course, "published", root=snapshot.root, snapshot=snapshot.id, **self._totals(item), **item.sizes(snapshot))
-        item.course.succeed(snapshot)
+        queued.status.is_ending = True
+        queued.forget_state()
+        self._emit(queued.status, "published", root=snapshot.root, snapshot=snapshot.id, **self._totals(queued), **queued.sizes(snapshot))
+        queued.status.succeed(snapshot)
 
-    def _fail(self, item: QueuedPut, exc: BaseException) -> None:
-        course = item.course
-        course.is_ending = True
-        item.forget_state(exc)
-        if course.dropped and isinstance(exc, SnapshotAbortedError):
-            self._emit(course, "dropped", reason=course.dropped, **self._in_use())
+    def _fail(self, queued: QueuedPut, exc: BaseException) -> None:
+        status = queued.status
+        status.is_ending = True
+        queued.forget_state(exc)
+        if status.dropped and isinstance(exc, SnapshotAbortedError):
+            self._emit(status, "dropped", reason=status.dropped, **self._in_use())
             exc = exc if isinstance(exc, SnapshotDroppedError) else SnapshotDroppedError(str(exc), object_id=exc.object_id)
         else:
             kind = exc.kind if isinstance(exc, StoreError) else type(exc).__name__
-            self._emit(course, "failed", error=str(exc), error_kind=kind, is_waited_for=int(not item.is_beside), **self._totals(item))
-        course.fail(exc)
+            self._emit(
+                status, "failed", error=str(exc), error_kind=kind, is_waited_for=int(not queued.is_background), **self._totals(queued)
+            )
+        status.fail(exc)
         with self._changed:
-            if not course.is_told and item.is_beside:
-                self._untold.add(item)
+            if not status.is_raised and queued.is_background:
+                self._unraised.add(queued)
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def _emit(self, course: PutStatus, kind: Kind, **fields: int | float | str) -> None:
-        self._observers.emit(Event(kind, course.id, course.ref, course.step, course.rank, time.time_ns(), fields))
+    def _emit(self, status: PutStatus, kind: Kind, **fields: int | float | str) -> None:
+        self._observers.emit(Event(kind, status.id, status.ref, status.step, status.rank, time.time_ns(), fields))
 
     def _in_use(self) -> dict[str, int]:
-        return {"queue_depth": sum(not item.course.is_ending for item in self._items()), "memory_bytes": self._memory.allocated_bytes}
+        return {"queue_depth": sum(not queued.status.is_ending for queued in self._queued()), "memory_bytes": self._memory.allocated_bytes}
 
-    def _totals(self, item: QueuedPut) -> dict[str, int | float]:
-        total, queued = time.monotonic() - item.called, item.begun - item.captured
-        return {"total_seconds": total, "queued_seconds": queued, **item.course.meter.snapshot().seconds_fields(), **self._in_use()}
+    def _totals(self, queued: QueuedPut) -> dict[str, int | float]:
+        total, waited = time.monotonic() - queued.called, queued.begun - queued.captured
+        return {"total_seconds": total, "queued_seconds": waited, **queued.status.meter.snapshot().seconds_fields(), **self._in_use()}

@@ -55,7 +55,7 @@ class Worker(Generic[Item]):
         return not self._waiting and self._working is None
 
     def is_mine(self) -> bool:
-        """Whether the caller runs on this lane's thread."""
+        """Whether the caller runs on this worker's thread."""
         return threading.current_thread() is self._thread
 
     def _run(self) -> None:

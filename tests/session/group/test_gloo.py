@@ -41,7 +41,7 @@ OF_RANK_0 = {
 OF_RANK_0 |= {"before outcome", "after outcome"}
 PUBLISHED = {"after the log entry", "before outcome", "after outcome"}
 """Where rank 0 has published: all others say so."""
-OF_OTHERS = {"before hello", "after hello", "before done", "after done"}
+OF_OTHERS = {"before proposal", "after proposal", "before result", "after result"}
 VICTIM = 3
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * LIFE_SECONDS)]
@@ -145,9 +145,9 @@ def require(nursery: Nursery, play: Play) -> None:
     """Plays it, and looks at what came of it."""
     perform(nursery, play)
     published = require_one_outcome(play)
-    if play.point in PUBLISHED or (play.point == "after done" and not play.url.startswith("s3:")):
+    if play.point in PUBLISHED or (play.point == "after result" and not play.url.startswith("s3:")):
         assert published
-    elif play.point != "after done":
+    elif play.point != "after result":
         assert not published
         if play.victim:
             assert all(f"rank {play.victim}" in ending["message"] for rank, ending in said(play, 2).items() if rank != play.victim)

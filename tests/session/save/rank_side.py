@@ -235,7 +235,7 @@ def wait(step: int, only: int | None = None) -> Ending | None:
 
 def settle() -> None:
     """Until nothing is under way; nobody is told anything."""
-    SIDES[-1].store.session.queue.settle()
+    SIDES[-1].store.session.queue.wait_idle()
 
 
 def await_work_on(step: int, only: int) -> None:
@@ -243,7 +243,7 @@ def await_work_on(step: int, only: int) -> None:
     if mine(only):
         with side.store.session.queue._changed:
             assert side.store.session.queue._changed.wait_for(
-                lambda: getattr(side.store.session.queue._stores._working, "course", None) is side.puts[step]._course, SECONDS
+                lambda: getattr(side.store.session.queue._stores._working, "status", None) is side.puts[step]._status, SECONDS
             )
 
 

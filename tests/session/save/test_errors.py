@@ -31,7 +31,7 @@ def fail(place: Scene, step: int, error: BaseException | None = None) -> tsck.Pe
 
 def settle(place: Scene) -> None:
     """Until nothing is under way, and nobody was told anything."""
-    place.store.session.queue.settle()
+    place.store.session.queue.wait_idle()
 
 
 def require_silence(place: Scene, step: int) -> None:

@@ -130,7 +130,7 @@ def test_a_change_that_nobody_waits_for_is_raised_by_the_next_put() -> None:
         state["base"]["w"][0] ^= 1
         place.store.drain()
         put(place, state, 10)
-        place.store.session.queue.settle()
+        place.store.session.queue.wait_idle()
         with pytest.raises(FrozenChangedError):
             put(place, state, 11)
         put(place, state, 12, frozen=[]).wait()

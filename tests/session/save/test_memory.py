@@ -315,11 +315,11 @@ def test_a_put_that_is_interrupted_once_it_has_memory_gives_it_back(monkeypatch:
     with scene(host_memory_bytes=COPY) as place:
         with monkeypatch.context() as patch:
 
-            def agree(self: SinglePut, decide: Callable[[], Admission]) -> Admission:
-                assert decide().goes
+            def decide(self: SinglePut, admit: Callable[[], Admission]) -> Admission:
+                assert admit().admitted
                 raise KeyboardInterrupt
 
-            patch.setattr(SinglePut, "agree", agree)
+            patch.setattr(SinglePut, "decide", decide)
             with pytest.raises(KeyboardInterrupt):
                 put_beside(place.store, 1, size_bytes=COPY)
         assert place.in_use_bytes == 0

@@ -90,7 +90,7 @@ class Machine(RuleBasedStateMachine):
             for put in self.queue:
                 self.run(put)
             self.held, self.stop, self.queue = None, None, []
-        self.place.store.session.queue.settle()
+        self.place.store.session.queue.wait_idle()
 
     def memory(self) -> list[Put]:
         return [put for put in (self.held, *self.queue) if put is not None and (put is self.held or not put.dropped)]
@@ -135,7 +135,7 @@ class Machine(RuleBasedStateMachine):
         elif self.held is not None:
             self.queue.append(put)
         else:
-            self.place.store.session.queue.settle()
+            self.place.store.session.queue.wait_idle()
             self.run(put)
         return put
 

@@ -214,7 +214,7 @@ def test_callbacks_before_and_after_each_milestone(error: Exception | None) -> N
             getattr(pending, name).on_settled(note("before", name))
         assert told == [("before", "captured", False, True)]  # which it has passed
         stop.let_go(error)
-        place.store.session.queue.settle()
+        place.store.session.queue.wait_idle()
         assert told[1:] == [("before", "staged", True, False), ("before", "published", True, False)]
         for name in ("captured", "staged", "published"):
             getattr(pending, name).on_settled(note("after", name))
@@ -249,11 +249,11 @@ def test_what_is_held_of_a_put_does_not_hold_its_state() -> None:
         assert jobs() == before + 4
         place.gate.fail("put snapshots/", BackendUnavailableError("injected"))
         stop.let_go()
-        place.store.session.queue.settle()
+        place.store.session.queue.wait_idle()
         with pytest.raises(BackendUnavailableError):
             puts[0].wait()
         put_beside(place.store, 5).wait()
-        place.store.session.queue.settle()
+        place.store.session.queue.wait_idle()
         assert [pending.done() for pending in puts] == [True] * 4
         assert jobs() <= before
 

@@ -228,7 +228,7 @@ def grow(rank: int) -> None:
 
 def limit(rank: int, limit_bytes: int) -> None:
     side = rank_side.SIDES[-1]
-    side.store.session.queue.settle()
+    side.store.session.queue.wait_idle()
     arena = side.store.session.queue._memory.arena
     assert arena is not None
     if rank_side.mine(rank):

@@ -204,26 +204,26 @@ def die_before_the_log_knows(folder: str, ranks: int, disks: tuple[str, ...]) ->
 
     from tensorstore_ck.session.group.rank_put import RankPut
 
-    real = stage.announce, stage.StagingDestination.give_up, RankPut.settle
+    real = stage.announce, stage.StagingDestination.give_up, RankPut.resolve
     stage.announce = die  # type: ignore[assignment]
     stage.StagingDestination.give_up = lambda self: None  # type: ignore[method-assign]
-    RankPut.settle = lambda self, reason: None  # type: ignore[method-assign]
+    RankPut.resolve = lambda self, reason: None  # type: ignore[method-assign]
     try:
         with Job(folder, ranks, disks) as job:
             job.restore("job")
             with suppress(BaseException):
                 job.put(1).wait(SECONDS)
     finally:
-        stage.announce, stage.StagingDestination.give_up, RankPut.settle = real  # type: ignore[method-assign]
+        stage.announce, stage.StagingDestination.give_up, RankPut.resolve = real  # type: ignore[method-assign]
 
 
 def lose_the_log(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
     """Rank 1 stages its side, learns no outcome and cannot ask the log: what that put raises."""
-    from tensorstore_ck.session.group.attempt import Round
     from tensorstore_ck.session.group.channel import ChannelError
     from tensorstore_ck.session.group.rank_put import RankPut
+    from tensorstore_ck.session.group.round import Round
 
-    real = Round._wait_for_outcome, RankPut.settle
+    real = Round._wait_for_outcome, RankPut.resolve
 
     def lose(self: Round) -> Any:
         if not self._title.startswith("the put"):
@@ -232,11 +232,11 @@ def lose_the_log(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
         self._grace = 0.0
         raise ChannelError("the connection is lost")
 
-    def settle(*_: object) -> Any:
+    def resolve(*_: object) -> Any:
         raise BackendUnavailableError("no answer")
 
     if dist.get_rank() == 1:
-        Round._wait_for_outcome, RankPut.settle = lose, settle  # type: ignore[method-assign, assignment]
+        Round._wait_for_outcome, RankPut.resolve = lose, resolve  # type: ignore[method-assign, assignment]
     try:
         with Job(folder, ranks, disks, stagger_seconds=DAY_SECONDS) as job:
             job.restore("job")
@@ -247,7 +247,7 @@ def lose_the_log(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
                 return type(exc).__name__
             return ""
     finally:
-        Round._wait_for_outcome, RankPut.settle = real  # type: ignore[method-assign]
+        Round._wait_for_outcome, RankPut.resolve = real  # type: ignore[method-assign]
 
 
 def miss_what_was_published(folder: str, ranks: int, disks: tuple[str, ...]) -> str:

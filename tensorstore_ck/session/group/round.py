@@ -1,18 +1,17 @@
-"""One attempt of a group to do one thing together, a put or a restore, so that all ranks learn the same outcome.
+"""One round of a group: all ranks do one thing together, a save or a restore, and learn the same outcome.
 
-    turn           whether it takes place at all, where rank 0 says so before anybody prepares
-    hello/<rank>   what each rank is about to do; rank 0 waits for all and compares
-    go             what rank 0 tells all, after which each rank does its work
-    <name>/<rank>  what some ranks tell rank 0 in the midst of it, and <name>, what rank 0 answers: see `Round.ask`, `Round.answer`
-    done/<rank>    what came of it; rank 0 waits for all and commits, which decides the outcome
-    failed         a rank that could not: rank 0 waits no longer
-    outcome        what the log says: {put: record}, {abort: reason}, or {ask: text} when rank 0 could not find out
+    admit            rank 0's decision whether the round takes place, where it decides that before anybody prepares
+    proposal/<rank>  what each rank is about to do; rank 0 waits for all of them and compares
+    go               what rank 0 answers, after which each rank does its work
+    <name>/<rank>    what some ranks report to rank 0 during that work; <name> is rank 0's answer: see `Round.ask`, `Round.answer`
+    result/<rank>    what a rank did; rank 0 waits for all of them and commits, which decides the outcome
+    failed           a rank failed: rank 0 stops waiting
+    outcome          what the log says: {put: record}, {abort: reason}, or {ask: text} when rank 0 could not find out
 
-The log is the judge, through `Participant.settle`: whoever gives up, rank 0 or another, first has the log say "abort", unless it says "put"
-already. The channel only spreads what the log says, so a rank that dies or stalls anywhere, or a channel that breaks, costs time and an
-attempt, never agreement. A restore leaves nothing in the log; there the first outcome in the channel counts. What is told of an error has
-its class (`FailureReason`), so that all ranks raise the same: what a user must change is never an aborted attempt, to be tried again.
-Knows no torch, no formats and no backend.
+The log decides, through `Participant.resolve`: a rank that gives up appends "abort" to the log unless it says "put" already. The channel
+only spreads what the log says, so a rank that dies or stalls, or a channel that breaks, costs time and an attempt, never agreement. A
+restore leaves nothing in the log; there the first outcome in the channel counts. A reported error carries its class (`FailureReason`), so
+that all ranks raise the same one. Knows no torch, no formats and no backend.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +39,7 @@ from tensorstore_ck.session.group.round_ledger import RoundLedger
 
 GRACE_SECONDS: Final = 10.0
 """How long after the deadline the other ranks leave it to rank 0 to end the attempt."""
-TURN, GO, OUTCOME, FAILED = "turn", "go", "outcome", "failed"
+ADMIT, GO, OUTCOME, FAILED = "admit", "go", "outcome", "failed"
 
 
 class Round:
@@ -62,7 +61,7 @@ class Round:
         misfit: str = "",
         in_job: Sequence[int] | None = None,
     ) -> None:
-        """`title` is for messages, like "the put to 'runs/gpt'"; each of `agree` and `run` has `timeout` seconds.
+        """`title` is for messages, like "the put to 'runs/gpt'"; each of `decide` and `run` has `timeout` seconds.
 
         `misfit`: why this rank has no place in the group; then it tells the others, and no outcome is its own. `in_job`: see `named_ranks`.
         """
@@ -81,12 +80,12 @@ class Round:
         self._misfit = misfit
         self._in_job = in_job
         self._deadline = channel.clock() + timeout
-        self._stage = "hello"
+        self._stage = "proposal"
         self._is_counted = False
         """Whether this rank may have said that its work is done: without that, what was put is not its own."""
         self._is_cut_off = False
 
-    def agree(self, decide: Callable[[], Body]) -> Body:
+    def decide(self, choose: Callable[[], Body]) -> Body:
         """What rank 0 decides about this attempt before it is run; the others wait for that.
 
         Raises:
@@ -94,47 +93,47 @@ class Round:
         """
         try:
             if self._rank == 0:
-                decided = _plain(decide())
-                self._put(TURN, decided)
+                decided = _plain(choose())
+                self._put(ADMIT, decided)
                 return decided
             if self._misfit:
                 raise LateError(self._misfit)
-            key, told = self._channel.wait([OUTCOME, TURN], self._patience(), writer=0)
-            if key == TURN:
-                return told
-            reason = FailureReason.of_outcome(told) or FailureReason(f"{self._named(0)} could not begin it")
+            key, reported = self._channel.wait([OUTCOME, ADMIT], self._patience(), writer=0)
+            if key == ADMIT:
+                return reported
+            reason = FailureReason.of_outcome(reported) or FailureReason(f"{self._named(0)} could not begin it")
         except ChannelError as exc:
-            self.leave()
+            self.skip()
             who = f"{self._named(self._rank)} waited for {self._named(0)}"
             raise self._error(FailureReason(f"{who} to say whether it takes place: {exc}")) from exc
-        self.leave()
+        self.skip()
         raise self._error(reason)
 
-    def leave(self) -> None:
+    def skip(self) -> None:
         """It does not take place, as all ranks were told."""
         self._ledger.end(self.n, self._channel)
 
-    def run(self, duties: Participant) -> Body:
+    def run(self, participant: Participant) -> Body:
         """Takes part, and returns the outcome's record; once only.
 
         Ends by the deadline, which is the timeout from now, when rank 0 is gone by twice the grace later, and when the store hangs some
-        seconds after that; apart from what `duties` take. The deadline of all is rank 0's, from when it says go.
+        seconds after that; apart from what `participant` take. The deadline of all is rank 0's, from when it says go.
 
         Raises:
             InputError, DamageError, ConflictError: a rank met it, or rank 0 did when it compared; on all ranks of the same class.
             SnapshotAbortedError: the outcome is "abort" for another reason, on all ranks. The cause is this rank's own error if it had one.
-            UndecidedError: `Participant.settle` failed: the log did not say what the outcome is.
+            UndecidedError: `Participant.resolve` failed: the log did not say what the outcome is.
         """
         self._deadline = self._channel.clock() + self._timeout
         try:
-            return self._lead(duties) if self._rank == 0 else self._follow(duties)
+            return self._lead(participant) if self._rank == 0 else self._follow(participant)
         finally:
             self._ledger.end(self.n, self._channel)
 
     def ask(self, name: str, ranks: Sequence[int], tell: Callable[[], bytes]) -> dict[int, bytes]:
         """What some `ranks` tell rank 0 in the midst of their work: nothing on the others. What rank 0 would tell itself is empty.
 
-        Called by all ranks that it concerns, and by rank 0, in their `Participant.work`.
+        Called by all ranks that it concerns, and by rank 0, in their `Participant.execute`.
         """
         others = [rank for rank in ranks if rank]
         if self._rank:
@@ -142,8 +141,8 @@ class Round:
                 self._channel.put_large(f"{name}/{self._rank}", tell(), self._deadline + self._grace)
             return {}
         records = self._gather(name, others)
-        told = {rank: self._channel.whole(f"{name}/{rank}", record, self._deadline + self._grace) for rank, record in records.items()}
-        return {0: b""} | told if 0 in ranks else told
+        reported = {rank: self._channel.whole(f"{name}/{rank}", record, self._deadline + self._grace) for rank, record in records.items()}
+        return {0: b""} | reported if 0 in ranks else reported
 
     def answer(self, name: str, data: bytes | None) -> bytes:
         """What rank 0 tells all in the midst of their work; the others wait for it.
@@ -162,29 +161,31 @@ class Round:
 
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 
-    def _lead(self, duties: Participant) -> Body:
+    def _lead(self, participant: Participant) -> Body:
         try:
-            hellos = self._collect(_plain(duties.hello()))
-            answer = self._judged(lambda: duties.compare([take(hello, "record", dict) for hello in hellos]))
-            oldest = min(take_count(hello, "oldest") for hello in hellos)
+            proposals = self._collect(_plain(participant.propose()))
+            answer = self._judged(lambda: participant.compare([take(proposal, "record", dict) for proposal in proposals]))
+            oldest = min(take_count(proposal, "oldest") for proposal in proposals)
             answer = _plain(answer)
             left = max(0.0, self._deadline - self._channel.clock())
             self._put(GO, {"record": answer, "left": left, "oldest": oldest})
             self._forget(oldest)
-            self._stage = "done"
-            dones = self._collect(_plain(duties.work(answer)))
-            outcome = _plain(self._judged(lambda: duties.commit([take(done, "record", dict) for done in dones])))
+            self._stage = "result"
+            results = self._collect(_plain(participant.execute(answer)))
+            outcome = _plain(self._judged(lambda: participant.commit([take(result, "record", dict) for result in results])))
         except BaseException as exc:
-            reason = exc.reason if isinstance(exc, RankRefusedError) else FailureReason.of_ranks({0: _reason_of(exc, duties)}, self._in_job)
-            settled = self._settle(duties, reason)
+            reason = (
+                exc.reason if isinstance(exc, RankRefusedError) else FailureReason.of_ranks({0: _reason_of(exc, participant)}, self._in_job)
+            )
+            resolved = self._resolve(participant, reason)
             if not isinstance(exc, Exception):
                 raise  # all others know; this one was told to stop
-            if isinstance(settled, FailureReason):
-                raise self._error(settled) from (exc.__cause__ if isinstance(exc, RankRefusedError) else exc)
-            return settled
-        told = self._spread({"put": outcome})
-        if duties.settle is None and "put" not in told:
-            raise self._error(FailureReason.of_outcome(told) or FailureReason("the other ranks cannot be told"))
+            if isinstance(resolved, FailureReason):
+                raise self._error(resolved) from (exc.__cause__ if isinstance(exc, RankRefusedError) else exc)
+            return resolved
+        reported = self._spread({"put": outcome})
+        if participant.resolve is None and "put" not in reported:
+            raise self._error(FailureReason.of_outcome(reported) or FailureReason("the other ranks cannot be told"))
         return outcome
 
     def _judged(self, judge: Callable[[], Body | str]) -> Body:
@@ -241,7 +242,7 @@ class Round:
         if silent:
             raise RankRefusedError(FailureReason(unheard(silent, self._channel.watch.limit, self._in_job)))
         if missing:
-            what = "did not come to it" if stage == "hello" else "came to it but did not finish"
+            what = "did not come to it" if stage == "proposal" else "came to it but did not finish"
             raise RankRefusedError(
                 FailureReason(f"{named_ranks(missing, self._in_job)} of {self._ranks} {what} within {self._timeout:g} s")
             )
@@ -249,41 +250,41 @@ class Round:
 
     # --- all others ---------------------------------------------------------------------------------------------------
 
-    def _follow(self, duties: Participant) -> Body:
+    def _follow(self, participant: Participant) -> Body:
         own: Exception | None = None
         try:
             if self._misfit:
                 raise RankRefusedError(FailureReason(self._misfit))
-            self._put(f"hello/{self._rank}", {"record": duties.hello(), "oldest": self._ledger.oldest()})
+            self._put(f"proposal/{self._rank}", {"record": participant.propose(), "oldest": self._ledger.oldest()})
             key, answer = self._channel.wait([OUTCOME, GO], self._patience(), writer=0)
             if key == GO:
-                done = {"record": duties.work(self._enter(answer))}
+                result = {"record": participant.execute(self._enter(answer))}
                 self._is_counted = True
-                self._put(f"done/{self._rank}", done)
+                self._put(f"result/{self._rank}", result)
             outcome = self._wait_for_outcome()
         except ChannelError as exc:
-            return self._give_up(duties, exc)
+            return self._give_up(participant, exc)
         except BaseException as exc:
-            self._report(_reason_of(exc, duties))
+            self._report(_reason_of(exc, participant))
             if not isinstance(exc, Exception):
                 raise
             own = exc
             try:
                 outcome = self._wait_for_outcome()
             except ChannelError as late:
-                return self._give_up(duties, late, own)
+                return self._give_up(participant, late, own)
         if type(outcome.get("put")) is dict:
             return self._own(take(outcome, "put", dict))
         reason = FailureReason.of_outcome(outcome)
         if reason is not None:
             raise self._error(reason) from (None if isinstance(own, RankRefusedError) else own)
-        return self._give_up(duties, LateError(f"{self._named(0)} does not know the outcome: {outcome.get('ask')}"), own)
+        return self._give_up(participant, LateError(f"{self._named(0)} does not know the outcome: {outcome.get('ask')}"), own)
 
     def _enter(self, go: Body) -> Body:
         """Rank 0 said go: everything that all ranks have ended can be deleted, and the deadline is rank 0's."""
         record = take(go, "record", dict)
         self._deadline = self._channel.clock() + min(max(0.0, take(go, "left", float)), self._timeout)
-        self._stage = "done"
+        self._stage = "result"
         self._forget(take_count(go, "oldest"))
         return record
 
@@ -302,17 +303,17 @@ class Round:
             self._put(f"{self._stage}/{self._rank}", {"error": reason.record()})
             self._put(FAILED, {"rank": self._rank, "error": reason.record()})
 
-    def _give_up(self, duties: Participant, trouble: ChannelError, own: Exception | None = None) -> Body:
+    def _give_up(self, participant: Participant, trouble: ChannelError, own: Exception | None = None) -> Body:
         """Rank 0 or the channel is gone: what the log says counts."""
         text = f"gave up on {self._named(0)}: {trouble}"
         reason = FailureReason(f"{self._named(self._rank)} {text}")
         if self._channel.clock() < self._patience() and not isinstance(trouble, SilentError):
             self._channel.sleep(self._grace * self._rank / self._ranks)  # not all ranks at the log at once
-        settled = self._settle(duties, reason)
-        if isinstance(settled, FailureReason):
+        resolved = self._resolve(participant, reason)
+        if isinstance(resolved, FailureReason):
             self._report(FailureReason(text))
-            raise self._error(settled) from (own or trouble)
-        return self._own(settled)
+            raise self._error(resolved) from (own or trouble)
+        return self._own(resolved)
 
     def _own(self, put: Body) -> Body:
         """What was put, if this rank has a part in it."""
@@ -324,14 +325,14 @@ class Round:
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
-    def _settle(self, duties: Participant, reason: FailureReason) -> Body | FailureReason:
+    def _resolve(self, participant: Participant, reason: FailureReason) -> Body | FailureReason:
         """The outcome by its judge, which all who can be reached are told: what was put, or why nothing was."""
-        if duties.settle is None:
-            told = self._spread({"abort": reason.record()})
-            put = told.get("put")
-            return put if type(put) is dict else FailureReason.of_outcome(told) or reason
+        if participant.resolve is None:
+            reported = self._spread({"abort": reason.record()})
+            put = reported.get("put")
+            return put if type(put) is dict else FailureReason.of_outcome(reported) or reason
         try:
-            settled = duties.settle(reason.text)
+            resolved = participant.resolve(reason.text)
         except BaseException as exc:
             if self._rank == 0:
                 self._spread({"ask": reason.text})
@@ -339,9 +340,9 @@ class Round:
                 what = f"whether {self._title} happened is not known here, as the log could not be asked"
                 raise UndecidedError(f"{what}: {error_text(exc)}", object_id=self._object_id, txn=self.txn) from exc
             raise
-        if settled is not None:
-            self._spread({"put": settled})
-            return settled
+        if resolved is not None:
+            self._spread({"put": resolved})
+            return resolved
         return FailureReason.of_outcome(self._spread({"abort": reason.record()})) or reason
 
     def _spread(self, outcome: Body) -> Body:
@@ -372,11 +373,11 @@ def _plain(record: Body) -> Body:
     return decode_record(encode_record(record, "of rank 0"), "of rank 0")
 
 
-def _reason_of(exc: BaseException, duties: Participant) -> FailureReason:
+def _reason_of(exc: BaseException, participant: Participant) -> FailureReason:
     """An error as the other ranks are told of it."""
     if isinstance(exc, RankRefusedError):
         return exc.reason
-    if isinstance(exc, SnapshotExpiredError) and duties.settle is not None:
+    if isinstance(exc, SnapshotExpiredError) and participant.resolve is not None:
         return FailureReason(error_text(exc))  # gc freed what the put relied on: the next one relies on something else
     return FailureReason.of_error(exc)
 
@@ -385,8 +386,8 @@ def _check_said(record: Body, stage: str) -> Body:
     """What a rank said, if it is what belongs into this stage."""
     if "error" in record:
         raise RankRefusedError(FailureReason.of_record(take(record, "error", dict)))
-    if stage in ("hello", "done"):
+    if stage in ("proposal", "result"):
         take(record, "record", dict)
-    if stage == "hello":
+    if stage == "proposal":
         take_count(record, "oldest")
     return record
