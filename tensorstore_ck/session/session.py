@@ -19,9 +19,8 @@ from tensorstore_ck.session.group import DEAD_AFTER_SECONDS
 from tensorstore_ck.session.group.process_groups import ProcessGroups, process_group
 from tensorstore_ck.session.ref_fence import PutOptions, RefFence, check_put_options
 from tensorstore_ck.session.save import OnFull, PendingSnapshot, SaveQueue
-from tensorstore_ck.session.save.at_exit import finish_at_exit
-from tensorstore_ck.session.save.connect_peers import connect_peers
 from tensorstore_ck.session.save.context import SaveContext
+from tensorstore_ck.session.save.process_end import finish_at_exit
 from tensorstore_ck.session.save.resume_staged import resume_alone, resume_ranks
 
 if TYPE_CHECKING:
@@ -148,7 +147,7 @@ class Session:
             for put in resume_ranks(self.context, self.engine.tier, group, timeout_seconds):
                 self.queue.resume(put)
             if self.engine.tier.options.replicate_to_peers:
-                connect_peers(self.context, self.engine.tier, group, timeout_seconds)
+                self.context.connect_peers(self.engine.tier, group, timeout_seconds)
             self._resumed_groups.add(group)
 
     def _put(

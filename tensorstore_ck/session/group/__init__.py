@@ -7,9 +7,8 @@ an end. `Group` counts the attempts of a process group, `Round` is one of them, 
 from tensorstore_ck.session.group.channel import Channel, ChannelError, KeyValue, StoreRunner
 from tensorstore_ck.session.group.group import Group, StoreThread, open_group
 from tensorstore_ck.session.group.liveness import DEAD_AFTER_SECONDS
-from tensorstore_ck.session.group.participant import Participant
 from tensorstore_ck.session.group.rank_messages import mismatches, named_ranks
-from tensorstore_ck.session.group.round import GRACE_SECONDS, Round
+from tensorstore_ck.session.group.round import GRACE_SECONDS, Participant, Round
 
 __all__ = [
     "DEAD_AFTER_SECONDS",

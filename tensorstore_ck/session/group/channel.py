@@ -6,6 +6,7 @@ it any more. Every call has a deadline, on the `clock` of this rank.
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
@@ -321,6 +322,40 @@ class Channel:
             return self._run(action, max(deadline - self.clock(), CALL_SECONDS))
         except (RuntimeError, OSError) as exc:  # torch's store errors are RuntimeErrors
             raise ChannelError(f"the process group's store cannot be used: {exc}") from exc
+
+
+class RoundLedger:
+    """Which attempts of this rank go on, and which keys it wrote in those that ended. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._open: set[int] = set()
+        self._ended: dict[int, Channel] = {}
+
+    def begin(self) -> int:
+        """The number of the next attempt, from 1."""
+        with self._lock:
+            self._count += 1
+            self._open.add(self._count)
+            return self._count
+
+    def end(self, n: int, channel: Channel | None) -> None:
+        """Attempt `n` is over for this rank: it asks for none of its keys any more."""
+        with self._lock:
+            self._open.discard(n)
+            if channel is not None:
+                self._ended[n] = channel
+
+    def oldest(self) -> int:
+        """The lowest attempt that goes on."""
+        with self._lock:
+            return min(self._open, default=self._count + 1)
+
+    def take_before(self, n: int) -> list[Channel]:
+        """The channels of attempts that ended, up to `n`; each is returned once."""
+        with self._lock:
+            return [self._ended.pop(ended) for ended in sorted(self._ended) if ended < n]
 
 
 def encode_record(record: Mapping[str, Any], name: str) -> bytes:

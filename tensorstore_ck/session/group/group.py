@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from tensorstore_ck.common.ids import ULID_BYTES, IdSource, Ulid, derived_hash, new_ulid, ulid_text
 from tensorstore_ck.format.sealed import take, take_count
-from tensorstore_ck.session.group.channel import Channel, ChannelError, KeyValue, StoreRunner
+from tensorstore_ck.session.group.channel import Channel, ChannelError, KeyValue, RoundLedger, StoreRunner
 from tensorstore_ck.session.group.failure_reason import FailureReason
 from tensorstore_ck.session.group.liveness import DEAD_AFTER_SECONDS, Heartbeat, LivenessWatch, beat_seconds
 from tensorstore_ck.session.group.rank_messages import named_ranks
 from tensorstore_ck.session.group.round import GRACE_SECONDS, Round
-from tensorstore_ck.session.group.round_ledger import RoundLedger
 
 if TYPE_CHECKING:
     import torch.distributed

@@ -16,7 +16,7 @@ that all ranks raise the same one. Knows no torch, no formats and no backend.
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.errors import (
@@ -31,15 +31,30 @@ from tensorstore_ck.errors import (
     UndecidedError,
 )
 from tensorstore_ck.format.sealed import Body, take, take_count
-from tensorstore_ck.session.group.channel import Channel, ChannelError, LateError, SilentError, decode_record, encode_record
+from tensorstore_ck.session.group.channel import Channel, ChannelError, LateError, RoundLedger, SilentError, decode_record, encode_record
 from tensorstore_ck.session.group.failure_reason import FailureReason, RankRefusedError
-from tensorstore_ck.session.group.participant import Participant
 from tensorstore_ck.session.group.rank_messages import error_text, named_ranks, unheard
-from tensorstore_ck.session.group.round_ledger import RoundLedger
 
 GRACE_SECONDS: Final = 10.0
 """How long after the deadline the other ranks leave it to rank 0 to end the attempt."""
 ADMIT, GO, OUTCOME, FAILED = "admit", "go", "outcome", "failed"
+
+
+class Participant(NamedTuple):
+    """What the caller does in an attempt. Records are small maps of what msgpack has; an error that one raises ends the attempt."""
+
+    propose: Callable[[], Body]
+    """What this rank is about to do."""
+    execute: Callable[[Body], Body]
+    """Does this rank's part, durably, and says what came of it; gets the record of `compare`."""
+    resolve: Callable[[str], Body | None] | None
+    """Has the log say "abort" unless it says "put" already; the outcome's record if put, None if aborted. The reason is for people.
+    None for what leaves nothing in the log."""
+    compare: Callable[[list[Body]], Body | str]
+    """On rank 0, with the proposals of all ranks in order: what to tell all; or, in words, why their states cannot be one. An input error
+    that it raises is that of all ranks, whatever it is about."""
+    commit: Callable[[list[Body]], Body]
+    """On rank 0, with what came of the work of all ranks, in order: appends the put to the log; the outcome's record."""
 
 
 class Round:

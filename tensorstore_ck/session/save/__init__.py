@@ -5,7 +5,7 @@
 
 from tensorstore_ck.session.save.drain_report import DrainReport
 from tensorstore_ck.session.save.pending import Milestone, PendingSnapshot
-from tensorstore_ck.session.save.preemption import Preemption
+from tensorstore_ck.session.save.process_end import Preemption
 from tensorstore_ck.session.save.save_queue import OnFull, SaveQueue
 
 __all__ = ["DrainReport", "Milestone", "OnFull", "PendingSnapshot", "Preemption", "SaveQueue"]

@@ -8,10 +8,12 @@ from tensorstore_ck.engine.write.publish import ANY
 from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, UnsupportedValueError
 from tensorstore_ck.format.record import encode_metadata
-from tensorstore_ck.format.sealed import take_count
-from tensorstore_ck.session.group.dry_run import RankDryRun
+from tensorstore_ck.format.sealed import Body, take, take_count
+from tensorstore_ck.session.group import Participant
 from tensorstore_ck.session.group.process_groups import ProcessGroups
-from tensorstore_ck.session.group.rank_put import PreparedPut, RankStates
+from tensorstore_ck.session.group.rank_messages import in_the_job
+from tensorstore_ck.session.group.rank_put import PreparedPut, RankPut, RankStates
+from tensorstore_ck.session.group.replica_check import ReplicaDigests, differences
 from tensorstore_ck.state.check import StateCheck, StateProblem, checked, look_at
 from tensorstore_ck.state.rank_shares import describer_of
 
@@ -48,3 +50,28 @@ def check_ranks(
     if tensor_bytes is None:
         tensor_bytes = sum(source.size_bytes for source in looked_at[0].sources)
     return checked(problems, looked_at[0], engine.backend, tensor_bytes, writers=own.ranks)
+
+
+class RankDryRun(RankPut):
+    """One rank's side. All is compared but what only the written parts tell of states that cannot be united."""
+
+    def participant(self) -> Participant:
+        """For an attempt, which leaves nothing in the log."""
+        return Participant(self.propose, self.execute, None, self.compare, self.commit)
+
+    def execute(self, go: Body) -> Body:
+        """Plans the put, and hashes what this rank holds with others."""
+        if go["explain"]:
+            return super().execute(go)
+        self._states = self._states._replace(shared=self._planning.follow(go, self._states.shared))
+        slot = self.take_slot()
+        return {"replicas": self._digests(slot).record(), "reported_bytes": self._reported_bytes(slot)}
+
+    def commit(self, records: list[Body]) -> Body:
+        """Compares that: the size of the snapshot in bytes."""
+        self.require_same_options(records)
+        digests = [ReplicaDigests.of_record(take(record, "replicas", dict)) for record in records]
+        problem = differences(digests, [None if self._planning.layout_of else self._states.shared.layout] * len(digests))
+        if problem:
+            raise MismatchError(problem + in_the_job(self._group.in_job), object_id="state")
+        return {"bytes": self._states.shared.logical_bytes + sum(take_count(record, "reported_bytes") for record in records)}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.free_space import require_room
-from tensorstore_ck.common.ids import Digest, Ulid
+from tensorstore_ck.common.ids import Digest, Ulid, ulid_text
 from tensorstore_ck.common.threads import cpu_threads
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError, UndecidedError
@@ -34,6 +34,8 @@ T = TypeVar("T")
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 LONGEST_PAUSE_SECONDS: Final = 30.0
+PEER_SECONDS: Final = 600.0
+"""How long a rank may take to connect, or to send or receive a piece."""
 
 
 @dataclass(slots=True)
@@ -135,3 +137,21 @@ class SaveContext:
         """Tells of a passing fault."""
         fields: dict[str, float | str] = {"what": what, "error": str(error), "delay_seconds": delay_seconds}
         self.engine.observers.emit(Event("retried", status.id, status.ref, status.step, status.rank, time.time_ns(), fields))
+
+    def connect_peers(self, tier: StagingTier, group: "ProcessGroup", timeout_seconds: float) -> None:
+        """Connects this rank to the ranks that keep copies of its staged files; all ranks of `group` call it, once.
+
+        Without a connection there are no copies, and no save fails because of that.
+        """
+        from tensorstore_ck.session.peers import Replicator, connect, host_of_folder  # noqa: PLC0415 - loads torch
+
+        title = "the search for the hosts of each rank's staging disk"
+        hosts = self.groups.all_gather(group, title, lambda: host_of_folder(tier.folder.path), timeout_seconds=timeout_seconds)
+        copies = tier.options.replicate_to_peers
+        name = f"{self.engine.config.uuid}/{ulid_text(self.groups.of(group)[0].nonce)}"
+        try:
+            link = connect(group, hosts, copies, name, timeout_seconds=min(timeout_seconds, PEER_SECONDS))
+        except BackendUnavailableError as exc:
+            _logger.warning("%s", exc)
+            return
+        self.replicators[group] = Replicator(link, tier.folder, hosts, copies)

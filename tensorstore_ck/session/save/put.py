@@ -3,22 +3,23 @@
 A save in the background takes its state apart and copies it where it is called; one that is waited for reads the caller's memory.
 """
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.common.threads import cpu_threads
+from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.publish import check_expected
 from tensorstore_ck.engine.write.put import put
 from tensorstore_ck.engine.write.request import PutRequest
 from tensorstore_ck.errors import BackendUnavailableError, NoSpaceError, StoreError
+from tensorstore_ck.gc.plan import plan_gc
 from tensorstore_ck.log import SnapshotInfo
 from tensorstore_ck.session.group.rank_put import RankStates
 from tensorstore_ck.session.ref_fence import PutOptions
 from tensorstore_ck.session.save.context import SaveContext
-from tensorstore_ck.session.save.out_of_space import freeable_said
 from tensorstore_ck.session.save.publish_order import PublishedInOrder
 from tensorstore_ck.session.save.publish_staged import PublishStaged
 from tensorstore_ck.session.save.put_protocol import Admission
@@ -120,7 +121,7 @@ class SinglePut:
 
     def _store(self, status: PutStatus) -> SnapshotInfo:
         engine = self._context.engine
-        with freeable_said(engine):
+        with _freeable_said(engine):
             options, captured = self._begin(status)
             request = self._context.fence.at_head(engine, options)
             check_expected(engine, engine.log.view(), request.ref, request.expect)
@@ -137,7 +138,7 @@ class SinglePut:
             except BackendUnavailableError:
                 return fence.at_head(engine, options, sync=False), True
 
-        with freeable_said(engine):
+        with _freeable_said(engine):
             options, captured = self._begin(status)
             staged = stage(engine, tier, captured, request, chain=self._context.chain(self.ref), meter=status.meter)
         publisher = PublishStaged(self._context, tier, [staged.manifest])
@@ -183,3 +184,19 @@ class SinglePut:
     def _captured(self) -> list[CapturedState]:
         assert self._states is not None
         return [each for each in self._states if each is not None]
+
+
+@contextmanager
+def _freeable_said(engine: Engine) -> Iterator[None]:
+    """Adds to a `NoSpaceError` of the store's folder what gc frees now, and what later. A store elsewhere is not listed for that."""
+    try:
+        yield
+    except NoSpaceError as exc:
+        if engine.tier is not None or not engine.backend.is_local:
+            raise
+        said: list[str] = []
+        with suppress(StoreError, OSError):  # the cache may have no space, either
+            said = plan_gc(engine.of_store()).freeable.said()
+        if not said:
+            raise
+        raise NoSpaceError(". ".join([str(exc), *said]), object_id=exc.object_id) from exc

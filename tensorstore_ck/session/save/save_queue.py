@@ -22,8 +22,7 @@ from tensorstore_ck.session.save.drain_report import DrainReport
 from tensorstore_ck.session.save.pending import PendingSnapshot
 from tensorstore_ck.session.save.put_protocol import Admission, Put, StagedPut
 from tensorstore_ck.session.save.put_status import PutMilestone, PutStatus
-from tensorstore_ck.session.save.queued_put import QueuedPut
-from tensorstore_ck.session.save.unraised_errors import UnraisedErrors, pop_error
+from tensorstore_ck.session.save.queued_put import QueuedPut, UnraisedErrors, pop_error
 from tensorstore_ck.session.save.worker import Worker
 
 if TYPE_CHECKING:

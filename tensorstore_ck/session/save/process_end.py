@@ -5,15 +5,13 @@ import os
 import signal
 import threading
 import time
+import weakref
 from types import FrameType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.session.save.drain_report import DrainReport
-from tensorstore_ck.session.save.save_queue import GIVE_UP_SECONDS
-
-if TYPE_CHECKING:
-    from tensorstore_ck.session.save.save_queue import SaveQueue
+from tensorstore_ck.session.save.save_queue import EXIT_SECONDS, GIVE_UP_SECONDS, SaveQueue
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 
@@ -27,7 +25,7 @@ class Preemption:
     collective, nothing is seen of the signal.
     """
 
-    def __init__(self, saver: "SaveQueue", signal_number: int, *, deadline_seconds: float) -> None:
+    def __init__(self, saver: SaveQueue, signal_number: int, *, deadline_seconds: float) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise InvalidOptionError(
                 "on_preemption must be called on the main thread, where Python handles signals", object_id="on_preemption"
@@ -90,3 +88,20 @@ class Preemption:
         if not self._finished.wait(max(0.0, self.seconds_left - self._margin_seconds)):
             self.finish()
             os.kill(os.getpid(), self._signal_number)  # the main thread alone can restore the former course: see `_handle`
+
+
+def finish_at_exit(saver: SaveQueue) -> None:
+    """Has the interpreter wait for the puts of `saver` before it ends; what is not published then is said."""
+    found, pid = weakref.ref(saver), os.getpid()
+
+    def finish() -> None:
+        saver = found()
+        if saver is None or os.getpid() != pid:  # a forked child's end is not the puts' business, nor are its locks
+            return
+        saver.leave_resumed()
+        report = saver.drain(EXIT_SECONDS)
+        if report.dropped or report.under_way:
+            _logger.error("the process ends with puts under way: %s", report)
+
+    # Not atexit: its callbacks come when executors take no work any more, and backends use those.
+    threading._register_atexit(finish)  # type: ignore[attr-defined]
