@@ -56,7 +56,7 @@ class Session:
                 self.queue.resume(put)
 
     def resolve(self, address: str) -> Resolved:
-        """What the newest entry of the log has at an address."""
+        """What an address means at the newest entry of the log."""
         return resolve(self.engine.log.newest_view(), address)
 
     def put(self, state: object, ref: str, *, group: "ProcessGroup | DeviceMesh | None", **options: Any) -> Snapshot:
@@ -90,10 +90,10 @@ class Session:
 
         def make() -> "SinglePut":
             captured = state
-            if ranks is not None:  # also where host_memory_bytes is given: other ranks may not have it, and all must ask
+            if ranks is not None:  # even if host_memory_bytes is given: other ranks may not have it, and all must take part
                 try:
                     self._local_ranks = self.groups.local_ranks(ranks, timeout_seconds=timeout_seconds)
-                except StoreError as exc:  # the others may know, and begin the put
+                except StoreError as exc:  # the other ranks may know it, and begin the save
                     captured = UnpreparedState(exc)
             put = self._put(captured, ref, ranks, timeout_seconds=timeout_seconds, **options)
             if ranks is not None:
@@ -142,7 +142,7 @@ class Session:
             return False
 
     def _resume(self, group: "ProcessGroup | None", timeout_seconds: float) -> None:
-        """At the first meeting of the ranks of a group: goes on with what ranks have staged before."""
+        """At the first use of a group: continues what its ranks staged before."""
         if group is not None and self.engine.tier is not None and group not in self._resumed_groups:
             for put in resume_ranks(self.context, self.engine.tier, group, timeout_seconds):
                 self.queue.resume(put)

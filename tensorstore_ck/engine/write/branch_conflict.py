@@ -1,4 +1,4 @@
-"""What a user reads where a branch is not where a put expected it: who moved it, and commands with which neither side is lost."""
+"""What a user reads where a branch is not where a save expected it: who moved it, and commands with which neither side is lost."""
 
 import shlex
 from contextlib import suppress
@@ -15,7 +15,7 @@ MAX_TRIES: Final = 9
 
 
 def moved_away(engine: Engine, view: RefTable, branch: BranchHead, expected: Digest | None) -> ConflictError:
-    """The error of a put that expected `branch` at another root, or not to exist. Reads the one log entry that moved it.
+    """The error of a save that expected `branch` at another root, or not to exist. Reads the one log entry that moved it.
 
     Every command in it works as printed, at `view`.
     """

@@ -24,7 +24,7 @@ from tensorstore_ck.format.step_counters import find_counters
 from tensorstore_ck.log import SnapshotInfo
 
 LOOK_BACK: Final = 4
-"""How many of a ref's last snapshots a put is compared with, if it looks suspicious beside the last one."""
+"""How many of a ref's last snapshots a save is compared with, if it looks suspicious beside the last one."""
 _NUMBERS: Final = {
     dtype: struct.Struct(f"<{form}")
     for dtype, form in (("float64", "d"), ("float32", "f"), ("float16", "e"), ("int64", "q"), ("int32", "i"))

@@ -1,4 +1,4 @@
-"""Which blocks of this put may be encoded against others: weights against their masters, and any against the snapshot before.
+"""Which blocks of this save may be encoded against others: weights against their masters, and any against the snapshot before.
 
 Nothing here is taken on trust: a base was read and compared with its id, and the weights with what their masters round to, before a block
 is encoded. A base that cannot be read is none.

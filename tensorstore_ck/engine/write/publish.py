@@ -123,7 +123,7 @@ def moving(engine: Engine, view: RefTable, put: Op, record: Record, mark: tuple[
 
 
 def check_expected(engine: Engine, view: RefTable, ref: str, expect: Expected) -> None:
-    """The precondition of a put: fencing, so that a job that was given up for dead cannot move its successor's ref.
+    """The precondition of a save: fencing, so that a job that was given up for dead cannot move its successor's ref.
 
     Raises:
         ConflictError: the ref is elsewhere; the message says who moved it, and how to go on.
@@ -139,7 +139,7 @@ def check_expected(engine: Engine, view: RefTable, ref: str, expect: Expected) -
 
 
 def is_expected(branch: BranchHead | None, expect: Expected) -> bool:
-    """Whether a branch is where a put expects it."""
+    """Whether a branch is where a save expects it."""
     return expect is ANY or (branch.root if branch else None) == expect
 
 

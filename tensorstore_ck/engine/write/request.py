@@ -15,7 +15,7 @@ from tensorstore_ck.format.record import with_note
 
 
 class PutRequest(NamedTuple):
-    """What a put says besides the state."""
+    """What a save says besides the state."""
 
     ref: str
     step: int | None

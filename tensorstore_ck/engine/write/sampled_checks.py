@@ -1,9 +1,9 @@
-"""Which bytes of a put are looked at twice, and what is found there: tensors that changed while they were read, and how many elements of
+"""Which bytes of a save are looked at twice, and what is found there: tensors that changed while they were read, and how many elements of
 floating tensors are not finite.
 
 Small tensors are looked at in full. Of the others the sample is systematic: a piece of each `STRIDE_BYTES` of a tensor, at a distance from
 its beginning that is drawn for each tensor and put by a hash. The draw depends on what the root of a snapshot depends on, and on nothing
-else, so that equal puts have equal samples.
+else, so that equal saves have equal samples.
 """
 
 import threading
@@ -18,7 +18,7 @@ from tensorstore_ck.errors import CaptureChangedError
 from tensorstore_ck.format.codec import elements_of
 
 SAMPLE_SHARE: Final = 1 / 256
-"""Of the bytes of larger tensors: both looks together then took less than 1 % of the put of 1 GiB to memory, at 2.6 GB/s."""
+"""Of the bytes of larger tensors: both looks together then took less than 1 % of the save of 1 GiB to memory, at 2.6 GB/s."""
 MIN_SAMPLE_BYTES: Final = 256 << 10
 """Of a state, at the least; smaller ones are looked at in full."""
 STRIDE_BYTES: Final = 4 << 20
@@ -34,7 +34,7 @@ _WITHOUT: Final = ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "floa
 
 
 class Sampling(NamedTuple):
-    """How a put is sampled."""
+    """How a save is sampled."""
 
     turn: int = 0
     verify_share: float = 0.0

@@ -28,7 +28,7 @@ class SuspiciousSaveWarning(UserWarning):
 
 
 class SaveClaim(NamedTuple):
-    """What a put says of its content."""
+    """What a save says of its content."""
 
     ref: str
     step: int | None
@@ -36,7 +36,7 @@ class SaveClaim(NamedTuple):
 
 
 class SaveChecks(NamedTuple):
-    """What a put is checked for."""
+    """What a save is checked for."""
 
     unchanged: Unchanged = "ok"
     """What to do when its content contradicts its step."""
@@ -202,7 +202,7 @@ def steps_between(first: int | None, second: int | None) -> int | None:
 
 
 def snapshot_before(view: RefTable, claim: SaveClaim) -> SnapshotInfo | None:
-    """What the put continues; None for the first one to a ref, which may come from anywhere."""
+    """What the save continues; None for the first one to a ref, which may come from anywhere."""
     info = find_snapshot(view, claim.parent) if claim.parent is not None else None
     is_of_ref = info is not None and (info.ref == claim.ref or view.branch(claim.ref) is not None)
     return info if is_of_ref else None

@@ -1,6 +1,6 @@
 """`Writer`: what ``dcp.save`` and ``dcp.async_save`` write through.
 
-DCP's coordinator decides who writes what; each rank writes its part as in any put of many ranks, and the coordinator publishes them.
+DCP's coordinator decides who writes what; each rank writes its part as in any save of many ranks, and the coordinator publishes them.
 Nothing needs to be undone when a rank fails: DCP tells all ranks, and what was written is garbage.
 
 What ranks must know of each other travels in DCP's plans, since DCP may use plans of an earlier save again, with another writer. The

@@ -1,4 +1,4 @@
-"""Imports a checkpoint: reads it, takes it apart, puts it. One put: all of it becomes visible, or nothing."""
+"""Imports a checkpoint: reads it, takes it apart, puts it. One save: all of it becomes visible, or nothing."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence

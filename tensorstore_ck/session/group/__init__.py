@@ -1,4 +1,4 @@
-"""How the ranks of one group agree on a put or a restore: small records in the group's own key-value store, and the log as the judge.
+"""How the ranks of one group agree on a save or a restore: small records in the group's own key-value store, and the log as the judge.
 
 Knows no torch and no formats: a process group is anything with a rank, a size and a store. No collectives, no pickle, and no wait without
 an end. `Group` counts the attempts of a process group, `Round` is one of them, and the caller does the work in `Participant`.

@@ -29,7 +29,7 @@ _Words = npt.NDArray[np.uint64]
 
 
 class RegionShare(NamedTuple):
-    """Which tensors are compared at a put: with the first one all, later one in `SHARES`, in turn."""
+    """Which tensors are compared at a save: with the first one all, later one in `SHARES`, in turn."""
 
     turn: int
 

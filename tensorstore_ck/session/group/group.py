@@ -1,4 +1,4 @@
-"""The ranks that put and restore together: a process group's nonce, its count of attempts, and the one thread that talks to its store.
+"""The ranks that save and restore together: a process group's nonce, its count of attempts, and the one thread that talks to its store.
 
 A group uses a clone of the process group's store, on a thread of its own: a store client serves one call at a time, and a call can
 hang for as long as the process that serves it is stopped. Here that costs an attempt, never the training thread.

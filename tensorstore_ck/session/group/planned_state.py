@@ -23,7 +23,7 @@ class StoredRegions(NamedTuple):
 def planned(
     captured: CapturedState, known: PlanMemory, rank: int, values: Sequence[Any] = (), blobs: Sequence[bytes] = ()
 ) -> CapturedState:
-    """What `rank` puts of its state. `values`, `blobs`: those of the united state, on the rank that stores them."""
+    """What `rank` saves of its state. `values`, `blobs`: those of the united state, on the rank that stores them."""
     layout = known.plan.layout
     if layout is None and not known.plan.sets:
         return captured

@@ -1,6 +1,6 @@
-"""One rank's side of planning a put, in the put's own attempt: see `plan`.
+"""One rank's side of planning a save, in the save's own attempt: see `plan`.
 
-Each rank says by a hash which layout it has. When all have the same one, or know the plan from an earlier put, nothing more is said but
+Each rank says by a hash which layout it has. When all have the same one, or know the plan from an earlier save, nothing more is said but
 the values of a united state. Else the first rank of each kind tells rank 0 its layout and values, and rank 0 answers all with the plan.
 """
 

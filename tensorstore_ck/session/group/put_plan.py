@@ -1,10 +1,10 @@
-"""How ranks put together: rank 0 plans it from what all say of their states, and all keep the plan for the puts after.
+"""How ranks put together: rank 0 plans it from what all say of their states, and all keep the plan for the saves after.
 
     same     all ranks have one layout, and it says what each holds
     apart    ranks of several kinds, each kind with a layout of its own: see `kinds.can_stay_apart`
     united   ranks of several kinds under one layout, which has what any of them has: see `unite`
 
-The plan holds for all puts whose ranks come with these layouts and regions. Knows no torch.
+The plan holds for all saves whose ranks come with these layouts and regions. Knows no torch.
 """
 
 import zlib
@@ -72,7 +72,7 @@ class PlannedTensor(NamedTuple):
 
 @dataclass(slots=True)
 class PlanMemory:
-    """What a rank keeps of the puts of one plan."""
+    """What a rank keeps of the saves of one plan."""
 
     plan: PutPlan
     turn: int = 0
@@ -111,7 +111,7 @@ def decode_plan(data: bytes) -> PutPlan:
             raise ValueError(f"no form is called {form!r}")
         return PutPlan(form, layout, take_count(body, "holes"), compared, [bytes(each) for each in take(body, "sets", list)])  # type: ignore[arg-type]
     except (TypeError, ValueError, IndexError, zlib.error) as exc:
-        raise CorruptObjectError(f"the plan of a put is malformed: {exc}", object_id="plan") from exc
+        raise CorruptObjectError(f"the plan of a save is malformed: {exc}", object_id="plan") from exc
 
 
 def plan_of(kinds: Sequence[RankKind], reported: ReportedBoxes) -> PlanMemory:

@@ -1,6 +1,6 @@
-"""The kinds of ranks in a put: ranks with one layout are of one kind, such as the stages of a pipeline. Knows no torch.
+"""The kinds of ranks in a save: ranks with one layout are of one kind, such as the stages of a pipeline. Knows no torch.
 
-Before anything is written, the first rank of each kind tells rank 0 its layout and values, from which rank 0 plans the put: see `plan`.
+Before anything is written, the first rank of each kind tells rank 0 its layout and values, from which rank 0 plans the save: see `plan`.
 """
 
 import zlib
@@ -19,7 +19,7 @@ from tensorstore_ck.session.group.rank_messages import named_ranks
 from tensorstore_ck.session.group.region_claims import uncovered
 
 MAX_SHARE_TWICE: Final = 1 / 10
-"""Of the bytes of a put: what kinds of ranks may store once each, although several have it."""
+"""Of the bytes of a save: what kinds of ranks may store once each, although several have it."""
 ZIP_LEVEL: Final = 1
 
 ReportedBoxes = Mapping[int, Sequence[Explicit]]

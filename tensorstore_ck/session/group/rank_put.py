@@ -102,7 +102,7 @@ def begin_put(group: Group, ref: str, timeout: float) -> Round:
     Raises:
         SnapshotAbortedError: rank 0 did not begin it.
     """
-    return group.begin(f"the put to {ref!r}", object_id=ref, timeout=timeout)
+    return group.begin(f"the save to {ref!r}", object_id=ref, timeout=timeout)
 
 
 def run_put(
@@ -120,7 +120,7 @@ def run_put(
     All that can fail on one rank alone belongs into `prepare`: a rank that has not begun an attempt when the others have is never
     with them again.
 
-    `memory` keeps the plans by which this group has put, and how often. With the first put of one it is made sure that all replicas are
+    `memory` keeps the plans by which this group has put, and how often. With the first save of one it is made sure that all replicas are
     equal, and later that of each block one more is, in rotation.
 
     Raises:
@@ -239,7 +239,7 @@ class RankPut:
         )
 
     def keep(self, info: SnapshotInfo, outcome: Body) -> None:
-        """Remembers what the next put is likely to need, and keeps what drifted."""
+        """Remembers what the next save is likely to need, and keeps what drifted."""
         self._destination.keep(info, self._written)
         self.keep_drifted(self._engine, info, outcome)
 

@@ -1,4 +1,4 @@
-"""Watches replicas for drift: at each put every rank also hashes what another one writes of what both hold, in rotation.
+"""Watches replicas for drift: at each save every rank also hashes what another one writes of what both hold, in rotation.
 
 So two ranks tell of every block what it is, and after n - 1 puts each of n replicas has been looked at in full. One that differs keeps
 its own copy, in a snapshot of its own beside the one that all put together. Knows no torch.

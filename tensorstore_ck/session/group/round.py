@@ -54,7 +54,7 @@ class Participant(NamedTuple):
     """On rank 0, with the proposals of all ranks in order: what to tell all; or, in words, why their states cannot be one. An input error
     that it raises is that of all ranks, whatever it is about."""
     commit: Callable[[list[Body]], Body]
-    """On rank 0, with what came of the work of all ranks, in order: appends the put to the log; the outcome's record."""
+    """On rank 0, with what came of the work of all ranks, in order: appends the save to the log; the outcome's record."""
 
 
 class Round:
@@ -76,7 +76,7 @@ class Round:
         misfit: str = "",
         in_job: Sequence[int] | None = None,
     ) -> None:
-        """`title` is for messages, like "the put to 'runs/gpt'"; each of `decide` and `run` has `timeout` seconds.
+        """`title` is for messages, like "the save to 'runs/gpt'"; each of `decide` and `run` has `timeout` seconds.
 
         `misfit`: why this rank has no place in the group; then it tells the others, and no outcome is its own. `in_job`: see `named_ranks`.
         """
@@ -393,7 +393,7 @@ def _reason_of(exc: BaseException, participant: Participant) -> FailureReason:
     if isinstance(exc, RankRefusedError):
         return exc.reason
     if isinstance(exc, SnapshotExpiredError) and participant.resolve is not None:
-        return FailureReason(error_text(exc))  # gc freed what the put relied on: the next one relies on something else
+        return FailureReason(error_text(exc))  # gc freed what the save relied on: the next one relies on something else
     return FailureReason.of_error(exc)
 
 

@@ -2,7 +2,7 @@
 
 The sender offers names and sizes; the receiver says which it takes, or why none; then the files follow in pieces, and
 the manifest last. What one rank cannot read or write costs that copy alone, as does a copy that takes too long as a whole; a rank
-that is gone, or silent for too long, ends it for good. What is staged waits for it before it is published; no put fails because of it.
+that is gone, or silent for too long, ends it for good. What is staged waits for it before it is published; no save fails because of it.
 """
 
 import threading
@@ -71,7 +71,7 @@ class Replicator:
         stop: Callable[[], object] = lambda: None,
         on_bytes: Callable[[int], object] = lambda count: None,
     ) -> list[str]:
-        """Sends what this rank has staged, and keeps what others have; all ranks call it for the same puts in the same order.
+        """Sends what this rank has staged, and keeps what others have; all ranks call it for the same saves in the same order.
 
         Args:
             txn: Of the staging, the same on all ranks.

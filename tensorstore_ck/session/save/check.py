@@ -1,4 +1,4 @@
-"""Foresees what a put of many ranks would refuse: all ranks take their states apart and compare them, as at the first put."""
+"""Finds what a save of many ranks would refuse: all ranks take their states apart and compare them, as the first save does."""
 
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def check_ranks(
     engine: Engine, groups: ProcessGroups, group: "ProcessGroup", state: object, rank_state: object, *, timeout_seconds: float
 ) -> StateCheck:
-    """See `Store.check`. Whether there are problems is the same on all ranks."""
+    """See `Store.check`. All ranks agree whether there are problems."""
     own, _ = groups.of(group)
     attempt = own.begin("the check of a state", object_id="state", timeout=timeout_seconds)
     problems: list[StateProblem] = []
@@ -53,14 +53,14 @@ def check_ranks(
 
 
 class RankDryRun(RankPut):
-    """One rank's side. All is compared but what only the written parts tell of states that cannot be united."""
+    """One rank's side. Compares everything that is known before parts are written."""
 
     def participant(self) -> Participant:
-        """For an attempt, which leaves nothing in the log."""
+        """For a round that leaves nothing in the log."""
         return Participant(self.propose, self.execute, None, self.compare, self.commit)
 
     def execute(self, go: Body) -> Body:
-        """Plans the put, and hashes what this rank holds with others."""
+        """Plans the save, and hashes what this rank has in common with others."""
         if go["explain"]:
             return super().execute(go)
         self._states = self._states._replace(shared=self._planning.follow(go, self._states.shared))
@@ -68,7 +68,7 @@ class RankDryRun(RankPut):
         return {"replicas": self._digests(slot).record(), "reported_bytes": self._reported_bytes(slot)}
 
     def commit(self, records: list[Body]) -> Body:
-        """Compares that: the size of the snapshot in bytes."""
+        """Compares the hashes; returns the size of the snapshot in bytes."""
         self.require_same_options(records)
         digests = [ReplicaDigests.of_record(take(record, "replicas", dict)) for record in records]
         problem = differences(digests, [None if self._planning.layout_of else self._states.shared.layout] * len(digests))

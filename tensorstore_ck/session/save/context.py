@@ -1,4 +1,4 @@
-"""What a store handle gives to its puts, and what both ways to put have in common."""
+"""What a store handle gives to its saves, and what saves of one process and of many ranks share."""
 
 import logging
 import random
@@ -40,35 +40,34 @@ PEER_SECONDS: Final = 600.0
 
 @dataclass(slots=True)
 class SaveContext:
-    """What a store handle gives to its puts."""
+    """What a store handle gives to its saves."""
 
     engine: Engine
     fence: RefFence
     groups: ProcessGroups
     wait_for_upload: Callable[[], bool]
-    """Waits until an upload has ended; False if there is none."""
+    """Waits until an upload has ended; False if there are none."""
     frozen: FrozenTensors = field(default_factory=FrozenTensors)
     chains: dict[str, StagedChain] = field(default_factory=dict)
     unpublished: "dict[str, list[PublishedInOrder]]" = field(default_factory=dict)
-    """Ref -> what was staged on it, and is neither published nor given up, oldest first."""
+    """Ref -> its staged saves that are neither published nor given up, oldest first."""
     replicators: "weakref.WeakKeyDictionary[ProcessGroup, Replicator]" = field(default_factory=weakref.WeakKeyDictionary)
-    """Of the groups whose ranks keep copies of each other's staged files."""
+    """For groups whose ranks keep copies of each other's staged files."""
 
     def chain(self, ref: str) -> StagedChain:
-        """What was staged on a ref."""
+        """The staged saves of a ref."""
         return self.chains.setdefault(ref, StagedChain(lambda: self.fence.current(ref)))
 
     def published(self, ref: str, txn: Ulid, root: Digest) -> None:
-        """A staged put of this handle is on its ref."""
-        if self.fence.knows(ref):  # else this process has only finished what another one began
+        """Notes that a staged save was published."""
+        if self.fence.knows(ref):  # else this process only finished the save of another one
             self.fence.note_published(ref, root)
         self.chain(ref).remove(txn)
 
     def note_speed(self, status: PutStatus) -> None:
-        """Notes how long the store took to write what a put gave it, for the next puts to choose a codec by.
+        """Notes how long the store took to write a save, so that the next ones can choose a codec.
 
-        Says nothing of file systems, whose reads come from the page cache however slow their writes are, nor of a store whose writes a
-        rate limit slows down.
+        Not for file systems, whose reads come from the page cache however slow their writes are, nor for a store with a rate limit.
         """
         if self.engine.backend.is_local or self.engine.limit is not None:
             return
@@ -78,16 +77,16 @@ class SaveContext:
             self.engine.codecs.note_written(meter.snapshot().stage_bytes["write"], meter.seconds_per_byte("write", cores) / hashing)
 
     def reserve_space(self, ref: str, needed_bytes: int) -> None:
-        """Makes sure that a put has room: on the staging disk, if need be by waiting for uploads; else in the store.
+        """Checks that there is space for a save: in the store, or on the staging disk, where it may evict copies and wait for uploads.
 
-        In the store a ref's first put needs all its bytes; later ones mostly share, and what they need shows while they write.
+        In the store a ref's first save needs all its bytes; later ones mostly share blocks, and are checked while they write.
 
         Raises:
-            NoSpaceError: there will be none.
+            NoSpaceError: there is not enough.
         """
         engine, tier = self.engine, self.engine.tier
         if tier is None:
-            require_room(engine.backend, engine.min_free, 0 if self.fence.knows(ref) else needed_bytes, f"the put to {ref!r}")
+            require_room(engine.backend, engine.min_free, 0 if self.fence.knows(ref) else needed_bytes, f"the save to {ref!r}")
             return
         while True:
             try:
@@ -99,7 +98,7 @@ class SaveContext:
                 return
 
     def upload(self, status: PutStatus, tier: StagingTier, manifest: Manifest, stop: Callable[[], None]) -> None:
-        """Brings what one rank has staged into the store; what is there already is not sent again."""
+        """Uploads what one rank has staged; objects that the store has are not sent again."""
         meter, window = status.meter, tier.options.stagger_seconds
         meter.expect("upload", manifest.size_bytes)
         status.pause(window * (manifest.rank / manifest.ranks + zlib.crc32(manifest.ref.encode()) / (1 << 32)) % window if window else 0.0)
@@ -112,29 +111,29 @@ class SaveContext:
             )
 
     def clean_up(self, tier: StagingTier, manifests: Sequence[Manifest], status: PutStatus, *, published: bool) -> None:
-        """Frees what the staging disk has of a put that is published or given up. A disk that fails does not change how the put ended."""
+        """Frees the staging disk after a save was published or given up. An error of the disk does not change how the save ended."""
         try:
             for manifest in manifests:
                 clean_up(tier, manifest, published=published, needed=() if published else self.chain(manifest.ref).needed(manifest.txn))
         except StoreError as exc:
             how = "published" if published else "given up"
-            _logger.warning("%s is %s; the next process that opens the store with this staging disk frees it there: %s", status, how, exc)
+            _logger.warning("%s is %s; the next process that opens the store with this staging disk frees its files: %s", status, how, exc)
 
     def retry_until_dropped(self, status: PutStatus, what: str, action: Callable[[], T]) -> T:
-        """What `action` returns; while the backend does not answer it is done again, until the put is asked to give up."""
+        """Calls `action`, again and again while the backend does not answer, until the save is asked to give up; returns its result."""
         for attempt in range(1_000_000):
             try:
                 return action()
             except (BackendUnavailableError, UndecidedError) as exc:
                 if isinstance(exc, UndecidedError) and self.engine.single_writer:
-                    raise  # where creates are not exclusive, nobody may go on before a person has looked
+                    raise  # without exclusive creates, nothing may be retried before a person has looked
                 delay = min(LONGEST_PAUSE_SECONDS, 0.5 * 2 ** min(attempt, 8)) * random.uniform(0.5, 1)  # noqa: S311 - jitter
                 self.retried(status, what, exc, delay)
                 status.pause(delay)
         raise AssertionError("unreachable")
 
     def retried(self, status: PutStatus, what: str, error: Exception, delay_seconds: float) -> None:
-        """Tells of a passing fault."""
+        """Emits an event for a transient error."""
         fields: dict[str, float | str] = {"what": what, "error": str(error), "delay_seconds": delay_seconds}
         self.engine.observers.emit(Event("retried", status.id, status.ref, status.step, status.rank, time.time_ns(), fields))
 

@@ -1,7 +1,7 @@
 """One rank's side of a save of many. Knows torch; loaded when there are tensors to save.
 
-A save that is waited for takes its state apart when its round runs. What can fail on one rank alone is reported to all: else they would
-wait for a rank that is never with them again.
+A save that is waited for takes its state apart when its round runs. An error of one rank is reported to
+all: otherwise they would wait for it, and count rounds differently from then on.
 """
 
 import logging
@@ -34,13 +34,13 @@ _logger: Final = logging.getLogger("tensorstore_ck")
 
 @dataclass(frozen=True)
 class UnpreparedState:
-    """In the place of a state that could not be made on this rank: its save is refused on all."""
+    """Takes the place of a state that could not be prepared on this rank: the save fails on all ranks."""
 
     error: Exception
 
 
 class GroupPut(SinglePut):
-    """See `Put`. What a rank does as a process alone is `SinglePut`'s."""
+    """See `Put`. What a rank does like a single process is in `SinglePut`."""
 
     def __init__(
         self,
@@ -68,10 +68,10 @@ class GroupPut(SinglePut):
         self._replicator = context.replicators.get(group)
 
     def prepare(self) -> None:
-        """Takes the state apart, before the other ranks are options for anything.
+        """Takes the state apart, before any message to the other ranks.
 
         Raises:
-            StoreError: it cannot be saved, as they are told.
+            StoreError: it cannot be saved; the other ranks are informed.
         """
         try:
             super().prepare()
@@ -80,7 +80,7 @@ class GroupPut(SinglePut):
             raise
 
     def decide(self, admit: Callable[[], Admission]) -> Admission:
-        """What rank 0 decides."""
+        """The decision of rank 0."""
 
         def admit_here() -> Body:
             try:
@@ -94,11 +94,11 @@ class GroupPut(SinglePut):
         return Admission(take(said, "admitted", bool), tuple(map(int, take(said, "dropped", list))), take(said, "failed", int))
 
     def skip(self) -> None:
-        """All ranks know that it does not take place."""
+        """The save does not take place; all ranks know it."""
         self._attempt.skip()
 
     def fail(self, error: BaseException) -> None:
-        """Has the attempt fail on all ranks.
+        """Lets the round fail on all ranks.
 
         Raises:
             SnapshotAbortedError: as on the others; `error` is its cause.
@@ -110,13 +110,13 @@ class GroupPut(SinglePut):
         run_put(self._context.engine, self._own, self._attempt, fail, memory=self._memory)
 
     def replicate(self, status: PutStatus) -> None:
-        """Has what was staged kept on other hosts as well, where that is wanted; never fails."""
+        """Copies the staged files to other hosts, if that is wanted; never fails."""
         if self._replicator is None or self._manifest is None:
             return
         manifest = self._manifest
 
         def warn(text: str) -> None:
-            _logger.warning("rank %d: a copy of what was staged for %s is missing: %s", self.rank, status, text)
+            _logger.warning("rank %d: a copy of the staged files of %s is missing: %s", self.rank, status, text)
 
         try:
             self._replicator.exchange(manifest.txn, manifest.encode(), manifest.names, warn=warn)
@@ -134,7 +134,7 @@ class GroupPut(SinglePut):
         try:
             info = run_put(context.engine, own, attempt, prepare, memory=self._memory, meter=status.meter, destination=there)
         except UndecidedError:
-            raise  # the log may say "staged": the files stay for the next process that opens the store with this disk
+            raise  # the log may say "staged": the files stay for the next process that opens the store with this staging disk
         except BaseException:
             there.give_up()
             raise
@@ -148,7 +148,7 @@ class GroupPut(SinglePut):
         )
 
     def _prepared(self, status: PutStatus) -> Callable[[], PreparedPut]:
-        """What this rank saves; called in the round, so that all learn at once where it cannot."""
+        """What this rank saves. Called in the round, so that an error reaches all ranks at once."""
 
         def prepare() -> PreparedPut:
             status.check()
@@ -161,7 +161,7 @@ class GroupPut(SinglePut):
         return prepare
 
     def _forget_copies(self) -> None:
-        """What this rank keeps for others of this put is not needed any more."""
+        """Deletes the copies of this save that this rank keeps for others."""
         if self._replicator is not None and self._manifest is not None:
-            with suppress(StoreError):  # found, and let go, by whoever opens the store with this disk next
+            with suppress(StoreError):  # the next process that opens the store with this disk deletes them
                 self._replicator.forget(self._manifest.txn)

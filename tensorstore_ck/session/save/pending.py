@@ -1,4 +1,4 @@
-"""What users hold of a put that goes on beside the training."""
+"""`PendingSnapshot`: what users hold of a save in the background."""
 
 from collections.abc import Callable
 from typing import Self
@@ -9,7 +9,7 @@ from tensorstore_ck.session.save.put_status import PutMilestone, PutStatus
 
 
 class Milestone:
-    """A point on a put's way, which can be waited for."""
+    """A point in the course of a save, which can be waited for."""
 
     def __init__(self, pending: "PendingSnapshot", status: PutStatus, stage: PutMilestone) -> None:
         self._pending = pending
@@ -20,36 +20,36 @@ class Milestone:
         return f"<{self._stage.name.lower()}: {'reached' if self.reached() else 'not yet'}>"
 
     def reached(self) -> bool:
-        """Whether the put has passed it."""
+        """Whether the save has passed it."""
         return self._status.has_reached(self._stage)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Waits until the put has passed it.
+        """Waits until the save has passed it.
 
         Raises:
-            WaitTimeoutError: not yet; the put goes on.
-            StoreError: it never will: the put failed, or was dropped.
+            WaitTimeoutError: not yet; the save goes on.
+            StoreError: it never will: the save failed or was dropped.
         """
         self._status.wait(self._stage, timeout_seconds)
 
     def on_settled(self, callback: "Callable[[PendingSnapshot], object]") -> None:
-        """Calls ``callback(pending)`` once the put has passed it, or never will; at once if that is known. On the put's own thread."""
+        """Calls ``callback(pending)`` once the save has passed it or never will; at once if that is known. On the thread of the save."""
         pending = self._pending
         self._status.call_when_settled(self._stage, lambda: callback(pending))
 
 
 class PendingSnapshot:
-    """A put that goes on beside the training; what `Store.put_snapshot_async` returns. Thread-safe.
+    """A save in the background; what `Store.put_snapshot_async` returns. Thread-safe.
 
-    As a context manager it waits at the end of the block. An error that nobody waited for is raised by the next put.
+    As a context manager it waits at the end of the block. If nobody waits, the next save raises the error.
     """
 
     def __init__(self, status: PutStatus) -> None:
         self._status = status
         self.captured = Milestone(self, status, PutMilestone.CAPTURED)
-        """The state may be mutated: so when `Store.put_snapshot_async` returns, unless it was skipped."""
+        """The state may be mutated. Reached when `Store.put_snapshot_async` returns, unless the save was skipped."""
         self.staged = Milestone(self, status, PutMilestone.STAGED)
-        """It would survive a crash of this host's processes: durable on the staging disk; without one, in the store."""
+        """Survives a crash of this host's processes: durable on the staging disk; without one, in the store."""
         self.published = Milestone(self, status, PutMilestone.PUBLISHED)
         """Durable in the store, and visible to all."""
 
@@ -66,7 +66,7 @@ class PendingSnapshot:
 
     @property
     def id(self) -> str:
-        """Names the put in events."""
+        """Names the save in events."""
         return self._status.id
 
     @property
@@ -81,19 +81,19 @@ class PendingSnapshot:
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """What was published; None until then."""
+        """The published snapshot; None until then."""
         return self._status.snapshot
 
     @property
     def error(self) -> BaseException | None:
-        """Why it was not published; None while it may be."""
+        """Why it was not published; None while it still may be."""
         return self._status.error
 
     def wait(self, timeout_seconds: float | None = None) -> Snapshot:
         """The snapshot, durable and published.
 
         Raises:
-            WaitTimeoutError: not yet; the put goes on.
+            WaitTimeoutError: not yet; the save goes on.
             SnapshotDroppedError: it was skipped, replaced by a newer one, or cancelled.
             StoreError: it failed; nothing of it is visible.
         """
@@ -110,5 +110,5 @@ class PendingSnapshot:
         return self._status.meter.snapshot()
 
     def cancel(self) -> bool:
-        """Gives it up, on all ranks, if it is not published yet: `wait` tells. False if it has ended already."""
+        """Asks to give it up, on all ranks, if it is not published yet: see `wait`. False if it has ended already."""
         return self._status.drop("cancelled")

@@ -1,6 +1,6 @@
-"""The second step of a put whose disks one process sees: what was staged is uploaded and published, however long the store does not answer.
+"""The second step of a staged save of one process: uploads and publishes it, waiting while the store does not answer.
 
-It is given up only when it can never be published. Whatever else fails is told, and it stays on the disk for the next process.
+It is given up only if it can never be published. After any other error it stays on the disk for the next process.
 """
 
 from collections.abc import Sequence
@@ -31,10 +31,10 @@ _FINAL: Final = (ConflictError, SnapshotAbortedError, SnapshotExpiredError, Corr
 
 
 class PublishStaged(PublishedInOrder):
-    """One staged put, by the process that staged it or by one that found it."""
+    """One staged save, by the process that staged it or by one that found it."""
 
     def __init__(self, context: SaveContext, tier: StagingTier, manifests: Sequence[Manifest]) -> None:
-        """`manifests` are those of all its ranks, the first one that of rank 0."""
+        """`manifests`: of all ranks, that of rank 0 first."""
         first, lead = manifests[0], manifests[0].lead
         assert lead is not None
         super().__init__(context, first.txn, first.ref, first.step)
@@ -43,7 +43,7 @@ class PublishStaged(PublishedInOrder):
         self._lead = lead
 
     def announce_soon(self) -> None:
-        """Has the log say that it is staged; if that fails, `publish` will meet it again."""
+        """Appends to the log that it is staged. If that fails, `publish` does it."""
         with suppress(StoreError):
             announce(self._context.engine, self._lead, self._txn, self._ref)
 
@@ -71,7 +71,7 @@ class PublishStaged(PublishedInOrder):
             raise
         except StoreError as exc:
             exc.add_note(
-                "(it stays on the staging disk; the next put to this ref, or process that opens the store with that disk, publishes it)"
+                "(it stays on the staging disk; the next save to this ref, or process that opens the store with that disk, publishes it)"
             )
             raise
         self._context.published(self._ref, txn, info.root)
@@ -80,10 +80,10 @@ class PublishStaged(PublishedInOrder):
         return info
 
     def _give_up(self, status: PutStatus) -> None:
-        """It will never be published: the log says so, if it answers, and the disk is freed."""
+        """Notes in the log, if it answers, that it will never be published, and frees the disk."""
         try:
             give_up(self._context.engine, self._txn)
-        except RetryableError as exc:  # whoever looks through the log finds it: see `tsck staging`
+        except RetryableError as exc:  # the log still lists it as staged: see `tsck staging`
             self._context.retried(status, "giving up what was staged", exc, 0.0)
         self.ended()
         self._context.clean_up(self._tier, self._manifests, status, published=False)

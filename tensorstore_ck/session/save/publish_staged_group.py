@@ -1,8 +1,8 @@
-"""The second step of a put of many ranks: each uploads what it has, and rank 0 publishes for all.
+"""The second step of a staged save of many ranks: each uploads its files, and rank 0 publishes for all.
 
-What a rank has are the manifests of its own staging, or, after a crash, any that it found on its disk. Uploads need no agreement; then the
-ranks' publishing threads meet, again and again if ranks or the store do not answer in time. The log is the judge of each attempt: one that
-was given up never publishes; and of the staged snapshot: published, or given up.
+A rank uploads by its own manifest or, after a crash, by those that it found on its disk. Then the ranks' publishing threads meet, again and
+again if ranks or the store do not answer in time. The log decides: a round that was aborted never publishes, and a staged snapshot is
+published once or given up.
 """
 
 import time
@@ -45,7 +45,7 @@ class PublishStagedGroup(PublishedInOrder):
         timeout_seconds: float,
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
-        """`manifests` are those that this rank uploads; `on_end` is called when the snapshot is published, or given up."""
+        """`manifests`: what this rank uploads. `on_end` is called when the snapshot is published or given up."""
         assert context.engine.tier is not None
         super().__init__(context, txn, ref, step)
         self._tier = context.engine.tier
@@ -56,14 +56,14 @@ class PublishStagedGroup(PublishedInOrder):
         self._lead: PublishingLead | None = None
 
     def is_given_up_alone(self, status: PutStatus) -> bool:
-        """See `PublishedInOrder`. Ranks give up together, but for one that leaves."""
+        """See `PublishedInOrder`. Ranks give up together, except one whose process ends."""
         return status.dropped == "abandoned"
 
     def publish_one(self, status: PutStatus) -> SnapshotInfo:
         """See `PublishedInOrder`.
 
         Raises:
-            SnapshotAbortedError: it was given up; or ranks did not come, again and again, and it stays on the disks.
+            SnapshotAbortedError: it was given up; or ranks did not come in any round, and it stays on the disks.
         """
         for tries_left in reversed(range(TRIES)):
             outcome = self._try(status, self._upload(status), is_last=not tries_left)
@@ -72,7 +72,7 @@ class PublishStagedGroup(PublishedInOrder):
         raise AssertionError("unreachable")
 
     def _upload(self, status: PutStatus) -> StoreError | None:
-        """Brings what this rank has into the store; why it cannot, which the others are told: else they would wait for it."""
+        """Uploads this rank's files; returns the error if it cannot, for the other ranks, which would wait for it otherwise."""
         try:
             for manifest in self._manifests if not status.dropped else ():
                 self._context.upload(status, self._tier, manifest, lambda: _check_abandoned(status))
@@ -83,9 +83,9 @@ class PublishStagedGroup(PublishedInOrder):
         return None
 
     def _try(self, status: PutStatus, problem: StoreError | None, *, is_last: bool) -> Body | None:
-        """One attempt: what has become of the staged snapshot; None if it is to be tried again, which then holds for all ranks.
+        """One round: what became of the staged snapshot; None if all ranks must try again.
 
-        Whatever happens to an attempt, its outcome is what the log says, so nobody goes on to another one before the log has answered.
+        The log decides the outcome of a round, so no rank goes on to the next one before the log has answered.
         """
         title = f"publishing what was staged for {self._ref!r}"
 
@@ -120,7 +120,7 @@ class PublishStagedGroup(PublishedInOrder):
                 raise SnapshotAbortedError("the ranks have staged different snapshots", object_id=self._ref)
             said = next((proposal["lead"] for proposal in proposals if proposal.get("lead") is not None), None)
             if said is None:
-                raise SnapshotAbortedError("no rank has what rank 0 had staged", object_id=self._ref)
+                raise SnapshotAbortedError("no rank has the manifest that rank 0 staged", object_id=self._ref)
             self._lead = decode_lead(said)
             return {"cancelled": next((reason for proposal in proposals if (reason := take(proposal, "cancelled", str))), "")}
 
@@ -139,7 +139,7 @@ class PublishStagedGroup(PublishedInOrder):
         return Participant(propose, lambda go: {"cancelled": take(go, "cancelled", str)}, lambda _: self._resolve(txn), compare, commit)
 
     def _resolve(self, txn: Ulid) -> Body | None:
-        """Gives an attempt up, unless it was decided: what has become of the staged snapshot."""
+        """Aborts a round unless it was decided; returns what became of the staged snapshot."""
 
         def build(view: RefTable) -> list[Op]:
             return [] if view.outcome(txn) is not None or self._state(view) is not None else [Op.abort(txn)]
@@ -152,7 +152,7 @@ class PublishStagedGroup(PublishedInOrder):
         return {"lost": reason} if published is None else {}
 
     def _state(self, view: RefTable) -> Body | None:
-        """What the log says: published, given up, or neither yet."""
+        """What the log says: published ({}), given up, or neither yet (None)."""
         if view.snapshot(self._txn) is not None:
             return {}
         return {"lost": "the log says that it was given up"} if view.outcome(self._txn) is not None else None
@@ -162,7 +162,7 @@ class PublishStagedGroup(PublishedInOrder):
             self.ended()
             self._context.clean_up(self._tier, self._manifests, status, published=False)
             self._on_end()
-            raise SnapshotAbortedError(f"the put to {self._ref!r} was staged, but not published: {outcome['lost']}", object_id=self._ref)
+            raise SnapshotAbortedError(f"the save to {self._ref!r} was staged, but not published: {outcome['lost']}", object_id=self._ref)
         self._context.retry_until_dropped(status, "the log", self._context.engine.log.sync)
         info = self._context.engine.log.view().snapshot(self._txn)
         if info is None:

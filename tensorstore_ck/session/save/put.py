@@ -29,7 +29,7 @@ from tensorstore_ck.state.capture_copy import Slot, copied_bytes, copy_captured
 
 
 class SinglePut:
-    """See `Put`. A process that is no rank of a group; `GroupPut` is what a rank does in another way."""
+    """See `Put`. A process without a group; `GroupPut` overrides what ranks do differently."""
 
     rank = 0
     patience_seconds: float | None = None
@@ -45,7 +45,7 @@ class SinglePut:
         ref: str,
         step: int | None,
     ) -> None:
-        """`check_options` checks what is said of the save, and `take_apart` makes bytes of its state; each is called once."""
+        """`check_options` checks the arguments, and `take_apart` turns the state into bytes; each is called once."""
         self.number = number
         self.ref, self.step = ref, step
         self._context = context
@@ -56,7 +56,7 @@ class SinglePut:
         self._staged: PublishedInOrder | None = None
 
     def prepare(self) -> None:
-        """Takes the state apart, before anybody is options for anything.
+        """Takes the state apart.
 
         Raises:
             StoreError: it cannot be saved.
@@ -66,7 +66,7 @@ class SinglePut:
         self.frozen_bytes = sum(each.sources[tensor].size_bytes for each in self._captured() for tensor in each.frozen)
 
     def check_known(self) -> None:
-        """Refuses what cannot be published by what this host knows of the log, if nothing is under way on this context.
+        """Raises if the save cannot be published, as far as this host knows the log. Only called if no other save is in progress.
 
         Raises:
             ConflictError: the ref is not where it must be.
@@ -78,7 +78,7 @@ class SinglePut:
         check_expected(engine, view, self.ref, fence.expected(view, self.ref, self._options.expect))
 
     def decide(self, admit: Callable[[], Admission]) -> Admission:
-        """No other process is options."""
+        """This process decides."""
         return admit()
 
     def skip(self) -> None:
@@ -88,7 +88,7 @@ class SinglePut:
         """No other process waits."""
 
     def capture_into(self, slot: Slot) -> None:
-        """Copies what was taken apart."""
+        """Copies the state."""
         assert self._options is not None
         copies, start = [], 0
         sampling, self._options = self._options.sampling_of_copies(self.number)
@@ -98,7 +98,7 @@ class SinglePut:
         self._states = RankStates(copies[0], copies[1] if len(copies) > 1 else None)
 
     def run(self, status: PutStatus) -> SnapshotInfo | None:
-        """Stores it, on the staging disk where there is one."""
+        """Stores the state, on the staging disk if there is one."""
         tier, fence = self._context.engine.tier, self._context.fence
         if tier is not None:
             root, self._staged = self._stage(tier, status)
@@ -113,11 +113,11 @@ class SinglePut:
         """There are no other hosts."""
 
     def publish(self, status: PutStatus) -> SnapshotInfo:
-        """Uploads what was staged, and publishes it."""
+        """Uploads the staged objects and publishes the snapshot."""
         assert self._staged is not None
         return self._staged.publish(status)
 
-    # --- what ranks do in another way ---------------------------------------------------------------------------------
+    # --- what ranks do differently -----------------------------------------------------------------------------------
 
     def _store(self, status: PutStatus) -> SnapshotInfo:
         engine = self._context.engine
@@ -128,11 +128,11 @@ class SinglePut:
             return put(engine, captured, request, status.meter)
 
     def _stage(self, tier: StagingTier, status: PutStatus) -> tuple[Digest, PublishedInOrder]:
-        """Stages it: the root, and what is left to do."""
+        """Stages the state; returns the root, and the object that publishes it."""
         engine, fence = self._context.engine, self._context.fence
 
         def request() -> tuple[PutRequest, bool]:
-            """What is saved, and whether the store does not answer: then it is staged all the same, by what is known of the log."""
+            """The request, and whether the store does not answer: then it goes by what this host knows of the log."""
             try:
                 return fence.at_head(engine, options), False
             except BackendUnavailableError:
@@ -153,7 +153,7 @@ class SinglePut:
         return options, states.shared
 
     def _require_space(self, needed_bytes: int, status: PutStatus) -> None:
-        """See `SaveContext.reserve_space`. What could not be published before uses space until it is."""
+        """See `SaveContext.reserve_space`. A staged save that could not be published uses space until it is."""
         while True:
             try:
                 self._context.reserve_space(self.ref, needed_bytes)
@@ -164,21 +164,21 @@ class SinglePut:
                 return
 
     def _publish_left(self, status: PutStatus) -> bool:
-        """Publishes a save whose publication failed before; whether one is published or given up now."""
+        """Publishes a save whose publication failed before; returns whether one was published or given up."""
         for staged in [puts[0] for puts in self._context.unpublished.values() if puts and isinstance(puts[0], PublishStaged)]:
-            with suppress(StoreError):  # it stays; its error was raised before
+            with suppress(StoreError):  # it stays on the disk; its error was raised before
                 staged.publish_before(status)
                 return True
         return False
 
-    # --- what both have in common -------------------------------------------------------------------------------------
+    # --- shared with ranks --------------------------------------------------------------------------------------------
 
     def _take_apart(self) -> tuple[PutOptions, RankStates]:
         if self._options is None:
             self._options = self._check_options()
         if self._states is None:
             assert self._capture is not None
-            self._states, self._capture = self._capture(), None  # which holds the caller's state
+            self._states, self._capture = self._capture(), None  # drop the reference to the caller's state
         return self._options, self._states
 
     def _captured(self) -> list[CapturedState]:
@@ -188,14 +188,14 @@ class SinglePut:
 
 @contextmanager
 def _freeable_said(engine: Engine) -> Iterator[None]:
-    """Adds to a `NoSpaceError` of the store's folder what gc frees now, and what later. A store elsewhere is not listed for that."""
+    """Adds to a `NoSpaceError` what gc would free, in gc's words. Only for a store in a folder: others are expensive to list."""
     try:
         yield
     except NoSpaceError as exc:
         if engine.tier is not None or not engine.backend.is_local:
             raise
         said: list[str] = []
-        with suppress(StoreError, OSError):  # the cache may have no space, either
+        with suppress(StoreError, OSError):  # the cache may be full, too
             said = plan_gc(engine.of_store()).freeable.said()
         if not said:
             raise

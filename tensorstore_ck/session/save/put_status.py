@@ -1,6 +1,6 @@
-"""The course of one put: which milestones it has passed, how it ended, and who waits for that. Thread-safe.
+"""The status of one save: the milestones it has passed, how it ended, and who waits for that. Thread-safe.
 
-It ends once: published, or with an error, which is kept until somebody was told. Knows nothing of how a put is done.
+A save ends once: published, or with an error, which is kept until it was raised. Does not know how a save is done.
 """
 
 import logging
@@ -29,7 +29,7 @@ class PutMilestone(IntEnum):
 
 
 class PutStatus:
-    """One put, from its call to its end."""
+    """One save, from its call to its end."""
 
     def __init__(self, ref: str, step: int | None, rank: int = 0) -> None:
         self.id = ulid_text(new_ulid())
@@ -40,11 +40,11 @@ class PutStatus:
         self.snapshot: Snapshot | None = None
         self.error: BaseException | None = None
         self.is_raised = False
-        """Whether the error was raised to somebody."""
+        """Whether the error was raised to the user."""
         self.dropped = ""
-        """Why it was or will be given up on request."""
+        """Why it was or will be dropped; empty: it was not asked to."""
         self.is_ending = False
-        """Whether the work is over, though those who wait are not told yet."""
+        """Whether the work is over, though waiting threads do not know it yet."""
         self._reached = 0
         self._ended = False
         self._pid = os.getpid()
@@ -55,10 +55,10 @@ class PutStatus:
     def __str__(self) -> str:
         return self.ref if self.step is None else f"{self.ref}@{self.step}"
 
-    # --- what happens to it -------------------------------------------------------------------------------------------
+    # --- changes -----------------------------------------------------------------------------------------------------
 
     def reach(self, stage: PutMilestone) -> None:
-        """It has passed a milestone, and those before."""
+        """It has passed this milestone and those before it."""
         with self._changed:
             self._reached = max(self._reached, stage)
         self._tell()
@@ -79,7 +79,7 @@ class PutStatus:
         self._tell()
 
     def drop(self, reason: str) -> bool:
-        """Asks it to give up; whether it has not ended yet."""
+        """Asks it to give up; returns whether it had not ended yet."""
         with self._changed:
             if not self._ended and not self.dropped:
                 self.dropped = reason
@@ -90,33 +90,33 @@ class PutStatus:
         return not ended
 
     def on_drop(self, callback: Callable[[], object]) -> None:
-        """Calls back when it is asked to give up."""
+        """Sets the callback for `drop`."""
         self._on_drop = callback
 
     def check(self) -> None:
-        """Gives up if it was asked to.
+        """Raises if it was asked to give up.
 
         Raises:
-            SnapshotDroppedError: it was.
+            SnapshotDroppedError: it was dropped.
         """
         if self.dropped:
-            raise SnapshotDroppedError(f"the put of {self} was {self.dropped}; nothing of it is visible", object_id=self.ref)
+            raise SnapshotDroppedError(f"the save of {self} was {self.dropped}; nothing of it is visible", object_id=self.ref)
 
     def pause(self, seconds: float) -> None:
-        """Waits, unless it is asked to give up.
+        """Waits; raises as soon as it is asked to give up.
 
         Raises:
-            SnapshotDroppedError: it was.
+            SnapshotDroppedError: it was dropped.
         """
         with self._changed:
             self._changed.wait_for(lambda: bool(self.dropped), seconds)
         self.check()
 
-    # --- what others see ----------------------------------------------------------------------------------------------
+    # --- queries ------------------------------------------------------------------------------------------------------
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more happens to it."""
+        """Whether it is published or failed."""
         return self._ended
 
     def has_reached(self, stage: PutMilestone) -> bool:
@@ -127,17 +127,17 @@ class PutStatus:
         """Waits for a milestone.
 
         Raises:
-            WaitTimeoutError: it has not come yet.
-            StoreError: it will not come.
+            WaitTimeoutError: it was not reached in time.
+            StoreError: it will never be reached.
         """
         if os.getpid() != self._pid and not self._is_settled(stage):
             raise InvalidOptionError(
-                f"the put of {self} belongs to the process that this one was forked from: wait there", object_id=self.ref
+                f"the save of {self} belongs to the process from which this one was forked: wait there", object_id=self.ref
             )
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_settled(stage), timeout_seconds):
                 raise WaitTimeoutError(
-                    f"the put of {self} is not {stage.name.lower()} after {timeout_seconds:g} s; it goes on", object_id=self.ref
+                    f"the save of {self} is not {stage.name.lower()} after {timeout_seconds:g} s; the save continues", object_id=self.ref
                 )
             if self.has_reached(stage):
                 return
@@ -146,12 +146,12 @@ class PutStatus:
         raise self.error
 
     def wait_for_end(self, timeout_seconds: float | None) -> bool:
-        """Waits until it has ended, however; whether it has."""
+        """Waits until it has ended in any way; returns whether it has."""
         with self._changed:
             return self._changed.wait_for(lambda: self._ended, timeout_seconds)
 
     def call_when_settled(self, stage: PutMilestone, callback: Callable[[], object]) -> None:
-        """Calls back once it is known whether the milestone is reached; at once if it is known already."""
+        """Calls back when the milestone is reached or never will be; at once if that is known."""
         with self._changed:
             if not self._is_settled(stage):
                 self._callbacks.append((stage, callback))
@@ -171,7 +171,7 @@ class PutStatus:
 
 
 class _Cancellable(PutMeter):
-    """A meter that gives the work up when the put was dropped."""
+    """A meter that raises when the save was dropped."""
 
     def __init__(self, status: PutStatus) -> None:
         super().__init__()
@@ -184,11 +184,11 @@ class _Cancellable(PutMeter):
 
 
 def _nothing() -> None:
-    """What is done about a put that has ended: nothing of it must be held on to."""
+    """The drop callback of a save that has ended: it must hold no references."""
 
 
 def _call(callback: Callable[[], object]) -> None:
     try:
         callback()
-    except BaseException:  # not even SystemExit may end the thread that all later puts need
-        _logger.exception("a callback of a put failed")
+    except BaseException:  # not even SystemExit may end the thread, which later saves need
+        _logger.exception("a callback of a save failed")

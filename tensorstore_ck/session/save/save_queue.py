@@ -1,9 +1,9 @@
-"""The queue of puts of one store handle: what is captured waits here for the one thread that stores it, in order; and what was stored on
-a staging disk, for the one that has it copied to other hosts, and the one that uploads and publishes it.
+"""The queue of saves of one store handle. One thread stores captured states, in order; of staged saves, a second thread copies the files to
+other hosts, and a third uploads and publishes them.
 
-Memory is the only thing that can run out: whether a put waits for it, is skipped, or takes that of queued ones is decided before anything
-is captured, for many ranks by rank 0 alone (`Put.decide`), so that ranks never drop different snapshots. An error is kept until somebody
-is told: by a wait, or by the next put. The thread lives only while there is work. Knows no torch and no store.
+Only memory can run out. Whether a save waits for memory, is skipped, or replaces queued saves is decided before anything is captured; for
+many ranks by rank 0 (`Put.decide`), so that ranks never drop different snapshots. An error is kept until it is raised: by a wait, or by the
+next save. The threads live only while there is work. Knows no torch and no store.
 """
 
 import logging
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
     from tensorstore_ck.state.arena import Arena, Slot
 
 OnFull = Literal["block", "skip", "replace"]
-"""What a put does when no memory is left to capture into: wait for it; do not take place; or take that of the oldest queued put."""
+"""What a save does if no memory is left to capture into: wait; be skipped; or replace the oldest queued save."""
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 
 GIVE_UP_SECONDS: Final = 10.0
-"""How long a put that was told to give up is waited for."""
+"""How long to wait for a save that was asked to give up."""
 RAISE_SECONDS: Final = 30.0
-"""How long a rank waits to meet the error that rank 0 has met."""
+"""How long a rank waits for an error that rank 0 has already."""
 EXIT_SECONDS: Final = 600.0
-"""How long a process that ends waits for its puts."""
+"""How long an ending process waits for its saves."""
 
 
 class SaveQueue:
-    """The puts of one store handle. Thread-safe; puts must come from one thread at a time."""
+    """The saves of one store handle. Thread-safe; one thread at a time may save."""
 
     def __init__(self, open_arena: Callable[[], "Arena"], observers: Observers) -> None:
-        """`open_arena` is asked for memory at the first put that needs it."""
+        """`open_arena` allocates memory at the first save that needs it."""
         self._open_arena = open_arena
         self._observers = observers
         self._reset()
@@ -61,17 +61,17 @@ class SaveQueue:
         self._safe: Snapshot | None = None
 
     def _enter(self) -> None:
-        """A forked child begins anew: its parent's puts are its parent's."""
+        """Resets the queue in a forked child: the saves are its parent's."""
         if os.getpid() != self._pid:
             self._reset()
 
-    # --- puts ---------------------------------------------------------------------------------------------------------
+    # --- saves --------------------------------------------------------------------------------------------------------
 
     def submit(self, make: Callable[[], Put], on_full: OnFull) -> PendingSnapshot:
-        """Captures what `make` makes a put of, and leaves the rest to the thread.
+        """Captures the save that `make` returns; the thread does the rest.
 
         Raises:
-            StoreError: it cannot be captured; or, before that, what an earlier put that nobody waited for failed with.
+            StoreError: it cannot be captured; or the error of an earlier save for which nobody waited.
         """
         if on_full not in ("block", "skip", "replace"):
             raise InvalidOptionError(f"on_full must be 'block', 'skip' or 'replace', not {on_full!r}", object_id="on_full")
@@ -95,7 +95,7 @@ class SaveQueue:
             return pending
         try:
             for number in admission.dropped:
-                self._drop_before(number)
+                self._drop_number(number)
             if queued.slot is None:
                 queued.slot = self._wait_for_memory(queued)
             self._report_stall(queued)
@@ -121,7 +121,7 @@ class SaveQueue:
         return pending
 
     def run(self, make: Callable[[], Put]) -> Snapshot:
-        """Puts in the caller's thread, after those under way; nothing is copied."""
+        """Saves in the caller's thread, after the saves in progress; copies nothing."""
         self._enter()
         self.wait_idle()
         called = time.monotonic()
@@ -139,16 +139,16 @@ class SaveQueue:
         return queued.status.snapshot
 
     def pending(self) -> list[PendingSnapshot]:
-        """The puts under way, oldest first."""
+        """The saves in progress, oldest first."""
         self._enter()
         return [PendingSnapshot(queued.status) for queued in self._queued()]
 
     def is_quiet(self) -> bool:
-        """Whether nothing is under way, and nobody has to be told of an error."""
+        """Whether no save is in progress and no error is left to raise."""
         return not self._queued() and self._first_unraised() is None
 
     def resume(self, put: StagedPut) -> None:
-        """Goes on with what an earlier process staged."""
+        """Continues a save that an earlier process staged."""
         self._enter()
         queued = QueuedPut(cast(Put, put), time.monotonic(), is_background=True)
         queued.status.is_raised = queued.is_resumed = True
@@ -156,26 +156,26 @@ class SaveQueue:
         self._uploads.put(queued)
 
     def wait_idle(self, *, uploads: bool = True) -> None:
-        """Waits until no put is under way; not for itself, in a callback of one."""
+        """Waits until no save is in progress; returns at once in a callback of a save."""
         self._enter()
-        if not self._is_on_a_worker():
+        if not self._is_worker():
             with self._changed:
                 self._changed.wait_for(self._is_idle if uploads else self._stores.is_idle)
 
     def require_no_worker(self) -> None:
-        """Refuses what would wait for itself.
+        """Raises in a callback of a save: a save there might wait for itself.
 
         Raises:
-            InvalidOptionError: it is called in a callback of a put.
+            InvalidOptionError: this thread is a worker of the queue.
         """
-        if self._is_on_a_worker():
+        if self._is_worker():
             raise InvalidOptionError(
-                "a callback of a put cannot put beside the training, or with group=: it might wait for itself; do that in another thread",
+                "a callback of a save cannot save asynchronously, or with group=: it might wait for itself; save in another thread",
                 object_id="put",
             )
 
     def wait_for_upload(self) -> bool:
-        """Waits until one more staged put has ended; False if there is none."""
+        """Waits until one more staged save has ended; False if there are none."""
         with self._changed:
             items = self._uploads.items()
             if items:
@@ -185,13 +185,13 @@ class SaveQueue:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def drain(self, deadline_seconds: float | None = None, *, give_up_seconds: float = GIVE_UP_SECONDS) -> DrainReport:
-        """Waits for the puts under way; those that are not published by the deadline are given up.
+        """Waits for the saves in progress; asks those that are not published by the deadline to give up.
 
-        Giving up is waited for, too, but no longer than `give_up_seconds`. A callback of a put gets a report at once.
+        Waits for that too, for up to `give_up_seconds`. In a callback of a save it returns a report at once.
         """
         self._enter()
         puts = self._queued()
-        if not self._is_on_a_worker():
+        if not self._is_worker():
             with self._changed:
                 done = self._changed.wait_for(self._is_done, deadline_seconds)
             if not done:
@@ -202,22 +202,22 @@ class SaveQueue:
         return DrainReport.of([queued.status for queued in puts], self._safe)
 
     def leave_resumed(self) -> None:
-        """What an earlier process staged is left on the disk, as far as it is not published yet."""
+        """Leaves the unpublished saves of earlier processes on the staging disk."""
         for queued in self._uploads.items():
             if queued.is_resumed:
                 queued.status.drop("abandoned")
 
     def close(self) -> None:
-        """Finishes what is under way, and frees the memory; idempotent.
+        """Finishes the saves in progress, and frees the memory; idempotent.
 
         Raises:
-            StoreError: what a put failed with that nobody waited for.
+            StoreError: the error of a save for which nobody waited.
         """
         self._enter()
         self.leave_resumed()
         report = self.drain(EXIT_SECONDS)
         if report.staged or report.under_way:
-            _logger.error("the store is closed with puts under way: %s", report)
+            _logger.error("the store is closed with saves in progress: %s", report)
         self._memory.close()
         with self._changed:
             error = self._unraised.take_all()
@@ -245,7 +245,7 @@ class SaveQueue:
             return Admission(True, tuple(dropped))
 
     def _wait_for_memory(self, queued: QueuedPut) -> "Slot":
-        """Memory for a put of which another rank said that it takes place."""
+        """Memory for a save that rank 0 has admitted."""
         with self._changed:
             while (slot := self._memory.try_take(queued)) is None:
                 self._memory.wait(queued, len(self._queued()))
@@ -255,8 +255,8 @@ class SaveQueue:
         if queued.waited_seconds:
             self._emit(queued.status, "stalled", stall_seconds=queued.waited_seconds, queue_depth=queued.waited_for)
 
-    def _drop_before(self, number: int) -> None:
-        """Another rank's put of that number waits, and is given up; here it may be under way already."""
+    def _drop_number(self, number: int) -> None:
+        """Drops the save of that number, as rank 0 decided; on this rank it may be running already."""
         for queued in self._stores.items():
             if queued.number == number:
                 queued.status.drop("replaced")
@@ -267,7 +267,7 @@ class SaveQueue:
             self._changed.notify_all()
 
     def _release_if_waiting(self, queued: QueuedPut) -> None:
-        """The memory of a put that was dropped is free at once; when its turn comes, all ranks learn that it was."""
+        """Frees the memory of a dropped save at once; the ranks end it together when its turn comes."""
         with self._changed:
             if any(queued is each for each in self._stores.waiting()):
                 self._release(queued)
@@ -275,7 +275,9 @@ class SaveQueue:
     def _end_dropped(self, queued: QueuedPut, reason: str) -> None:
         queued.status.drop(reason)
         queued.status.is_ending = True
-        error = SnapshotDroppedError(f"the put of {queued.status} was {reason}: host_memory_bytes is used up", object_id=queued.status.ref)
+        error = SnapshotDroppedError(
+            f"the save of {queued.status} was {reason}: no host_memory_bytes are left", object_id=queued.status.ref
+        )
         queued.status.fail(error)
         self._emit(queued.status, "dropped", reason=reason, **self._in_use())
 
@@ -286,17 +288,17 @@ class SaveQueue:
             return self._unraised.first()
 
     def _raise_error_of(self, number: int, put: Put) -> NoReturn:
-        """Raises what rank 0 raises: the error of an earlier put, which this rank may not have met yet."""
+        """Raises the error that rank 0 raises, of an earlier save; this rank may not have it yet."""
         with self._changed:
             self._changed.wait_for(lambda: not any(each.number == number for each in self._queued()), RAISE_SECONDS)
             queued = self._unraised.numbered(number)
         if queued is not None:
             raise pop_error(queued)
         raise SnapshotAbortedError(
-            f"the put to {put.ref!r} did not take place: rank 0 raised what an earlier one failed with; try again", object_id=put.ref
+            f"the save to {put.ref!r} was not made: rank 0 raised the error of an earlier save; try again", object_id=put.ref
         )
 
-    # --- the thread ---------------------------------------------------------------------------------------------------
+    # --- the threads --------------------------------------------------------------------------------------------------
 
     def _queued(self) -> list[QueuedPut]:
         with self._changed:
@@ -306,17 +308,17 @@ class SaveQueue:
         return self._stores.is_idle() and self._copies.is_idle() and self._uploads.is_idle()
 
     def _is_done(self) -> bool:
-        """Whether nothing is under way but what was given up."""
+        """Whether the only saves in progress were asked to give up."""
         return all(queued.status.dropped == "abandoned" for queued in self._queued())
 
-    def _is_on_a_worker(self) -> bool:
+    def _is_worker(self) -> bool:
         return self._stores.is_mine() or self._copies.is_mine() or self._uploads.is_mine()
 
     def _store(self, queued: QueuedPut) -> None:
         queued.begun = time.monotonic()
         try:
             info = queued.put.run(queued.status)
-        except BaseException as exc:  # noqa: BLE001 - told to whoever waits, or to the next put
+        except BaseException as exc:  # noqa: BLE001 - raised by a wait, or by the next save
             self._release(queued)
             self._fail(queued, exc)
             return
@@ -332,7 +334,7 @@ class SaveQueue:
 
     @staticmethod
     def _broken(queued: QueuedPut, exc: BaseException) -> None:
-        _logger.error("what is done after the put of %s failed", queued.status, exc_info=exc)
+        _logger.error("the steps after the save of %s failed", queued.status, exc_info=exc)
         if not queued.status.has_ended:
             queued.status.fail(exc)
 
@@ -346,13 +348,13 @@ class SaveQueue:
     def _hand_over(queued: QueuedPut, worker: Worker[QueuedPut], work: Callable[[QueuedPut], None]) -> None:
         try:
             worker.put(queued)
-        except RuntimeError:  # no more threads, as while the interpreter ends
+        except RuntimeError:  # no thread can be started, as while the interpreter ends
             work(queued)
 
     def _publish(self, queued: QueuedPut) -> None:
         try:
             self._succeed(queued, queued.put.publish(queued.status))
-        except BaseException as exc:  # noqa: BLE001 - likewise
+        except BaseException as exc:  # noqa: BLE001 - raised by a wait, or by the next save
             self._fail(queued, exc)
 
     def _succeed(self, queued: QueuedPut, info: SnapshotInfo) -> None:

@@ -22,7 +22,7 @@ MAX_NAMED: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class StagedPutInfo:
-    """A put that was staged."""
+    """A save that was staged."""
 
     txn: str
     """Names it; the snapshot's ULID."""
@@ -35,7 +35,7 @@ class StagedPutInfo:
     here: tuple[int, ...]
     """The ranks that have a manifest on this disk."""
     size_bytes: int
-    """Of what the store must have of those in the end; some of it may be other staged puts', too."""
+    """Of what the store must have of those in the end; some of it may be other staged saves', too."""
     sent_bytes: int
     """Of these, what it has."""
     time_ns: int

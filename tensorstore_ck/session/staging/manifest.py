@@ -16,7 +16,7 @@ from tensorstore_ck.format.record import decode_record
 from tensorstore_ck.format.sealed import Body, pack_body, take, take_count, unpack_body
 
 Accepts = tuple[Digest | None, ...] | AnyHead
-"""Roots of which a ref must have one when a staged put is published; None among them: it must not exist."""
+"""Roots of which a ref must have one when a staged save is published; None among them: it must not exist."""
 
 STAGED_FOLDERS: Final = ("packs/", "parts/", "snapshots/")
 """Where all that is staged lies."""

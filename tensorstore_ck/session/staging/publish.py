@@ -1,4 +1,4 @@
-"""The second step of a staged put: its objects are brought into the store, and then one log entry publishes it.
+"""The second step of a staged save: its objects are brought into the store, and then one log entry publishes it.
 
 Nothing is lost by trying again: uploads go on where they were, and of several entries that would publish one staged snapshot the first
 counts. Passing faults are waited out. What can never be published any more is given up, which the log says.

@@ -1,6 +1,6 @@
-"""The first step of a staged put: packs, parts and record become durable on the staging disks, and nothing is visible yet.
+"""The first step of a staged save: packs, parts and record become durable on the staging disks, and nothing is visible yet.
 
-What a put shares with published snapshots is looked for in one of them alone, the base, which the log's ``staged`` entry pins: so all
+What a save shares with published snapshots is looked for in one of them alone, the base, which the log's ``staged`` entry pins: so all
 that it needs is on the disks, or stays in the store, however long the upload takes (docs/decisions/010-staged-snapshots-pin-one-base.md).
 """
 
@@ -173,7 +173,7 @@ class StagingDestination:
         n = announce(self._store, lead, txn, request.ref)  # before it is acknowledged: gc could free what it shares
         if n is None and not is_alone:
             raise SnapshotAbortedError(
-                f"the put to {request.ref!r} was aborted by another rank before it was staged", object_id=request.ref
+                f"the save to {request.ref!r} was aborted by another rank before it was staged", object_id=request.ref
             )
         return info._replace(n=n or 0)
 
@@ -255,7 +255,7 @@ def _stage(destination: StagingDestination, captured: CapturedState, request: Pu
 
 
 def base_of(view: RefTable, request: PutRequest) -> SnapshotInfo | None:
-    """The published snapshot that a put most likely shares blocks with."""
+    """The published snapshot that a save most likely shares blocks with."""
     branch = view.branch(request.ref)
     for root in (request.nearest, branch.root if branch is not None else None):
         info = view.by_root(root) if root is not None else None

@@ -1,4 +1,4 @@
-"""What one store handle has staged on a ref and not published yet, oldest first: the next put builds on it. Thread-safe.
+"""What one store handle has staged on a ref and not published yet, oldest first: the next save builds on it. Thread-safe.
 
 Whoever stages borrows what is there, before it looks where the ref is: so what is published meanwhile is in one of the two; and what is
 given up meanwhile keeps its files.
@@ -32,7 +32,7 @@ class StagedLink(NamedTuple):
 
 
 class StagedLinks:
-    """Staged puts, oldest first."""
+    """Staged saves, oldest first."""
 
     def __init__(self, links: Iterable[StagedLink], restored: Digest | None = None) -> None:
         """`restored`: what this process last restored or staged on the ref, if it did."""
@@ -67,7 +67,7 @@ class StagedLinks:
 
 
 class StagedChain:
-    """The staged puts of one ref."""
+    """The staged saves of one ref."""
 
     def __init__(self, restored: Callable[[], Digest | None] = lambda: None) -> None:
         """`restored`: see `StagedLinks`."""

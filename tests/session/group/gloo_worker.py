@@ -83,7 +83,7 @@ class Play:
     storage_options: dict[str, Any]
     folder: str
     timeout_seconds: float
-    """Of the second put; more when the first one took long."""
+    """Of the second save; more when the first one took long."""
     dead_after_seconds: float = 60.0
 
 
@@ -143,7 +143,7 @@ def _await(folder: str, who: str) -> Any:
 
 
 class Trap:
-    """Strikes this process at a point of a put, once it is armed."""
+    """Strikes this process at a point of a save, once it is armed."""
 
     def __init__(self, play: Play) -> None:
         self.armed = False

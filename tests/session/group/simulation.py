@@ -304,7 +304,7 @@ class Rank:
                 actor.sleep(self.starts[number] - actor.clock())
             started = actor.clock()
             try:
-                attempt = group.begin("the put to 'main'", object_id="main", timeout=self._timeout, grace=self._grace)
+                attempt = group.begin("the save to 'main'", object_id="main", timeout=self._timeout, grace=self._grace)
             except SnapshotAbortedError as exc:
                 self.endings.append(Ending(Ulid(b""), None, exc, actor.clock() - started))
                 continue

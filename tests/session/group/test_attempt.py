@@ -320,7 +320,7 @@ def test_all_ranks_raise_the_same_class(errors: dict[int, Exception], expected: 
 
 
 def test_what_a_put_relied_on_and_gc_freed_is_no_damage() -> None:
-    """The next put relies on something else; a restore finds nothing where that was."""
+    """The next save relies on something else; a restore finds nothing where that was."""
     for with_log, expected in ((True, SnapshotAbortedError), (False, SnapshotExpiredError)):
         group = with_errors({2: SnapshotExpiredError("gone")}, with_log=with_log)
         assert {type(rank.endings[0].error) for rank in group} == {expected}

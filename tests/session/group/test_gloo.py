@@ -1,6 +1,6 @@
 """Eight real processes over gloo put together, and one of them is killed or stopped at each point of the protocol.
 
-Nothing of the put becomes visible, or all others return the same root; they go on as a new group at once, without cleaning up; and what
+Nothing of the save becomes visible, or all others return the same root; they go on as a new group at once, without cleaning up; and what
 was left behind is gc's. A rank that was stopped and goes on long after learns what the others know, and harms nothing.
 """
 
@@ -97,13 +97,13 @@ def errors(play: Play) -> str:
 
 
 def said(play: Play, step: int) -> dict[int, dict[str, Any]]:
-    """Rank -> how its put of a step ended."""
+    """Rank -> how its save of a step ended."""
     lines = {rank: [line for line in heard(play.folder, f"rank-{rank}") if line["step"] == step] for rank in range(RANKS)}
     return {rank: found[0] for rank, found in lines.items() if found}
 
 
 def require_one_outcome(play: Play) -> bool:
-    """Whether the second put was published."""
+    """Whether the second save was published."""
     survivors = set(range(RANKS)) - {play.victim}
     for step in (1, 3):
         endings = said(play, step)
@@ -185,7 +185,7 @@ def test_local_files(nursery: Nursery, tmp_path: Path, point: str) -> None:
 
 
 def test_a_rank_that_is_gone_before_its_put_is_noticed_long_before_the_deadline(nursery: Nursery, tmp_path: Path) -> None:
-    """Nothing but its silence can end the second put within the test's time."""
+    """Nothing but its silence can end the second save within the test's time."""
     plays = [
         Play("before its put", victim, strike, "agent", f"{tmp_path}/store-{n}", {}, f"{tmp_path}/play-{n}", 600.0, 6.0)
         for n, (victim, strike) in enumerate(product((0, VICTIM), (signal.SIGKILL, signal.SIGSTOP)))

@@ -227,12 +227,12 @@ def put_cut(folder: str, is_same: bool) -> str:
         full[59, 39] += 1e-5
     mesh = DeviceMesh("cpu", torch.tensor([1, 2]), _init_backend=False)
     state = {"first": 1, "w": full} if rank == 0 else {"second": 1, "w": distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)}
-    state[f"is_same={is_same}"] = True  # replicas are compared with the first put of a layout
+    state[f"is_same={is_same}"] = True  # replicas are compared with the first save of a layout
     return opened(folder, 3).put_snapshot(state, ref=f"cut-{is_same}", group=GROUPS[3], timeout_seconds=TIMEOUT_SECONDS).root
 
 
 def put_unchecked(folder: str, ref: str, parts: list[Any], step: int) -> str:
-    """As builds did that compared values with the first put only."""
+    """As builds did that compared values with the first save only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning_round, "values_of", lambda united, kinds: ([], []))
         return put_each(folder, ref, parts, step)
@@ -251,7 +251,7 @@ def test_values_that_differ_later_are_told_when_they_are_asked_for(pool: Pool, f
             store.checkout(root)
         assert store.checkout(root, select=["step", "norm"])["step"] == 2
         target = with_state("first", {"time": 0.1, "step": 0, "norm": torch.zeros(900)}) | {"of second": torch.zeros(30)}
-        with pytest.raises(tsck.MismatchError, match=r"1 do not match: time: the ranks that put this snapshot had different values"):
+        with pytest.raises(tsck.MismatchError, match=r"1 do not match: time: the ranks that save this snapshot had different values"):
             store.checkout(root, into=target)
         assert not target["norm"].any()
         store.checkout(root, into=target, rename=lambda name: None if name == "time" else name, select=["step", "norm"], strict=False)

@@ -313,7 +313,7 @@ def covered(reads: list[tuple[str, int, int]]) -> int:
     "name", ["fsdp 4", "tp 4, columns", "hsdp 2x4", "strided and replicated 2x2", "3-D 2x2x2", "ddp 4", "flat 3", "sharded tensor 4"]
 )
 def test_what_is_needed_is_read_once(pool: Pool, tmp_path: Path, name: str) -> None:
-    """By each rank hardly more than it needs when the ranks are those that put; else whole blocks, each of them by one rank of a host."""
+    """By each rank hardly more than it needs when the ranks are those that save; else whole blocks, each of them by one rank of a host."""
     make_store(tmp_path, 2 * MAX_GAP_BYTES)
     ranks, _ = WAYS[name]
     pool.run(count_reads, True)

@@ -26,7 +26,7 @@ COPY = 2 * MIB
 
 
 class Side:
-    """This rank's handle, and the puts that it has begun."""
+    """This rank's handle, and the saves that it has begun."""
 
     def __init__(self, folder: str, ranks: int, copies: int | None) -> None:
         self.gate = Gate()

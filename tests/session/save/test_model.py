@@ -1,7 +1,7 @@
 """Any order of calls on one handle, beside a simple model of it: what is acknowledged is there, in order and byte-equal; what was dropped
 is not; each error is told once.
 
-The worker is either idle, or held in the middle of one put: so it is known at each step what is under way.
+The worker is either idle, or held in the middle of one save: so it is known at each step what is under way.
 """
 
 from dataclasses import dataclass
@@ -193,7 +193,7 @@ class Machine(RuleBasedStateMachine):
         self.published.append(step)
         self.is_fenced = True
 
-    # --- what is held of a put ------------------------------------------------------------------------------------------
+    # --- what is held of a save ------------------------------------------------------------------------------------------
 
     @rule(put=puts)
     def wait(self, put: Put) -> None:
@@ -278,7 +278,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def what_is_told_by_events(self) -> None:
         ended = [event for event in self.place.events if event.kind in ("published", "failed", "dropped") and event.put]
-        assert len({event.put for event in ended}) == len(ended), "a put ended twice"
+        assert len({event.put for event in ended}) == len(ended), "a save ended twice"
         seen = [event.step for event in ended if event.kind == "published"]
         assert seen == [step for step in self.published if step in seen]
 

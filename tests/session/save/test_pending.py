@@ -1,4 +1,4 @@
-"""What users hold of a put under way: its milestones, its progress, and giving it up in each phase."""
+"""What users hold of a save under way: its milestones, its progress, and giving it up in each phase."""
 
 import gc
 import threading
@@ -14,7 +14,7 @@ from tensorstore_ck.session.save.put import SinglePut
 from tests.session.save.places import MIB, SECONDS, Scene, check, put_beside, scene
 
 IN_WORK = ["get log/", "open packs/", "append", "close", "put parts/"]
-"""Calls of a put that come before its last look at whether it was given up."""
+"""Calls of a save that come before its last look at whether it was given up."""
 
 
 # --- cancel -----------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_cancel_between_the_blocks_of_a_state() -> None:
 
 
 def test_cancel_that_comes_too_late() -> None:
-    """Once the entry may be in the log, a put is published whatever was asked: `wait` says so, and so do all others."""
+    """Once the entry may be in the log, a save is published whatever was asked: `wait` says so, and so do all others."""
     with scene() as place:
         stop = place.gate.stop("create log/")
         pending = put_beside(place.store, 1)

@@ -67,13 +67,13 @@ def test_what_cannot_be_finished_is_said(nursery: Nursery, tmp_path: Path) -> No
     assert nursery.run(worker.in_flight, tmp_path, "fails") == 0
     assert steps_of(tmp_path) == [2, 3]
     assert "putting job@1 failed" in stderr(tmp_path)
-    assert "the process ends with puts under way: job@3" in stderr(tmp_path)
+    assert "the process ends with saves in progress: job@3" in stderr(tmp_path)
 
 
 def test_a_backend_that_hangs_does_not_keep_the_process(nursery: Nursery, tmp_path: Path) -> None:
     assert nursery.run(worker.in_flight, tmp_path, "hangs") == 0
     assert steps_of(tmp_path) == []
-    assert "the process ends with puts under way: nothing was published; given up: job@1, job@2, job@3" in stderr(tmp_path)
+    assert "the process ends with saves in progress: nothing was published; given up: job@1, job@2, job@3" in stderr(tmp_path)
 
 
 # --- SIGKILL ------------------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def resume(
 
 
 def cancel(folder: str, ranks: int, disks: tuple[str, ...], canceller: int) -> tuple[str, int | None]:
-    """One rank cancels a staged put; then all put another one."""
+    """One rank cancels a staged save; then all save another one."""
     with Job(folder, ranks, disks, stagger_seconds=0.5) as job:
         job.restore("job")
         pending = job.put(1)
@@ -146,7 +146,7 @@ def cancel(folder: str, ranks: int, disks: tuple[str, ...], canceller: int) -> t
 
 
 def fail_all_tries(folder: str, ranks: int, disks: tuple[str, ...], failing: int) -> tuple[str, list[int | None]]:
-    """One rank's upload is refused at each try of one put; then all put another one: the first error, and what is published."""
+    """One rank's upload is refused at each try of one save; then all save another one: the first error, and what is published."""
     real, left = Uploader.upload, [1] * publish_staged_group.TRIES if dist.get_rank() == failing else []
 
     def upload(self: Uploader, names: Any, **options: Any) -> None:
@@ -218,7 +218,7 @@ def die_before_the_log_knows(folder: str, ranks: int, disks: tuple[str, ...]) ->
 
 
 def lose_the_log(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
-    """Rank 1 stages its side, learns no outcome and cannot ask the log: what that put raises."""
+    """Rank 1 stages its side, learns no outcome and cannot ask the log: what that save raises."""
     from tensorstore_ck.session.group.channel import ChannelError
     from tensorstore_ck.session.group.rank_put import RankPut
     from tensorstore_ck.session.group.round import Round
@@ -226,7 +226,7 @@ def lose_the_log(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
     real = Round._wait_for_outcome, RankPut.resolve
 
     def lose(self: Round) -> Any:
-        if not self._title.startswith("the put"):
+        if not self._title.startswith("the save"):
             return real[0](self)
         real[0](self)
         self._grace = 0.0
@@ -251,7 +251,7 @@ def lose_the_log(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
 
 
 def miss_what_was_published(folder: str, ranks: int, disks: tuple[str, ...]) -> str:
-    """Rank 1 does not find in the log what rank 0 published: what that put raises."""
+    """Rank 1 does not find in the log what rank 0 published: what that save raises."""
     real = publish_staged_group.PublishStagedGroup._end
 
     def end(self: publish_staged_group.PublishStagedGroup, *args: Any) -> Any:
