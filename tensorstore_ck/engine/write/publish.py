@@ -129,7 +129,7 @@ def check_expected(engine: Engine, view: RefTable, ref: str, expect: Expected) -
         ConflictError: the ref is elsewhere; the message says who moved it, and how to go on.
     """
     if view.tag(ref) is not None:
-        raise InvalidOptionError(f"{ref!r} is a tag, and tags never move: put to a branch", object_id=ref)
+        raise InvalidOptionError(f"{ref!r} is a tag, and tags never move: save to a branch", object_id=ref)
     branch = view.branch(ref)
     if is_expected(branch, expect):
         return
@@ -147,7 +147,7 @@ def condemned_of(engine: Engine, view: RefTable, snapshots: Sequence[Ulid], part
     """What of these parts and records is condemned in `view`.
 
     Raises:
-        SnapshotExpiredError: gc freed something of them already: their blocks must be written anew.
+        SnapshotExpiredError: gc freed something of them already: their blocks must be written again.
     """
     needed = [ObjectKey("snapshot", snapshot) for snapshot in snapshots]
     try:

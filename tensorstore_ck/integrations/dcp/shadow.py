@@ -1,7 +1,7 @@
-"""`ShadowWriter`: a DCP checkpoint as ever, and a snapshot beside it, to see what a store would do for a job before relying on it.
+"""`ShadowWriter`: writes a DCP checkpoint as before, and a snapshot too, to try a store in a job before relying on it.
 
-The checkpoint comes first and is never put at risk: whatever fails on the store's side ends up in the report, and in a warning. Each
-rank reads its own items back from the checkpoint's files, and compares them with the blocks that it stored, by their ids.
+The checkpoint comes first and is never put at risk: an error on the store's side only appears in the report and in a warning. Each rank
+reads its own items back from the checkpoint's files, and compares them with the blocks that it stored, by their ids.
 """
 
 import io
@@ -34,12 +34,12 @@ T = TypeVar("T")
 
 
 class ShadowWarning(UserWarning):
-    """The snapshot beside a checkpoint could not be put, or is not equal to it. The checkpoint is unharmed."""
+    """The snapshot of a checkpoint could not be saved, or is not equal to it. The checkpoint is not affected."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShadowReport:
-    """How a snapshot did beside a checkpoint."""
+    """A snapshot in comparison to its checkpoint."""
 
     snapshot: Snapshot | None
     """None: there is none; see `problem`."""
@@ -49,7 +49,7 @@ class ShadowReport:
     problem: str
     """Why there is no snapshot; empty when there is one."""
     checkpoint_seconds: float
-    """Of the slowest rank, to write its data; likewise below."""
+    """Time of the slowest rank to write its data; `snapshot_seconds` too."""
     snapshot_seconds: float
     checkpoint_bytes: int
     snapshot_bytes: int
@@ -57,7 +57,7 @@ class ShadowReport:
 
 
 class _Both(NamedTuple):
-    """What two writers put into a plan."""
+    """The storage data of both writers in a plan."""
 
     theirs: Any
     ours: Any
@@ -90,7 +90,7 @@ class ShadowWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
-        """Whether it could be one."""
+        """Whether it is a valid id."""
         return isinstance(checkpoint_id, str) and FileSystemWriter.validate_checkpoint_id(checkpoint_id)
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
@@ -99,7 +99,7 @@ class ShadowWriter(StorageWriter):
         self._ours.reset(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
-        """That of the checkpoint."""
+        """The checkpoint's."""
         return self._theirs.storage_meta()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -157,16 +157,16 @@ class ShadowWriter(StorageWriter):
         )
         _logger.info("%s", self.report)
         if self._problem:
-            warnings.warn(f"no snapshot was put beside the checkpoint: {self._problem}", ShadowWarning, stacklevel=2)
+            warnings.warn(f"no snapshot of the checkpoint was saved: {self._problem}", ShadowWarning, stacklevel=2)
 
     # --- the work -----------------------------------------------------------------------------------------------------
 
     def _guarded(self, work: Callable[[], T]) -> T | None:
-        """Does it unless something failed already; what fails is kept for the report."""
+        """Calls `work` unless something failed before; keeps the error for the report."""
         if not self._problem:
             try:
                 return work()
-            except Exception as exc:  # noqa: BLE001 - a trial must not cost anybody a checkpoint
+            except Exception as exc:  # noqa: BLE001 - a trial must not cost a checkpoint
                 self._problem = f"{type(exc).__name__}: {exc}"
         return None
 
@@ -174,7 +174,7 @@ class ShadowWriter(StorageWriter):
 def _differing(
     plan: SavePlan, writer: FileSystemWriter, written: Sequence[WriteResult], begun: Begun, results: Sequence[WriteResult]
 ) -> list[str]:
-    """The names of a rank's items whose bytes in the checkpoint are not those that it stored; a tensor at a time."""
+    """The names of a rank's items whose bytes in the checkpoint differ from the stored ones; reads one tensor at a time."""
     files = _Files(writer, written)
     ours = {result.index: result.storage_data for result in results}
     byte_items = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
@@ -233,7 +233,7 @@ class _Files:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Takes one item."""
+    """Reads one item."""
 
     def __init__(self, target: torch.Tensor) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
 """`Writer`: what ``dcp.save`` and ``dcp.async_save`` write through.
 
 DCP's coordinator decides who writes what; each rank writes its part as in any save of many ranks, and the coordinator publishes them.
-Nothing needs to be undone when a rank fails: DCP tells all ranks, and what was written is garbage.
+Nothing needs to be undone when a rank fails: DCP informs all ranks, and the written objects are garbage.
 
-What ranks must know of each other travels in DCP's plans, since DCP may use plans of an earlier save again, with another writer. The
-layout in them has names and forms only: the coordinator fills in the values when it has those of all ranks.
+Ranks exchange what they need in DCP's plans, since DCP may reuse plans of an earlier save with another writer. The layout in them has names
+and shapes only: the coordinator fills in the values when it has those of all ranks.
 """
 
 import os
@@ -44,7 +44,7 @@ from tensorstore_ck.store import Store
 
 
 class _WriterReport(NamedTuple):
-    """What a rank tells the coordinator of its part."""
+    """What a rank reports to the coordinator of its part."""
 
     part: int
     layout: Digest
@@ -53,7 +53,7 @@ class _WriterReport(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """A part whose tensors are durable already."""
+    """A part whose tensors are durable."""
 
     role: Role
     captured: CapturedState
@@ -65,7 +65,7 @@ class Begun(NamedTuple):
 
 
 class _Saving(threading.local):
-    """The save that a thread is at: ``dcp.async_save`` runs each in one of its own, and some users do not wait for the one before."""
+    """The save of one thread: ``dcp.async_save`` runs each in its own, and some users do not wait for the one before."""
 
     def __init__(self) -> None:
         self.checkpoint_id: CheckpointId = None
@@ -73,7 +73,7 @@ class _Saving(threading.local):
         self.step: int | None = None
         self.rank = 0
         self.turn: int | None = None
-        """Which copies of what ranks have in common are compared; None: all."""
+        """Which duplicate items of ranks are compared; None: all."""
         self.local_plan: SavePlan | None = None
         self.request: PutRequest | None = None
         """The coordinator's."""
@@ -84,13 +84,13 @@ class _Saving(threading.local):
 class Writer(StorageWriter):
     """A `StorageWriter` over a store: ``dcp.save(state, storage_writer=Writer("./ckpt", ref="runs/gpt"), checkpoint_id="step-1000")``.
 
-    What is saved is a snapshot like any other: durable and published when ``dcp.save`` returns, or nothing of it is visible.
+    The result is a snapshot like any other: durable and published when ``dcp.save`` returns, or nothing of it is visible.
 
     Of plain tensors and values that several ranks have under one name, DCP saves the copy of one rank. Where the copies differ, a
     `SuspiciousSaveWarning` names them, their ranks and the one that is saved, before anything is published: at a writer's first save all
-    are compared, later all values, all tensors of up to 4 KiB and of the others about one in as many as there are ranks. What cannot be
-    seen here is that two names were one tensor: where torch breaks a tie (`parallelize_module` before `fully_shard` makes two parameters
-    of an embedding and its head), both are saved as they are. A `Reader` warns when they then have one place.
+    are compared, later all values, all tensors of up to 4 KiB and of the others about one in as many as there are ranks. It cannot be
+    seen here that two names were one tensor: where torch breaks a tie (`parallelize_module` before `fully_shard` makes two parameters
+    of an embedding and its head), both are saved as they are. A `Reader` warns if they then share memory.
     """
 
     def __init__(
@@ -110,14 +110,14 @@ class Writer(StorageWriter):
         Args:
             store: The store's URL, which is made if there is none; or an open `Store`. From a URL, a `Writer` continues the branch from
                 where it finds it at its first save; keep one for the whole run, and a job that was given up for dead cannot overwrite
-                its successor's work. (With `AsyncCheckpointerType.PROCESS` each save goes on from where it finds the branch.) With a
-                `Store`, it is fenced as `Store.put_snapshot` is, by what the coordinator's has seen.
-            ref: The branch; without it, the ``checkpoint_id`` of each save says it, as in ``"runs/gpt@1000"``.
+                its successor's work. (With `AsyncCheckpointerType.PROCESS` each save continues the branch as it finds it.) With a
+                `Store`, it is fenced like `Store.put_snapshot`, by what the coordinator's store has seen.
+            ref: The branch; without it, the ``checkpoint_id`` of each save names it, as in ``"runs/gpt@1000"``.
             step: The training step; without it, the number that the ``checkpoint_id`` ends with.
             metrics: Numbers to rank by.
             metadata: What the run knows.
             unchanged: See `Store.put_snapshot`.
-            verify_capture: Likewise.
+            verify_capture: See `Store.put_snapshot`.
             open_options: For `tensorstore_ck.open`.
         """
         if not isinstance(store, Store):
@@ -130,22 +130,22 @@ class Writer(StorageWriter):
         self._saving = _Saving()
         self._saves = 0
         self._named: set[str] = set()
-        """Of what ranks had different copies, and were told."""
+        """Names of differing duplicates for which a warning was given."""
         self.snapshot: Snapshot | None = None
-        """What the last save published; on the coordinator alone."""
+        """The last published snapshot; on the coordinator only."""
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process."""
         return {name: value for name, value in vars(self).items() if name != "_saving"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _saving=_Saving(), _saves=1)  # DCP's process for saves gets a copy for each of them: never the first
+        vars(self).update(state, _saving=_Saving(), _saves=1)  # DCP's save process gets a copy for each save: never the first
 
     # --- called by DCP, in this order ---------------------------------------------------------------------------------
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
-        """Whether it could be one."""
+        """Whether it is a valid id."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
@@ -156,23 +156,21 @@ class Writer(StorageWriter):
         """On every rank.
 
         Raises:
-            InvalidOptionError: DCP was told to do without collectives, so that nobody could publish one snapshot.
+            InvalidOptionError: DCP runs without collectives, so that no rank could publish one snapshot.
             ConflictError: the ref is not where it must be.
         """
         if not kwargs.get("use_collectives", True):
             raise InvalidOptionError(
-                "use_collectives=False would make one checkpoint of each rank, and none of all: leave it out", object_id="use_collectives"
+                "use_collectives=False would make one checkpoint per rank, and none of all: leave it out", object_id="use_collectives"
             )
         saving = self._saving
         saving.ref, step = self._target.ref_and_step(saving.checkpoint_id)
-        saving.checkpoint_id = saving.begun = saving.local_plan = None  # of this save alone
+        saving.checkpoint_id = saving.begun = saving.local_plan = None  # for this save only
         saving.rank = kwargs.get("rank", 0)
         saving.step = step if self._step is None else self._step
         saving.turn = None if not self._saves else self._saves if saving.step is None else turn_of(None, saving.step)
         self._saves += 1
-        saving.request = (
-            self._make_request(saving.ref, saving.step) if is_coordinator else None
-        )  # the others open the store when it is there
+        saving.request = self._make_request(saving.ref, saving.step) if is_coordinator else None  # the others open the store once it exists
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """On every rank.
@@ -185,7 +183,7 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: says who writes which part."""
+        """On the coordinator: decides which rank writes which part."""
         return assign_roles(plans, self._saving.rank)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -200,16 +198,16 @@ class Writer(StorageWriter):
         return done
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> tuple[Begun | None, list[WriteResult]]:
-        """Does what `write_data` does; what was written, if this rank had something to write, and what DCP is told."""
+        """As `write_data`; returns what was written, if this rank had something to write, and the results for DCP."""
         role = plan.storage_data
         if not isinstance(role, Role):
             if plan.items or self._saving.request is not None:
                 raise InvalidOptionError(
-                    "DCP used a plan again that was made for another storage writer: use a planner of a class of its own for each, or "
+                    "DCP reused a plan that was made for another storage writer: use a separate planner class for each, or "
                     "enable_plan_caching=False",
                     object_id="planner",
                 )
-            return None, self._look_at_copies(planner)  # everything that it has is written by others
+            return None, self._look_at_copies(planner)  # other ranks write everything that it has
         held = held_of(plan, planner, role)
         if self._saving.request is not None:
             self._saving.begun = self._begin(role, held.captured)
@@ -260,7 +258,7 @@ class Writer(StorageWriter):
         return self._target.store.engine
 
     def _compare_copies(self, request: PutRequest, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Warns of copies that differ, of each name once."""
+        """Warns of differing duplicates, once per name."""
         told = {
             at: result.storage_data
             for at, of_rank in enumerate(results)
@@ -291,7 +289,7 @@ class Writer(StorageWriter):
         return request
 
     def _claim(self) -> SaveClaim:
-        """What is saved; ranks that do not publish it take the branch's head for the snapshot before."""
+        """What the save claims; ranks that do not publish take the branch's head as the snapshot before."""
         saving = self._saving
         if saving.request is not None:
             return saving.request.claim
@@ -316,7 +314,7 @@ class Writer(StorageWriter):
         return Begun(role, captured, packs, tensors, block_bytes, anchor)
 
     def _complete(self, begun: Begun, captured: CapturedState) -> tuple[WrittenPart, RankParts, SaveFindings]:
-        """Writes the part, with the values of `captured` if it is the one that has them."""
+        """Writes the part, with the values of `captured` if it is the first one."""
         with open_packs(self._engine, self._known(begun.role)) as packs:
             blobs = write_blobs(captured, packs, begun.role.slot, self._coding())
         packs_of_part, slot = [begun.packs, packs], begun.role.slot

@@ -1,4 +1,4 @@
-"""Imports a checkpoint: reads it, takes it apart, puts it. One save: all of it becomes visible, or nothing."""
+"""Imports a checkpoint as one save: all of it becomes visible, or nothing."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from tensorstore_ck.store import Store
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContents:
-    """What a checkpoint holds, and what was made of it."""
+    """What a checkpoint holds, and how it was imported."""
 
     path: str
     format: str
@@ -30,15 +30,15 @@ class CheckpointContents:
     tensor_bytes: int
     values: int
     step: int | None
-    """That the checkpoint says it has."""
+    """The step that the checkpoint names."""
     metadata: Mapping[str, object]
     """What it says about itself."""
     converted: Mapping[str, int]
-    """What is stored as something else than it was, in words -> how often."""
+    """A description of objects that are stored in another form -> how many."""
     left_out: tuple[str, ...]
-    """Paths that were to be left out."""
+    """Paths that were excluded."""
     skipped: Mapping[str, str]
-    """Files beside it that are no part of it -> why."""
+    """Other files in the folder -> why they are not part of it."""
 
 
 class Imported(NamedTuple):
@@ -62,30 +62,30 @@ def import_checkpoint(
     parent: str | Snapshot | LastSeen | None = LAST_SEEN,
     started: Callable[[CheckpointContents], None] = lambda contents: None,
 ) -> Imported:
-    """Puts what another library saved as the next snapshot on a branch: the tree that its own reader would give.
+    """Saves the checkpoint of another library as the next snapshot on a branch: the tree that its own reader returns.
 
-    Files are mapped, never loaded as a whole, and nothing in them is run: what their pickles name is looked up in a fixed list,
-    and the rest is refused by its path.
+    Files are mapped, never loaded as a whole, and no code in them is run: names in their pickles are looked up in a fixed list, and others
+    are rejected with their path.
 
     Args:
         store: The store.
         path: A file of torch.save, Lightning or safetensors; an index or folder of such files; a folder of torch.distributed.checkpoint.
-        ref: The branch to put it on; made if it does not exist.
-        step: The training step, instead of the one that the checkpoint says it has.
+        ref: The branch to save it to; made if it does not exist.
+        step: The training step, instead of the one that the checkpoint names.
         metrics: Numbers to rank by.
-        metadata: What the run knows, beside what the checkpoint says about itself.
-        leave_out: Globs over paths such as ``hyper_parameters.*``: what fits is not imported.
+        metadata: What the run knows, in addition to what the checkpoint says about itself.
+        leave_out: Globs over paths such as ``hyper_parameters.*``: what matches is not imported.
         as_one: Import a folder as one snapshot even if its files are checkpoints of several steps.
         expect: As in `Store.put_snapshot`.
-        parent: Likewise.
-        started: Told what it is before its bytes are read.
+        parent: As in `Store.put_snapshot`.
+        started: Called with the contents before the bytes are read.
 
     Raises:
-        NotFoundError: no checkpoint there.
+        NotFoundError: there is no checkpoint.
         SeveralStepsError: a folder of checkpoints of several steps: see `import_history`.
-        UnsupportedValueError: of an unknown kind, or it holds what cannot be stored; the message has the path.
-        CorruptObjectError: it is damaged, incomplete, or contradicts itself. Nothing was put.
-        ConflictError: the ref is elsewhere; nothing was put.
+        UnsupportedValueError: it has an unknown format, or an object that cannot be stored; the message has the path.
+        CorruptObjectError: it is damaged, incomplete, or contradicts itself. Nothing was saved.
+        ConflictError: the ref is elsewhere; nothing was saved.
     """
     with opened(path, leave_out, as_one=as_one) as (contents, captured, files, _):
         started(contents)
@@ -143,5 +143,5 @@ def opened(path: str | os.PathLike[str], leave_out: Sequence[str] = (), *, as_on
 
 
 def put_captured(store: Store, captured: CapturedState, *, ref: str, step: int | None, **options: Any) -> Snapshot:
-    """`Store.put_snapshot` of what was taken apart already; its content and step are the checkpoint's, and are not doubted."""
+    """`Store.put_snapshot` of a captured state; its content and step are the checkpoint's, and are not checked."""
     return store.session.put_captured(captured, ref, step=step, any_step=True, unchanged="ok", verify_capture=0.0, **options)

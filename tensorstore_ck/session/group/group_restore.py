@@ -1,4 +1,4 @@
-"""A restore by all ranks of a group: the snapshot that rank 0 finds is restored by all of them, or by none."""
+"""A restore by all ranks of a group: all of them restore the snapshot that rank 0 finds, or none does."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -37,7 +37,7 @@ class GroupReading:
         self._must_agree = must_agree
 
     def agree(self, bits: bytes, do: Callable[[bytes], None]) -> None:
-        """Has all ranks do `do` with the bits that all of them have; or none of them, when it fails on one. See `state.broadcast_reads`."""
+        """Calls `do` on all ranks, with the bits that all of them have; or on none, if one fails. See `state.broadcast_reads`."""
         self._must_agree = False
 
         def execute(go: Body) -> Body:
@@ -47,7 +47,7 @@ class GroupReading:
         self._meet(Participant(lambda: {"bits": bits}, execute, None, self._common_bits, lambda _: {}))
 
     def fail(self, problem: Exception) -> None:
-        """This rank failed before its `agree`: has that of the others fail, who wait for it and would be one attempt ahead."""
+        """This rank failed before its `agree`: lets that of the others fail, which wait for it and would be one round ahead."""
         if not self._must_agree:
             return
 
@@ -125,13 +125,13 @@ class GroupRestore(Generic[T]):
         try:
             found = self._found(go)
             hosts = np.frombuffer(take(go, "hosts", bytes), "<u4")
-            if not self._engine.backend.is_local:  # there the page cache does it, four times as fast
+            if not self._engine.backend.is_local:  # on local files the page cache does it, four times as fast
                 self._host.join(np.flatnonzero(hosts == hosts[self._own.rank]).tolist())
             self._done.append((self._read(found.info, self._reading), found))
         except Exception as exc:
             self._reading.fail(exc)
             raise
-        self._host.close()  # those that read on must not wait for this rank
+        self._host.close()  # ranks that still read must not wait for this one
         return {"unclaimed": self._reading.unclaimed.record()}
 
     def _found(self, go: Body) -> Resolved:

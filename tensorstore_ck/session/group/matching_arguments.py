@@ -1,6 +1,6 @@
-"""What all ranks must say alike, and what a user reads where they do not: the option, the ranks, and the values that differ.
+"""Arguments that must be the same on all ranks; an error names the option, the ranks, and the values that differ.
 
-Ranks tell a hash of what may be large; where hashes differ, a few of them tell what stands behind theirs.
+Ranks send a hash of large options; if hashes differ, a few ranks report the values.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ ADVICE: Final = "pass the same on all ranks"
 MAX_SHOWN: Final = 200
 """Characters of a value."""
 MAX_REPORTED: Final = 1 << 18
-"""Characters that one rank tells of what stands behind its hash."""
+"""Characters that one rank reports of its options."""
 MAX_PATHS: Final = 4
 NOT_REPORTED: Final = "something else"
 
@@ -22,10 +22,10 @@ NOT_REPORTED: Final = "something else"
 def require_same(
     records: Sequence[Mapping[str, Any]], keys: Sequence[str], in_job: Sequence[int] | None = None, *, advice: str = ADVICE
 ) -> None:
-    """Checks that the records of all ranks, in their order, have one value of each of `keys`.
+    """Checks that the records of all ranks, in their order, have the same value for each of `keys`.
 
     Raises:
-        InvalidOptionError: they have not; it says who said what.
+        InvalidOptionError: they differ; it lists who passed what.
     """
     for key in keys:
         problem = mismatches(records, (key,), in_job)
@@ -34,14 +34,14 @@ def require_same(
 
 
 class Differing:
-    """Options that ranks know by their hashes, and that differ: each rank looks like the first one with its hashes."""
+    """Options that were compared by hashes: ranks are grouped by them, and the first rank of a group reports for it."""
 
     def __init__(self, records: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:
-        """`records`: of all ranks, in their order."""
+        """`records`: of all ranks, in order."""
         first: dict[tuple[object, ...], int] = {}
         self._like = [first.setdefault(tuple(record.get(key) for key in keys), rank) for rank, record in enumerate(records)]
         self.reporters = list(first.values())[:MAX_GROUPS] if len(first) > 1 else []
-        """The ranks that tell what they have; none where nothing differs."""
+        """The ranks that report their options; none if nothing differs."""
 
     def error(self, reported: Mapping[int, Body], in_job: Sequence[int] | None = None) -> InvalidOptionError:
         """What all ranks raise. `reported`: what `describe_options` made on each of the `reporters`."""
@@ -58,7 +58,7 @@ class Differing:
 
 
 def describe_options(options: Mapping[str, object]) -> Body:
-    """Every value of some options by its path, in words, for another rank: ``metadata.optimizer.lr``."""
+    """Every value of some options as text, by its path: ``metadata.optimizer.lr``."""
     reported: dict[str, str] = {}
     left = MAX_REPORTED
     for path, value in _leaves("", options):
@@ -74,5 +74,5 @@ def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping) and value:
         for key in sorted(value):
             yield from _leaves(f"{path}.{key}" if path else str(key), value[key])
-    elif "." in path:  # no options at all are nothing
+    elif "." in path:  # empty options have no values
         yield path, value

@@ -1,7 +1,7 @@
-"""One rank's side of planning a save, in the save's own attempt: see `plan`.
+"""One rank's side of planning a save, within the save's round: see `put_plan`.
 
-Each rank says by a hash which layout it has. When all have the same one, or know the plan from an earlier save, nothing more is said but
-the values of a united state. Else the first rank of each kind tells rank 0 its layout and values, and rank 0 answers all with the plan.
+Each rank proposes a hash of its layout. If all have the same one, or know the plan from an earlier save, only the values of a merged state
+are exchanged. Otherwise the first rank of each kind reports its layout and values to rank 0, which answers all with the plan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,12 +26,12 @@ from tensorstore_ck.session.group.round import Round
 
 
 class Planning:
-    """Of one put."""
+    """The planning of one save."""
 
     def __init__(self, attempt: Round, memory: Memory, rank: int, ranks: int, in_job: Sequence[int] | None = None) -> None:
         """`memory`: the plans that this rank knows; `in_job`: see `named_ranks`."""
         self.turn = 0
-        """How many snapshots were put by this plan."""
+        """How many snapshots were saved by this plan."""
         self.layout_of = b""
         """See `Part.layout_of`."""
         self._attempt = attempt
@@ -46,8 +46,8 @@ class Planning:
         self._own: CapturedState
 
     def propose(self, shared: CapturedState) -> Body:
-        """What this rank says of its state."""
-        self._known = dict(self._memory)  # as told: puts beside this one may have the memory forget
+        """What this rank proposes of its state."""
+        self._known = dict(self._memory)  # a copy: concurrent saves may remove plans
         return {
             "layout": layout_id(shared.layout.encode()),
             "regions": encode_regions(shared.explicit),
@@ -56,10 +56,10 @@ class Planning:
         }
 
     def follow(self, go: Body, shared: CapturedState) -> CapturedState:
-        """This rank's state as it is put with those of the others.
+        """This rank's state in the form of the plan.
 
         Raises:
-            RefusedError: on rank 0, the ranks cannot put one snapshot together.
+            RankRefusedError: on rank 0: the ranks cannot save one snapshot together.
         """
         self._own = shared
         self._key, is_known, reporters = take_digest(go, "key"), take(go, "is_known", bool), list(map(int, take(go, "reporters", list)))
@@ -81,17 +81,17 @@ class Planning:
         return planned(shared, known, self._rank, values, blobs)
 
     def reported_digests(self) -> list[ReportedRegions]:
-        """See `copies.told_digests`."""
+        """See `duplicate_regions.reported_digests`."""
         return reported_digests(self._own, self._used, self._rank, RegionShare(self.turn))
 
     def sums(self) -> list[RegionSum]:
-        """See `copies.sums_of`."""
+        """See `duplicate_regions.sums_of`."""
         return sums_of(self._own, self._used, self._rank, RegionShare(self.turn))
 
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 
     def compare(self, proposals: Sequence[Body], shared: CapturedState) -> Body:
-        """What is to be told, and by whom; `shared` is the state of rank 0."""
+        """Which plan is used, and which ranks report what; `shared` is the state of rank 0."""
         numbers: dict[bytes, int] = {}
         layout_of = [numbers.setdefault(take_digest(proposal, "layout"), len(numbers)) for proposal in proposals]
         self.layout_of = np.array(layout_of, "<u2").tobytes() if len(numbers) > 1 else b""
@@ -120,12 +120,12 @@ class Planning:
         }
 
     def count(self) -> None:
-        """A snapshot was put."""
+        """Counts a saved snapshot."""
         self._used.turn += 1
         remember(self._memory, self._key, self._used)
 
     def _lead(self, reported: Mapping[int, bytes], shared: CapturedState, *, is_known: bool, differ: bool) -> tuple[list[Any], list[bytes]]:
-        """Has a plan; the values of the state of all ranks, if that is united, and the large ones."""
+        """Makes a plan if none is known; returns the values of the merged state, if there is one, and the large ones."""
         known = self._known.get(self._key)
         kinds = self._kinds(reported, shared, is_known=is_known)
         try:
@@ -144,7 +144,7 @@ class Planning:
             raise RankRefusedError(FailureReason(str(exc) + in_the_job(self._in_job), MismatchError.kind, exc.path)) from exc
 
     def _kinds(self, reported: Mapping[int, bytes], shared: CapturedState, *, is_known: bool) -> list[RankKind]:
-        """The kinds of ranks that told; or that of all, if none had to."""
+        """The kinds of the ranks that reported; or the kind of all ranks, if none had to."""
         found = []
         for rank in reported or (0,):
             ranks = ranks_with_layout(self.layout_of, rank, self._ranks)

@@ -1,4 +1,4 @@
-"""The process groups that one store handle has met: this rank's place in each, and what their ranks say to each other."""
+"""The process groups that one store handle has used: this rank's place in each, and small messages between their ranks."""
 
 import weakref
 from collections.abc import Callable
@@ -51,13 +51,13 @@ def process_group(group: "ProcessGroup | DeviceMesh | None") -> "ProcessGroup | 
 
 
 class ProcessGroups:
-    """The process groups that one store handle has met."""
+    """The process groups that one store handle has used."""
 
     def __init__(self, engine: Engine, dead_after_seconds: float = DEAD_AFTER_SECONDS) -> None:
         self._engine = engine
         self._dead_after_seconds = dead_after_seconds
         self._groups: weakref.WeakKeyDictionary[ProcessGroup, tuple[Group, Memory]] = weakref.WeakKeyDictionary()
-        """With the layouts that it has saved, and how often: see `run_put`."""
+        """With the plans of its saves: see `run_put`."""
         self._publishing: weakref.WeakKeyDictionary[ProcessGroup, Group] = weakref.WeakKeyDictionary()
         self._gathered: weakref.WeakKeyDictionary[ProcessGroup, dict[str, list[bytes]]] = weakref.WeakKeyDictionary()
 
@@ -121,7 +121,7 @@ class ProcessGroups:
         return self._publishing[group]
 
     def of(self, group: "ProcessGroup") -> tuple[Group, Memory]:
-        """This rank's `Group` of a process group, and the layouts that it has saved."""
+        """This rank's `Group` of a process group, and the plans of its saves."""
         if group not in self._groups:
             self._groups[group] = open_group(group, self._engine.config.uuid, dead_after=self._dead_after_seconds), {}
         return self._groups[group]

@@ -1,6 +1,6 @@
-"""Puts one snapshot of many ranks: each writes its part, and rank 0 commits for all what each has checked at its own head.
+"""Saves one snapshot of many ranks: each writes and checks its part, and rank 0 commits for all, from a small record of each.
 
-What rank 0 handles is a small record of each rank. Knows no torch: it takes states that were taken apart.
+Knows no torch: it gets states that were taken apart.
 """
 
 import warnings
@@ -42,23 +42,23 @@ REPORTED: Final = ("snapshot", "root", "record", "logical_bytes", "new_bytes")
 
 
 class RankStates(NamedTuple):
-    """What one rank puts."""
+    """The state of one rank."""
 
     shared: CapturedState
-    """Its side of the state that all ranks hold together."""
+    """Its side of the state that all ranks share."""
     own: CapturedState | None
-    """What is this rank's alone."""
+    """The state that belongs to this rank alone."""
 
 
 class PreparedPut(NamedTuple):
-    """What one rank puts, and how."""
+    """What one rank saves, and how."""
 
     request: PutRequest
     states: RankStates
 
 
 class RankResult(NamedTuple):
-    """What a rank tells of its work."""
+    """What a rank reports of its work."""
 
     parts: RankParts
     reported_bytes: int
@@ -92,12 +92,12 @@ class RankResult(NamedTuple):
 def put_ranks(
     engine: Engine, group: Group, prepare: Callable[[], PreparedPut], *, ref: str, memory: Memory, timeout: float
 ) -> SnapshotInfo:
-    """Stores the state of all ranks as one snapshot, or nothing of it; every rank learns the same outcome. See `run_put`."""
+    """Stores the state of all ranks as one snapshot, or nothing; all ranks get the same outcome. See `run_put`."""
     return run_put(engine, group, begin_put(group, ref, timeout), prepare, memory=memory)
 
 
 def begin_put(group: Group, ref: str, timeout: float) -> Round:
-    """The next attempt of the group, for `run_put`.
+    """The next round of the group, for `run_put`.
 
     Raises:
         SnapshotAbortedError: rank 0 did not begin it.
@@ -115,19 +115,19 @@ def run_put(
     meter: PutMeter | None = None,
     destination: Destination | None = None,
 ) -> SnapshotInfo:
-    """Puts in an attempt that was begun; to the store, or another `destination`.
+    """Saves in a round that was begun; to the store, or another `destination`.
 
-    All that can fail on one rank alone belongs into `prepare`: a rank that has not begun an attempt when the others have is never
-    with them again.
+    Everything that can fail on one rank alone belongs into `prepare`: a rank that misses a round counts differently from the others from
+    then on.
 
-    `memory` keeps the plans by which this group has put, and how often. With the first save of one it is made sure that all replicas are
-    equal, and later that of each block one more is, in rotation.
+    `memory` keeps the plans of this group, and how often each was used. The first save with a plan checks that all replicas are equal;
+    later ones check one more replica of each block, in rotation.
 
     Raises:
-        StoreError: as on all ranks, with the ranks named: what a rank came with cannot be put, or not together with what others did (an
+        StoreError: the same on all ranks, with the ranks named: a rank's state cannot be saved, or does not fit those of the others (an
             `InputError`); stored data is damaged; the ref is elsewhere. Nothing is visible, and nothing needs to be cleaned up.
-        SnapshotAbortedError: a rank failed in another way, or is gone; likewise.
-        UndecidedError: on this rank alone: the log could not be asked for the outcome.
+        SnapshotAbortedError: a rank failed in another way, or is gone. Nothing is visible.
+        UndecidedError: on this rank alone: the log could not be read for the outcome.
     """
     put = RankPut(engine, group, prepare, attempt=attempt, memory=memory, meter=meter, destination=destination)
     outcome = attempt.run(put.participant())
@@ -160,23 +160,23 @@ class RankPut:
         self._txn = attempt.txn
         self._planning = Planning(attempt, memory, group.rank, group.ranks, group.in_job)
         self._differing_copies = ""
-        """On rank 0: which ranks no longer hold the same, though `drift` does not see it."""
+        """On rank 0: which ranks no longer hold the same, where `replica_drift` does not compare."""
         self._slot: PartSlot
         self._written: list[WrittenPart] = []
 
     def participant(self) -> Participant:
-        """For an attempt."""
+        """For a round."""
         return Participant(self.propose, self.execute, self.resolve, self.compare, self.commit)
 
     # --- every rank -------------------------------------------------------------------------------------------------------
 
     def propose(self) -> Body:
-        """What this rank is about to put."""
+        """What this rank is about to save."""
         self._engine.require_writable()
-        self._request, self._states = self._prepare()  # here, so that all learn at once when it cannot be stored
+        self._request, self._states = self._prepare()  # here, so that an error reaches all ranks at once
         request, shared = self._request, self._states.shared
         self._destination.admit(request)
-        expect = None if self._destination.is_staging else request.expect  # where the ref may be then is rank 0's to say
+        expect = None if self._destination.is_staging else request.expect  # rank 0 decides where the ref may be then
         return {
             "ref": request.ref,
             "step": request.step,
@@ -188,7 +188,7 @@ class RankPut:
         } | self._planning.propose(shared)
 
     def execute(self, go: Body) -> Body:
-        """Writes this rank's part; or tells what it came with, where that differs."""
+        """Writes this rank's part; or reports its options if they differ."""
         if go["explain"]:
             return describe_options(self._described_options()) if self._group.rank in go["explain"] else {}
         self.follow(go)
@@ -203,11 +203,11 @@ class RankPut:
         return {"metadata": unpack_body(memoryview(request.metadata), "metadata"), "metrics": request.metrics}
 
     def follow(self, go: Body) -> None:
-        """All ranks look for blocks in the snapshot that rank 0 does: it alone has it held while one is staged."""
+        """Looks for blocks in the same snapshot as rank 0, which alone pins it while a save is staged."""
         self._request = self._request._replace(base=None if go["nearest"] is None else take_digest(go, "nearest"))
 
     def resolve(self, reason: str) -> Body | None:
-        """The outcome is what the log says first."""
+        """Appends "abort" to the log unless it has an outcome already; that counts."""
 
         def abort(view: RefTable) -> list[Op]:
             return [] if view.outcome(self._txn) or view.staged(self._txn) else [Op.abort(self._txn)]
@@ -220,7 +220,7 @@ class RankPut:
         return self._outcome(found.n) if found is not None and found.put else None
 
     def published(self, outcome: Body) -> SnapshotInfo:
-        """The snapshot, without asking the log: once it is published, nothing may fail on this rank any more."""
+        """The snapshot, without reading the log: once it is published, nothing may fail on this rank."""
         request = self._request
         return SnapshotInfo(
             Ulid(take(outcome, "snapshot", bytes)),
@@ -239,12 +239,12 @@ class RankPut:
         )
 
     def keep(self, info: SnapshotInfo, outcome: Body) -> None:
-        """Remembers what the next save is likely to need, and keeps what drifted."""
+        """Remembers what the next save is likely to need, and keeps copies of replicas that drifted."""
         self._destination.keep(info, self._written)
         self.keep_drifted(self._engine, info, outcome)
 
     def keep_drifted(self, engine: Engine, info: SnapshotInfo, outcome: Body) -> None:
-        """Keeps what this rank has in another way than those that wrote it; the first rank tells of others."""
+        """Keeps this rank's values if they differ from those that were written; rank 0 warns of all ranks that differ."""
         pairs = [(int(rank), int(owner)) for rank, owner in outcome.get("drift", ())]
         for rank, owner in pairs:
             if rank == self._group.rank:
@@ -272,26 +272,26 @@ class RankPut:
         return RankResult(checked_parts(engine, self._written, anchor), self._reported_bytes(slot), replicas, replica_hashes, findings)
 
     def take_slot(self) -> PartSlot:
-        """This rank's place among all, by their layouts."""
+        """Sets and returns which part this rank writes."""
         rank, ranks, layout_of = self._group.rank, self._group.ranks, self._planning.layout_of
         self._slot = PartSlot(rank, ranks, ranks_with_layout(layout_of, rank, ranks), layout_of)
         return self._slot
 
     def _digests(self, slot: PartSlot, *, only_copies: bool = False) -> ReplicaDigests:
-        """Of all that this rank holds with others; or `only_copies`, of which `drift` knows nothing: a share of them at each put."""
+        """Of everything that this rank shares with others; or, with `only_copies`, a part of what `replica_drift` does not compare."""
         reported, sums = self._planning.reported_digests(), self._planning.sums()
         block_bytes = self._engine.config.block_bytes
         return digests_of(self._states.shared, slot, block_bytes, reported, only_reported=only_copies)._replace(sums=sums)
 
     def _reported_bytes(self, slot: PartSlot) -> int:
-        """Logical bytes that rank 0 does not know: of this rank's own state, and of a layout that begins with this rank."""
+        """Logical bytes that rank 0 does not know: of this rank's own state, and of a layout whose first rank it is."""
         own, shared = self._states.own, self._states.shared
         return (own.logical_bytes if own is not None else 0) + (shared.logical_bytes if slot.rank == slot.layout_ranks[0] > 0 else 0)
 
     # --- rank 0 -----------------------------------------------------------------------------------------------------------
 
     def compare(self, proposals: list[Body]) -> Body | str:
-        """That all ranks put the same."""
+        """Checks that all ranks save one snapshot; returns the plan."""
         if mismatches(proposals, COMPARED):
             require_same([self._in_words(proposal) for proposal in proposals], COMPARED, self._group.in_job)
         self._differing = Differing(proposals, HASHED)
@@ -299,7 +299,7 @@ class RankPut:
         return plan | {"nearest": self._request.nearest, "explain": self._differing.reporters}
 
     def _in_words(self, proposal: Body) -> Body:
-        """The same, with snapshots by the names that people know, as far as this rank knows them."""
+        """The proposal with readable names of snapshots, as far as this rank knows them."""
         view = self._engine.log.view()
         known = {key: view.by_root(proposal[key]) for key in ("parent", "expect") if isinstance(proposal.get(key), bytes)}
         at = {key: "" if info is None or info.step is None else f"@{info.step}" for key, info in known.items()}
@@ -308,7 +308,7 @@ class RankPut:
         }
 
     def commit(self, records: list[Body]) -> Body:
-        """Appends the entry for all."""
+        """Appends the log entry for all."""
         self.require_same_options(records)
         results = [RankResult.of_record(record) for record in records]
         problem = self._difference(results)
@@ -323,16 +323,16 @@ class RankPut:
         return self._outcome(n) | {"drift": [[*pair] for pair in drifted]}
 
     def require_same_options(self, records: Sequence[Body]) -> None:
-        """Refuses what `compare` found to differ, now that a few ranks have told what it is.
+        """Raises if `compare` found options that differ, with the values that a few ranks reported.
 
         Raises:
-            InvalidOptionError: it does.
+            InvalidOptionError: the options differ.
         """
         if self._differing.reporters:
             raise self._differing.error({rank: records[rank] for rank in self._differing.reporters}, self._group.in_job)
 
     def _append(self, results: Sequence[RankResult], drifted: Sequence[tuple[int, int]]) -> int:
-        """Says so in the log: the number of the entry."""
+        """Appends the log entry; returns its number."""
         record = self._record(results)
         parts = [result.parts for result in results]
         return self._destination.commit(self._request, record, parts, self._txn, self._mark(drifted)).n
@@ -350,13 +350,13 @@ class RankPut:
         return (replica_drift.MARK, self._differing_copies) if self._differing_copies else None
 
     def _outcome(self, n: int) -> Body:
-        """What all ranks are told of the snapshot that entry `n` is about."""
+        """The outcome for all ranks, from log entry `n`."""
         entry = next(self._engine.log.entries(n))
         op = next(op for op in entry.ops if op.name in ("put", "staged") and op.fields["txn"] == self._txn)
         return {key: op.fields[key] for key in REPORTED} | {"n": n, "time_ns": entry.time_ns}
 
     def _difference(self, results: Sequence[RankResult]) -> str:
-        """Which ranks that should hold the same do not, in words; empty when all do."""
+        """Which ranks differ that should hold the same, in words; empty if none."""
         layouts: dict[int, Layout] = {}
         stages: list[PipelineStage] = []
         layout_of = self._planning.layout_of

@@ -1,6 +1,6 @@
-"""Which rank stores what of tensors whose regions the ranks only tell: boxes, or intervals of the flattened tensor. Pure arithmetic.
+"""Which rank stores which reported region of a tensor: boxes, or intervals of the flattened tensor. Pure arithmetic.
 
-Regions that several ranks hold alike are stored by one of them. All others must not meet, and together they are the tensor.
+One rank stores a region that several hold. Different regions must not overlap, and together they must cover the tensor.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ class RegionClaim(NamedTuple):
 
 
 def uncovered(layout: Layout, reported: Mapping[int, Sequence[Explicit]]) -> str:
-    """Which tensor is not held exactly once by the ranks with a layout, in words; empty when all are.
+    """Which tensor is not held exactly once by the ranks with a layout, as text; empty if all are.
 
     `reported`: rank -> its regions of tensors whose regions do not follow from the layout.
     """
@@ -39,7 +39,7 @@ def uncovered(layout: Layout, reported: Mapping[int, Sequence[Explicit]]) -> str
 
 
 def held_of(reported: Mapping[int, Sequence[Explicit]]) -> dict[int, list[Held]]:
-    """Tensor -> its regions, and who holds them."""
+    """Tensor -> its regions, and the ranks that hold them."""
     held: dict[int, list[Held]] = {}
     for rank, explicit in reported.items():
         for tensor, boxes in explicit:
@@ -48,13 +48,13 @@ def held_of(reported: Mapping[int, Sequence[Explicit]]) -> dict[int, list[Held]]
 
 
 def gap(spec: TensorSpec, held: Sequence[Held], *, is_flat: bool) -> str:
-    """What of a tensor is not held exactly once, in words; empty when all of it is."""
+    """Which elements of a tensor are not held exactly once, as text; empty if all are."""
     problem = _problem((prod(spec.shape),) if is_flat else spec.shape, held)
     return f"{problem} of tensor {spec.name!r}, of shape {list(spec.shape)}" if problem else ""
 
 
 def once(held: Sequence[Held]) -> list[Held]:
-    """Without what other ranks than the first one hold alike."""
+    """The regions without repetitions: each only for the first rank that holds it."""
     first: dict[BoxBounds, int] = {}
     for rank, box in held:
         first.setdefault(box, rank)
@@ -62,7 +62,7 @@ def once(held: Sequence[Held]) -> list[Held]:
 
 
 def claims(tensors: Iterable[tuple[TensorSpec, Sequence[Held]]]) -> list[dict[BoxBounds, RegionClaim]]:
-    """Who stores the regions that several ranks hold, one map for each tensor: each rank about as many bytes."""
+    """Which rank stores the regions that several hold, one map for each tensor; balances the bytes."""
     found: list[dict[BoxBounds, RegionClaim]] = []
     several: list[tuple[int, int, BoxBounds, tuple[int, ...]]] = []
     load: dict[int, int] = {}
@@ -89,7 +89,7 @@ def _problem(shape: tuple[int, ...], held: Sequence[Held]) -> str:
     total = sum(prod(box.sizes) for _, box in held)
     if total < elements:
         return f"no rank holds {elements - total} of {elements} elements"
-    # Sorted by their first elements, boxes that meet are neighbours in most cases; the others are found by comparing all.
+    # All pairs are compared.
     starts = np.array([box.offsets for _, box in held], np.int64).reshape(len(held), len(shape))
     ends = starts + np.array([box.sizes for _, box in held], np.int64).reshape(starts.shape)
     for at in range(len(held)):

@@ -36,29 +36,29 @@ from tensorstore_ck.session.group.failure_reason import FailureReason, RankRefus
 from tensorstore_ck.session.group.rank_messages import error_text, named_ranks, unheard
 
 GRACE_SECONDS: Final = 10.0
-"""How long after the deadline the other ranks leave it to rank 0 to end the attempt."""
+"""How long after the deadline the other ranks leave it to rank 0 to end the round."""
 ADMIT, GO, OUTCOME, FAILED = "admit", "go", "outcome", "failed"
 
 
 class Participant(NamedTuple):
-    """What the caller does in an attempt. Records are small maps of what msgpack has; an error that one raises ends the attempt."""
+    """What the caller does in a round. Records are small maps of msgpack types; an error in any of these ends the round."""
 
     propose: Callable[[], Body]
     """What this rank is about to do."""
     execute: Callable[[Body], Body]
-    """Does this rank's part, durably, and says what came of it; gets the record of `compare`."""
+    """Does this rank's part, durably; gets the record of `compare`, returns the result."""
     resolve: Callable[[str], Body | None] | None
-    """Has the log say "abort" unless it says "put" already; the outcome's record if put, None if aborted. The reason is for people.
-    None for what leaves nothing in the log."""
+    """Appends "abort" to the log, with a reason for people, unless it says "put" already; the outcome's record if put, None if aborted.
+    None for rounds that leave nothing in the log."""
     compare: Callable[[list[Body]], Body | str]
-    """On rank 0, with the proposals of all ranks in order: what to tell all; or, in words, why their states cannot be one. An input error
-    that it raises is that of all ranks, whatever it is about."""
+    """On rank 0, with the proposals of all ranks in order: the answer to all; or, as text, why their states do not fit together. All ranks
+    raise an input error that it raises."""
     commit: Callable[[list[Body]], Body]
-    """On rank 0, with what came of the work of all ranks, in order: appends the save to the log; the outcome's record."""
+    """On rank 0, with the results of all ranks, in order: appends the save to the log; returns the outcome's record."""
 
 
 class Round:
-    """One rank's side of one attempt."""
+    """One rank's side of one round."""
 
     def __init__(
         self,
@@ -78,33 +78,28 @@ class Round:
     ) -> None:
         """`title` is for messages, like "the save to 'runs/gpt'"; each of `decide` and `run` has `timeout` seconds.
 
-        `misfit`: why this rank has no place in the group; then it tells the others, and no outcome is its own. `in_job`: see `named_ranks`.
+        `misfit`: why this rank does not belong to the group: it reports that, and takes no outcome as its own. `in_job`: see `named_ranks`.
         """
         self.n = n
         """Its number in the group, from 1."""
         self.txn = txn
-        """Names this attempt in the log; the same on all ranks, and never used twice."""
-        self._channel = channel
-        self._ledger = ledger
-        self._rank = rank
-        self._ranks = ranks
-        self._title = title
-        self._object_id = object_id
-        self._timeout = timeout
-        self._grace = grace
-        self._misfit = misfit
-        self._in_job = in_job
+        """Names this round in the log; the same on all ranks, and never used twice."""
+        self._channel, self._ledger = channel, ledger
+        self._rank, self._ranks = rank, ranks
+        self._title, self._object_id = title, object_id
+        self._timeout, self._grace = timeout, grace
+        self._misfit, self._in_job = misfit, in_job
         self._deadline = channel.clock() + timeout
         self._stage = "proposal"
         self._is_counted = False
-        """Whether this rank may have said that its work is done: without that, what was put is not its own."""
+        """Whether this rank may have reported its result: if not, the outcome is not its own."""
         self._is_cut_off = False
 
     def decide(self, choose: Callable[[], Body]) -> Body:
-        """What rank 0 decides about this attempt before it is run; the others wait for that.
+        """What rank 0 decides about this round before it is run; the others wait for it.
 
         Raises:
-            SnapshotAbortedError: rank 0 said nothing in time.
+            SnapshotAbortedError: rank 0 did not decide in time.
         """
         try:
             if self._rank == 0:
@@ -125,17 +120,17 @@ class Round:
         raise self._error(reason)
 
     def skip(self) -> None:
-        """It does not take place, as all ranks were told."""
+        """Ends the round without running it; all ranks know that."""
         self._ledger.end(self.n, self._channel)
 
     def run(self, participant: Participant) -> Body:
         """Takes part, and returns the outcome's record; once only.
 
         Ends by the deadline, which is the timeout from now, when rank 0 is gone by twice the grace later, and when the store hangs some
-        seconds after that; apart from what `participant` take. The deadline of all is rank 0's, from when it says go.
+        seconds after that; apart from the time that `participant` takes. From rank 0's answer on, its deadline is that of all.
 
         Raises:
-            InputError, DamageError, ConflictError: a rank met it, or rank 0 did when it compared; on all ranks of the same class.
+            InputError, DamageError, ConflictError: raised on a rank, or on rank 0 by `compare`; all ranks raise the same class.
             SnapshotAbortedError: the outcome is "abort" for another reason, on all ranks. The cause is this rank's own error if it had one.
             UndecidedError: `Participant.resolve` failed: the log did not say what the outcome is.
         """
@@ -146,9 +141,9 @@ class Round:
             self._ledger.end(self.n, self._channel)
 
     def ask(self, name: str, ranks: Sequence[int], tell: Callable[[], bytes]) -> dict[int, bytes]:
-        """What some `ranks` tell rank 0 in the midst of their work: nothing on the others. What rank 0 would tell itself is empty.
+        """What some `ranks` report to rank 0 during their work; rank 0's own report is empty. Returns nothing on other ranks.
 
-        Called by all ranks that it concerns, and by rank 0, in their `Participant.execute`.
+        Called by these ranks, and by rank 0, in their `Participant.execute`.
         """
         others = [rank for rank in ranks if rank]
         if self._rank:
@@ -160,10 +155,10 @@ class Round:
         return {0: b""} | reported if 0 in ranks else reported
 
     def answer(self, name: str, data: bytes | None) -> bytes:
-        """What rank 0 tells all in the midst of their work; the others wait for it.
+        """What rank 0 answers all during their work; the others wait for it.
 
         Raises:
-            RefusedError: the attempt was given up meanwhile.
+            RankRefusedError: the round was given up meanwhile.
         """
         if self._rank == 0:
             assert data is not None
@@ -171,7 +166,7 @@ class Round:
             return data
         key, record = self._channel.wait([OUTCOME, name], self._patience(), writer=0)
         if key == OUTCOME:
-            raise RankRefusedError(FailureReason.of_outcome(record) or FailureReason("the attempt was given up"))
+            raise RankRefusedError(FailureReason.of_outcome(record) or FailureReason("the round was given up"))
         return self._channel.whole(name, record, self._deadline + self._grace)
 
     # --- rank 0 -------------------------------------------------------------------------------------------------------
@@ -179,11 +174,9 @@ class Round:
     def _lead(self, participant: Participant) -> Body:
         try:
             proposals = self._collect(_plain(participant.propose()))
-            answer = self._judged(lambda: participant.compare([take(proposal, "record", dict) for proposal in proposals]))
+            answer = _plain(self._judged(lambda: participant.compare([take(proposal, "record", dict) for proposal in proposals])))
             oldest = min(take_count(proposal, "oldest") for proposal in proposals)
-            answer = _plain(answer)
-            left = max(0.0, self._deadline - self._channel.clock())
-            self._put(GO, {"record": answer, "left": left, "oldest": oldest})
+            self._put(GO, {"record": answer, "left": max(0.0, self._deadline - self._channel.clock()), "oldest": oldest})
             self._forget(oldest)
             self._stage = "result"
             results = self._collect(_plain(participant.execute(answer)))
@@ -194,25 +187,25 @@ class Round:
             )
             resolved = self._resolve(participant, reason)
             if not isinstance(exc, Exception):
-                raise  # all others know; this one was told to stop
+                raise  # the others know; this rank was asked to stop
             if isinstance(resolved, FailureReason):
                 raise self._error(resolved) from (exc.__cause__ if isinstance(exc, RankRefusedError) else exc)
             return resolved
         reported = self._spread({"put": outcome})
         if participant.resolve is None and "put" not in reported:
-            raise self._error(FailureReason.of_outcome(reported) or FailureReason("the other ranks cannot be told"))
+            raise self._error(FailureReason.of_outcome(reported) or FailureReason("the other ranks cannot be reached"))
         return outcome
 
     def _judged(self, judge: Callable[[], Body | str]) -> Body:
-        """What rank 0 makes of what all have said.
+        """What rank 0 concludes from the records of all ranks.
 
         Raises:
-            RefusedError: they do not fit together, which is no rank's own error.
+            RankRefusedError: they do not fit together, which is no rank's own error.
         """
         try:
             answer = judge()
         except (NoSpaceError, PermissionDeniedError):
-            raise  # those are of rank 0's own place
+            raise  # errors of rank 0 itself
         except (InputError, ConflictError) as exc:
             raise RankRefusedError(FailureReason.of_error(exc, by_name=False)) from exc
         if isinstance(answer, str):
@@ -220,15 +213,15 @@ class Round:
         return answer
 
     def _collect(self, own: Body) -> list[Body]:
-        """What all ranks said in this stage: see `_gather`."""
+        """The records of all ranks in this stage: see `_gather`."""
         stage = self._stage
         return [{"record": own, "oldest": self._ledger.oldest()}, *self._gather(stage, range(1, self._ranks)).values()]
 
     def _gather(self, stage: str, ranks: Sequence[int]) -> dict[int, Body]:
-        """What other ranks said in a stage.
+        """The records of other ranks in a stage.
 
         Raises:
-            RefusedError: names the ranks that failed, and those that said nothing by the deadline or are not heard of.
+            RankRefusedError: names the ranks that failed, sent nothing by the deadline, or are silent.
         """
         keys = {f"{stage}/{rank}": rank for rank in ranks}
         found, alarm, silent = self._channel.collect(keys, self._deadline, alarm=FAILED)
@@ -296,7 +289,7 @@ class Round:
         return self._give_up(participant, LateError(f"{self._named(0)} does not know the outcome: {outcome.get('ask')}"), own)
 
     def _enter(self, go: Body) -> Body:
-        """Rank 0 said go: everything that all ranks have ended can be deleted, and the deadline is rank 0's."""
+        """Rank 0 answered: the deadline is rank 0's, and the records of rounds that all ranks have ended can be deleted."""
         record = take(go, "record", dict)
         self._deadline = self._channel.clock() + min(max(0.0, take(go, "left", float)), self._timeout)
         self._stage = "result"
@@ -307,11 +300,11 @@ class Round:
         return self._channel.wait([OUTCOME], self._patience(), writer=0)[1]
 
     def _patience(self) -> float:
-        """When this rank gives up on rank 0: one after the other, so that the first one tells all and the log is asked once."""
+        """When this rank gives up on rank 0: one after the other, so that the first one informs all and reads the log once."""
         return self._deadline + self._grace * (1 + self._rank / self._ranks)
 
     def _report(self, reason: FailureReason) -> None:
-        """Tells rank 0 that this rank cannot."""
+        """Reports an error to rank 0."""
         if self._is_cut_off:
             return
         with suppress(ChannelError):
@@ -319,11 +312,11 @@ class Round:
             self._put(FAILED, {"rank": self._rank, "error": reason.record()})
 
     def _give_up(self, participant: Participant, trouble: ChannelError, own: Exception | None = None) -> Body:
-        """Rank 0 or the channel is gone: what the log says counts."""
+        """Rank 0 or the channel is gone: the log decides."""
         text = f"gave up on {self._named(0)}: {trouble}"
         reason = FailureReason(f"{self._named(self._rank)} {text}")
         if self._channel.clock() < self._patience() and not isinstance(trouble, SilentError):
-            self._channel.sleep(self._grace * self._rank / self._ranks)  # not all ranks at the log at once
+            self._channel.sleep(self._grace * self._rank / self._ranks)  # so that not all ranks read the log at once
         resolved = self._resolve(participant, reason)
         if isinstance(resolved, FailureReason):
             self._report(FailureReason(text))
@@ -331,17 +324,15 @@ class Round:
         return self._own(resolved)
 
     def _own(self, put: Body) -> Body:
-        """What was put, if this rank has a part in it."""
+        """The outcome, if this rank has a part in it."""
         if not self._is_counted:
-            raise self._error(
-                FailureReason(self._misfit or "the process group's store holds what another group left, which put something else")
-            )
+            raise self._error(FailureReason(self._misfit or "the process group's store holds records of another group"))
         return put
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
     def _resolve(self, participant: Participant, reason: FailureReason) -> Body | FailureReason:
-        """The outcome by its judge, which all who can be reached are told: what was put, or why nothing was."""
+        """The outcome by the log, spread to all ranks that can be reached: the record, or why nothing was put."""
         if participant.resolve is None:
             reported = self._spread({"abort": reason.record()})
             put = reported.get("put")
@@ -352,7 +343,7 @@ class Round:
             if self._rank == 0:
                 self._spread({"ask": reason.text})
             if isinstance(exc, StoreError):
-                what = f"whether {self._title} happened is not known here, as the log could not be asked"
+                what = f"whether {self._title} happened is not known here, since the log could not be read"
                 raise UndecidedError(f"{what}: {error_text(exc)}", object_id=self._object_id, txn=self.txn) from exc
             raise
         if resolved is not None:
@@ -361,18 +352,18 @@ class Round:
         return FailureReason.of_outcome(self._spread({"abort": reason.record()})) or reason
 
     def _spread(self, outcome: Body) -> Body:
-        """Tells all, unless somebody was faster; returns what they are told, which is nothing when the channel is gone."""
+        """Sends the outcome to all, unless another rank was faster; returns what they get: nothing if the channel is gone."""
         try:
             return self._channel.put_first(OUTCOME, outcome, self._deadline + self._grace)
         except ChannelError:
             self._is_cut_off = True
-            return {}  # who is not told asks the log
+            return {}  # ranks without an outcome read the log
 
     def _put(self, key: str, record: Body) -> None:
         self._channel.put(key, record, self._deadline + self._grace)
 
     def _forget(self, oldest: int) -> None:
-        """Deletes what this rank wrote in attempts that all ranks have ended: nobody asks for it any more."""
+        """Deletes what this rank wrote in rounds that all ranks have ended."""
         for channel in self._ledger.take_before(oldest):
             channel.delete(channel.written, self._deadline)
 
@@ -389,16 +380,16 @@ def _plain(record: Body) -> Body:
 
 
 def _reason_of(exc: BaseException, participant: Participant) -> FailureReason:
-    """An error as the other ranks are told of it."""
+    """An error as it is reported to the other ranks."""
     if isinstance(exc, RankRefusedError):
         return exc.reason
     if isinstance(exc, SnapshotExpiredError) and participant.resolve is not None:
-        return FailureReason(error_text(exc))  # gc freed what the save relied on: the next one relies on something else
+        return FailureReason(error_text(exc))  # gc freed blocks that the save relied on: the next one relies on others
     return FailureReason.of_error(exc)
 
 
 def _check_said(record: Body, stage: str) -> Body:
-    """What a rank said, if it is what belongs into this stage."""
+    """The record of a rank, if it fits this stage."""
     if "error" in record:
         raise RankRefusedError(FailureReason.of_record(take(record, "error", dict)))
     if stage in ("proposal", "result"):

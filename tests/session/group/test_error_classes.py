@@ -229,7 +229,7 @@ def check(folder: str, odd: str) -> tuple[bool, list[str], int, str]:
 @pytest.mark.parametrize(
     ("odd", "said"),
     [
-        ("value", "the ranks cannot put 'lr' together: rank 0: 0.1; rank 1: 0.2"),
+        ("value", "the ranks cannot save 'lr' together: rank 0: 0.1; rank 1: 0.2"),
         ("tensor", "rank 0 and rank 1 differ in 'norm'"),
         ("type", "lr"),
         ("own", "loader"),

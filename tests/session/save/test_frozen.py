@@ -113,7 +113,9 @@ def test_a_change_is_found_and_nothing_is_published() -> None:
         before = state["base"]["w"].clone()
         state["base"]["w"][BASE // 2] ^= 1
         for step in (10, 11):  # not once: at each save, as long as it is said to be frozen
-            with pytest.raises(FrozenChangedError, match=r"base\.w was put as frozen, but has changed .* the 9 snapshots since") as raised:
+            with pytest.raises(
+                FrozenChangedError, match=r"base\.w was declared frozen, but has changed .* the 9 snapshots since"
+            ) as raised:
                 put(place, state, step).wait()
             assert raised.value.object_id == "base.w"
         assert place.steps() == list(range(VERIFY_EVERY))

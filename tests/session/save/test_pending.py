@@ -117,7 +117,9 @@ def test_a_wait_that_is_too_short(wait: Callable[[tsck.PendingSnapshot, float], 
         stop = place.gate.stop("put parts/")
         pending = put_beside(place.store, 1)
         for _ in range(2):
-            with pytest.raises(WaitTimeoutError, match=rf"job@1 is not (published|staged) after {seconds:g} s; it goes on") as raised:
+            with pytest.raises(
+                WaitTimeoutError, match=rf"job@1 is not (published|staged) after {seconds:g} s; the save continues"
+            ) as raised:
                 wait(pending, seconds)
         assert raised.value.object_id == "job"
         assert not pending.done()

@@ -156,7 +156,7 @@ def test_a_child_that_is_forked_in_the_middle_of_a_put(nursery: Nursery, tmp_pat
     assert nursery.run(worker.forked, tmp_path, at) == 0, stderr(tmp_path)
     waited, child, parent = heard(tmp_path)
     assert waited["waited"] != "WaitTimeoutError"
-    assert "process that this one was forked from" in waited["message"]
+    assert "process from which this one was forked" in waited["message"]
     assert child["pending"] == 0
     assert child["restored"] == 1
     assert child["steps"] == [1]

@@ -118,7 +118,7 @@ def test_frozen_tensors_of_many_ranks(begin: Callable[..., Ask], tmp_path: Path)
         ask(rank_side.keep, step, step == 11)
     endings = ask(rank_side.wait, 11)
     assert kinds(endings) == ["FrozenChangedError"] * 2
-    assert all("model.w was put as frozen, but has changed" in text for _, text in endings), endings
+    assert all("model.w was declared frozen, but has changed" in text for _, text in endings), endings
     hashed = ask(rank_side.told, "published", "hashed_bytes")
     for rank in (0, 1):
         assert [step for step, size in hashed[rank] if size > 100_000] == [1]
